@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.kernels.heads import fold, unfold
-from bedouin.kernels.linear import apply_transposed_weight, apply_weight, weight_gradient
+from bedouin.kernels.linear import apply_weight, weight_gradient
 from bedouin.kernels.norms import inverse_norm
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -56,19 +56,6 @@ def apply_feedback_weight(
         return apply_weight(normed, W_y)
     H = len(W_y)
     return fold(apply_weight(unfold(normed, H), W_y.flatten(0, 1)), H)
-
-
-def project_feedback_transposed(
-    grad: Tensor,  # (b, ..., f), the cotangent of W^y norm(y)
-    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
-    d: int,
-) -> Tensor:  # (b, ..., d)
-    """The cotangent of norm(y), computed in the dtype of W^y and returned in that of `grad`."""
-    low = grad.to(W_y.dtype)
-    if not reads_all_heads(W_y, d):
-        return apply_transposed_weight(low, W_y).to(grad.dtype)
-    H = len(W_y)
-    return fold(apply_transposed_weight(unfold(low, H), W_y.flatten(0, 1)), H).to(grad.dtype)
 
 
 def feedback_weight_gradient(

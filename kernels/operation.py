@@ -5,7 +5,8 @@ below autograd, inside an autograd.Function if a gradient is wanted: the dispatc
 registered gradient costs several times as much on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,3 +110,16 @@ def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., A
     """Decorator: register a function as the operation `name`. Its schema is that of its annotations
     unless `schema` is given; it changes none of its arguments."""
     return lambda function: Operation(name, function, schema)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A context in which autograd records within an operation, which torch runs below it."""
+    include, exclude = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield

@@ -19,7 +19,7 @@ from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = {"reference": 10, "triton": 11}
 NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
-LOOPS = ("forward_sweep", "buffered_sweep", "selective_scan_reference")
+LOOPS = ("sweep_tokens", "buffered_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 
 heads = pytest.mark.parametrize("num_heads", [1, 2])

@@ -74,8 +74,9 @@ def direct_sweep(
     token out.
     With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
     layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
-    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or on a CPU, for a
-    sequence of at most CHUNK tokens, h at each of them.
+    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or in plain torch, for
+    a layout and a sequence of at most CHUNK tokens, h at each of them. Without a layout, and under
+    transforms of torch.func, the backward is autograd through one chunk of tokens after the other.
     """
     operands.check(parameterization.feeds_x)
     call = backend, operands, parameterization, bind_parameters

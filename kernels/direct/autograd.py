@@ -1,4 +1,5 @@
-"""The sweep in eager PyTorch as a differentiable function, with the exact adjoint (loops.py).
+"""The sweep in eager PyTorch as a differentiable function with the exact adjoint: in buffers, and
+by the plain loop for what these do not take, custom mixers and transforms of torch.func.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -10,12 +11,16 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.direct.buffered import (
+    allocate_steps,
+    buffered_reverse,
+    buffered_sweep,
+    takes_buffers,
+)
 from bedouin.kernels.direct.buffers import CHUNK
-from bedouin.kernels.direct.forward import memory_of
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.loops import choose_loop, choose_memory, run_reverse
-from bedouin.kernels.direct.reference import Sweep
-from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
+from bedouin.kernels.direct.reference import Sweep, memory_of, sweep_tokens
+from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_sweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.outside import outside_of_graphs
@@ -23,7 +28,7 @@ from bedouin.kernels.outside import outside_of_graphs
 
 class _DirectSweep(torch.autograd.Function):
     """Returns y*, last h, kept h, defect, scale, magnitude, pivot, and then the tensors of
-    `choose_memory`. y* is `y_star` if given, and otherwise solved for.
+    `allocate_steps` for a sweep in buffers. y* is `y_star` if given, and otherwise solved for.
 
     The tensors of `Operands.wide` and the bind parameters are passed one by one, because torch does
     not find tensors that require gradients inside a NamedTuple.
@@ -44,10 +49,12 @@ class _DirectSweep(torch.autograd.Function):
         operands, parameters = Operands(*tensors[:6]), tensors[6:]
         options = parameterization, bind, parameters, CHUNK
         memory: tuple[Tensor, ...] = ()
-        if y_star is None:
+        if y_star is None and takes_buffers(operands, parameterization, parameters):
             if keeps_memory:
-                memory = choose_memory(operands, parameterization, parameters, CHUNK)
-            sweep, kept = choose_loop(operands, *options, memory)()
+                memory = allocate_steps(operands, parameterization, CHUNK)
+            sweep, kept = buffered_sweep(operands, parameterization, CHUNK, memory)
+        elif y_star is None:
+            sweep, kept = sweep_tokens(operands, *options)
         else:
             h, kept = memory_of(y_star, operands, *options)
             x = operands.x
@@ -94,7 +101,15 @@ class _DirectSweep(torch.autograd.Function):
             grad_y = torch.zeros_like(y) if grad_y is None else grad_y
             known = tuple(parameters), saved[ctx.count :], h
             solved = SolvedSweep.of(y, operands, parameterization, bind, *known)
-            grads = run_reverse(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
+            if takes_buffers(operands, parameterization, solved.bind_parameters, grad_y, grad_h):
+                grads = buffered_reverse(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
+            else:
+                if h is not None:
+                    # h before the first token; the memory ends with h before each
+                    checkpoints = solved.memory[-1][:1].transpose(0, 1)
+                if grad_h is None:
+                    grad_h = torch.zeros_like(operands.start()[0])
+                grads = reverse_sweep(grad_y, grad_h, checkpoints, CHUNK, solved, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *parameters]
         return (None, None, None, None, None, *refuse_second_derivative(grads, sources))
 

@@ -29,7 +29,10 @@ def substitute(
     transposed system, which is not exported."""
     if torch.compiler.is_exporting() and not adjoint:
         return _substitute(LU, pivots, right)
-    solved: Tensor = torch.linalg.lu_solve(LU, pivots, right.unsqueeze(-1), adjoint=adjoint)
+    # by rows, because of a factor by columns, as torch returns it, lu_solve reads the wrong numbers
+    # under two vmaps for a batch of one sample
+    rows = LU.contiguous()
+    solved: Tensor = torch.linalg.lu_solve(rows, pivots, right.unsqueeze(-1), adjoint=adjoint)
     return solved.squeeze(-1)
 
 

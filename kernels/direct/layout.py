@@ -1,8 +1,7 @@
-"""Coefficients from raw values as a `RawLayout` describes them, with their derivative.
+"""Coefficients from raw values as a `RawLayout` describes them, in plain torch.
 
 Operations of torch.library cannot take a function as an argument, so they compute the coefficients
-from the layout. The derivative is explicit, not by autograd, so that the reverse sweep works inside
-an operation, under every transform and under hooks on saved tensors. Everything is plain torch.
+from the layout.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, H heads;
 leading axes are free.
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.householder import unit, unit_vjp, wy_factor, wy_factor_vjp
+from bedouin.kernels.householder import unit, wy_factor
 from bedouin.kernels.operands import Bind, Coefficients, Parameterization, RawLayout
 
 SOFTPLUS_IS_LINEAR = 20.0
@@ -84,28 +83,6 @@ def activate_delta(
     if layout.activation == "sigmoid":
         return torch.sigmoid(delta)
     return F.softplus(-delta if layout.activation == "softplus_of_minus" else delta)
-
-
-def bind_vjp(
-    layout: RawLayout,
-    raw: Tensor,  # (b, r)
-    cotangents: Coefficients,
-) -> Tensor:  # (b, r)
-    """The cotangent of the raw values; e is constant."""
-    d, n = cotangents.delta.shape[-1], cotangents.B.shape[-1]
-    delta, *memory, u, alpha, erase = _split(layout, (d, n), raw)
-    gate = torch.sigmoid(alpha)
-    grad_U, grad_beta = wy_factor_vjp(cotangents.M, unit(u), layout.beta_max * gate)
-    parts = [cotangents.delta * activation_slope(layout, delta)]
-    grads = (cotangents.B, cotangents.C)
-    parts += [unit_vjp(grad, v) for grad, v in zip(grads, memory, strict=False)]
-    grad_u = unit_vjp(cotangents.U + grad_U, u)
-    # reshape, because flatten has no batching rule for batched cotangents
-    parts.append(grad_u.reshape(*grad_u.shape[:-2], u.shape[-2] * d))
-    parts.append(grad_beta * layout.beta_max * gate * (1 - gate))
-    gate = torch.sigmoid(erase)
-    parts.append(cotangents.erase * layout.erase * gate * (1 - gate))
-    return torch.cat(parts, -1)
 
 
 def activation_slope(

@@ -49,10 +49,6 @@ class LocalFactors(NamedTuple):
     at: Tensor | None  # (..., m), the channels with rows of their own
     shrink: Tensor | None  # (..., k + m), factors by which the rows of the matrix were scaled
 
-    def token(self, i: int) -> "LocalFactors":
-        """The factors of token i, from factors with leading axes (b, t)."""
-        return LocalFactors(*(None if value is None else value[:, i] for value in self))  # type: ignore[arg-type]
-
     @property
     def divisor(self) -> Tensor:
         """D (..., d), with 1 in the channels `at`, which are not divided."""

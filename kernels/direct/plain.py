@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.direct.forward import memory_of
+from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.loops import choose_loop, run_reverse
+from bedouin.kernels.direct.reference import memory_of, sweep_tokens
 from bedouin.kernels.direct.reverse import SolvedSweep
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
@@ -25,8 +25,12 @@ def plain_sweep(
 
     Unlike in the kernels, the kept h begin with the one before the first token.
     """
-    bind = choose_bind(None, parameterization, operands.A)
-    sweep, kept = choose_loop(operands.wide(), parameterization, bind, (), keep_every)()
+    operands = operands.wide()
+    if operands.x.numel():
+        sweep, kept = buffered_sweep(operands, parameterization, keep_every)
+    else:
+        bind = choose_bind(None, parameterization, operands.A)
+        sweep, kept = sweep_tokens(operands, parameterization, bind, (), keep_every)
     pivot = sweep.pivot.unsqueeze(1).expand(operands.x.shape[:2])
     statistics = torch.stack([sweep.defect, sweep.scale, sweep.magnitude, pivot])
     return sweep.y.contiguous(), _in_new_memory(sweep.h), _stack_kept(kept, operands), statistics
@@ -68,9 +72,8 @@ def plain_reverse(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, raw, W_y (empty without feedback), A, h0 and y0 (empty if not wanted), and
     the statistics (2, b, t) of the adjoint equation: defect and scale."""
-    x, raw, _, A, _, _ = operands
+    x, raw, W_y, A, _, _ = operands
     wide, bind = operands.wide(), choose_bind(None, parameterization, A)
-    solved = SolvedSweep.of(y, wide, parameterization, bind, ())
     statistics = A.new_zeros(2, *x.shape[:2])
 
     def report(
@@ -79,10 +82,14 @@ def plain_reverse(
     ) -> None:
         statistics[0], statistics[1] = defect, scale
 
-    grad_h = torch.zeros_like(wide.start()[0]) if grad_h is None else grad_h
-    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = run_reverse(
-        grad_y, grad_h, kept, keep_every, solved, report
-    )
+    if x.numel():
+        solved = SolvedSweep.of(y, wide, parameterization, bind, ())
+        grads = buffered_reverse(grad_y, grad_h, kept, keep_every, solved, report)
+    else:
+        h0, y0 = (torch.zeros_like(v) for v in wide.start())
+        zeros = [None if v is None else torch.zeros_like(v) for v in (wide.x, wide.raw, W_y, A)]
+        grads = *zeros, h0 if grad_h is None else grad_h, y0
+    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = grads
     assert grad_x is not None and grad_raw is not None and grad_A is not None
     assert grad_h0 is not None and grad_y0 is not None
     # the same strides as in the fake implementation of the operation

@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.local import factor_local, smallest_pivot, solve_local
-from bedouin.kernels.feedback import add_feedback, project_feedback
+from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
+from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedback
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
-from bedouin.kernels.operands import Bind, Operands, Parameterization
-from bedouin.kernels.scan import contract, discretize, erase_memory
+from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
+from bedouin.kernels.scan import contract, discretize, erase_memory, selective_scan_reference
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
@@ -105,6 +106,50 @@ def term_size(
     return (s.abs() * (kept + mixed.abs())).amax(-1)
 
 
+class LocalEquation(NamedTuple):
+    """What a token's raw values and the memory before it determine: all but its y."""
+
+    x: Tensor  # (b, d), with its feedback
+    c: Coefficients  # (b, ...)
+    e: Tensor | None  # (b, 1) or (b, d); None: 0
+    decayed: Tensor  # (b, d, n), a'
+    s: Tensor  # (b, d, 1) or (b, d, n)
+    sigma: Tensor  # (b, d)
+    gap: Tensor | None  # (b, d), of `gain_gap`
+
+    @staticmethod
+    def of(
+        x: Tensor,  # (b, d)
+        raw: Tensor,  # (b, r)
+        h: Tensor,  # (b, d, n), before the token
+        A: Tensor,  # (d, n) or (H, d, n)
+        options: Parameterization,
+        bind: Bind,
+        bind_parameters: tuple[Tensor, ...],  # any shapes
+    ) -> "LocalEquation":
+        """`x` and `raw` contain the feedback."""
+        c = bind(raw, *bind_parameters)
+        # not len, for which torch.export would take the batch for a constant
+        A = A if A.dim() == 2 else per_sample(A, x.shape[0])
+        decay, s = discretize(c.delta, A, options.input_scale, options.eigenvalues)
+        e, decayed = options.diagonal(c.e), erase_memory(decay * h, c.B, c.erase)
+        gap = None if e is None else gain_gap(decay, c.B, c.C, options)
+        return LocalEquation(x, c, e, decayed, s, input_gain(s, c.B, c.C), gap)
+
+    def factors(self) -> LocalFactors:
+        """Of the matrix of this token."""
+        return factor_local(self.sigma, self.e, self.c.U, self.c.M, self.gap)
+
+    def write(
+        self,
+        y: Tensor,  # (b, d)
+    ) -> tuple[Tensor, Tensor]:  # (b, d), (b, d, n)
+        """x~, and the memory after a token with this y."""
+        mixed = mix_channels(self.x, y, self.e, self.c.U, self.c.M)
+        # in this order, so that a scale without a state axis costs no product of the size of h
+        return mixed, self.decayed + (self.s * mixed.unsqueeze(-1)) * self.c.B.unsqueeze(-2)
+
+
 def direct_sweep_reference(
     operands: Operands,
     parameterization: Parameterization,
@@ -116,47 +161,68 @@ def direct_sweep_reference(
     `bind` None: the coefficients are computed from the raw values as the layout describes.
     """
     operands.check(parameterization.feeds_x)
-    x, raw, W_y, A, h, y = operands.wide()
+    bind = choose_bind(bind, parameterization, operands.A)
+    return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters, CHUNK)[0]
+
+
+def sweep_tokens(
+    operands: Operands,  # as `Operands.wide` gives them
+    parameterization: Parameterization,
+    bind: Bind,
+    bind_parameters: tuple[Tensor, ...],  # any shapes
+    keep_every: int,
+) -> tuple[Sweep, list[Tensor]]:
+    """The sweep, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, and so on."""
+    x, raw, W_y, A, h, y = operands
     assert h is not None and y is not None
-    bind = choose_bind(bind, parameterization, A)
-    A = A if A.dim() == 2 else per_sample(A, x.shape[0])
-    ys, defects, scales, sizes = [], [], [], []
+    ys, defects, scales, sizes, kept = [], [], [], [], []
     pivot = x.new_full(x.shape[:1], torch.inf)
     for t in range(x.shape[1]):
+        if t % keep_every == 0:
+            kept.append(h.mT)
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
             fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
             x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
-        delta, B, C, e, U, M, erase = bind(raw_t, *bind_parameters)
-        decay, s = discretize(delta, A, parameterization.input_scale, parameterization.eigenvalues)
-        sigma = input_gain(s, B, C)
-        decayed = erase_memory(decay * h, B, erase)
-        diagonal = parameterization.diagonal(e)
-        gap = None if diagonal is None else gain_gap(decay, B, C, parameterization)
-        factors = factor_local(sigma, diagonal, U, M, gap)
-        y = solve_local(contract(decayed, C), factors, x_t)
-        mixed = mix_channels(x_t, y, diagonal, U, M)
-        h = _write_memory(decayed, s, mixed, B)
-        F_t = contract(h, C).detach()
+        token = LocalEquation.of(x_t, raw_t, h, A, parameterization, bind, bind_parameters)
+        factors = token.factors()
+        y = solve_local(contract(token.decayed, token.c.C), factors, x_t)
+        mixed, h = token.write(y)
+        F_t = contract(h, token.c.C).detach()
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        sizes.append(term_size(s.abs().amax(-1), x_t, y, mixed, diagonal).detach())
+        sizes.append(term_size(token.s.abs().amax(-1), x_t, y, mixed, token.e).detach())
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])
-        return Sweep(torch.zeros_like(x), h, empty, empty, empty, pivot)
+        return Sweep(torch.zeros_like(x), h, empty, empty, empty, pivot), kept
     defect, scale, size = (torch.stack(values, 1) for values in (defects, scales, sizes))
-    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot)
+    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot), kept
 
 
-def _write_memory(
-    decayed: Tensor,  # (..., d, n)
-    s: Tensor,  # (..., d, 1) or (..., d, n)
-    mixed: Tensor,  # (..., d)
-    B: Tensor,  # (..., n)
-) -> Tensor:  # (..., d, n)
-    """h_t = a' + (s * x~) B^T."""
-    if s.shape[-1] > 1:
-        return decayed + s * mixed.unsqueeze(-1) * B.unsqueeze(-2)
-    return decayed + (s * mixed.unsqueeze(-1)) * B.unsqueeze(-2)
+def memory_of(
+    y: Tensor,  # (b, t, d), a fixed point found elsewhere
+    operands: Operands,  # as `Operands.wide` gives them
+    parameterization: Parameterization,
+    bind: Bind,
+    bind_parameters: tuple[Tensor, ...],  # any shapes
+    keep_every: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """For a known y, the last h (b, d, n), and the memories that `sweep_tokens` would keep."""
+    x, raw = with_feedback(y, operands, parameterization)
+    delta, B, C, e, U, M, erase = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
+    mixed, kept = mix_channels(x, y, parameterization.diagonal(e), U, M), []
+    scale, eigenvalues = parameterization.input_scale, parameterization.eigenvalues
+    A, h = operands.A, operands.start()[0]
+    for start in range(0, x.shape[1], keep_every):
+        kept.append(h.mT)
+        tokens = slice(start, start + keep_every)
+        part, delta_t, B_t, C_t, erase_t = (v[:, tokens] for v in (mixed, delta, B, C, erase))
+        _, h = selective_scan_reference(
+            *(part, delta_t, A, B_t, C_t, h, erase_t),
+            input_scale=scale,
+            eigenvalues=eigenvalues,
+            exclusive=False,
+        )
+    return h, kept

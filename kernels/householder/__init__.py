@@ -1,31 +1,25 @@
-"""Channel mixing Q = I - diag(e) - U^T M U in compact form, and Householder products."""
+"""Channel mixing Q = I - diag(e) - U^T M U in compact form."""
 
 from bedouin.kernels.householder.reference import (
     apply_complement,
     apply_complement_transposed,
     combine_rows,
-    householder_product,
     mix_channels,
     rows_dot,
     times,
     unit,
-    unit_vjp,
     wy_factor,
     wy_factor_of,
-    wy_factor_vjp,
 )
 
 __all__ = [
     "apply_complement",
     "apply_complement_transposed",
     "combine_rows",
-    "householder_product",
     "mix_channels",
     "rows_dot",
     "times",
     "unit",
-    "unit_vjp",
     "wy_factor",
     "wy_factor_of",
-    "wy_factor_vjp",
 ]

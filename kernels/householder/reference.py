@@ -7,8 +7,6 @@ I - Q = diag(e) + U^T M U, with e = 0 and M = T (upper triangular) for a Househo
 import torch
 from torch import Tensor
 
-from bedouin.kernels.checks import check_shape
-from bedouin.kernels.launch import accumulator
 from bedouin.kernels.norms import inverse_norm
 
 UNIT_EPS = 1e-6
@@ -24,17 +22,6 @@ def unit(
     overflows.
     """
     return v * inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
-
-
-def unit_vjp(
-    grad: Tensor,  # (..., d)
-    v: Tensor,  # (..., d)
-    eps: float = UNIT_EPS,
-) -> Tensor:  # (..., d)
-    """Cotangent of v from that of unit(v)."""
-    scale = inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
-    direction = v * scale
-    return scale * (grad - direction * (direction * grad).sum(-1, keepdim=True))
 
 
 def rows_dot(
@@ -100,21 +87,6 @@ def _inverse_of_one_plus(
     return inverse
 
 
-def wy_factor_vjp(
-    grad: Tensor,  # (..., k, k), of T
-    U: Tensor,  # (..., k, d) unit rows
-    beta: Tensor,  # (..., k)
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of U and beta, for T = X diag(beta), X = (I + N)^-1: that of N is -X^T grad_X X^T
-    above the diagonal."""
-    dots = torch.triu(U @ U.mT, diagonal=1)
-    X = _inverse_of_one_plus(beta.unsqueeze(-1) * dots)
-    grad_N = -torch.triu(X.mT @ (grad * beta.unsqueeze(-2)) @ X.mT, diagonal=1)
-    grad_beta = (grad * X).sum(-2) + (grad_N * dots).sum(-1)
-    grad_dots = beta.unsqueeze(-1) * grad_N
-    return (grad_dots + grad_dots.mT) @ U, grad_beta
-
-
 def apply_complement(
     v: Tensor,  # (..., d)
     e: Tensor | None,  # (..., 1) or (..., d); None: 0
@@ -150,30 +122,3 @@ def apply_complement_transposed(
 ) -> Tensor:  # (..., d)
     """(I - Q)^T v = e * v + U^T M^T U v."""
     return apply_complement(v, e, U, M.mT)
-
-
-def householder_product(
-    v: Tensor,  # (..., d)
-    u: Tensor,  # (..., k, d), normalized inside
-    beta: Tensor,  # (..., k)
-    *,
-    complement: bool = False,
-) -> Tensor:  # (..., d)
-    """Q v = H_1 (H_2 ( ... (H_k v))), one reflection after the other: the definition.
-
-    With `complement`, (I - Q) v as the sum of what each reflection subtracts, without cancellation.
-    Computes in at least float32; the result has the dtype of v. Raises ValueError for shapes that
-    do not fit. Source: DeltaProduct (arXiv 2502.10297).
-    """
-    if u.dim() < 2:
-        raise ValueError(f"u must have shape (..., k, d), got {tuple(u.shape)}")
-    check_shape("beta", beta, u.shape[:-1], "(..., k) of this u")
-    check_shape("v", v, (*u.shape[:-2], u.shape[-1]), "(..., d) of this u")
-    dtype = accumulator(v.dtype, u.dtype, beta.dtype)
-    rest, u_bar, beta = v.to(dtype), unit(u.to(dtype)), beta.to(dtype)
-    taken = torch.zeros_like(rest)
-    for i in reversed(range(u.shape[-2])):
-        u_i = u_bar[..., i, :]
-        step = beta[..., i : i + 1] * u_i * (u_i * rest).sum(-1, keepdim=True)
-        rest, taken = rest - step, taken + step
-    return (taken if complement else rest).to(v.dtype)

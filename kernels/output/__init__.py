@@ -7,7 +7,7 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
 from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads
-from bedouin.kernels.output.autograd import run_gated_output, run_shifted_norm
+from bedouin.kernels.output.autograd import gated_output_operation, shifted_norm_operation
 from bedouin.kernels.output.reference import gated_output_reference, shifted_norm_reference
 from bedouin.kernels.output.types import OutputOperands
 
@@ -52,7 +52,8 @@ def gated_output(
     _check_output(operands)
     dtype = y.dtype if dtype is None else dtype
     if _choose(backend, y) == "triton":
-        return run_gated_output(operands, eps, dtype)
+        out: Tensor = gated_output_operation(*operands, eps, dtype)
+        return out
     return gated_output_reference(operands, eps).to(dtype)
 
 
@@ -76,7 +77,8 @@ def shifted_norm(
     check_shape("y0", y0, (y.shape[0], y.shape[2]), "(b, d)")
     dtype = y.dtype if dtype is None else dtype
     if _choose(backend, y) == "triton":
-        return run_shifted_norm(y, y0, eps, dtype)
+        normed: Tensor = shifted_norm_operation(y, y0, eps, dtype)
+        return normed
     return shifted_norm_reference(y, y0, eps).to(dtype) if y.shape[1] else y.to(dtype)
 
 

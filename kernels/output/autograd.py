@@ -1,4 +1,4 @@
-"""The output stage in Triton as operations of torch.library.
+"""The output stage in Triton as operations of torch.library: once differentiable, no size may be 0.
 
 Triton is imported when an operation runs. The operations of the gated output take the fields of
 `OutputOperands` one by one, in the same order.
@@ -20,7 +20,7 @@ OPERANDS = "Tensor y, Tensor x, Tensor D, Tensor gate, Tensor? fed, Tensor? z, T
     "gated_output",
     schema=f"({OPERANDS}, float eps, ScalarType dtype) -> Tensor",
 )
-def _output(*flat: Any) -> Tensor:
+def gated_output_operation(*flat: Any) -> Tensor:
     """The gated output (b / H, t, H d) in `dtype`."""
     from bedouin.kernels.output.launch import output_forward
 
@@ -28,7 +28,7 @@ def _output(*flat: Any) -> Tensor:
     return output_forward(OutputOperands(*operands), eps, dtype)
 
 
-@_output.register_fake
+@gated_output_operation.register_fake
 def _output_fake(*flat: Any) -> Tensor:
     *operands, _, dtype = flat
     shape = OutputOperands(*operands).joined_shape
@@ -88,17 +88,11 @@ def _backward_output(
     return *refuse_second_derivative(grads, [grad, *operands]), None, None
 
 
-_output.register_autograd(_backward_output, setup_context=_save_output)
-
-
-def run_gated_output(operands: OutputOperands, eps: float, dtype: torch.dtype) -> Tensor:
-    """The gated output (b / H, t, H d) in `dtype`. Once differentiable; no size may be 0."""
-    out: Tensor = _output(*operands, eps, dtype)
-    return out
+gated_output_operation.register_autograd(_backward_output, setup_context=_save_output)
 
 
 @operation("shifted_norm")
-def _shifted_norm(
+def shifted_norm_operation(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d)
     eps: float | None,
@@ -110,7 +104,7 @@ def _shifted_norm(
     return shifted_norm_forward(y, y0, eps, dtype)
 
 
-@_shifted_norm.register_fake
+@shifted_norm_operation.register_fake
 def _shifted_norm_fake(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d)
@@ -164,15 +158,4 @@ def _backward_shifted_norm(
     return *refuse_second_derivative(grads, [grad, *operands]), None, None
 
 
-_shifted_norm.register_autograd(_backward_shifted_norm, setup_context=_save_shifted_norm)
-
-
-def run_shifted_norm(
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d)
-    eps: float | None,
-    dtype: torch.dtype,
-) -> Tensor:  # (b, t, d)
-    """norm(y_{t-1}) in `dtype`. Once differentiable; no size may be 0."""
-    normed: Tensor = _shifted_norm(y, y0, eps, dtype)
-    return normed
+shifted_norm_operation.register_autograd(_backward_shifted_norm, setup_context=_save_shifted_norm)

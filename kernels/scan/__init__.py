@@ -10,7 +10,7 @@ from bedouin.kernels.checks import check_choice, check_sequence, check_shape
 from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.scan.autograd import run_plain_scan, run_triton_scan
+from bedouin.kernels.scan.autograd import plain_scan, run_triton_scan
 from bedouin.kernels.scan.reference import (
     contract,
     discretize,
@@ -77,7 +77,7 @@ def selective_scan(
         return run_triton_scan(operands, options)
     erase = x.new_empty(*x.shape[:2], 0) if erase is None else erase
     if torch.compiler.is_compiling() and not is_empty:
-        y, h = run_plain_scan(operands, erase, options)
+        y, h = plain_scan(*operands[:6], erase, *options)
     else:
         y, h = selective_scan_reference(
             *(x, delta, A, B, C, h0, erase),

@@ -1,6 +1,6 @@
 """The scan as operations of torch.library, so that torch.compile keeps whole graphs.
 
-`run_triton_scan` calls the kernels, `run_plain_scan` the reference, which torch.compile would
+`run_triton_scan` calls the kernels, `plain_scan` the reference, which torch.compile would
 otherwise unroll over t. All four registered operations take the operands and options of a scan one
 by one, in the order of `ScanOperands` and `ScanOptions`. Triton is imported when an operation runs:
 registering costs nothing where it is not used.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import accumulator, ceil_div
-from bedouin.kernels.operation import operation
-from bedouin.kernels.scan.reference import selective_scan_reference, selective_scan_vjp
+from bedouin.kernels.operation import operation, recording
+from bedouin.kernels.scan.reference import selective_scan_reference
 from bedouin.kernels.scan.types import (
     CHUNK,
     ScanCotangents,
@@ -122,14 +122,14 @@ def run_triton_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tenso
     "plain_scan",
     schema=f"({TENSORS}, Tensor erase, {OPTIONS}) -> (Tensor, Tensor)",
 )
-def _plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
-    """y (b, t, d) and the last h (b, d, n)."""
+def plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
+    """y (b, t, d) without D * x, and the last h (b, d, n). No size may be 0."""
     options = ScanOptions(*flat[7:])
     y, h = selective_scan_reference(*flat[:7], **options._asdict())
     return y.contiguous(), h.contiguous()
 
 
-@_plain_scan.register_fake
+@plain_scan.register_fake
 def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
     return _empty_like(flat[0], flat[5])
 
@@ -143,10 +143,11 @@ def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
 )
 def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     """Cotangents of x to h0 and erase from those of y (b, t, d) and of the last h (b, d, n)."""
-    dtype = accumulator(flat[0].dtype)
-    read, last, *wide, erase = (v.to(dtype) for v in (grad_y, grad_h, *flat[:7]))
-    grads = selective_scan_vjp(read, last, ScanOperands(*wide), erase, ScanOptions(*flat[7:]))
-    return tuple(grad.to(v.dtype).contiguous() for grad, v in zip(grads, flat[:7], strict=True))
+    with recording():
+        leaves = [v.detach().requires_grad_() for v in flat[:7]]
+        found = selective_scan_reference(*leaves, **ScanOptions(*flat[7:])._asdict())
+        grads = torch.autograd.grad(found, leaves, (grad_y, grad_h), materialize_grads=True)
+    return tuple(grad.contiguous() for grad in grads)
 
 
 @_plain_scan_backward.register_fake
@@ -170,20 +171,7 @@ def _backward_plain(
     return *refuse_second_derivative(grads, [grad_y, grad_h, *operands]), None, None, None
 
 
-_plain_scan.register_autograd(_backward_plain, setup_context=_save_plain)
-
-
-def run_plain_scan(
-    operands: ScanOperands,
-    erase: Tensor,  # (b, t, 1) or (b, t, 0)
-    options: ScanOptions,
-) -> tuple[Tensor, Tensor]:
-    """y (b, t, d) without D * x, and the last h (b, d, n). Once differentiable.
-
-    No size may be 0.
-    """
-    y, h = _plain_scan(*operands[:6], erase, *options)
-    return y, h
+plain_scan.register_autograd(_backward_plain, setup_context=_save_plain)
 
 
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:

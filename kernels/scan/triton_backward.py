@@ -200,7 +200,7 @@ def backward_kernel(
             grad_B = tl.sum(g_written * written, axis=0)
             g_scaled = g_written * B[None, :]
 
-            # As `discretize_vjp`: d lambda / d(A delta) is lambda, or lambda + 1 for "full".
+            # d lambda / d(A delta) is lambda, or lambda + 1 for "full".
             if INPUT_SCALE == "one_minus_decay":
                 grad_x = tl.sum(g_scaled * s, axis=1)
                 sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)

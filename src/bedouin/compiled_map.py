@@ -8,8 +8,6 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, H heads
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +19,7 @@ from bedouin.kernels.backend import Backend, is_transformed
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import operation, recording
 from bedouin.mixers import make_householder
 from bedouin.solvers import Jacobi, Picard, Solver, SolveStats
 from bedouin.solvers.adjoint import solve_adjoint
@@ -185,19 +183,6 @@ def _like_y_star(first: Tensor, y_star: Tensor, *options: Any) -> Tensor:
 
 
 iterate_adjoint.register_fake(_like_y_star)
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """A context in which autograd records within an operation, which torch runs below it."""
-    include, exclude = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
 
 
 @operation("implicit", f"(Tensor tracked, Tensor y_star, {OPERANDS}, {OPTIONS}) -> Tensor")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
 from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep, takes_buffers
-from bedouin.kernels.direct.forward import forward_sweep
 from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.reference import sweep_tokens
 from bedouin.kernels.direct.reverse import SolvedSweep, reverse_sweep
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 
@@ -113,6 +113,32 @@ def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any
         assert_near(f"gradient {i}", ours, theirs, 10 * tolerance * (1 + size))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ERASES_AND_FEEDS_X
+def test_on_a_gpu_and_in_its_graphs(k: int, dtype: torch.dtype, more: dict[str, Any]) -> None:
+    operands, options = draw(2, 20, k=k, dtype=dtype, **more)
+
+    def run(operands: Operands) -> tuple[Tensor, ...]:
+        inputs = [v.requires_grad_() for v in operands if v is not None]
+        sweep = direct_sweep(operands, options, backend="reference")
+        loss = sweep.y.square().sum() + sweep.h.square().sum()
+        return sweep.y.detach(), sweep.magnitude, *torch.autograd.grad(loss, inputs)
+
+    expected = run(operands)
+    moved: Any = [None if v is None else v.detach().cuda() for v in operands]
+    there = Operands(*moved)
+    assert takes_buffers(there, options, ())
+    run(there)  # the libraries of linear algebra set themselves up
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(there)
+    graph.replay()
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_near(f"result {i}", ours.cpu(), theirs, 1e-3 if dtype == torch.float32 else 1e-11)
+
+
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("feedback", [True, False, D])
@@ -128,7 +154,7 @@ def test_dtypes_are_those_of_the_plain_loops(
         operands = operands._replace(W_y=operands.W_y.to(low))
     operands, bind = operands.wide(), choose_bind(None, parameterization, operands.A)
     ours, kept = buffered_sweep(operands, parameterization, 16)
-    theirs, others = forward_sweep(operands, parameterization, bind, (), 16)
+    theirs, others = sweep_tokens(operands, parameterization, bind, (), 16)
     tolerance = 1e-5 if low == torch.float32 else 1e-2
     assert_near("y", ours.y, theirs.y, tolerance)
     assert_near("kept", torch.stack(kept), torch.stack(others), tolerance)

@@ -1,13 +1,11 @@
-"""Coefficients from raw values by their layout, against the layers and, for gradients, autograd."""
-
-from typing import get_args
+"""Coefficients from raw values by their layout, against the layers."""
 
 import pytest
 import torch
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.kernels.direct.layout import bind_by_layout, bind_vjp, is_covered
-from bedouin.kernels.operands import Activation, Coefficients, RawLayout
+from bedouin.kernels.direct.layout import bind_by_layout, is_covered
+from bedouin.kernels.operands import RawLayout
 from bedouin.layer import FixedPointLayer
 
 LAYERS: list[FixedPointLayer] = [
@@ -27,28 +25,6 @@ def test_the_layout_is_what_the_layer_does(layer: FixedPointLayer) -> None:
     expected = (delta, B, C, *layer.mixer(mixer_raw), erase)
     for ours, theirs in zip(bind_by_layout(layout, A)(raw), expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("activation", get_args(Activation))
-def test_the_cotangent_of_raw_values_is_that_of_autograd(
-    activation: Activation, selective: bool, k: int
-) -> None:
-    layout = RawLayout(activation, selective, k, 1.5)
-    d, n = 4, 3 if selective else 1
-    A = torch.randn(d, n, dtype=torch.float64)
-    raw = torch.randn(6, layout.size(d, n), dtype=torch.float64)
-    raw[0], raw[1, :d] = 0.0, torch.tensor([-30.0, 19.0, 21.0, 40.0])
-    bind = bind_by_layout(layout, A)
-    found = bind(raw.requires_grad_())
-    cotangents = Coefficients(*(torch.randn_like(v) for v in found))
-    pairs = [(v, g) for v, g in zip(found, cotangents, strict=True) if v.requires_grad]
-    outputs, grads = zip(*pairs, strict=True)
-    (expected,) = torch.autograd.grad(outputs, raw, grads)
-    actual = bind_vjp(layout, raw.detach(), cotangents)
-    scale = expected.abs().amax().item()
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-13 * scale)
 
 
 def test_other_raw_values_are_not_covered() -> None:

@@ -14,7 +14,6 @@ from torch.nn.functional import softplus
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
-from bedouin.kernels.scan.reference import discretize_vjp
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import StructuredMixer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
@@ -48,15 +47,10 @@ def test_the_scale_and_its_derivative(input_scale: InputScale, eigenvalues: Eige
     found = []
     for dtype in (torch.float32, torch.float64):
         delta, A = gates(dtype).requires_grad_(), -torch.ones(len(BIASES), 1, dtype=dtype)
-        decay, s = discretize(delta, A, input_scale, eigenvalues)
+        _, s = discretize(delta, A, input_scale, eigenvalues)
         (slope,) = torch.autograd.grad(s.sum(), delta)
-        zero, one = torch.zeros_like(decay), torch.ones_like(s)
-        with torch.no_grad():
-            by_hand = discretize_vjp(
-                *(zero[None], one[None], decay[None], delta[None], A, input_scale, eigenvalues)
-            )
-        found.append((s, slope, *by_hand))
-    for name, actual, expected in zip(("s", "slope", "vjp", "grad A"), *found, strict=True):
+        found.append((s, slope))
+    for name, actual, expected in zip(("s", "slope"), *found, strict=True):
         assert_relative(name, actual, expected, 1e-6)
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize, selective_scan
-from bedouin.kernels.scan.reference import discretize_vjp
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
@@ -165,22 +164,6 @@ def test_the_last_state_alone_has_a_gradient() -> None:
     (grad,) = torch.autograd.grad(h.sum(), h0)
     total_decay = torch.exp(torch.einsum("bd,dn->bdn", case.delta.sum(1), case.A))
     torch.testing.assert_close(grad, total_decay)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("eigenvalues", RANGES)
-@pytest.mark.parametrize("input_scale", SCALES)
-def test_discretize_vjp_is_what_autograd_gives(
-    input_scale: InputScale, eigenvalues: Eigenvalues, n: int
-) -> None:
-    case = _case(4, 1, d=5, n=n)
-    delta, A = case.delta[:, 0].requires_grad_(), case.A.requires_grad_()
-    decay, s = discretize(delta, A, input_scale, eigenvalues)
-    cotangents = torch.randn_like(decay), torch.randn_like(s)
-    expected = torch.autograd.grad((decay, s), (delta, A), cotangents)
-    with torch.no_grad():
-        actual = discretize_vjp(*cotangents, decay, delta, A, input_scale, eigenvalues)
-    torch.testing.assert_close(actual, expected)
 
 
 @settings(max_examples=25)

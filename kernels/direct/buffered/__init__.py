@@ -1,6 +1,6 @@
-"""The direct sweep and its adjoint on a CPU: few calls of torch for each token.
+"""The direct sweep and its adjoint in plain torch: few calls for each token.
 
-Same results as forward.py and reverse.py of `kernels.direct`, which serve every mixer, device and
+Same results as reference.py and reverse.py of `kernels.direct`, which serve every mixer and
 transform. A call of torch costs a CPU 2 to 5 microseconds however small its operands are, and newly
 allocated memory costs several times as much as arithmetic on it. So what a token needs is written
 with `out=` into memory that is allocated once for a chunk of tokens, of which views are taken once;

@@ -105,7 +105,7 @@ class NormedTokens:
         self.factors = None
         if eps is not None:
             norm = torch.linalg.vector_norm(before, 2, -1, True)
-            factor = torch.addcmul(y.new_tensor(eps), norm, norm, value=1 / d)
+            factor = torch.addcmul(y.new_full((), eps), norm, norm, value=1 / d)
             overflow_to_nan_(factor).rsqrt_()
             before.mul_(factor)
             self.factors = factor.unsqueeze(2).unbind(0)

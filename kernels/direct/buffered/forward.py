@@ -3,7 +3,10 @@
 Without feedback all that raw values determine is computed for a chunk of tokens at once; where only
 Delta has feedback, all but Delta and its products.
 
-The memory h is stored as (b, n, d), as in kernels/direct/forward.py.
+The memory h is stored as (b, n, d), so that sums over the n states run along contiguous channels: a
+contraction is then one batched product of a row vector, 4 to 8 times faster on a CPU than with
+(b, d, n), the public layout.
+
 Letters: b batch, t time, c tokens of a chunk, i rows of a chunk (token by token), d channels, n
 state per channel, k reflections, r raw values, f those of them with feedback, H heads
 (kernels/heads.py).
@@ -159,9 +162,9 @@ def buffered_sweep(
     keep_every: int,
     memory: tuple[Tensor, ...] = (),
 ) -> tuple[Sweep, list[Tensor]]:
-    """The result of `forward_sweep` in kernels/direct/forward.py, where `takes_buffers` says so.
-    `operands` must be the result of `Operands.wide`. `memory`, a result of `allocate_steps`, is
-    overwritten; with that of a single chunk no h is kept."""
+    """The result of `sweep_tokens`, where `takes_buffers` says so. `operands` must be the result of
+    `Operands.wide`. `memory`, a result of `allocate_steps`, is overwritten; with that of a single
+    chunk no h is kept."""
     x, raw, W_y, A, h0, y0 = operands
     assert h0 is not None and y0 is not None
     (b, t_end, d), r, n = x.shape, raw.shape[-1], A.shape[-1]

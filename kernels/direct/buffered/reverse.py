@@ -12,8 +12,8 @@ cotangent of h, and with v = -beta^e B H, which is that of B a, follow those of 
     H (s * x~ - beta^e B a) + a v;    H <- H + B v^T
 
 Everything that does not depend on cotangents is computed for a chunk of tokens at once; so are the
-cotangents of B, C, u, alpha and beta^e, if these have no feedback. As in forward.py, h and H are
-stored as (b, n, d).
+cotangents of B, C, u, alpha and beta^e, if these have no feedback. As in forward.py beside this
+module, h and H are stored as (b, n, d).
 
 Letters: b batch, t time, i rows of a chunk (token by token), d channels, n state per channel,
 k reflections, k' values of the maps (maps.py), r raw values, H heads (kernels/heads.py).
@@ -342,7 +342,7 @@ def _finish_rows(
     seen."""
     _, grad_memory, grad_u, grad_alpha, grad_erase = maker.split(grad_raw)
     if grad_memory is not None:
-        # as in `unit_vjp`
+        # the adjoint of `unit`
         pair, units = known.pair, known.units
         along = (pair * units).sum(-1, keepdim=True)
         torch.mul(pair.addcmul_(units, along, value=-1), known.memory_norms, out=grad_memory)
@@ -373,7 +373,8 @@ def buffered_reverse(
     solved: SolvedSweep,
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
-    """The result of `reverse_sweep` in kernels/direct/reverse.py, where `takes_buffers` says so."""
+    """The result of `reverse_sweep`, where `takes_buffers` says so; `kept` is not read where the
+    memory is that of a single chunk, and `grad_h` None stands for zeros."""
     _, _, W_y, A, _, y0 = solved.operands
     assert y0 is not None
     x = solved.full_x

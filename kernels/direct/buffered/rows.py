@@ -41,10 +41,11 @@ def takes_buffers(
     bind_parameters: tuple[Tensor, ...],  # any shapes
     *cotangents: Tensor | None,  # any shapes
 ) -> bool:
-    """Whether the functions of this package can compute a sweep: on a CPU, for raw values that a
-    layout describes, with tensors that no transform has batched, and at least one token."""
+    """Whether the functions of this package can compute a sweep: for raw values that a layout
+    describes, with tensors that have values and that no transform has batched, and at least one
+    token."""
     x, raw = operands.x, operands.raw
-    if x.device.type != "cpu" or not x.numel() or is_transformed():
+    if x.device.type == "meta" or not x.numel() or is_transformed():
         return False
     if is_batched(*cotangents) or torch.compiler.is_compiling():
         return False
@@ -172,14 +173,17 @@ class RowMaker:
         self.coupled = options.input_scale == "one_minus_decay"
         self.erases = self.layout.erase > 0
         self.like, self.k = like, self.layout.num_householder
-        lengths = [[self.n]] * 2 + [[self.d]] * self.k
-        self.norm_eps = UNIT_EPS * like.new_tensor(lengths)
+        # all constants are filled in where they are: a copy to a GPU cannot be captured
+        lengths = like.new_full((2 + self.k, 1), self.d)
+        lengths[:2].fill_(self.n)
+        self.norm_eps = UNIT_EPS * lengths
         self.identity = like.new_ones(self.k).diag()
         self.one = like.new_ones(())  # a number would be converted at every use
         self.above = like.new_ones(self.k, self.k).triu(1)
         # the adjugate of a flattened 2 x 2 matrix is its product with this
-        adjugate = [[0, 0, 0, 1], [0, -1, 0, 0], [0, 0, -1, 0], [1, 0, 0, 0]]
-        self.adjugate = like.new_tensor(adjugate, dtype=torch.float64)
+        # [[0, 0, 0, 1], [0, -1, 0, 0], [0, 0, -1, 0], [1, 0, 0, 0]]
+        self.adjugate = like.new_full((4,), -1, dtype=torch.float64).diag()
+        self.adjugate[::3, ::3].add_(1)
 
     def split(
         self,
