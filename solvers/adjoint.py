@@ -18,7 +18,6 @@ from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_d
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     BlockMap,
-    GraphMap,
     Problem,
     Solver,
     TransposedBlockMap,
@@ -190,11 +189,6 @@ def _attach_iterative(
 ) -> Solution:
     """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
     if torch.compiler.is_compiling():
-        f = problem.f
-        if isinstance(f, GraphMap):
-            found = f.attach_in_graph(solver, solution.value.detach(), problem.max_steps)
-            if found is not None:
-                return replace(solution, value=found)
         return _attach_outside(problem, solver, solution, reporting)
     if not can_read_device(solution.value):
         raise RuntimeError(
@@ -228,9 +222,9 @@ def _attach_iterative(
 
 
 @outside_of_graphs(
-    "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early, unless "
-    "it is one of Picard or Jacobi for a HouseholderProduct: use that, OneStepAdjoint, or "
-    "torch.compile with fullgraph=False",
+    "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early: use "
+    "ImplicitAdjoint() with a HouseholderProduct, OneStepAdjoint, or torch.compile with "
+    "fullgraph=False",
 )
 def _attach_outside(*arguments: Any) -> Solution:
     return _attach_iterative(*arguments)

@@ -107,18 +107,6 @@ class FusedMap(Protocol):
         """Steps from y (b, t, c), or None if the plain loop must be used."""
 
 
-@runtime_checkable
-class GraphMap(Protocol):
-    """A map whose solves can be single operations in a graph of torch.compile. Both methods return
-    None if the solver or the map do not allow it."""
-
-    def solve_in_graph(self, solver: "Solver", y0: Tensor, max_steps: int) -> Solution | None:
-        """The solve from y0 (b, t, c) without gradient."""
-
-    def attach_in_graph(self, solver: "Solver", y_star: Tensor, max_steps: int) -> Tensor | None:
-        """y_star (b, t, c) with the implicit gradient, whose adjoint equation the solver solves."""
-
-
 def counted_tokens(f: object) -> Tensor | None:
     """(b, t) bool, False in the padding of a map of sequences of several lengths, where its values
     are 0: it counts as converged. None for maps without an attribute `real`."""

@@ -13,7 +13,6 @@ from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.solvers.base import (
     FusedMap,
-    GraphMap,
     Map,
     Problem,
     Steps,
@@ -84,14 +83,9 @@ class IterativeSolver(TolerantSolver):
         return None
 
     def solve(self, problem: Problem) -> Solution:
-        f, y0, max_steps = problem.f, problem.y0, problem.max_steps
-        if torch.compiler.is_compiling():
-            if isinstance(f, GraphMap) and not problem.unroll and problem.watch is None:
-                found = f.solve_in_graph(self, y0, max_steps)
-                if found is not None:
-                    return found
-            if max_steps > MAX_TRACED_STEPS:
-                return _solve_outside(self, problem)
+        y0, max_steps = problem.y0, problem.max_steps
+        if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
+            return _solve_outside(self, problem)
         f, y = problem.tokens()
         if y.numel() == 0:
             return empty_solution(y0.clone())
@@ -126,8 +120,8 @@ class IterativeSolver(TolerantSolver):
 
 _solve_outside = solve_outside_of_graphs(
     f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
-    "where it can stop early, unless the mixer is a HouseholderProduct: use one, Direct, a smaller "
-    "max_steps, or torch.compile with fullgraph=False",
+    "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
+    "fullgraph=False",
 )
 
 

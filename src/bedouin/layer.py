@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import check_batch_size, check_layer_input, check_projection_dtype
-from bedouin.compiled_map import choose_map
 from bedouin.decoding import may_replay, takes_graph
-from bedouin.fixed_point_map import FixedPointMap
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap
 from bedouin.graphed import Graphed
 from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
@@ -280,7 +279,8 @@ class FixedPointLayer(ProjectedLayer):
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
         joined = self.num_heads if self.feedback_scope == "layer" else 1
-        return choose_map(self.is_structured)(operands, *options, lengths, joined)
+        kind = StructuredMap if self.is_structured else FixedPointMap
+        return kind(operands, *options, lengths, joined)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
