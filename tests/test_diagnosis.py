@@ -1,7 +1,5 @@
-"""`diagnose`, its table and its figure, and the logger: the numbers are right, the layer is as
-before."""
+"""`diagnose`, its table and its figure: the numbers are right, the layer is as before."""
 
-import copy
 import math
 import re
 import sys
@@ -15,10 +13,8 @@ from torch import Tensor
 from bedouin import (
     Bedouin,
     Convolved,
-    DiagnosisLogger,
     FixedPointRNN,
     LowRank,
-    SequenceModel,
     diagnose,
 )
 from bedouin.baselines import LSTM
@@ -247,37 +243,3 @@ def test_the_figure(tmp_path: Path, x: Tensor, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="needs matplotlib: pip install matplotlib, or print"):
         found.plot(path)
-
-
-def test_a_log_of_the_training(x: Tensor) -> None:
-    model = SequenceModel(5, 4, lambda i: Bedouin(4, layer_idx=i), num_layers=2)
-    names = [n for n, part in model.named_modules() if isinstance(part, Bedouin)]
-    tokens, mask = torch.randint(5, (3, 7)), torch.arange(7) < torch.tensor([[2], [6], [4]])
-    logged: list[tuple[int, dict[str, float]]] = []
-    with DiagnosisLogger(model, lambda v, i: logged.append((i, v)), every=2) as logger:
-        for _ in range(3):
-            model(tokens, mask=mask).sum().backward()
-            copy.deepcopy(model)(tokens[:, :1])
-            logger.step()
-    assert [i for i, _ in logged] == [0, 2]
-    numbers = logger.last[names[0]].numbers()
-    assert logged[1][1].keys() == {f"{name}/{key}" for name in names for key in numbers}
-    assert logged[1][1][f"{names[0]}/lyapunov"] == numbers["lyapunov"]
-    assert all(found.shape[:2] == (1, 6) for found in logger.last.values())
-    model(tokens)
-    with pytest.raises(RuntimeError, match="saw no call of a layer in training mode in step 4"):
-        for _ in range(2):
-            logger.step()
-
-
-def test_a_logger_of_one_layer_cuts_long_calls(x: Tensor) -> None:
-    layer, logged = Bedouin(4), []
-    logger = DiagnosisLogger(layer, lambda v, i: logged.append(v), samples=1, max_tokens=5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(x.bfloat16())
-    logger.step()
-    assert logger.last[""].shape == (1, 5, 4) and logged[0] == logger.last[""].numbers()
-    with pytest.raises(ValueError, match="model must contain a Bedouin or FixedPointRNN, got ReLU"):
-        DiagnosisLogger(torch.nn.ReLU(), print)
-    with pytest.raises(TypeError, match="log must be a function"):
-        DiagnosisLogger(layer, "wandb")  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from bedouin.bidirectional import Bidirectional
 from bedouin.convolved import Convolved, ConvolvedState
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.diagnosis_logger import DiagnosisLogger
 from bedouin.mixers import (
     ChannelMixer,
     HouseholderProduct,
@@ -33,7 +32,6 @@ __all__ = [
     "ConvolvedState",
     "Decoder",
     "Diagnosis",
-    "DiagnosisLogger",
     "FixedPointRNN",
     "HouseholderProduct",
     "Initialization",
