@@ -20,7 +20,7 @@ from torch import Tensor
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.convergence import ATOL
-from bedouin.solvers.solution import BackwardStats, Solution, Watch
+from bedouin.solvers.solution import BackwardStats, Solution
 
 Map = Callable[[Tensor], Tensor]
 TimeDim = Literal[1] | None
@@ -30,8 +30,8 @@ TimeDim = Literal[1] | None
 class Problem:
     """What a solver solves: y = f(y) from y0, in at most max_steps steps.
 
-    With `unroll` the value carries the gradient of the loop; `watch` is called at each evaluation
-    of the map.
+    With `unroll` the value carries the gradient of the loop; the residual (b,) of each evaluation
+    of the map is appended to `history`.
     """
 
     f: Map
@@ -39,7 +39,7 @@ class Problem:
     max_steps: int
     time_dim: TimeDim
     unroll: bool = False
-    watch: Watch | None = None
+    history: list[Tensor] | None = None
 
     def tokens(self) -> tuple[Map, Tensor]:
         """The map and y0 in the shape (b, t, c)."""

@@ -45,8 +45,8 @@ class Direct(Solver):
         if y0.numel() == 0:
             return empty_solution(swept.y)
         residual, converged = self._judge(swept)
-        if problem.watch is not None:
-            problem.watch(swept.y, residual)
+        if problem.history is not None:
+            problem.history.append(residual)
         if not can_read_device(residual):
             steps = torch.ones_like(residual, dtype=torch.int64)
             plain = SolveStats(steps, residual, converged, swept.pivot, cell)

@@ -32,7 +32,6 @@ from bedouin.solvers.solution import (
     Result,
     Solution,
     SolveStats,
-    Watch,
     can_read_device,
     empty_solution,
     read_result,
@@ -111,11 +110,12 @@ class IterativeSolver(TolerantSolver):
 
     def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
-        fusible = not (problem.watch or problem.unroll or torch.is_grad_enabled())
+        records = problem.history is not None
+        fusible = not (records or problem.unroll or torch.is_grad_enabled())
         rule = self.rule() if fusible else None
         if rule is not None and isinstance(f, FusedMap):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
-        return _PlainSteps(self, f, y, problem.watch)
+        return _PlainSteps(self, f, y, problem.history)
 
 
 _solve_outside = solve_outside_of_graphs(
@@ -133,9 +133,9 @@ class _PlainSteps:
         solver: IterativeSolver,
         f: Map,
         y: Tensor,  # (b, t, c)
-        watch: Watch | None = None,
+        history: list[Tensor] | None = None,
     ) -> None:
-        self.solver, self.f, self.watch, self.real = solver, f, watch, counted_tokens(f)
+        self.solver, self.f, self.history, self.real = solver, f, history, counted_tokens(f)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -176,8 +176,8 @@ class _PlainSteps:
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
-        if self.watch is not None:
-            self.watch(before.y, reported_residual(defect, scale))
+        if self.history is not None:
+            self.history.append(reported_residual(defect, scale))
         return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
 
 

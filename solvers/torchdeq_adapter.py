@@ -40,7 +40,6 @@ from bedouin.solvers.convergence import (
 from bedouin.solvers.solution import (
     Solution,
     SolveStats,
-    Watch,
     can_read_device,
     empty_solution,
     read_result,
@@ -67,9 +66,9 @@ class _GuardedMap:
         rtol: float,
         atol: float,
         budget: int,
-        watch: Watch | None = None,
+        history: list[Tensor] | None = None,
     ) -> None:
-        self.watch = watch
+        self.history = history
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
         self.real = counted_tokens(f)
         b, t, _ = y0.shape
@@ -128,10 +127,9 @@ class _GuardedMap:
         small = (defect < self.atol + relative) | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
         residual = torch.where(judged, reported_residual(defect, scale), torch.inf)
-        if self.watch is not None:
+        if self.history is not None:
             # later evaluations do not concern the value of a converged sample
-            kept = torch.where(self.frozen[:, None, None], self.best, y)
-            self.watch(kept, torch.where(self.frozen, self.lowest, residual))
+            self.history.append(torch.where(self.frozen, self.lowest, residual))
         # the residual is 1 for all iterates of y / 2
         size = torch.where(judged, defect.amax(1), torch.inf)
         lower = (residual < self.lowest) | ((residual == self.lowest) & (size < self.smallest))
@@ -182,7 +180,7 @@ class _TorchDEQSolver(TolerantSolver):
         if y.numel() == 0:
             return empty_solution(y0.clone())
         # one evaluation more than steps: the one that only measures the last iterate
-        guarded = _GuardedMap(f, y, self.rtol, self.atol, max_steps + 1, problem.watch)
+        guarded = _GuardedMap(f, y, self.rtol, self.atol, max_steps + 1, problem.history)
         while not guarded.finished:
             self._run(guarded, guarded.start_round())
         failed = guarded.nonfinite.any(1)
