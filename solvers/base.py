@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
-from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.convergence import ATOL
 from bedouin.solvers.solution import BackwardStats, Solution
 
@@ -180,7 +179,7 @@ def check_count(name: str, value: object, least: int = 1, *, optional: bool = Fa
     raise ValueError(f"{name} must be {none}an int >= {least}, got {value!r}")
 
 
-def positive_int(name: str, value: int, otherwise: str = "") -> int:
+def positive_int(name: str, value: Any, otherwise: str = "") -> int:
     """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 1.
     otherwise: for the message, what else it may be."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -216,17 +215,6 @@ class TolerantSolver(Solver):
     def __post_init__(self) -> None:
         check_number("rtol", self.rtol, 0, 1e6, open_low=False)
         check_number("atol", self.atol, 0, 1e6, open_low=False)
-
-
-def solve_outside_of_graphs(reason: str) -> Callable[[Solver, Problem], Solution]:
-    """A function that calls `solver.solve` where torch.compile breaks the graph; `reason` as in
-    `outside_of_graphs`."""
-
-    @outside_of_graphs(reason)
-    def solve_outside(solver: Solver, problem: Problem) -> Solution:
-        return solver.solve(problem)
-
-    return solve_outside
 
 
 class MapWrapper:

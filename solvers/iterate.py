@@ -11,6 +11,7 @@ from torch import Tensor
 from bedouin.kernels.guard import KernelDoesNotFit, answer
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     FusedMap,
     Map,
@@ -18,7 +19,6 @@ from bedouin.solvers.base import (
     Steps,
     TolerantSolver,
     counted_tokens,
-    solve_outside_of_graphs,
 )
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
@@ -110,19 +110,20 @@ class IterativeSolver(TolerantSolver):
 
     def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
-        records = problem.history is not None
-        fusible = not (records or problem.unroll or torch.is_grad_enabled())
-        rule = self.rule() if fusible else None
+        plain = problem.unroll or problem.history is not None or torch.is_grad_enabled()
+        rule = None if plain else self.rule()
         if rule is not None and isinstance(f, FusedMap):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
         return _PlainSteps(self, f, y, problem.history)
 
 
-_solve_outside = solve_outside_of_graphs(
+@outside_of_graphs(
     f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
     "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
     "fullgraph=False",
 )
+def _solve_outside(solver: IterativeSolver, problem: Problem) -> Solution:
+    return solver.solve(problem)
 
 
 class _PlainSteps:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim
+from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim, check_count
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution, SolveStats, join_parts, with_history
@@ -98,7 +98,6 @@ def solve(
     on_unconverged: OnUnconverged = "warn",
     time_dim: TimeDim = None,
     draw: int | None = None,
-    subject: str = "solve",
     record_history: bool = False,
 ) -> Solution:
     """Find y* = f(y*) from y0 (b, ...), axis 0 being the batch.
@@ -118,7 +117,6 @@ def solve(
         time_dim: 1 if f is causal along axis 1, so that convergence is judged token by token. None:
             a sample converges as a whole.
         draw: the number of a training call, from which a random Cap draws its number of steps.
-        subject: the name used in messages.
         record_history: whether stats.history has the residual at each evaluation of f in the
             forward solve.
 
@@ -129,14 +127,11 @@ def solve(
     """
     if not callable(f):
         raise TypeError(f"f must be a function of y, got {f!r}")
-    if draw is not None and (isinstance(draw, bool) or not isinstance(draw, int)):
-        raise TypeError(f"draw must be None or an int >= 0, got {draw!r}")
-    if draw is not None and draw < 0:
-        raise ValueError(f"draw must be at least 0, got {draw}")
+    check_count("draw", draw, 0, optional=True)
     options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
     _check_start(y0, time_dim)
     _DEFERRED.flush()
-    caller = Caller(subject, _DEFERRED, draw, record_history=record_history)
+    caller = Caller("solve", _DEFERRED, draw, record_history=record_history)
     if not (hasattr(f, "block_solve") or hasattr(f, "sweep")):
         f = _CheckedMap(f)  # maps with a structure check their own results
     return options.solve(f, y0, time_dim, caller)

@@ -299,12 +299,6 @@ class Bedouin(FixedPointLayer):
             "d_conv": None,
             "feedback_scope": "head",
         }
-        for name in options:
-            if name in fixed:
-                raise TypeError(
-                    f"from_paper fixes {name}={fixed[name]!r}, got {options[name]!r}: use "
-                    f"{cls.__name__}(...) for a layer with other options"
-                )
         return cls(
             d_model,
             d_state=d_state,
