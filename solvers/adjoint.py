@@ -199,7 +199,9 @@ def _attach_iterative(
     tracked = problem.f(y)
     if not _depends_on_another(tracked, y):
         return solution
-    hooked, autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
+    hooked, device = _saved_tensors_are_hooked(), y.device.type
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    autocast = torch.autocast(device, dtype, enabled=enabled)  # that of the forward pass
 
     def solve(grad_output: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
         point = y, tracked
@@ -235,12 +237,6 @@ def _saved_tensors_are_hooked() -> bool:
     one more evaluation of the map."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
-
-
-def _present_autocast(device: str) -> torch.autocast:
-    """A context that restores the present autocast state of a device type."""
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return torch.autocast(device, dtype, enabled=enabled)
 
 
 def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
