@@ -18,7 +18,6 @@ from bedouin.solvers.solution import (
     Result,
     Solution,
     SolveStats,
-    SolveStep,
 )
 from bedouin.solvers.solve import solve
 from bedouin.solvers.torchdeq_adapter import Anderson, Broyden
@@ -41,7 +40,6 @@ __all__ = [
     "Result",
     "Solution",
     "SolveStats",
-    "SolveStep",
     "Solver",
     "UnrolledAdjoint",
     "solve",

@@ -18,7 +18,6 @@ from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_d
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     BlockMap,
-    GraphMap,
     Problem,
     Solver,
     TransposedBlockMap,
@@ -190,11 +189,6 @@ def _attach_iterative(
 ) -> Solution:
     """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
     if torch.compiler.is_compiling():
-        f = problem.f
-        if isinstance(f, GraphMap):
-            found = f.attach_in_graph(solver, solution.value.detach(), problem.max_steps)
-            if found is not None:
-                return replace(solution, value=found)
         return _attach_outside(problem, solver, solution, reporting)
     if not can_read_device(solution.value):
         raise RuntimeError(
@@ -205,7 +199,9 @@ def _attach_iterative(
     tracked = problem.f(y)
     if not _depends_on_another(tracked, y):
         return solution
-    hooked, autocast = _saved_tensors_are_hooked(), _present_autocast(y.device.type)
+    hooked, device = _saved_tensors_are_hooked(), y.device.type
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    autocast = torch.autocast(device, dtype, enabled=enabled)  # that of the forward pass
 
     def solve(grad_output: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
         point = y, tracked
@@ -228,9 +224,9 @@ def _attach_iterative(
 
 
 @outside_of_graphs(
-    "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early, unless "
-    "it is one of Picard or Jacobi for a HouseholderProduct: use that, OneStepAdjoint, or "
-    "torch.compile with fullgraph=False",
+    "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early: use "
+    "ImplicitAdjoint() with a HouseholderProduct, OneStepAdjoint, or torch.compile with "
+    "fullgraph=False",
 )
 def _attach_outside(*arguments: Any) -> Solution:
     return _attach_iterative(*arguments)
@@ -241,12 +237,6 @@ def _saved_tensors_are_hooked() -> bool:
     one more evaluation of the map."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
-
-
-def _present_autocast(device: str) -> torch.autocast:
-    """A context that restores the present autocast state of a device type."""
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return torch.autocast(device, dtype, enabled=enabled)
 
 
 def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule, Progress
-from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.convergence import ATOL
-from bedouin.solvers.solution import BackwardStats, Solution, Watch
+from bedouin.solvers.solution import BackwardStats, Solution
 
 Map = Callable[[Tensor], Tensor]
 TimeDim = Literal[1] | None
@@ -30,8 +29,8 @@ TimeDim = Literal[1] | None
 class Problem:
     """What a solver solves: y = f(y) from y0, in at most max_steps steps.
 
-    With `unroll` the value carries the gradient of the loop; `watch` is called at each evaluation
-    of the map.
+    With `unroll` the value carries the gradient of the loop; the residual (b,) of each evaluation
+    of the map is appended to `history`.
     """
 
     f: Map
@@ -39,7 +38,7 @@ class Problem:
     max_steps: int
     time_dim: TimeDim
     unroll: bool = False
-    watch: Watch | None = None
+    history: list[Tensor] | None = None
 
     def tokens(self) -> tuple[Map, Tensor]:
         """The map and y0 in the shape (b, t, c)."""
@@ -105,18 +104,6 @@ class FusedMap(Protocol):
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:
         """Steps from y (b, t, c), or None if the plain loop must be used."""
-
-
-@runtime_checkable
-class GraphMap(Protocol):
-    """A map whose solves can be single operations in a graph of torch.compile. Both methods return
-    None if the solver or the map do not allow it."""
-
-    def solve_in_graph(self, solver: "Solver", y0: Tensor, max_steps: int) -> Solution | None:
-        """The solve from y0 (b, t, c) without gradient."""
-
-    def attach_in_graph(self, solver: "Solver", y_star: Tensor, max_steps: int) -> Tensor | None:
-        """y_star (b, t, c) with the implicit gradient, whose adjoint equation the solver solves."""
 
 
 def counted_tokens(f: object) -> Tensor | None:
@@ -192,7 +179,7 @@ def check_count(name: str, value: object, least: int = 1, *, optional: bool = Fa
     raise ValueError(f"{name} must be {none}an int >= {least}, got {value!r}")
 
 
-def positive_int(name: str, value: int, otherwise: str = "") -> int:
+def positive_int(name: str, value: Any, otherwise: str = "") -> int:
     """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 1.
     otherwise: for the message, what else it may be."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -228,17 +215,6 @@ class TolerantSolver(Solver):
     def __post_init__(self) -> None:
         check_number("rtol", self.rtol, 0, 1e6, open_low=False)
         check_number("atol", self.atol, 0, 1e6, open_low=False)
-
-
-def solve_outside_of_graphs(reason: str) -> Callable[[Solver, Problem], Solution]:
-    """A function that calls `solver.solve` where torch.compile breaks the graph; `reason` as in
-    `outside_of_graphs`."""
-
-    @outside_of_graphs(reason)
-    def solve_outside(solver: Solver, problem: Problem) -> Solution:
-        return solver.solve(problem)
-
-    return solve_outside
 
 
 class MapWrapper:

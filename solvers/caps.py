@@ -5,7 +5,7 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from bedouin.solvers.base import positive_int, strict_options
+from bedouin.solvers.base import check_number, positive_int, strict_options
 
 
 class Cap(ABC):
@@ -52,8 +52,8 @@ class GammaCap(Cap):
     Draw i depends only on (seed, i), so all ranks of a data-parallel run draw the same cap, and a
     resumed run draws the same caps as an uninterrupted one. Gamma(4, 1) is the paper's choice
     (arXiv 2503.10799, figure 1). `Draws` says which number a layer's call has, also where
-    activation checkpointing recomputes it. Raises TypeError for values of the wrong type,
-    ValueError for values that are not positive.
+    activation checkpointing recomputes it. Raises TypeError for a limit or seed that is no int,
+    ValueError for other values that do not fit.
     """
 
     shape: float = 4.0
@@ -63,10 +63,7 @@ class GammaCap(Cap):
 
     def __post_init__(self) -> None:
         for name, value in (("shape", self.shape), ("scale", self.scale)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a positive number, got {value!r}")
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            check_number(name, value, 0, math.inf, open_low=True)
         positive_int("limit", self.limit, " or a Cap")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, got {self.seed!r}")

@@ -1,10 +1,8 @@
 """Direct: the exact fixed point in one sweep over time."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from bedouin.solvers.base import Problem, Solver, map_name, offers, strict_options
 from bedouin.solvers.convergence import relative_residual, within_rounding
@@ -44,9 +42,14 @@ class Direct(Solver):
         swept = f.sweep(problem.unroll, cell)
         if y0.numel() == 0:
             return empty_solution(swept.y)
-        residual, converged = self._judge(swept)
-        if problem.watch is not None:
-            problem.watch(swept.y, residual)
+        # (b,) each, where the sweep has reduced the norms of tokens
+        residual, converged = getattr(swept, "residual", None), getattr(swept, "converged", None)
+        if residual is None or converged is None:
+            defect, scale = swept.defect, swept.scale
+            residual = relative_residual(defect, scale)
+            converged = within_rounding(defect, scale, swept.magnitude)
+        if problem.history is not None:
+            problem.history.append(residual)
         if not can_read_device(residual):
             steps = torch.ones_like(residual, dtype=torch.int64)
             plain = SolveStats(steps, residual, converged, swept.pivot, cell)
@@ -54,13 +57,3 @@ class Direct(Solver):
         stats = DeferredStats(None, residual, converged, swept.pivot, cell)
         # reading a GPU would stop the host once a layer: the caller may read it later
         return Solution(swept.y, stats, Result.unknown if residual.is_cuda else read_result(stats))
-
-    def _judge(self, swept: Any) -> tuple[Tensor, Tensor]:
-        """The residual, and whether rounding explains it, (b,) each."""
-        # where the sweep has reduced them
-        residual: Tensor | None = getattr(swept, "residual", None)
-        converged: Tensor | None = getattr(swept, "converged", None)
-        if residual is not None and converged is not None:
-            return residual, converged
-        defect, scale = swept.defect, swept.scale
-        return relative_residual(defect, scale), within_rounding(defect, scale, swept.magnitude)

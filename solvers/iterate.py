@@ -11,15 +11,14 @@ from torch import Tensor
 from bedouin.kernels.guard import KernelDoesNotFit, answer
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     FusedMap,
-    GraphMap,
     Map,
     Problem,
     Steps,
     TolerantSolver,
     counted_tokens,
-    solve_outside_of_graphs,
 )
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
@@ -33,7 +32,6 @@ from bedouin.solvers.solution import (
     Result,
     Solution,
     SolveStats,
-    Watch,
     can_read_device,
     empty_solution,
     read_result,
@@ -84,14 +82,9 @@ class IterativeSolver(TolerantSolver):
         return None
 
     def solve(self, problem: Problem) -> Solution:
-        f, y0, max_steps = problem.f, problem.y0, problem.max_steps
-        if torch.compiler.is_compiling():
-            if isinstance(f, GraphMap) and not problem.unroll and problem.watch is None:
-                found = f.solve_in_graph(self, y0, max_steps)
-                if found is not None:
-                    return found
-            if max_steps > MAX_TRACED_STEPS:
-                return _solve_outside(self, problem)
+        y0, max_steps = problem.y0, problem.max_steps
+        if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
+            return _solve_outside(self, problem)
         f, y = problem.tokens()
         if y.numel() == 0:
             return empty_solution(y0.clone())
@@ -117,18 +110,20 @@ class IterativeSolver(TolerantSolver):
 
     def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
-        fusible = not (problem.watch or problem.unroll or torch.is_grad_enabled())
-        rule = self.rule() if fusible else None
+        plain = problem.unroll or problem.history is not None or torch.is_grad_enabled()
+        rule = None if plain else self.rule()
         if rule is not None and isinstance(f, FusedMap):
             return f.fuse(y, rule) or _PlainSteps(self, f, y)
-        return _PlainSteps(self, f, y, problem.watch)
+        return _PlainSteps(self, f, y, problem.history)
 
 
-_solve_outside = solve_outside_of_graphs(
+@outside_of_graphs(
     f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
-    "where it can stop early, unless the mixer is a HouseholderProduct: use one, Direct, a smaller "
-    "max_steps, or torch.compile with fullgraph=False",
+    "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
+    "fullgraph=False",
 )
+def _solve_outside(solver: IterativeSolver, problem: Problem) -> Solution:
+    return solver.solve(problem)
 
 
 class _PlainSteps:
@@ -139,9 +134,9 @@ class _PlainSteps:
         solver: IterativeSolver,
         f: Map,
         y: Tensor,  # (b, t, c)
-        watch: Watch | None = None,
+        history: list[Tensor] | None = None,
     ) -> None:
-        self.solver, self.f, self.watch, self.real = solver, f, watch, counted_tokens(f)
+        self.solver, self.f, self.history, self.real = solver, f, history, counted_tokens(f)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -182,8 +177,8 @@ class _PlainSteps:
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
-        if self.watch is not None:
-            self.watch(before.y, reported_residual(defect, scale))
+        if self.history is not None:
+            self.history.append(reported_residual(defect, scale))
         return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
 
 

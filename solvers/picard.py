@@ -38,11 +38,10 @@ class Picard(IterativeSolver):
         a step. The default atol is for exact zeros only; if the fixed point itself is zero, pass an
         atol in units of y.
     damping: in (0, 1]; 1 is the undamped iteration.
-    patience: if an int, the damping factor of a sample is multiplied by `shrink` whenever its
-        largest defect has not reached a new minimum for this many steps (adaptive damping,
-        arXiv 2503.10799, section 4). The largest defect depends on the whole sequence, so the
-        output is then causal only to tolerance.
-    shrink: in [0, 1].
+    patience: if an int, the damping factor of a sample is multiplied by `shrink`, in (0, 1],
+        whenever its largest defect has not reached a new minimum for this many steps (adaptive
+        damping, arXiv 2503.10799, section 4). That depends on the whole sequence, so the output is
+        then causal only to tolerance.
     stop_rule: "prefix" is the rule above: exactly causal; returns the y whose defect was measured.
         "paper" (arXiv 2503.10799, section 5.3) stops a sample when |f(y) - y| < atol + rtol |f(y)|
         in the max norm over its whole sequence, so that later tokens determine the number of steps
@@ -85,19 +84,16 @@ class Picard(IterativeSolver):
     def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, _Damping | None]:
         if memory is None:
             return (f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)), None
-        memory = self._adapt(memory, (f_y - y).detach().abs().amax((1, 2)))
-        return torch.lerp(y, f_y, memory.factor[:, None, None]), memory
-
-    def _adapt(self, memory: _Damping, defect: Tensor) -> _Damping:
-        """The memory after a step whose largest defect in each sample is `defect` (b,)."""
+        defect = (f_y - y).detach().abs().amax((1, 2))
         improved = defect < memory.lowest
         stalled = torch.where(improved, 0.0, memory.stalled + 1)
         shrinks = stalled >= (self.patience or 0)
-        return _Damping(
+        memory = _Damping(
             torch.where(shrinks, memory.factor * self.shrink, memory.factor),
             torch.where(improved, defect, memory.lowest),
             torch.where(shrinks, 0.0, stalled),
         )
+        return torch.lerp(y, f_y, memory.factor[:, None, None]), memory
 
     def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:
         if self.stop_rule == "prefix":

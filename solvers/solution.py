@@ -197,55 +197,16 @@ class DeferredStats(SolveStats):
 class Solution:
     """The value, statistics and outcome of a solve."""
 
-    value: Tensor  # the shape of y0, or tensors with its structure
+    value: Tensor  # the shape of y0
     stats: SolveStats
     result: Result
 
 
-Watch = Callable[[Tensor, Tensor], None]
-"""Called by a solver with each y that it evaluates the map at, (b, ...) or as tokens (b, t, c), and
-its residual (b,)."""
-
-
-@dataclass(frozen=True)
-class SolveStep:
-    """One evaluation of the map, as a callback receives it; tensors are detached.
-
-    index: 0 for the first. residual: (b,), as `SolveStats.residual` but at `value`; a sample that
-    has converged keeps both. value: y, with the structure and the shapes of y0.
-    """
-
-    index: int
-    residual: Tensor  # (b,)
-    value: Any
-
-
-class StepRecorder:
-    """A `Watch` that calls `callback`, with the value that `split` makes of y, and with `keeps`
-    records the residuals."""
-
-    def __init__(
-        self,
-        callback: Callable[[SolveStep], object] | None = None,
-        keeps: bool = True,
-        split: Callable[[Tensor], Any] = Tensor.detach,
-    ) -> None:
-        self.callback, self.keeps, self.split = callback, keeps, split
-        self.residuals: list[Tensor] = []
-
-    def __call__(self, y: Tensor, residual: Tensor) -> None:
-        if self.callback is not None:
-            index = len(self.residuals)
-            self.callback(SolveStep(index, residual.detach(), self.split(y.detach())))
-        self.residuals.append(residual.detach())
-
-    def into(self, solution: Solution) -> Solution:
-        """`solution` with the recorded history in its statistics."""
-        if not self.keeps:
-            return solution
-        none = solution.stats.residual.new_empty(0, *solution.stats.residual.shape)
-        history = torch.stack(self.residuals) if self.residuals else none
-        return replace(solution, stats=replace(solution.stats.plain, history=history))
+def with_history(solution: Solution, residuals: list[Tensor]) -> Solution:
+    """`solution` with the residuals (b,) of all evaluations in its statistics."""
+    none = solution.stats.residual.new_empty(0, *solution.stats.residual.shape)
+    history = torch.stack(residuals).detach() if residuals else none
+    return replace(solution, stats=replace(solution.stats.plain, history=history))
 
 
 def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:

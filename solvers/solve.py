@@ -1,23 +1,21 @@
 """`solve`: a fixed point of any tensor function, with its gradient and a report on convergence.
 
-Letters: b batch, t tokens of a sample, c the values of a token, over all tensors of a tree.
+Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim
+from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim, check_count
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Reporting
-from bedouin.solvers.solution import Solution, SolveStats, SolveStep, StepRecorder, join_parts
+from bedouin.solvers.solution import Solution, SolveStats, join_parts, with_history
 
 _EXACT = ImplicitAdjoint()
 
@@ -31,8 +29,7 @@ class Caller:
 
     deferred: counts and delays the caller's warnings. draw: the number of the training call; None
     in evaluation. record: receives the statistics before a failure is reported. num_parts: the q of
-    `join_parts`, if the map's samples are parts of the caller's. watch: is called at each
-    evaluation, and may keep a history.
+    `join_parts`, if the map's samples are parts of the caller's. record_history: as in `solve`.
     """
 
     subject: str
@@ -40,7 +37,7 @@ class Caller:
     draw: int | None = None
     record: Callable[[SolveStats], None] | None = None
     num_parts: int = 1
-    watch: StepRecorder | None = None
+    record_history: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,11 @@ class SolveOptions:
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
         reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
-        problem = Problem(f, y0, steps, time_dim, watch=caller.watch)
+        history: list[Tensor] | None = [] if caller.record_history else None
+        problem = Problem(f, y0, steps, time_dim, history=history)
         solution = (self.adjoint or _EXACT).apply(problem, self.solver, reporting)
-        if caller.watch is not None:
-            solution = caller.watch.into(solution)
+        if history is not None:
+            solution = with_history(solution, history)
         if caller.num_parts > 1:
             solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
         if caller.record is not None:
@@ -91,8 +89,8 @@ class SolveOptions:
 
 
 def solve(
-    f: Callable[[Any], Any],
-    y0: Any,
+    f: Map,
+    y0: Tensor,  # (b, ...)
     solver: Solver,
     *,
     max_steps: int | Cap = 100,
@@ -100,8 +98,6 @@ def solve(
     on_unconverged: OnUnconverged = "warn",
     time_dim: TimeDim = None,
     draw: int | None = None,
-    subject: str = "solve",
-    callback: Callable[[SolveStep], object] | None = None,
     record_history: bool = False,
 ) -> Solution:
     """Find y* = f(y*) from y0 (b, ...), axis 0 being the batch.
@@ -109,9 +105,6 @@ def solve(
     Args:
         f: y -> f(y) of the same shape; the tensors that it closes over get gradients through
             `adjoint`.
-        y0: a tensor, or tuples, lists and dictionaries of tensors that agree in dtype, device and
-            axis 0, and with time_dim=1 in axis 1. f then takes and returns this structure, and so
-            does the solution's value; residuals are relative to the largest of all values.
         solver: Picard, Jacobi, Direct, Anderson or Broyden.
         max_steps: an int or a Cap. The `limit` of a Cap is used unless `draw` is given.
         adjoint: None for ImplicitAdjoint().
@@ -124,9 +117,8 @@ def solve(
         time_dim: 1 if f is causal along axis 1, so that convergence is judged token by token. None:
             a sample converges as a whole.
         draw: the number of a training call, from which a random Cap draws its number of steps.
-        subject: the name used in messages.
-        callback: called with a SolveStep at each evaluation of f in the forward solve.
-        record_history: whether stats.history has the residual at each of them.
+        record_history: whether stats.history has the residual at each evaluation of f in the
+            forward solve.
 
     Returns a Solution: value (like y0), stats (each (b,)), result.
     Raises TypeError or ValueError for arguments of the wrong kind, for a map without the structure
@@ -135,28 +127,19 @@ def solve(
     """
     if not callable(f):
         raise TypeError(f"f must be a function of y, got {f!r}")
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be a function of a SolveStep or None, got {callback!r}")
-    if draw is not None and (isinstance(draw, bool) or not isinstance(draw, int)):
-        raise TypeError(f"draw must be None or an int >= 0, got {draw!r}")
-    if draw is not None and draw < 0:
-        raise ValueError(f"draw must be at least 0, got {draw}")
+    check_count("draw", draw, 0, optional=True)
     options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
-    f, y0, split = _as_tensor_problem(f, y0, time_dim)
     _check_start(y0, time_dim)
     _DEFERRED.flush()
-    watch = None
-    if callback or record_history:
-        # solvers iterate tokens (b, t, c), whatever the shape of y0
-        watch = StepRecorder(callback, record_history, lambda y: split(y.reshape(y0.shape)))
-    caller = Caller(subject, _DEFERRED, draw, watch=watch)
+    caller = Caller("solve", _DEFERRED, draw, record_history=record_history)
     if not (hasattr(f, "block_solve") or hasattr(f, "sweep")):
         f = _CheckedMap(f)  # maps with a structure check their own results
-    solution = options.solve(f, y0, time_dim, caller)
-    return replace(solution, value=split(solution.value))
+    return options.solve(f, y0, time_dim, caller)
 
 
 def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
+    if not isinstance(y0, Tensor):
+        raise TypeError(f"y0 must be a tensor (b, ...), got {type(y0).__name__}: join its tensors")
     if time_dim not in (None, 1):
         raise ValueError(f"time_dim must be None or 1, got {time_dim!r}")
     least = 2 if time_dim == 1 else 1
@@ -192,79 +175,3 @@ class _CheckedMap(MapWrapper):
             )
         # autocast makes results of lower precision
         return f_y.to(y.dtype)
-
-
-class TensorTree:
-    """The structure of y0 (tuples, lists, dictionaries of tensors), and the way to one tensor.
-
-    The tensors (b, ...), or with time_dim=1 (b, t, ...), are joined along their last axes, so they
-    must agree in the others, in dtype and in device. Raises TypeError or ValueError otherwise.
-    """
-
-    def __init__(self, y0: Any, time_dim: TimeDim) -> None:
-        leaves, self.spec = pytree.tree_flatten(y0)
-        if not leaves:
-            raise ValueError("y0 must contain at least one tensor, got none")
-        self.kept = 2 if time_dim == 1 else 1
-        for leaf in leaves:
-            self._check(leaf, leaves[0])
-        self.shapes = [leaf.shape for leaf in leaves]
-        self.sizes = [math.prod(shape[self.kept :]) for shape in self.shapes]
-
-    def _check(self, leaf: object, first: object) -> None:
-        if not isinstance(leaf, Tensor) or not isinstance(first, Tensor):
-            raise TypeError(
-                f"y0 must be a tensor, or tuples, lists and dictionaries of tensors, got one of "
-                f"{type(leaf).__name__}"
-            )
-        for name in ("dtype", "device"):
-            if getattr(leaf, name) != getattr(first, name):
-                raise ValueError(
-                    f"the tensors of y0 must have one {name}, got {getattr(first, name)} and "
-                    f"{getattr(leaf, name)}"
-                )
-        axes = "(b, t)" if self.kept == 2 else "(b,)"
-        if leaf.dim() < self.kept or leaf.shape[: self.kept] != first.shape[: self.kept]:
-            raise ValueError(
-                f"the tensors of y0 must begin with the same axes {axes}, got "
-                f"{tuple(first.shape)} and {tuple(leaf.shape)}"
-            )
-
-    def join(self, tree: Any) -> Tensor:
-        """One tensor (b, c) or (b, t, c). Raises ValueError for another structure or shape."""
-        leaves, spec = pytree.tree_flatten(tree)
-        shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
-        if spec != self.spec or shapes != self.shapes:
-            got = [None if shape is None else tuple(shape) for shape in shapes]
-            raise ValueError(
-                "f must return tensors of the structure and the shapes of y0, expected "
-                f"{[tuple(shape) for shape in self.shapes]}, got {type(tree).__name__} of {got}"
-            )
-        pairs = zip(leaves, self.sizes, strict=True)
-        return torch.cat([v.reshape(*v.shape[: self.kept], size) for v, size in pairs], -1)
-
-    def split(self, y: Tensor) -> Any:
-        """The inverse of `join`, of y (b, c) or (b, t, c)."""
-        parts = zip(y.split(self.sizes, -1), self.shapes, strict=True)
-        return pytree.tree_unflatten([part.reshape(shape) for part, shape in parts], self.spec)
-
-
-class TreeMap(MapWrapper):
-    """A map of trees as a map of the joined tensor."""
-
-    def __init__(self, f: Callable[[Any], Any], tree: TensorTree) -> None:
-        super().__init__(f)
-        self.tree = tree
-
-    def __call__(self, y: Tensor) -> Tensor:  # (b, c) or (b, t, c), as the result
-        return self.tree.join(self.f(self.tree.split(y)))
-
-
-def _as_tensor_problem(
-    f: Callable[[Any], Any], y0: Any, time_dim: TimeDim
-) -> tuple[Map, Tensor, Callable[[Tensor], Any]]:
-    """f and y0 with one tensor in place of a tree, and the function that splits the tensor."""
-    if isinstance(y0, Tensor):
-        return f, y0, lambda y: y
-    tree = TensorTree(y0, time_dim)
-    return TreeMap(f, tree), tree.join(y0), tree.split

@@ -1,16 +1,11 @@
 """Anderson and Broyden by torchdeq (arXiv 2310.18605); the only file that imports torchdeq.
 
 torchdeq, which is imported at the first solve because its import takes time and warns on Python
-3.12, computes the iterates, and the map that it is given (`_GuardedMap`) judges them. This map
-
-* measures convergence with the rule of all solvers here, except that a scale which the iterates
-  reached by diverging does not count (`_GuardedMap._judge`), and returns z itself (a zero
-  residual) for samples that have converged, so that they neither move nor delay other samples;
-* returns z itself for non-finite tokens, so that a NaN does not affect earlier tokens;
-* is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an absolute
-  constant; torchdeq is restarted every few steps to keep that scale;
-* reuses the last evaluation in the first call of a round, which starts at the best iterate so far;
-* is never called on an empty batch, which torchdeq does not support.
+3.12, computes the iterates, and the map that it is given (`_GuardedMap`) judges them by the rule of
+all solvers here, except that a scale which the iterates reached by diverging does not count. It
+returns z itself for samples that have converged and for tokens that are not finite, so that neither
+moves others. It is scaled to a unit residual per sample, because torchdeq's Anderson regularizes
+with an absolute constant; torchdeq is restarted every few steps to keep that scale.
 
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
@@ -22,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import (
     Map,
     Problem,
@@ -29,18 +25,12 @@ from bedouin.solvers.base import (
     check_count,
     check_number,
     counted_tokens,
-    solve_outside_of_graphs,
     strict_options,
 )
-from bedouin.solvers.convergence import (
-    holds_so_far,
-    largest_so_far,
-    reported_residual,
-)
+from bedouin.solvers.convergence import holds_so_far, largest_so_far, reported_residual
 from bedouin.solvers.solution import (
     Solution,
     SolveStats,
-    Watch,
     can_read_device,
     empty_solution,
     read_result,
@@ -67,9 +57,9 @@ class _GuardedMap:
         rtol: float,
         atol: float,
         budget: int,
-        watch: Watch | None = None,
+        history: list[Tensor] | None = None,
     ) -> None:
-        self.watch = watch
+        self.history = history
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
         self.real = counted_tokens(f)
         b, t, _ = y0.shape
@@ -122,16 +112,14 @@ class _GuardedMap:
         judged = (finite | self.nonfinite).all(1) & measurable
         # Quasi-Newton steps on a map without a fixed point, such as y + 1, make y grow until any
         # constant defect is small relative to it. The second bound therefore requires that the
-        # defect has decreased from its initial size. It has no effect on iterates of at most
-        # 1 / sqrt(rtol) times `change`.
+        # defect has decreased from its initial size.
         relative = torch.minimum(self.rtol * largest, math.sqrt(self.rtol) * self.change)
         small = (defect < self.atol + relative) | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
         residual = torch.where(judged, reported_residual(defect, scale), torch.inf)
-        if self.watch is not None:
+        if self.history is not None:
             # later evaluations do not concern the value of a converged sample
-            kept = torch.where(self.frozen[:, None, None], self.best, y)
-            self.watch(kept, torch.where(self.frozen, self.lowest, residual))
+            self.history.append(torch.where(self.frozen, self.lowest, residual))
         # the residual is 1 for all iterates of y / 2
         size = torch.where(judged, defect.amax(1), torch.inf)
         lower = (residual < self.lowest) | ((residual == self.lowest) & (size < self.smallest))
@@ -182,7 +170,7 @@ class _TorchDEQSolver(TolerantSolver):
         if y.numel() == 0:
             return empty_solution(y0.clone())
         # one evaluation more than steps: the one that only measures the last iterate
-        guarded = _GuardedMap(f, y, self.rtol, self.atol, max_steps + 1, problem.watch)
+        guarded = _GuardedMap(f, y, self.rtol, self.atol, max_steps + 1, problem.history)
         while not guarded.finished:
             self._run(guarded, guarded.start_round())
         failed = guarded.nonfinite.any(1)
@@ -193,10 +181,12 @@ class _TorchDEQSolver(TolerantSolver):
         return Solution(value.reshape(y0.shape), stats, read_result(stats))
 
 
-_solve_outside = solve_outside_of_graphs(
+@outside_of_graphs(
     "bedouin runs Anderson and Broyden outside of the graph, since they read the device at every "
     "step: use Direct, Jacobi or Picard with few steps, or torch.compile with fullgraph=False",
 )
+def _solve_outside(solver: _TorchDEQSolver, problem: Problem) -> Solution:
+    return solver.solve(problem)
 
 
 @strict_options
@@ -263,9 +253,7 @@ class Broyden(_TorchDEQSolver):
     rtol, atol: as of `Anderson`.
     max_rank: rank-one updates kept, None for all.
 
-    It mixes tokens: an output is causal, and independent of the other samples in the batch, only to
-    tolerance. Raises ValueError for values out of range, and RuntimeError in `solve` if the device
-    cannot be read (torch.func transforms, graph capture, the meta device).
+    It mixes tokens, and raises errors, as `Anderson`.
     """
 
     max_rank: int | None = None

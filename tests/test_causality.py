@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
@@ -17,7 +18,6 @@ from bedouin.testing import (
     assert_close,
     find_fixed_point,
     measure_growth,
-    random_layer,
     relative_error,
 )
 

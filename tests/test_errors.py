@@ -124,12 +124,11 @@ def test_options_of_bedouin(options: dict[str, Any], kind: type[Exception], mess
     [
         ({"delta_from_x": "0"}, ValueError, "delta_from_x must be a finite number, got '0'"),
         ({"delta_from_x": -1.0}, ValueError, "delta_from_x must lie in [0, 1000.0], got -1"),
-        ({"rates": "1"}, TypeError,
-         "rates must be a number, or a pair (first head, last head) of numbers, got '1'"),
-        ({"rates": (1.0, 0.1, 0.1)}, TypeError, "rates must be a number, or a pair"),
-        ({"rates": True}, TypeError, "rates must be a number, or a pair"),
-        ({"rates": 0.0}, ValueError, "rates must be finite and > 0, got 0.0"),
-        ({"rates": (1.0, float("inf"))}, ValueError, "rates must be finite and > 0, got (1"),
+        ({"rates": "1"}, ValueError, "rates must be a finite number, got '1'"),
+        ({"rates": (1.0, 0.1, 0.1)}, ValueError, "rates must be a number, or a pair (first"),
+        ({"rates": True}, ValueError, "rates must be a finite number, got True"),
+        ({"rates": 0.0}, ValueError, "rates must lie in (0, inf], got 0.0"),
+        ({"rates": (1.0, float("inf"))}, ValueError, "rates must be a finite number, got inf"),
         ({"rate": 1.0}, TypeError, "Initialization has no option 'rate'; did you mean 'rates'?"),
     ],
 )  # fmt: skip
@@ -160,10 +159,6 @@ def test_unknown_options_name_the_class_and_list_the_valid() -> None:
         FixedPointRNN(4, erase=1.0)  # type: ignore[call-arg]
     with raises(TypeError, "FixedPointRNN has no option feedback_scope: Q_t depends on"):
         FixedPointRNN(4, feedback_scope="layer")  # type: ignore[call-arg]
-    with raises(
-        TypeError, "feedback of FixedPointRNN can contain 'mixer' alone, got ('mixer', 'x')"
-    ):
-        FixedPointRNN(4, feedback=("mixer", "x"))
     with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
         Bedouin(4, foo=1)  # type: ignore[call-arg]
 
@@ -216,7 +211,7 @@ def test_the_vector_state_has_mixer_feedback_only() -> None:
 @pytest.mark.parametrize("name", ["decay", "input_scale", "feedback", "mixer", "output", "bias"])
 def test_from_paper_may_not_be_contradicted(name: str) -> None:
     from_paper: Callable[..., Bedouin] = Bedouin.from_paper
-    with pytest.raises(TypeError, match=f"from_paper fixes {name}=.*, got None: use Bedouin"):
+    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
         from_paper(4, **{name: None})
 
 

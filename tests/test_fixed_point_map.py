@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_layers import random_layer
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, Picard
-from bedouin.testing import assert_close, find_fixed_point, measure_growth, random_layer
+from bedouin.testing import assert_close, find_fixed_point, measure_growth
 
 RNGS = st.randoms(use_true_random=False)
 

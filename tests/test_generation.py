@@ -1,5 +1,6 @@
 """Whole models: padding and documents, a decoder, generated tokens, both directions of time."""
 
+import math
 import re
 from typing import Any
 
@@ -305,17 +306,19 @@ GENERATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": torch.zeros(3).long()}, ValueError, "prompt must have shape (b, t) with at least"),
     ({"prompt": torch.zeros(2, 0).long()}, ValueError, "prompt must have shape (b, t) with at"),
     ({"prompt": torch.zeros(2, 2)}, TypeError, "tokens must be int64 or int32 ids"),
-    ({"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int >= 0, got 2.0"),
-    ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be at least 0, got -1"),
+    ({"max_new_tokens": 2.0}, ValueError, "max_new_tokens must be an int >= 0, got 2.0"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be an int >= 0, got -1"),
     ({"mask": torch.tensor([[False, False], [False, True]])}, ValueError,
      "mask must be True for at least one token of each row of the prompt"),
-    ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
-    ({"temperature": -1.0}, ValueError, "temperature must be finite and >= 0, got -1.0"),
-    ({"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    ({"temperature": "1"}, ValueError, "temperature must be a finite number, got '1'"),
+    ({"temperature": math.inf}, ValueError, "temperature must be a finite number, got inf"),
+    ({"temperature": -1.0}, ValueError, "temperature must lie in [0, inf], got -1.0"),
+    ({"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be None or an int >= 1, got 0"),
     ({"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p must lie in (0, 1], got 0.0"),
     ({"top_k": 2}, ValueError, "top_k must be None with temperature=0"),
     ({"generator": 0}, TypeError, "generator must be None or a torch.Generator, got int"),
-    ({"eos": 1.0}, TypeError, "eos must be None or an id, got 1.0"),
+    ({"eos": 1.0}, ValueError, "eos must be None or an int >= 0, got 1.0"),
+    ({"eos": -1}, ValueError, "eos must be None or an int >= 0, got -1"),
     ({"eos": VOCAB}, ValueError, f"eos must be an id below vocab_size = {VOCAB}, got {VOCAB}"),
 ]  # fmt: skip
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import StructuredMixer, WYForm
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
-from bedouin.testing import assert_close, find_fixed_point, measure_growth, random_layer
+from bedouin.testing import assert_close, find_fixed_point, measure_growth
 
 RNGS = st.randoms(use_true_random=False)
 SEEDS = st.integers(0, 2**16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_layers import random_layer
 from torch import Tensor, nn
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
@@ -29,7 +30,7 @@ from bedouin.solvers import (
     SolveStats,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, random_layer
+from bedouin.testing import assert_close
 
 M, D = 4, 8
 RTOL, TINY = 1e-12, 1e-18

@@ -30,7 +30,7 @@ ALLOWED = {
     "bedouin.kernels": ("bedouin.kernels",),
     "bedouin.solvers": ("bedouin.kernels", "bedouin.solvers"),
 }
-TORCHDEQ_USERS = ("bedouin.solvers.torchdeq_adapter", "bedouin.integrations.torchdeq")
+TORCHDEQ_USER = "bedouin.solvers.torchdeq_adapter"
 EXTRAS = ("accelerate", "fla", "huggingface_hub", "mamba_ssm", "peft", "transformers")
 
 
@@ -75,8 +75,8 @@ def misplaced(module: str, imported: str) -> str | None:
     """Why `module` must not import `imported`; None if it may."""
     if imported.startswith(".") or is_below(imported, "kernels") or is_below(imported, "solvers"):
         return "write imports in full, from bedouin"
-    if is_below(imported, "torchdeq") and module not in TORCHDEQ_USERS:
-        return f"only {' and '.join(TORCHDEQ_USERS)} import torchdeq"
+    if is_below(imported, "torchdeq") and module != TORCHDEQ_USER:
+        return f"only {TORCHDEQ_USER} imports torchdeq"
     if not is_below(module, "bedouin.integrations"):
         if is_below(imported, "bedouin.integrations"):
             return "an integration is imported by its users alone"

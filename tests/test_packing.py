@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
@@ -29,7 +30,7 @@ from bedouin.solvers import (
     Picard,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, measure_growth, random_layer
+from bedouin.testing import assert_close, measure_growth
 
 RNGS = st.randoms(use_true_random=False)
 ATOL = 1e-14

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_layers import random_layer
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
@@ -18,7 +19,7 @@ from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
 from bedouin.state import RecurrentState
-from bedouin.testing import assert_close, decode_gap, measure_growth, random_layer
+from bedouin.testing import assert_close, decode_gap, measure_growth
 
 RNGS = st.randoms(use_true_random=False)
 

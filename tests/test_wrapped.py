@@ -59,18 +59,6 @@ class LoRA(nn.Module):
         return base
 
 
-class Squashed(LoRA):
-    """An adapter that is not linear, though its initial B of zeros makes it look linear."""
-
-    def __init__(self, base: nn.Linear | HeadLinear) -> None:
-        super().__init__(base)
-        nn.init.zeros_(self.B)
-
-    def forward(self, v: Tensor) -> Tensor:
-        out: Tensor = self.base(v) + torch.tanh(v @ self.A.mT) @ self.B.mT
-        return out
-
-
 def wrap(layer: FixedPointLayer, names: tuple[str, ...] = NAMES, **options: Any) -> None:
     for name in names:
         if getattr(layer, name, None) is not None:
@@ -381,14 +369,6 @@ def test_adapters_under_vmap() -> None:
     assert_close([torch.func.vmap(layer)(x)], [torch.stack([layer(x[0]), layer(x[1])])])
 
 
-def test_an_adapter_that_is_not_linear_is_refused() -> None:
-    layer, x = LAYERS["Bedouin"](), torch.randn(2, 3, 4, **FLOAT64)
-    layer.y_proj = Squashed(layer.y_proj)
-    with pytest.raises(TypeError, match="y_proj must be linear in its input.*Squashed: use"):
-        layer(x)
-    assert layer.y_proj.training
-
-
 @pytest.mark.parametrize("solver", [Direct(), Picard()])
 @pytest.mark.parametrize("kind", OFFLOADED)
 @backends
@@ -455,18 +435,6 @@ def test_recording_by_torch_jit_is_refused(kind: str) -> None:
     trace: Any = torch.jit.trace
     with pytest.raises(RuntimeError, match=r"cannot be recorded by .*: use torch\.compile or"):
         trace(layer, x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
-def test_dynamic_quantization_of_the_feedback_is_refused() -> None:
-    if "qnnpack" not in torch.backends.quantized.supported_engines:
-        pytest.skip("torch was built without quantized operations")
-    layer, x = Bedouin(4), torch.randn(2, 3, 4)
-    quantize: Any = torch.ao.quantization.quantize_dynamic
-    quantized = quantize(layer, {nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(TypeError, match="y_proj must be linear.*leave y_proj out"):
-        quantized(x)
 
 
 def test_a_layer_with_adapters_is_one_graph() -> None:

@@ -4,7 +4,6 @@ from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.diagnosis_logger import DiagnosisLogger
 from bedouin.mixers import (
     ChannelMixer,
     HouseholderProduct,
@@ -30,7 +29,6 @@ __all__ = [
     "ChannelMixer",
     "Decoder",
     "Diagnosis",
-    "DiagnosisLogger",
     "FixedPointRNN",
     "HouseholderProduct",
     "Initialization",

@@ -216,16 +216,7 @@ class Bedouin(FixedPointLayer):
         self.reset_parameters()
 
     @classmethod
-    def recall(
-        cls,
-        d_model: int,
-        *,
-        expand: float = 2,
-        num_heads: int | None = None,
-        num_householder: int | None = None,
-        mixer: ChannelMixer | None = None,
-        **options: Any,
-    ) -> Self:
+    def recall(cls, d_model: int, **options: Any) -> Self:
         """A layer that tracks a state and recalls what a sequence contains.
 
         It has heads of 64 channels where these divide d (else one), 32 states, x, raw values and
@@ -235,11 +226,11 @@ class Bedouin(FixedPointLayer):
         README.md, "Trials of the layer that tracks and recalls". The other arguments are those of
         Bedouin; one that is given replaces the value named here.
         """
-        d = inner_size(expand, d_model)
-        if num_heads is None:
-            num_heads = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
-        if mixer is None and num_householder is None:
-            num_householder = 0
+        d = inner_size(options.get("expand", 2), d_model)
+        if options.get("num_heads") is None:
+            options["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
+        if options.get("mixer") is None and options.get("num_householder") is None:
+            options["num_householder"] = 0
         chosen: dict[str, Any] = {
             "d_state": 32,
             "projection": "input",
@@ -249,27 +240,18 @@ class Bedouin(FixedPointLayer):
             "input_scale": "delta",
         }
         if options.get("decay", "mamba") == "mamba":
-            chosen["initialization"] = Initialization(rates=RECALL_RATES if num_heads > 1 else 0.1)
-        return cls(
-            d_model,
-            expand=expand,
-            num_heads=num_heads,
-            num_householder=num_householder,
-            mixer=mixer,
-            **(chosen | options),
-        )
+            rates = RECALL_RATES if options["num_heads"] > 1 else 0.1
+            chosen["initialization"] = Initialization(rates=rates)
+        return cls(d_model, **(chosen | options))
 
     @classmethod
     def from_paper(
         cls,
         d_model: int,
         *,
-        d_state: int = 16,
-        expand: float = 2,
         num_householder: int = 1,
         solver: Solver | Literal["auto"] | None = None,
         adjoint: Adjoint | None = None,
-        max_steps: int | Cap = 100,
         **options: Any,
     ) -> Self:
         """FP-Mamba exactly as in its paper (arXiv 2503.10799, section 5.3).
@@ -299,20 +281,11 @@ class Bedouin(FixedPointLayer):
             "d_conv": None,
             "feedback_scope": "head",
         }
-        for name in options:
-            if name in fixed:
-                raise TypeError(
-                    f"from_paper fixes {name}={fixed[name]!r}, got {options[name]!r}: use "
-                    f"{cls.__name__}(...) for a layer with other options"
-                )
         return cls(
             d_model,
-            d_state=d_state,
-            expand=expand,
             **fixed,
             solver=Picard(rtol=0.1, stop_rule="paper") if solver is None else solver,
             adjoint=OneStepAdjoint() if adjoint is None else adjoint,
-            max_steps=max_steps,
             **options,
         )
 

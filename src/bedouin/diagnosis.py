@@ -116,26 +116,6 @@ class Diagnosis:
     decode_gap: float
     advice: tuple[str, ...] = ()
 
-    def numbers(self) -> dict[str, float]:
-        """Each measured quantity as a number, the worst of the samples, for a log."""
-        numbers = {
-            "lyapunov": self.lyapunov.max().item(),
-            "log_growth": self.growth[-1].max().item(),
-            "gradient_bias": self.bias,
-            "gradient_cosine": self.cosine,
-            "decode_gap": self.decode_gap,
-        }
-        if self.pivots is not None:
-            numbers["smallest_pivot"] = self.pivots.min().item()
-        if self.contraction is not None:
-            numbers["contraction"] = self.contraction
-        for run in self.runs:
-            name = run.name.partition("(")[0].lower()
-            # the layer's own solver comes first and may be of a kind that is listed again
-            numbers.setdefault(f"{name}_steps", float(run.steps))
-            numbers.setdefault(f"{name}_converged", run.converged)
-        return numbers
-
     def __str__(self) -> str:
         b, t, m = self.shape
         lyapunov, last = self.lyapunov.max().item(), self.growth[-1].max().item()
@@ -170,14 +150,10 @@ class Diagnosis:
     def plot(self, path: str | Path) -> "Figure":
         """Write a figure of growth, residuals, pivots and exponents to `path`, and return it.
 
-        The format is that of the path's suffix. Raises ImportError without matplotlib.
+        Needs matplotlib. The format is that of the path's suffix.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Diagnosis.plot needs matplotlib: pip install matplotlib, or print the diagnosis"
-            ) from error
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(self.layer)
         over_time, over_steps, pivots, exponents = figure.subplots(2, 2).flat

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import check_tensor, positive_int
+from bedouin.checks import check_tensor
 from bedouin.decoding import Decoder
+from bedouin.solvers.base import check_count, check_number
 
 READ_EVERY = 32
 """Tokens between two reads of whether all samples have ended, each of which synchronizes a GPU."""
@@ -24,8 +25,8 @@ READ_EVERY = 32
 class Sampling:
     """How a token is chosen from logits; the arguments of `SequenceModel.generate`.
 
-    Raises TypeError for values of another type, ValueError for values out of range, and for top_k
-    or top_p with temperature 0.
+    Raises TypeError for another generator, ValueError for values out of range, and for top_k or
+    top_p with temperature 0.
     """
 
     temperature: float = 0.0
@@ -34,15 +35,10 @@ class Sampling:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
-        if self.top_k is not None:
-            positive_int("top_k", self.top_k)
+        check_number("temperature", self.temperature, 0, math.inf, open_low=False)
+        check_count("top_k", self.top_k, optional=True)
         if self.top_p is not None:
-            _check_real("top_p", self.top_p)
-            if not 0 < self.top_p <= 1:
-                raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            check_number("top_p", self.top_p, 0, 1, open_low=True)
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
@@ -141,22 +137,13 @@ def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int |
             f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
             "begin with a token of its own for the start"
         )
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-        raise TypeError(f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    check_count("max_new_tokens", max_new_tokens, 0)
+    check_count("eos", eos, 0, optional=True)
     inputs, classes = model.embedding.num_embeddings, model.head.out_features
     if inputs != classes:
         raise ValueError(
             "generate needs a model whose classes are its input ids, got vocab_size = "
             f"{inputs} and output_size = {classes}: leave output_size out"
         )
-    if eos is not None and (isinstance(eos, bool) or not isinstance(eos, int)):
-        raise TypeError(f"eos must be None or an id, got {eos!r}")
-    if eos is not None and not 0 <= eos < classes:
+    if eos is not None and eos >= classes:
         raise ValueError(f"eos must be an id below vocab_size = {classes}, got {eos}")
-
-
-def _check_real(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import check_batch_size, check_layer_input, check_projection_dtype
-from bedouin.compiled_map import choose_map
 from bedouin.decoding import may_replay, takes_graph
-from bedouin.fixed_point_map import FixedPointMap
+from bedouin.fixed_point_map import FixedPointMap, StructuredMap
 from bedouin.graphed import Graphed
 from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
@@ -30,7 +29,6 @@ from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_functi
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.solution import StepRecorder
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import is_untouched, norm_parameters, read_parameter, refuse_mixer
@@ -187,6 +185,18 @@ class FixedPointLayer(ProjectedLayer):
         dtype = accumulator(like.dtype)
         return zero_state(batch_size, self.state_size, dtype, like.device)
 
+    def map(self, x: Tensor) -> FixedPointMap:  # x: (b, t, m)
+        """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
+        parameters.
+
+        `bedouin.solvers.solve(layer.map(x), y0, solver, time_dim=1)` finds its fixed point from
+        y0 (b, t, d) with any solver and gradient, and torch.autograd.grad(f(y), y, v) is the
+        product of v with its Jacobian. Raises the errors of a call.
+        """
+        self.check_input(x, rank=3)
+        f = self._project(x, None, self.solve_options).f
+        return f if self.num_parts == 1 else f.joining(self.num_parts)
+
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
         passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
@@ -280,13 +290,13 @@ class FixedPointLayer(ProjectedLayer):
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
         joined = self.num_heads if self.feedback_scope == "layer" else 1
-        return choose_map(self.is_structured)(operands, *options, lengths, joined)
+        kind = StructuredMap if self.is_structured else FixedPointMap
+        return kind(operands, *options, lengths, joined)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
         record = partial(self._keep_stats, packing)
-        watch = StepRecorder() if self.record_history else None
-        return Caller(name, self.deferred, draw, record, self.num_parts, watch)
+        return Caller(name, self.deferred, draw, record, self.num_parts, self.record_history)
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:

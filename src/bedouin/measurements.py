@@ -195,21 +195,6 @@ def compare_gradients(
     return ((u - v).norm() / size).item(), (u @ v / (u.norm() * size)).item()
 
 
-def gradient_cosine(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    adjoint_a: Adjoint,
-    adjoint_b: Adjoint,
-) -> float:
-    """Cosine between the gradients of all parameters by two adjoints, for a random linear loss.
-
-    Includes the parameters of the output stage, which are outside the fixed point. NaN if one of
-    the gradients is zero.
-    """
-    a, b = (layer_gradients(layer, x, adjoint) for adjoint in (adjoint_a, adjoint_b))
-    return compare_gradients(a, b)[1]
-
-
 @torch.no_grad()
 def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
     """The relative error, in the max norm, of `step` token by token against one call on x.

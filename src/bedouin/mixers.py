@@ -166,11 +166,6 @@ class NoMixing(HouseholderProduct):
         return ""
 
 
-def make_householder(num_householder: int, beta_max: float) -> HouseholderProduct:
-    """The product of so many reflections, `NoMixing` for none."""
-    return HouseholderProduct(num_householder, beta_max) if num_householder else NoMixing()
-
-
 class LowRank(StructuredMixer):
     """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
 

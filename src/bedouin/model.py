@@ -158,11 +158,9 @@ class SequenceModel(nn.Module):
             (d_model**-0.5) in this case, or the first logits are large.
         device, dtype: of all parameters except the mixers'.
 
-    Raises:
-        ValueError: a number out of range, no mixer, a missing or unneeded `num_layers`, a tied head
-            with output_size != vocab_size.
-        TypeError: `mixers` is a single module or contains something other than modules; a size that
-            is not an int.
+    Raises TypeError for a size that is not an int, a missing `num_layers`, and mixers that are
+    neither modules nor a function, ValueError for a number out of range, no mixer, an unneeded
+    `num_layers`, and a tied head with output_size != vocab_size.
     """
 
     @known_options
@@ -226,10 +224,9 @@ class SequenceModel(nn.Module):
         `Bedouin`. Padding may be any number; its logits are 0. Mixers are called with a mask.
         `step` is a call with `one_token`, so that hooks of the model run for it, too.
 
-        Raises:
-            TypeError: tokens that are not int64 or int32; a state, if a mixer has no `init_state`;
-                padding or documents, if a mixer takes no mask.
-            ValueError: tokens not of rank 2; a state for another number of layers.
+        Raises TypeError for tokens that are not int64 or int32, for states, padding or documents
+        that a mixer does not take, ValueError for tokens not of rank 2 and a state for another
+        number of layers.
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
@@ -284,22 +281,16 @@ class SequenceModel(nn.Module):
         eos: a sample that has produced this id goes on with it. mask: True for the real tokens of
             the prompt; padding stays where it is in the result.
 
-        Raises:
-            TypeError: a prompt that is not a tensor of ids, options of another type, mixers without
-                states.
-            ValueError: a prompt of another shape, or with a row without real tokens, options out of
-                range, top_k or top_p with temperature 0, a model whose classes are not its input
-                ids.
+        Raises TypeError for a prompt that is not a tensor of ids and mixers without states,
+        ValueError for a prompt of another shape, or with a row without real tokens, options that
+        do not fit, and a model whose classes are not its input ids.
         """
         sampling = Sampling(temperature, top_k, top_p, generator)
         return generate(self, prompt, max_new_tokens, sampling, eos=eos, mask=mask)
 
     def init_state(self, batch_size: int) -> ModelState:
-        """The state before the first token, one entry for each layer.
-
-        Raises:
-            TypeError: a mixer without `init_state`.
-        """
+        """The state before the first token, one entry for each layer; TypeError for a mixer
+        without `init_state`."""
         return tuple(find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
     def step(
@@ -307,12 +298,8 @@ class SequenceModel(nn.Module):
         tokens: Tensor,  # (b,) integer ids
         state: ModelState,
     ) -> tuple[Tensor, ModelState]:  # (b, v) and the state
-        """The logits at one token, and the next state.
-
-        Raises:
-            TypeError: a mixer without `step`, or tokens that are not int64 or int32.
-            ValueError: tokens not of rank 1; a state for another number of layers.
-        """
+        """The logits at one token, and the next state. Raises as a call, and TypeError for a mixer
+        without `step`."""
         found: tuple[Tensor, ModelState] = self(tokens, state, True, one_token=True)
         return found
 
@@ -409,11 +396,6 @@ def _make_mixers(
 ) -> list[nn.Module]:
     """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
     with another d_model."""
-    if isinstance(mixers, nn.Module) and not isinstance(mixers, nn.ModuleList):
-        raise TypeError(
-            f"mixers must be a sequence of modules or a function that makes one, got the module "
-            f"{type(mixers).__name__}: wrap it in a list"
-        )
     if isinstance(mixers, Sequence | nn.ModuleList):
         if not mixers:
             raise ValueError("mixers must contain at least one layer, got none")
@@ -423,14 +405,12 @@ def _make_mixers(
                 f"{len(mixers)} mixers: leave it out"
             )
         made = list(mixers)
-    elif callable(mixers):
-        if num_layers is None:
-            raise ValueError("num_layers must be at least 1 if mixers is a function, got None")
+    elif callable(mixers) and not isinstance(mixers, nn.Module):
         made = [mixers(index) for index in range(positive_int("num_layers", num_layers))]
     else:
         raise TypeError(
-            "mixers must be a sequence of modules or a function that makes one, got "
-            f"{type(mixers).__name__}"
+            "mixers must be a sequence of modules, as [Bedouin(64)], or a function that makes one, "
+            f"got {type(mixers).__name__}"
         )
     for mixer in made:
         if not isinstance(mixer, nn.Module):

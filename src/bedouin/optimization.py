@@ -36,7 +36,12 @@ def param_groups(
     check_number("weight_decay", weight_decay, 0, 1e3, open_low=False)
     check_bool("separate_feedback", separate_feedback)
     # one that is shared is exempt if it is so in one of its places
-    exempt_ids = {id(p) for name, p, module in _places(model) if _is_exempt(name, p, module)}
+    exempt_ids = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if _is_exempt(name, parameter, module)
+    }
     feedback_ids = set(_feedback_ids(model)) if separate_feedback else set()
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(False, False): [], (False, True): []}
     if separate_feedback:
@@ -58,13 +63,6 @@ def _feedback_ids(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, FixedPointLayer) and module.y_proj is not None:
             yield from map(id, module.y_proj.parameters())
-
-
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Each parameter with its name in its module and that module, once for each place."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield name, parameter, module
 
 
 def _is_exempt(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:

@@ -393,9 +393,7 @@ def check_readable(name: str, x: Tensor) -> None:
 def check_bounds(name: str, ends: list[int], t: int) -> None:
     """Raise ValueError unless `ends` are the bounds of documents in a row of t tokens."""
     if ends[:1] != [0] or ends[-1] != t or sorted(ends) != ends:
-        text = str(ends)
-        got = text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
         raise ValueError(
-            f"{name} must ascend from 0 to t = {t}, got {got}: it holds the places where documents "
-            "begin, and t"
+            f"{name} must ascend from 0 to t = {t}, got {ends!s:.60}: it holds the places where "
+            "documents begin, and t"
         )

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ class Initialization:
         is that of the first and of the last head; those between are spaced geometrically, and one
         head has the first. Must be 1 with griffin's decay.
 
-    Raises TypeError for rates that are neither a number nor a pair of numbers, ValueError for
-    values out of range.
+    Raises ValueError for rates that are neither a number nor a pair, and for values out of range.
     """
 
     delta_from_x: float = 1.0
@@ -62,14 +61,12 @@ class Initialization:
         if isinstance(self.rates, list):  # a pair of a file
             object.__setattr__(self, "rates", tuple(self.rates))
         ends: tuple[Any, ...] = self.rates_of_ends
-        are_numbers = (isinstance(v, int | float) and not isinstance(v, bool) for v in ends)
-        if len(ends) != 2 or not all(are_numbers):
-            raise TypeError(
-                "rates must be a number, or a pair (first head, last head) of numbers, got "
-                f"{self.rates!r}"
+        if len(ends) != 2:
+            raise ValueError(
+                f"rates must be a number, or a pair (first head, last head), got {self.rates!r}"
             )
-        if not all(0 < v < math.inf for v in ends):
-            raise ValueError(f"rates must be finite and > 0, got {self.rates!r}")
+        for rate in ends:
+            check_number("rates", rate, 0, math.inf, open_low=True)
 
     @property
     def rates_of_ends(self) -> tuple[float, float]:
@@ -87,14 +84,9 @@ class Initialization:
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
 
-    The choice depends on neither b, t nor the device. Times on H100s, from the runs h100_benchmark
-    (Jacobi) and h100_layers (Direct) in examples/results/benchmark: with feedback and one head, 16
-    iterations of Jacobi take 23 ms at 64 x 256 forward and backward, Direct 11.8 ms. A parallel
-    method needs about 10 iterations on an untrained layer and, after 1,000 steps on A5, 12 at 32
-    and 115 at 128 tokens (examples/results/README.md). Without feedback, Jacobi(rtol=1e-5) needs 3
-    on an untrained layer and is slower than Direct with the gradient and without it (forward at
-    16 x 1024: 4.5 ms, Direct 2.2; at 8 x 4096: 8.9 ms, Direct 6.3). It has a tolerance and its time
-    depends on the weights, so request Jacobi explicitly.
+    The choice depends on neither b, t nor the device: Direct was faster than Jacobi on H100s with
+    feedback (16 iterations at 64 x 256, forward and backward: 23 ms, Direct 11.8) and without it
+    (forward at 8 x 4096: 8.9 ms, Direct 6.3; examples/results/benchmark).
     """
     if solver == "auto":
         return Direct() if is_structured else Picard()
@@ -138,12 +130,6 @@ def check_structure(mixer: ChannelMixer, head_dim: int, options: SolveOptions) -
             )
 
 
-class _HasSolveOptions(Protocol):
-    mixer: ChannelMixer
-    head_dim: int
-    solve_options: SolveOptions
-
-
 GetT = TypeVar("GetT")
 SetT = TypeVar("SetT")
 
@@ -159,11 +145,11 @@ class SolveOption(Generic[GetT, SetT]):
     ) -> None:
         self.field, self.convert = field, convert
 
-    def __get__(self, layer: _HasSolveOptions, owner: type | None = None) -> GetT:
+    def __get__(self, layer: Any, owner: type | None = None) -> GetT:
         value: GetT = getattr(layer.solve_options, self.field)
         return value
 
-    def __set__(self, layer: _HasSolveOptions, value: SetT) -> None:
+    def __set__(self, layer: Any, value: SetT) -> None:
         changes: dict[str, Any] = {self.field: self.convert(layer, value)}
         options = replace(layer.solve_options, **changes)
         check_structure(layer.mixer, layer.head_dim, options)

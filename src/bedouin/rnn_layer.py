@@ -3,7 +3,7 @@
 Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.layer).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -96,13 +96,6 @@ class FixedPointRNN(FixedPointLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.decay = one_of("decay", decay, tuple(self.activations))
-        if isinstance(feedback, Iterable) and not isinstance(feedback, str | Mapping):
-            feedback = tuple(feedback)
-            if "x" in feedback or "erase" in feedback:
-                raise TypeError(
-                    f"feedback of {type(self).__name__} can contain 'mixer' alone, got {feedback}: "
-                    "Q_t alone depends on h_{t-1}, as in the paper; use Bedouin"
-                )
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,

@@ -8,22 +8,17 @@ Letters: p inputs and r outputs of a projection, H heads.
 """
 
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from bedouin.heads import HeadLinear
 from bedouin.kernels.linear import apply_weight
-from bedouin.solvers.solution import has_values
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-
-_known_linear: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
-"""Modules found to be linear, with the types of their parts at that time."""
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
@@ -48,14 +43,11 @@ def is_plain(module: nn.Module) -> bool:
 
     It may have parametrizations, which compute `weight`, or be of a class that FSDP derived.
     """
-    return is_untouched(module) and _is_linear_map(module)
-
-
-def _is_linear_map(module: nn.Module) -> bool:
-    """Whether the module's class multiplies by `module.weight`, whatever hooks it has."""
     if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
         return False
     if type(module).forward not in (nn.Linear.forward, HeadLinear.forward):
+        return False
+    if not is_untouched(module):
         return False
     # a quantized tensor, as torchao's, multiplies vectors in a call, and is no matrix for kernels
     kind = type(module._parameters.get("weight"))
@@ -143,18 +135,15 @@ def effective_weight(
     like: Tensor,  # a parameter of the layer, any shape
     num_heads: int,
 ) -> Tensor:  # (r, p) or (H, r, p), p = inputs
-    """The matrix that the module multiplies by.
+    """The matrix that the module multiplies by, which must be linear: this is not checked.
 
     Dropout inside of the module, as that of an adapter in training, is drawn once for the call and
-    drops the same inputs for all samples and tokens. Raises TypeError for a module that is not
-    linear, or has hooks, which would never see a token.
+    drops the same inputs for all samples and tokens. Raises TypeError for a module with hooks,
+    which would never see a token.
     """
     if is_plain(module):
         return module.weight
     _refuse_hooks(name, module)
-    # a graph cannot hold the check, which reads a result; any call outside of graphs makes it
-    if not torch.compiler.is_compiling():
-        _require_linear(name, module, inputs, num_heads)
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
     if num_heads > 1:
         identity = identity.expand(num_heads, -1, -1)
@@ -174,72 +163,6 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
                     f"matrix of {name} without calling it at each token; hook the layer, x_proj or "
                     "out_proj, or change the weight with torch.nn.utils.parametrize"
                 )
-
-
-def _require_linear(name: str, module: nn.Module, inputs: int, num_heads: int) -> None:
-    """Raise TypeError unless the module is linear, whatever the values of its parameters.
-
-    The result is remembered as long as the module consists of the same types of modules.
-    """
-    # accelerate's offload and FakeTensorMode leave no values to compute with
-    if not all(has_values(v) for v in (*module.parameters(), *module.buffers())):
-        return
-    types = tuple(type(part) for part in module.modules())
-    if _known_linear.get(module) == types or _is_linear_map(module):
-        return
-    cause: Exception | None = None
-    try:
-        linear = _acts_linearly(module, inputs, num_heads)
-    except Exception as error:  # any module may stand here, with any way to fail
-        linear, cause = False, error
-    if not linear:
-        kind = type(module)
-        raise TypeError(
-            f"{name} must be linear in its input for all values of its parameters, because the "
-            f"solve needs its matrix, got {kind.__module__}.{kind.__qualname__}: use nn.Linear or "
-            "bedouin.heads.HeadLinear, with parametrizations or linear adapters such as LoRA, and "
-            f"leave {name} out of what is quantized"
-        ) from cause
-    _known_linear[module] = types
-
-
-def _acts_linearly(module: nn.Module, inputs: int, num_heads: int) -> bool:
-    """Whether f(u + 2 v) = f(u) + 2 f(v), with unrelated values in u, v and the parameters.
-
-    Not those that the parameters have: an adapter that starts at zero would hide what it does
-    later.
-    """
-    values = {
-        key: _unrelated(i, value.shape, value.device)
-        for i, (key, value) in enumerate(module.named_parameters())
-        if value.is_floating_point()
-    }
-    for key, value in module.named_buffers():
-        values[key] = value.double() if value.is_floating_point() else value.clone()
-    device = next(iter(values.values())).device
-    rows = torch.Size((1, inputs) if num_heads == 1 else (num_heads, 1, inputs))
-    u, v = _unrelated(-1, rows, device), _unrelated(-2, rows, device)
-    modes = {part: part.training for part in module.modules()}
-    try:
-        module.eval()
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            f_u, f_v, f_sum = (
-                torch.func.functional_call(module, values, (w,)) for w in (u, v, u + 2 * v)
-            )
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-    error = (f_sum - f_u - 2 * f_v).abs().max()
-    return bool(error <= 1e-6 * f_sum.abs().max())
-
-
-def _unrelated(i: int, shape: torch.Size, device: torch.device) -> Tensor:
-    """Values in [-1, 1] without a pattern, other ones for each i.
-
-    Not random numbers: vmap may forbid them, and they would change the state of a generator.
-    """
-    n = torch.arange(shape.numel(), dtype=torch.float64, device=device)
-    return torch.sin((0.61 + 0.017 * i) * n.square() + n + i).reshape(shape)
 
 
 class ReplacementWatch:

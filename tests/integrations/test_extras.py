@@ -11,8 +11,8 @@ sys.modules.update(dict.fromkeys(blocked))
 import bedouin, torch
 
 assert not [name for name in sys.modules if name.startswith("bedouin.integrations")]
-from bedouin.integrations.fla import BedouinLayer, replace_layers
-from bedouin.integrations.mamba_ssm import BedouinMixer, replace_mixers
+from bedouin.integrations.fla import BedouinLayer
+from bedouin.integrations.mamba_ssm import BedouinMixer
 
 x = torch.randn(1, 3, 8)
 assert BedouinMixer(8)(x).shape == BedouinLayer(8)(x)[0].shape == x.shape
@@ -20,11 +20,6 @@ try:
     import bedouin.integrations.hf
 except ImportError as error:
     print(error)
-for replace in (replace_layers, replace_mixers):
-    try:
-        replace(torch.nn.Linear(2, 2))
-    except ImportError as error:
-        print(error)
 """
 
 
@@ -32,8 +27,5 @@ def test_libraries_are_needed_by_their_adapters_alone() -> None:
     command = [sys.executable, "-P", "-c", SCRIPT]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    hf, layers, mixers = run.stdout.splitlines()
     needed = 'needs transformers 5.16 or newer: pip install "transformers>=5.16,<6"'
-    assert hf == f"bedouin.integrations.hf {needed}"
-    assert layers.startswith("replace_layers needs flash-linear-attention: pip install ")
-    assert mixers.startswith("replace_mixers needs mamba-ssm: pip install ")
+    assert run.stdout.strip() == f"bedouin.integrations.hf {needed}"

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bedouin import Initialization, LowRank
-from bedouin.integrations.fla import BedouinLayer, replace_layers
-from bedouin.solvers import Picard
+from bedouin.integrations.fla import BedouinLayer
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_model  # noqa: E402
@@ -18,7 +16,7 @@ from safetensors.torch import load_model  # noqa: E402
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("fla")
-    from fla.models import GLAConfig, GLAForCausalLM, RWKV7Config, RWKV7ForCausalLM
+    from fla.models import GLAConfig, GLAForCausalLM
     from fla.models.utils import Cache
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -34,13 +32,20 @@ CONVOLVED: dict[str, Any] = {
 MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED]
 
 
+def with_layers(model: GLAForCausalLM, **options: Any) -> GLAForCausalLM:
+    """The model with a `BedouinLayer` in each block."""
+    for i, block in enumerate(model.model.layers):
+        block.attn = BedouinLayer(model.config.hidden_size, layer_idx=i, **options)
+    return model
+
+
 def make_model(**options: Any) -> GLAForCausalLM:
     """With torch's modules in place of FLA's kernels, which need a GPU."""
     plain = dict.fromkeys(("fuse_norm", "fuse_swiglu", "fuse_cross_entropy"), False)
     config = GLAConfig(
         hidden_size=8, num_hidden_layers=2, num_heads=2, vocab_size=VOCAB, pad_token_id=0, **plain
     )
-    return replace_layers(GLAForCausalLM(config), d_state=4, **options).double().eval()
+    return with_layers(GLAForCausalLM(config), d_state=4, **options).double().eval()
 
 
 def make_layer(**options: Any) -> BedouinLayer:
@@ -143,15 +148,6 @@ class TestLayer:
             BedouinLayer(8, use_short_conv=4)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="got conv_size=4 and .* Convolved: bedouin 0.1.0 is"):
             BedouinLayer(8, use_short_conv=True)
-        with pytest.raises(ValueError, match="blocks with a layer `attn`"):
-            replace_layers(nn.Linear(2, 2))
-
-    def test_blocks_that_need_other_values_of_their_layers_are_refused(self) -> None:
-        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
-        model = RWKV7ForCausalLM(RWKV7Config(**sizes))
-        with pytest.raises(ValueError, match="got RWKV7Attention in RWKV7ForCausalLM.*GLAForCaus"):
-            replace_layers(model)
-        assert not any(isinstance(module, BedouinLayer) for module in model.modules())
 
 
 @pytest.mark.usefixtures("plain_activation")
@@ -175,40 +171,13 @@ class TestModel:
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
 
-    def test_a_file_says_what_the_layers_are(self, tmp_path: Path) -> None:
-        solver, start = Picard(1e-3), Initialization(rates=(1, 0.1))
-        options = CONVOLVED | {"num_heads": 2, "feedback": {"C", "B"}}
-        model = make_model(**options, solver=solver, initialization=start).float()
-        ids = torch.randint(1, VOCAB, (2, 6))
+    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    def test_a_file_has_the_weights(self, mixing: dict[str, Any], tmp_path: Path) -> None:
+        model, ids = make_model(**mixing), torch.randint(1, VOCAB, (2, 6))
         model.save_pretrained(tmp_path)
-        config = GLAConfig.from_pretrained(tmp_path)
-        found = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
+        found = make_model(**mixing)
         load_model(found, tmp_path / "model.safetensors")
-        layer = found.model.layers[0].attn.layer
-        assert layer.solver == solver and layer.initialization == start
-        assert torch.equal(found.eval()(ids).logits, model(ids).logits)
-        assert found.config.bedouin_layers == config.bedouin_layers
-        with pytest.raises(ValueError, match=r"give \*\*config.bedouin_layers"):
-            replace_layers(GLAForCausalLM(config), d_state=4)
-
-    def test_a_file_names_the_type_of_a_mixer_of_the_user(self, tmp_path: Path) -> None:
-        class Mine(LowRank):
-            pass
-
-        make_model(mixer=Mine(1)).save_pretrained(tmp_path)
-        config = GLAConfig.from_pretrained(tmp_path)
-        with pytest.raises(TypeError, match="mixer must be .*Mine"):
-            replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
-        options = config.bedouin_layers | {"mixer": Mine(1)}
-        model = replace_layers(GLAForCausalLM(config), **options)
-        assert type(model.model.layers[0].attn.layer.mixer) is Mine
-
-    def test_options_that_fail_are_not_recorded(self) -> None:
-        model = GLAForCausalLM(GLAConfig(hidden_size=8, num_hidden_layers=1, vocab_size=VOCAB))
-        with pytest.raises(ValueError, match="decay must be one of"):
-            replace_layers(model, decay="fast")
-        replace_layers(model)
-        assert model.config.bedouin_layers == {}
+        assert torch.equal(found(ids).logits, model(ids).logits)
 
     @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
     def test_training(self, mixing: dict[str, Any]) -> None:
@@ -222,7 +191,7 @@ def test_a_model_with_the_kernels_of_fla() -> None:
     config = GLAConfig(
         hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=VOCAB, pad_token_id=0
     )
-    model = replace_layers(GLAForCausalLM(config), num_heads=2).to("cuda", torch.bfloat16)
+    model = with_layers(GLAForCausalLM(config), num_heads=2).to("cuda", torch.bfloat16)
     ids = torch.randint(1, VOCAB, (2, 40), device="cuda")
     cu_seqlens = torch.tensor([0, 40, 80], device="cuda")
     model.eval()

@@ -466,12 +466,9 @@ class TestConfig:
         with pytest.raises(TypeError, match="did you mean 'num_householder'"):
             make_config(num_householders=2)
 
-    @pytest.mark.parametrize(
-        ("name", "remedy"),
-        [("d_inner", "give expand"), ("headdim", "give num_heads"), ("dt_rank", "no option")],
-    )
-    def test_options_of_other_layers_are_refused(self, name: str, remedy: str) -> None:
-        with pytest.raises(TypeError, match=f"{name}.*{remedy}|{remedy} '{name}'"):
+    @pytest.mark.parametrize("name", ["d_inner", "headdim", "dt_rank"])
+    def test_options_of_other_layers_are_refused(self, name: str) -> None:
+        with pytest.raises(TypeError, match=f"BedouinConfig has no option '{name}'"):
             make_config(**{name: 4})
 
     def test_what_transformers_and_files_add_is_an_attribute(self) -> None:
@@ -479,8 +476,6 @@ class TestConfig:
         assert config.num_labels == 3
         file = config.to_dict() | {"of_another_tool": 1}
         assert BedouinConfig.from_dict(file).of_another_tool == 1
-        with pytest.raises(TypeError, match="give expand"):
-            BedouinConfig.from_dict(file | {"d_inner": 16})
 
 
 class TestWeights:

@@ -211,14 +211,14 @@ def test_adjoints_without_a_solve_report_none(adjoint: Adjoint) -> None:
 def _unconverged_backward(policy: str) -> Callable[[], None]:
     """A forward solve that is at its fixed point from the start, with a slow adjoint."""
     rate = torch.tensor(0.99, dtype=torch.float64, requires_grad=True)
-    options: dict[str, Any] = {"max_steps": 5, "on_unconverged": policy, "subject": "layer 1"}
+    options: dict[str, Any] = {"max_steps": 5, "on_unconverged": policy}
     y0 = torch.zeros(2, 3, dtype=torch.float64)
     solution = solve(lambda y: rate * y, y0, Picard(), **options)
     return solution.value.sum().backward
 
 
 def test_an_unconverged_backward_warns() -> None:
-    message = "layer 1, adjoint solve: 2 of 2 samples did not converge in 5 steps"
+    message = "solve, adjoint solve: 2 of 2 samples did not converge in 5 steps"
     with pytest.warns(ConvergenceWarning, match=message):
         _unconverged_backward("warn")()
 

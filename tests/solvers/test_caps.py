@@ -68,18 +68,18 @@ def test_an_int_is_a_fixed_cap_and_a_cap_is_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["shape", "scale"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.0])
 def test_gamma_parameters_must_be_positive(name: str, value: float) -> None:
     options: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=f"{name} must be a positive number, got {value!r}"):
+    with pytest.raises(ValueError, match=rf"{name} must lie in \(0, inf\], got {value!r}"):
         GammaCap(**options)
 
 
 @pytest.mark.parametrize("name", ["shape", "scale"])
-@pytest.mark.parametrize("value", [True, "4", None, 1j])
-def test_gamma_parameters_must_be_numbers(name: str, value: Any) -> None:
+@pytest.mark.parametrize("value", [True, "4", None, 1j, float("inf"), float("nan")])
+def test_gamma_parameters_must_be_finite_numbers(name: str, value: Any) -> None:
     options: dict[str, Any] = {name: value}
-    with pytest.raises(TypeError, match=f"{name} must be a positive number, got {value!r}"):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number, got {value!r}"):
         GammaCap(**options)
 
 

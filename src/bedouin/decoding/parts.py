@@ -6,11 +6,10 @@ A layer's graphs do not refer to the layer, which refers to them: the methods of
 Letters: b batch, m d_model.
 """
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.heads import fold_state, unfold_state
 from bedouin.kernels.backend import (
@@ -19,47 +18,16 @@ from bedouin.kernels.backend import (
     is_cuda_device,
     is_transformed,
 )
-from bedouin.kernels.operands import RawLayout
-from bedouin.solvers.draws import Draws
-from bedouin.solvers.reporting import DeferredWarning
 from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
-from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, StateSize, check_state
+from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import is_untouched
 
 CHECK_EVERY = 32
 """Tokens between two asynchronous checks of whether all of them were solved."""
 
 
-class DecodedLayer(Protocol):
-    """What decoding uses of a layer, which this package therefore need not import."""
-
-    state_size: StateSize
-    num_heads: int
-    solve_options: SolveOptions
-    D: nn.Parameter
-
-    training: bool
-    stats: SolveStats | None
-    draws: Draws
-    deferred: DeferredWarning
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def layout(self) -> RawLayout | None: ...
-
-    def check_input(self, x: Tensor, rank: int) -> None: ...
-
-    def init_state(self, batch_size: int) -> BedouinState: ...
-
-    def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]: ...
-
-    @property
-    def num_parts(self) -> int: ...
-
-    def advance(
-        self, x_t: Tensor, before: BedouinState
-    ) -> tuple[Tensor, BedouinState, SolveStats]: ...
+DecodedLayer = Any
+"""A `FixedPointLayer`, whose module imports this package."""
 
 
 class FixedPointPart:
@@ -95,6 +63,7 @@ class FixedPointPart:
     ) -> Tensor:  # (b, m)
         """The arithmetic of a token, which a graph captures."""
         layer.check_input(u, rank=2)
+        output: Tensor
         output, after, stats = layer.advance(u, self.state)
         self._copy(after)
         assert stats.conditioning is not None
@@ -143,7 +112,7 @@ class FixedPointPart:
         with torch._C._InferenceMode(False), torch.no_grad():
             state = unfold_state(self.state, self._heads)
             conv = None if state.conv is None else state.conv.clone()
-            vars(layer)["stats"] = self._stats(since_check=False)
+            layer.__dict__["stats"] = self._stats(since_check=False)
         state = BedouinState(state.ssm, state.y, conv)
         self._last = [(v, v._version) for v in state]
         return state
@@ -166,7 +135,7 @@ def allows_graph(layer: DecodedLayer) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return False
     options = layer.solve_options
-    return options.backend != "reference" and options.on_unconverged != "raise"
+    return bool(options.backend != "reference" and options.on_unconverged != "raise")
 
 
 def takes_graph(

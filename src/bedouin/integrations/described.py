@@ -6,8 +6,6 @@ describe("solver", Picard(1e-4))  # {"type": "Picard", "rtol": 1e-4, ...}
 import inspect
 from typing import Any
 
-from torch import nn
-
 from bedouin import solvers
 from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, NoMixing
 from bedouin.parameterization import Initialization
@@ -36,7 +34,8 @@ def describe(name: str, value: Any) -> Any:
     if not isinstance(value, Described):
         return list(value) if isinstance(value, tuple) else value
     kind = type(value)
-    if _is_foreign(value):
+    # exactly: a subclass of another library could not be found by its name
+    if _TYPES.get(kind.__name__) is not kind:
         raise TypeError(
             f"{name} must be one of {', '.join(_TYPES)} to be saved, got {kind.__qualname__}: set "
             f"{name} of the layers once the model is made"
@@ -61,51 +60,3 @@ def restore(name: str, value: Any) -> Any:
             f"{value!r}"
         )
     return _TYPES[kind](**options)
-
-
-def check_recorded(model: nn.Module, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with objects in place of dicts.
-
-    Raises ValueError if `model.config.name` exists, as in a configuration from a file, and does not
-    describe them, and TypeError for dicts of other types.
-    """
-    described = _described(options)
-    recorded = getattr(getattr(model, "config", None), name, described)
-    if recorded != described:
-        raise ValueError(
-            f"options must be those of model.config.{name}, {recorded}, got {described}: give "
-            f"**config.{name}, or delete it to replace the layers by others"
-        )
-    return {
-        # a pair of a file is a list
-        option: tuple(value) if isinstance(value, list) else restore(option, value)
-        for option, value in options.items()
-    }
-
-
-def record(model: nn.Module, name: str, options: dict[str, Any]) -> None:
-    """Write `options` into `model.config.name`, and so into a file of the model.
-
-    Of an object of another library's type there is the name of the type, which `restore` refuses.
-    """
-    config = getattr(model, "config", None)
-    if config is not None:
-        setattr(config, name, _described(options))
-
-
-def _described(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` as a file of JSON has them."""
-    found: dict[str, Any] = {}
-    for name, value in options.items():
-        if isinstance(value, set | frozenset):
-            found[name] = sorted(value)
-        elif _is_foreign(value):
-            found[name] = {"type": type(value).__qualname__}
-        else:
-            found[name] = describe(name, value)
-    return found
-
-
-def _is_foreign(value: Any) -> bool:
-    # exactly: a subclass of another library could not be found by its name
-    return isinstance(value, Described) and _TYPES.get(type(value).__name__) is not type(value)

@@ -3,15 +3,15 @@
     layer = BedouinLayer(hidden_size=512, layer_idx=0)
     o, _, past_key_values = layer(x, attention_mask, past_key_values, use_cache=True)
 
-    model = replace_layers(GLAForCausalLM(config), num_heads=8)
+    for i, block in enumerate(model.model.layers):  # of GLAForCausalLM and others
+        block.attn = BedouinLayer(hidden_size=512, layer_idx=i)
 
-Tested with flash-linear-attention 0.6 (pip install ".[fla]"); `BedouinLayer` alone does not
-import it.
+Tested with flash-linear-attention 0.6 (pip install ".[fla]"), which it does not import.
 
 Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.
 """
 
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,10 @@ from torch import Tensor, nn
 from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
 from bedouin.integrations.convolution import convolution_options
-from bedouin.integrations.described import check_recorded, record
 from bedouin.integrations.masks import row_mask
 from bedouin.state import BedouinState
 
 Mode = Literal["chunk", "fused_recurrent"]
-ModelT = TypeVar("ModelT", bound=nn.Module)
-
-_OTHER_CALLS = "CATDecoderAttention", "MomAttention", "RWKV7Attention", "YOCOCrossAttention"
-"""FLA's layers whose blocks exchange more, or less, with them than output, attentions and cache."""
 
 
 class BedouinLayer(nn.Module):
@@ -122,7 +117,12 @@ class BedouinLayer(nn.Module):
         if mask is not None:
             output = torch.where(mask, output, 0.0)
             pairs = zip(after, state, strict=True)
-            after = BedouinState(*(_where(mask, new, old) for new, old in pairs))
+            after = BedouinState(
+                *(
+                    torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old)
+                    for new, old in pairs
+                )
+            )
         return output.unsqueeze(1), after
 
     def _read(self, cache: Any) -> BedouinState | None:
@@ -139,66 +139,3 @@ class BedouinLayer(nn.Module):
             return None
         ssm, y = kept["recurrent_state"]
         return BedouinState(ssm, y, kept["conv_state"])
-
-
-def replace_layers(model: ModelT, **options: Any) -> ModelT:
-    """`model`, one of FLA's, with a new `BedouinLayer` as the `attn` of each of its blocks.
-
-    Layers of softmax attention stay. The new ones have the device and dtype of the model, and are
-    saved with it; what FLA's configuration says of layers does not change. `options`, those of
-    `BedouinLayer`, become `model.config.bedouin_layers`, which files contain: FLA's from_pretrained
-    would make layers of its own with random weights. Instead:
-
-        config = GLAConfig.from_pretrained(folder)
-        model = replace_layers(GLAForCausalLM(config), **config.bedouin_layers)
-        safetensors.torch.load_model(model, folder + "/model.safetensors")
-
-    Raises ValueError for a model without such blocks, or whose blocks need what their layers alone
-    return, as those of RWKV7 do, and for other options than its configuration records; ImportError
-    without flash-linear-attention.
-    """
-    try:
-        from fla.layers.attn import Attention
-    except ImportError as error:
-        raise ImportError(
-            "replace_layers needs flash-linear-attention: pip install "
-            f'"flash-linear-attention>=0.6,<0.7" ({error})',
-            name="fla",
-        ) from error
-
-    blocks = [module for module in model.modules() if isinstance(_attn(module), nn.Module)]
-    if not blocks:
-        raise ValueError(
-            f"model must have blocks with a layer `attn`, got {type(model).__name__}: use one of "
-            "FLA's such as GLAForCausalLM, or bedouin.integrations.hf"
-        )
-    for name in (type(_attn(block)).__name__ for block in blocks):
-        if name in _OTHER_CALLS:
-            raise ValueError(
-                f"model must have layers that return output, attentions and cache, got {name} in "
-                f"{type(model).__name__}, whose blocks need other values of it: use a model such "
-                "as GLAForCausalLM"
-            )
-    options = check_recorded(model, "bedouin_layers", options)
-    for block in blocks:
-        old = _attn(block)
-        if isinstance(old, Attention):
-            continue
-        like = next(old.parameters())
-        sizes = {"hidden_size": old.hidden_size, "layer_idx": old.layer_idx}
-        factory = {"device": like.device, "dtype": like.dtype}
-        block.attn = BedouinLayer(**sizes, **factory, **options)
-    record(model, "bedouin_layers", options)
-    return model
-
-
-def _where(
-    mask: Tensor,  # (b, 1)
-    new: Tensor,  # (b, ...)
-    old: Tensor,  # (b, ...)
-) -> Tensor:  # (b, ...)
-    return torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old)
-
-
-def _attn(module: nn.Module) -> Any:
-    return getattr(module, "attn", None)

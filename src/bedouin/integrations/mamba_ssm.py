@@ -2,26 +2,24 @@
 
     Block(dim, partial(BedouinMixer, layer_idx=0), nn.Identity)
 
-    model = replace_mixers(MambaLMHeadModel(config), d_state=32)
+    for i, block in enumerate(model.backbone.layers):  # of MambaLMHeadModel
+        block.mixer = BedouinMixer(512, layer_idx=i)
     model.generate(ids, max_length=100, cg=True)
 
-Tested with mamba-ssm 2.3 (pip install ".[mamba]"); `BedouinMixer` alone does not import it.
+Tested with mamba-ssm 2.3 (pip install ".[mamba]"), which it does not import.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, w d_conv.
 """
 
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.integrations.convolution import convolution_options
-from bedouin.integrations.described import check_recorded, record
 from bedouin.state import BedouinState
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
 States = tuple[Tensor, ...]
 """conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h; of
 a layer with a short convolution also its window (b, w - 1, m)."""
@@ -147,53 +145,6 @@ class BedouinMixer(nn.Module):
             kept[self.layer_idx] = made
         rows = slice(start, start + batch_size)
         return tuple(state[rows] for state in kept[self.layer_idx])
-
-
-def replace_mixers(model: ModelT, **options: Any) -> ModelT:
-    """`model` with a new `BedouinMixer` in place of each mixer of its blocks, except attention.
-
-    `MixerModel` and `MambaLMHeadModel` can only make mixers that mamba-ssm knows. The new ones have
-    the layer_idx, device and dtype of the old ones, and the initialization that these models give
-    to mixers. `options`, those of BedouinMixer, become `model.config.bedouin_mixers`, which files
-    contain: mamba-ssm's from_pretrained refuses such a file. Instead:
-
-        config = load_config_hf(folder)
-        options = config.pop("bedouin_mixers")
-        model = replace_mixers(MambaLMHeadModel(MambaConfig(**config)), **options)
-        model.load_state_dict(load_state_dict_hf(folder))
-
-    Raises ValueError for a model without blocks, and for other options than its configuration
-    records; ImportError without mamba-ssm.
-    """
-    try:
-        from mamba_ssm.models.mixer_seq_simple import _init_weights
-        from mamba_ssm.modules.block import Block
-        from mamba_ssm.modules.mha import MHA
-    except ImportError as error:
-        raise ImportError(
-            'replace_mixers needs mamba-ssm: pip install --no-build-isolation "mamba-ssm>=2.3,<3" '
-            f"({error})",
-            name="mamba_ssm",
-        ) from error
-
-    blocks = [block for block in model.modules() if isinstance(block, Block)]
-    if not blocks:
-        raise ValueError(
-            f"model must contain blocks of mamba-ssm, got {type(model).__name__}: use a MixerModel "
-            "or a MambaLMHeadModel"
-        )
-    options = check_recorded(model, "bedouin_mixers", options)
-    for block in blocks:
-        if isinstance(block.mixer, MHA):
-            continue
-        like: Tensor = block.mixer.out_proj.weight
-        factory: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        mixer = BedouinMixer(like.shape[0], layer_idx=block.mixer.layer_idx, **factory, **options)
-        residuals = 1 if block.mlp is None else 2
-        mixer.apply(partial(_init_weights, n_layer=len(blocks), n_residuals_per_layer=residuals))
-        block.mixer = mixer
-    record(model, "bedouin_mixers", options)
-    return model
 
 
 def _states(state: BedouinState) -> States:

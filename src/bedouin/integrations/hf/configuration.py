@@ -1,6 +1,5 @@
 """The configuration of Bedouin's models for transformers."""
 
-import difflib
 import inspect
 from dataclasses import fields
 from typing import Any
@@ -30,16 +29,6 @@ _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
 
 _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
 """Fields of earlier configurations, and those of `Initialization` that have taken their place."""
-
-_OTHERWISE = {
-    **dict.fromkeys(("conv_bias", "use_conv_bias"), "the convolution of a layer has no bias"),
-    "d_inner": "give expand, since d_inner = expand * hidden_size",
-    "head_dim": "give num_heads, since head_dim = expand * hidden_size / num_heads",
-    "headdim": "give num_heads, since headdim = expand * hidden_size / num_heads",
-    "d_intermediate": "give intermediate_size, which is None for no MLP",
-    "mlp_expand": "give intermediate_size, the hidden width itself",
-}
-"""Options of other layers and models, and what to give instead."""
 
 _OF_TRANSFORMERS = {
     *GenerationConfig().to_dict(),
@@ -74,8 +63,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
-    another name in a call raises TypeError, and so does one in a file that is an option of other
-    layers or resembles one of these. A value of another type raises transformers'
+    another name in a call raises TypeError. A value of another type raises transformers'
     StrictDataclassError. What the mixers cannot take raises when a model is made.
     """
 
@@ -143,7 +131,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         for name, value in others.items():
             target = self.attribute_map.get(name)
             if target is None:
-                self._check_unknown(name, list(defaults), from_file)
+                known = hasattr(type(self), name) or name in _OF_TRANSFORMERS
+                if not (from_file or known or name.startswith("_")):
+                    raise TypeError(unknown_option("BedouinConfig", name, list(defaults)))
             elif getattr(self, target) not in (value, defaults[target]):
                 raise ValueError(
                     f"{name} is another name of {target}: give one of them, got {value!r} and "
@@ -157,16 +147,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
-
-    def _check_unknown(self, name: str, options: list[str], from_file: bool) -> None:
-        """Raise TypeError for a name that is neither an option nor one that may be ignored."""
-        if name in _OTHERWISE:
-            raise TypeError(f"BedouinConfig has no option {name!r}: {_OTHERWISE[name]}")
-        if name.startswith("_") or hasattr(type(self), name) or name in _OF_TRANSFORMERS:
-            return
-        resembles = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
-        if resembles or not from_file:
-            raise TypeError(unknown_option("BedouinConfig", name, options))
 
     @property
     def layer_types(self) -> list[str]:
