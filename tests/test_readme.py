@@ -128,6 +128,8 @@ def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
 
 def test_speed_is_that_of_the_benchmark() -> None:
     layers = numbers("benchmark/h100_layers") | numbers("benchmark/h100_layers_before")
+    wide = numbers("benchmark/h100_wide")
+    layers |= {key: wide[key] for key in wide if key[0] == "recall-wide"}
     starts = {
         "direct": "d_model 512, 1 head",
         "direct-heads8": "8 heads of 128",
@@ -246,6 +248,10 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         models = [summary[task][model][measure] for model in ("recall", "lstm_l1")]
         shown = [" ".join(f"{value:.2f}" for value in values) for values in models]
         assert line(README, start)[1:] == shown
+    for group in ("S3", "A5"):
+        found = summary[f"bound_{group.lower()}"]["recall_layer"]["token_16_32"]
+        shown = [" ".join(f"{value:.2f}" for value in found), "–"]
+        assert line(README, f"bound {group}, feedback of all heads")[1:] == shown
 
 
 def test_the_table_of_rivals_is_that_of_the_summary() -> None:
@@ -255,7 +261,7 @@ def test_the_table_of_rivals_is_that_of_the_summary() -> None:
     assert recorded == summarize(RESULTS)
 
 
-@pytest.mark.parametrize("model", ["recall", "lstm_l1"])
+@pytest.mark.parametrize("model", ["recall", "recall_layer", "lstm_l1"])
 @pytest.mark.parametrize("task", ["a5", "copy", "bound_s3"])
 def test_tuning_of_the_table_is_that_of_the_page(task: str, model: str) -> None:
     rows = tuning_rows(runs_of("table-tuning"), task, model)
