@@ -9,11 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.householder.reference import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 
 class Like(NamedTuple):
@@ -44,21 +43,13 @@ CHANNELS_OF_ROW = 128
 """Most channels of a warp that holds all their states, four neighbours in each thread; it may also
 hold a half or a quarter. See triton_sums.py."""
 
+LINE = 32
+"""float32 of a line of cache."""
+
+LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg", "launch_cooperative_grid"
+
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
-
-
-def blocked_constants(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-    options: Parameterization,
-) -> dict[str, Any]:
-    """`scan_constants` with the states in blocks."""
-    constants = scan_constants(d, A, options)
-    constants["ROWS"] = rows_of_channels(d, A)
-    constants["BLOCKS"] = ceil_div(constants["BLOCK_N"], STATES_AT_A_TIME)
-    constants["BLOCK_N"] //= constants["BLOCKS"]
-    return constants
 
 
 def rows_of_channels(
@@ -75,19 +66,24 @@ def rows_of_channels(
     return warps if LANES <= next_power_of_two(d) // warps <= CHANNELS_OF_ROW else 0
 
 
-def forward_constants(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-    options: Parameterization,
-) -> dict[str, Any]:
-    """`scan_constants`, with the states in blocks where a thread has all states of its channels.
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def memory_constants(
+    A: Like,  # (n, d)
+    *,
+    always: bool,
+) -> dict[str, int]:
+    """Of a kernel that holds the memory of a sample: warps, one stage, because it has no loop over
+    tokens to pipeline, and the states in blocks, `always` or where a thread has all states of its
+    channels.
 
     It would otherwise hold all of B and C as well: for 32 states these take 64 registers, and a
     quarter of a token's instructions would move them.
     """
-    if rows_of_channels(d, A) > 0:
-        return blocked_constants(d, A, options)
-    return scan_constants(d, A, options) | {"BLOCKS": 1, "ROWS": 0}
+    n, d = A.shape
+    rows, states = rows_of_channels(d, A), next_power_of_two(n)
+    blocks = ceil_div(states, STATES_AT_A_TIME) if rows or always else 1
+    sizes = {"ROWS": rows, "BLOCKS": blocks, "BLOCK_N": states // blocks}
+    return {**sizes, "num_warps": num_warps(d, n), "num_stages": 1}
 
 
 def per_head(
@@ -182,20 +178,28 @@ def alignment(*strides: int) -> dict[str, int]:
     return {"ALIGNED": math.gcd(8, *strides)}
 
 
+def solver_size(k: int) -> int:
+    """Scalars of a token without feedback before B and C, which begin at 16 bytes: see
+    open_loop/triton_prepare.py."""
+    return ceil_div(k * k + k * (k + 1) + k + 1, 4) * 4
+
+
+def solver_width(k: int, n: int) -> int:
+    """Entries of a token's row of scalars, B and C: whole lines of cache of 32 float32."""
+    return ceil_div(solver_size(k) + 2 * n, LINE) * LINE
+
+
+def solver_constants(n: int, options: Parameterization) -> dict[str, int]:
+    """The layout of such a row."""
+    k = layout_of(options).num_householder
+    return {"WIDTH": solver_width(k, n), "BC_AT": solver_size(k)}
+
+
 def num_warps(d: int, rows: int) -> int:
     """Warps such that a tile (rows, d) takes at most 64 registers a thread, and one row 4."""
     elements = next_power_of_two(d) * next_power_of_two(rows)
     few = max(4, elements // WARP_ELEMENTS, next_power_of_two(d) // 128)
     return int(min(MOST_WARPS, few))
-
-
-def launch_options(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> dict[str, Any]:
-    """Warps and stages of a kernel that holds the memory of a sample."""
-    # one stage: the kernels have no loop over tokens to pipeline
-    return {"num_warps": num_warps(d, A.shape[-2]), "num_stages": 1}
 
 
 def cooperative() -> dict[str, bool]:
@@ -204,69 +208,23 @@ def cooperative() -> dict[str, bool]:
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def sweep_constants(
-    A: Like, options: Parameterization, keep_every: int, strides: tuple[int, ...]
-) -> Constants:
-    """The constants of `sweep_kernel` for strides of the rows of raw values and of the feedback."""
-    d = A.shape[-1]
-    return Constants(
-        KEEP=keep_every,
-        **forward_constants(d, A, options),
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        **launch_options(d, A),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def reverse_constants(A: Like, options: Parameterization, strides: tuple[int, ...]) -> Constants:
-    """The constants of `reverse_kernel`, likewise."""
-    d = A.shape[-1]
-    return Constants(
-        **blocked_constants(d, A, options),
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        **launch_options(d, A),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def prepare_constants(
-    A: Like, options: Parameterization, has_feedback: bool, strides: tuple[int, ...]
-) -> Constants:
-    """The constants of `prepare_kernel`, likewise."""
-    d = A.shape[-1]
-    return Constants(
-        FEEDBACK=has_feedback,
-        NORM_EPS=options.feedback_norm_eps or 0.0,
-        **scan_constants(d, A, options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        # half as many warps as for a sweep: every warp repeats the k x k algebra. A head's channels
-        # are summed within one warp
-        num_warps=1 if len(A.shape) == 3 and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def replay_constants(
-    A: Like,
+def constants_of(
+    kernel: PlannedKernel,
+    A: Like,  # (n, d) or (H, n, d)
     options: Parameterization,
-    has_feedback: bool,
-    keep_all: bool,
     strides: tuple[int, ...],
+    **own: Any,
 ) -> Constants:
-    """The constants of `replay_kernel`, likewise."""
-    constants = scan_constants(A.shape[-1], A, options)
-    del constants["EPS"], constants["SELECTIVE"]
-    constants["BLOCK_D"] = min(REPLAY_CHANNELS, constants["BLOCK_D"])
-    return Constants(
-        K=layout_of(options).num_householder,
-        KEEP_ALL=keep_all,
-        FEEDBACK=has_feedback,
-        **constants,
+    """The constants that a kernel has as parameters, and its launch options: its `own`, and those
+    that options, sizes, and strides of rows of raw values determine."""
+    n, d = A.shape[-2:]
+    every = {
+        **scan_constants(d, A, options),
+        **norm_constants(options),
+        **mixer_constants(options),
+        **solver_constants(n, options),
         **alignment(*strides),
-        num_warps=4,
-    )
+        **own,
+    }
+    given = {*kernel.kernel.arg_names, *LAUNCH_OPTIONS}
+    return Constants({name: value for name, value in every.items() if name in given})

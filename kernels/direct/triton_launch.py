@@ -5,23 +5,25 @@ meant for CUDA graphs. Letters: b batch, t time, d channels, n state per channel
 raw values.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
+from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
 from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
+    REPLAY_CHANNELS,
     Like,
+    constants_of,
     input_strides,
     layout_of,
+    memory_constants,
+    num_warps,
     per_head,
-    prepare_constants,
-    replay_constants,
-    reverse_constants,
-    sweep_constants,
     token_strides,
 )
 from bedouin.kernels.direct.triton_forward import sweep_kernel
@@ -29,10 +31,10 @@ from bedouin.kernels.direct.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
 from bedouin.kernels.feedback import padded_rows
-from bedouin.kernels.launch import ceil_div
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import LaunchSeries, PlannedKernel
+from bedouin.kernels.plans import KEPT_CONSTANTS, LaunchSeries, PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
@@ -53,7 +55,9 @@ def launch_sweep(
     r = W_y.shape[0] + padding(W_y.shape[0])
     rows, fed = padded_rows(W_y, r).mT, W_y.new_empty(b, r)
     strides = *raw.stride()[:2], r
-    constants = sweep_constants(Like.of(A), options, keep_every, strides)
+    like = Like.of(A)
+    how = memory_constants(like, always=False)
+    constants = constants_of(SWEEP, like, options, strides, KEEP=keep_every, **how)
     # read only where the states are in several blocks
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
     tensors = x, raw, fed, A, h, kept, BC, y, normed, statistics
@@ -100,7 +104,9 @@ def launch_reverse(
     replayed = A.new_empty(b, count - 1, n, d)
     grad_normed = W.new_zeros(b, d)
     strides = *raw.stride()[:2], *fed.stride()[:2]
-    constants = reverse_constants(Like.of(A), options, (*strides, *grads.raw.stride()[:2]))
+    like = Like.of(A)
+    how = memory_constants(like, always=True)
+    constants = constants_of(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
     read = x, raw, fed, grads.y, y, grad_normed, A, *buffers, h0, kept, replayed
     tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
     inner = x.stride()[:2], strides, grads.y.stride()[:2]
@@ -146,9 +152,17 @@ def prepare(
     strides = *raw.stride()[:2], *given.stride()[:2]
     sizes = chunk.start, len(chunk), t_end, per_head(A, b), d, A.shape[-2]
     integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
-    constants = prepare_constants(Like.of(A), options, fed is not None, strides)
+    how = {"FEEDBACK": fed is not None, "num_warps": _warps(d, A.dim() == 3)}
+    constants = constants_of(PREPARE, Like.of(A), options, strides, **how)
     tensors = x, y, raw, given, A, buffers.mixed, buffers.local
     PREPARE.launch((b * len(chunk),), tensors, integers, constants)
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _warps(d: int, has_heads: bool) -> int:
+    """Of `prepare_kernel`: half as many as for a sweep, since every warp repeats the k x k algebra;
+    one for a head, whose channels are then summed within it."""
+    return 1 if has_heads and d <= MAX_HEAD else max(4, num_warps(d, 1) // 2)
 
 
 def _replay(
@@ -162,14 +176,16 @@ def _replay(
     keeps_all: bool,
 ) -> None:
     """h before the tokens of a chunk but the first (`keeps_all`), or after the chunk."""
-    x, _, raw, fed, A, h0, kept = known
+    _, y, raw, fed, A, h0, kept = known
     given = raw if fed is None else fed
-    (b, _, d), n = x.shape, A.shape[-2]
+    (b, _, d), n = y.shape, A.shape[-2]
     strides = *raw.stride()[:2], *given.stride()[:2]
-    constants = replay_constants(Like.of(A), options, fed is not None, keeps_all, strides)
+    block_d = REPLAY_CHANNELS if d > REPLAY_CHANNELS else next_power_of_two(d)
+    how = {"KEEP_ALL": keeps_all, "FEEDBACK": fed is not None, "BLOCK_D": block_d, "num_warps": 4}
+    constants = constants_of(REPLAY, Like.of(A), options, strides, **how)
     # a chunk may be shorter than others
     out_stride = (len(chunk) - 1) * n * d if keeps_all else out.stride(0)
     sizes = chunk.start, len(chunk), slot, kept.shape[1], per_head(A, b), d, n
     integers = *sizes, *strides[:2], *token_strides(fed), h0.stride(0), out_stride
     tensors = buffers.mixed, buffers.local, raw, given, A, h0, kept, out
-    REPLAY.launch((ceil_div(d, constants["BLOCK_D"]) * b,), tensors, integers, constants)
+    REPLAY.launch((ceil_div(d, block_d) * b,), tensors, integers, constants)

@@ -4,31 +4,25 @@ Letters: b folded samples (kernels/heads.py), t time, d channels of a head, n st
 k reflections, r raw values.
 """
 
-from functools import lru_cache
-
 import torch
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.open_loop.triton_prepare import prepare_open_loop_kernel
 from bedouin.kernels.direct.open_loop.triton_tokens import gradients_kernel, token_statistics_kernel
-from bedouin.kernels.direct.open_loop.walks import (
-    launch_walk,
-    solver_constants,
-    solver_size,
-    solver_width,
-)
+from bedouin.kernels.direct.open_loop.walks import launch_walk
 from bedouin.kernels.direct.triton_constants import (
     MOST_WARPS,
     Like,
-    alignment,
+    constants_of,
     input_strides,
     layout_of,
     per_head,
-    scan_constants,
+    solver_size,
+    solver_width,
 )
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.plans import PlannedKernel
 from bedouin.kernels.scan.launch import (
     LIMITS,
     ScanLimits,
@@ -52,19 +46,19 @@ def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_eve
     n, k = A.shape[-2], layout_of(options).num_householder
     delta, solver = A.new_empty(b, t_end, d), A.new_empty(b, t_end, solver_width(k, n))
     e = A.new_empty(b, t_end, k)
-    strides = *input_strides(x, A), *raw.stride()[:2]
+    strides, warps = (*input_strides(x, A), *raw.stride()[:2]), token_warps(d)
     PREPARE.launch(
         (b * t_end,),
         (x, y, x, raw, A, delta, solver, statistics[3], y, solver),
         (t_end, per_head(A, b), d, n, *strides[:3], *y.stride()[:2], *raw.stride()[:2]),
-        _prepare_constants(Like.of(A), options, raw.stride()[:2], reverse=False),
+        constants_of(PREPARE, Like.of(A), options, raw.stride()[:2], REVERSE=False, **warps),
     )
     launch_walk(x, raw, delta, solver, A, h, y, e, kept, keep_every, options)
     STATISTICS.launch(
         (b * t_end,),
         (x, y, raw, A, delta, solver, e, statistics),
         (t_end, per_head(A, b), d, n, *strides),
-        _statistics_constants(Like.of(A), options, raw.stride()[:2]),
+        constants_of(STATISTICS, Like.of(A), options, raw.stride()[:2], **warps),
     )
 
 
@@ -82,7 +76,7 @@ def launch_open_reverse(
     pairs, B_at = k * (k + 1) // 2, solver_size(k)
     delta, mixed, v = A.new_empty(3, b, t_end, d)
     solver = A.new_empty(b, t_end, solver_width(k, n))
-    factor = A.new_empty(b, t_end, pairs + 4 * k + 2)
+    factor, warps = A.new_empty(b, t_end, pairs + 4 * k + 2), token_warps(d)
     x_strides, grad_y_strides, raw_strides = (
         input_strides(x, A),
         grads.y.stride()[:2],
@@ -92,7 +86,7 @@ def launch_open_reverse(
         (b * t_end,),
         (x, y, grads.y, raw, A, delta, solver, v, mixed, factor),
         (t_end, per_head(A, b), d, n, *x_strides, *grad_y_strides, *raw_strides),
-        _prepare_constants(Like.of(A), options, raw_strides, reverse=True),
+        constants_of(PREPARE, Like.of(A), options, raw_strides, REVERSE=True, **warps),
     )
     heads = 1 if A.dim() == 2 else len(A)
     plan = plan_scan(y, n, reverse=True, heads=heads, chunk=keep_every, limits=limits)
@@ -137,59 +131,17 @@ def launch_open_reverse(
             *raw_strides,
             *grad_raw_strides,
         ),
-        _gradients_constants(
-            Like.of(A), options, plan.channel_blocks, (*raw_strides, *grad_raw_strides)
+        constants_of(
+            GRADIENTS,
+            Like.of(A),
+            options,
+            (*raw_strides, *grad_raw_strides),
+            BLOCKS=next_power_of_two(plan.channel_blocks),
+            **warps,
         ),
     )
 
 
-def token_warps(d: int) -> int:
-    """Warps of a kernel of one token a program; every warp repeats the k x k algebra."""
-    return max(1, min(MOST_WARPS, next_power_of_two(d) // CHANNELS_OF_WARP))
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _prepare_constants(
-    A: Like, options: Parameterization, strides: tuple[int, ...], *, reverse: bool
-) -> Constants:
-    d = A.shape[-1]
-    return Constants(
-        REVERSE=reverse,
-        **scan_constants(d, A, options),
-        **solver_constants(A, options),
-        BETA_MAX=layout_of(options).beta_max,
-        **alignment(*strides),
-        num_warps=token_warps(d),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _statistics_constants(
-    A: Like, options: Parameterization, strides: tuple[int, ...]
-) -> Constants:
-    d = A.shape[-1]
-    constants = scan_constants(d, A, options)
-    del constants["ACTIVATION"], constants["EPS"]
-    return Constants(
-        **solver_constants(A, options),
-        **constants,
-        **alignment(*strides),
-        num_warps=token_warps(d),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _gradients_constants(
-    A: Like, options: Parameterization, blocks: int, strides: tuple[int, ...]
-) -> Constants:
-    d = A.shape[-1]
-    constants = scan_constants(d, A, options)
-    for name in ("INPUT_SCALE", "FULL", "EPS", "FAST"):
-        del constants[name]
-    return Constants(
-        **solver_constants(A, options),
-        BLOCKS=next_power_of_two(blocks),
-        **constants,
-        **alignment(*strides),
-        num_warps=token_warps(d),
-    )
+def token_warps(d: int) -> dict[str, int]:
+    """The warps of a kernel of one token a program; every warp repeats the k x k algebra."""
+    return {"num_warps": max(1, min(MOST_WARPS, next_power_of_two(d) // CHANNELS_OF_WARP))}

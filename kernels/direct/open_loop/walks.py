@@ -6,7 +6,6 @@ k reflections, r raw values.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,22 +18,19 @@ from bedouin.kernels.direct.triton_constants import (
     LANES,
     MOST_WARPS,
     Like,
-    alignment,
+    constants_of,
     cooperative,
     input_strides,
     layout_of,
     per_head,
-    scan_constants,
+    solver_width,
 )
 from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.plans import PlannedKernel
 
 WALK = PlannedKernel(walk_kernel)
 COUPLINGS, CHUNKS = PlannedKernel(couplings_kernel), PlannedKernel(chunks_kernel)
-
-LINE = 32
-"""float32 of a line of cache."""
 
 SECTOR = 8
 """float32 of a line that are loaded together."""
@@ -141,22 +137,25 @@ def launch_walk(
     given_strides, raw_strides = input_strides(given, A), raw.stride()[:2]
     like, sizes = Like(tuple(A.shape), A.dtype), (per_head(A, b), d, n)
     k, programs = layout_of(options).num_householder, Device.of(A.device).programs
+    common = like, options, raw_strides
     plan = plan_chunks(b, t_end, like, k, every, programs, CHUNK_LIMITS)
     if plan is None:
         WALK.launch(
             (b,),
             (given, raw, delta, solver, A, *written),
             (t_end, every, kept.shape[1], *sizes, *given_strides, *raw_strides),
-            _walk_constants(like, options, raw_strides, reverse=reverse),
+            constants_of(WALK, *common, REVERSE=reverse, **_walk_options(n, d, walk_form(d, n))),
         )
         return
     tokens, chunks = plan.tokens, ceil_div(t_end, plan.tokens)
+    block_d = min(CHANNELS_AT_A_TIME, next_power_of_two(d))
+    warps = max(1, block_d // LANES)
     couplings = A.new_empty(b, chunks, tokens * (tokens - 1) // 2, k, k)
     COUPLINGS.launch(
         (b * chunks,),
         (raw, delta, solver, A, couplings),
         (t_end, chunks, *sizes, *raw_strides),
-        _couplings_constants(like, options, raw_strides, tokens),
+        constants_of(COUPLINGS, *common, TOKENS=tokens, BLOCK_D=block_d, **_launch_options(warps)),
     )
     words = next_power_of_two(tokens * k) * A.dtype.itemsize // 4
     sums = torch.zeros(2, b, plan.parts, words, dtype=torch.int64, device=A.device)
@@ -179,24 +178,15 @@ def launch_walk(
                     *given_strides,
                     *raw_strides,
                 ),
-                _chunks_constants(like, options, raw_strides, plan, reverse, gather, spread),
+                constants_of(
+                    CHUNKS,
+                    *common,
+                    REVERSE=reverse,
+                    GATHER=gather,
+                    SPREAD=spread,
+                    **_chunk_options(plan, n, k),
+                ),
             )
-
-
-def solver_size(k: int) -> int:
-    """Scalars of a token before B and C, which begin at 16 bytes: see triton_prepare.py."""
-    return ceil_div(k * k + k * (k + 1) + k + 1, 4) * 4
-
-
-def solver_width(k: int, n: int) -> int:
-    """Entries of a token's row of scalars, B and C: whole lines of cache of 32 float32."""
-    return ceil_div(solver_size(k) + 2 * n, LINE) * LINE
-
-
-def solver_constants(A: Like, options: Parameterization) -> dict[str, int]:
-    """The layout of a token's row."""
-    k = layout_of(options).num_householder
-    return {"K": k, "WIDTH": solver_width(k, A.shape[-2]), "BC_AT": solver_size(k)}
 
 
 class Form(NamedTuple):
@@ -215,77 +205,28 @@ def walk_form(d: int, n: int) -> Form:
     return Form(warps, whole=channels >= NEIGHBOURS * LANES * warps)
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _walk_constants(
-    A: Like,
-    options: Parameterization,
-    strides: tuple[int, ...],
-    form: Form | None = None,
-    *,
-    reverse: bool,
-) -> Constants:
-    n, d = A.shape[-2:]
-    constants = _scan_constants(A, options)
-    form = walk_form(d, n) if form is None else form
-    return Constants(
-        REVERSE=reverse,
-        **solver_constants(A, options),
-        RESIDENT=constants["BLOCK_D"] * constants["BLOCK_N"] <= RESIDENT_STATES,
-        WHOLE=form.whole,
-        **constants,
-        **alignment(*strides),
-        **_launch_options(form.warps),
-    )
+def _walk_options(n: int, d: int, form: Form) -> dict[str, Any]:
+    """Constants of `walk_kernel` beside those of options and sizes."""
+    states = next_power_of_two(d) * next_power_of_two(n)
+    own = {"RESIDENT": states <= RESIDENT_STATES, "WHOLE": form.whole}
+    return own | _launch_options(form.warps)
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _couplings_constants(
-    A: Like, options: Parameterization, strides: tuple[int, ...], tokens: int
-) -> Constants:
-    block_d = min(CHANNELS_AT_A_TIME, next_power_of_two(A.shape[-1]))
-    return Constants(
-        TOKENS=tokens,
-        **solver_constants(A, options),
-        **_scan_constants(A, options) | {"BLOCK_D": block_d},
-        **alignment(*strides),
-        **_launch_options(max(1, block_d // LANES)),
-    )
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _chunks_constants(
-    A: Like,
-    options: Parameterization,
-    strides: tuple[int, ...],
-    plan: ChunkPlan,
-    reverse: bool,
-    gather: bool,
-    spread: bool,
-) -> Constants:
-    k, tokens = layout_of(options).num_householder, plan.tokens
+def _chunk_options(plan: ChunkPlan, n: int, k: int) -> dict[str, Any]:
+    """Those of `chunks_kernel`."""
+    tokens = plan.tokens
     sums, pairs = next_power_of_two(tokens * k), tokens * (tokens - 1) // 2 * k * k
-    return Constants(
-        REVERSE=reverse,
-        GATHER=gather,
-        SPREAD=spread,
-        TOKENS=tokens,
-        PARTS=plan.parts,
-        ROWS=next_power_of_two(plan.parts),
-        LEVELS=sums.bit_length() - 1,
-        SECTORS=next_power_of_two(solver_width(k, A.shape[-2]) // SECTOR),
-        PAIR_SECTORS=next_power_of_two(ceil_div(pairs, SECTOR)),
-        **solver_constants(A, options),
-        **_scan_constants(A, options) | {"BLOCK_D": plan.block_d},
-        **alignment(*strides),
+    return {
+        "TOKENS": tokens,
+        "PARTS": plan.parts,
+        "ROWS": next_power_of_two(plan.parts),
+        "LEVELS": sums.bit_length() - 1,
+        "SECTORS": next_power_of_two(solver_width(k, n) // SECTOR),
+        "PAIR_SECTORS": next_power_of_two(ceil_div(pairs, SECTOR)),
+        "BLOCK_D": plan.block_d,
         **_launch_options(max(1, plan.block_d // LANES)),
         **(cooperative() if plan.parts > 1 else {}),
-    )
-
-
-def _scan_constants(A: Like, options: Parameterization) -> dict[str, Any]:
-    constants = scan_constants(A.shape[-1], A, options)
-    del constants["ACTIVATION"], constants["EPS"]
-    return constants
+    }
 
 
 def _launch_options(warps: int) -> dict[str, int]:
