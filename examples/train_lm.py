@@ -12,7 +12,8 @@
 A row of a batch is a place in the files, one after the other: it holds parts of several, and the
 state is reset at the begin of each (`seq_idx`). metrics.json has the bits per byte of held-out
 files, cut into pieces of --length and of --eval-lengths, which are packed (`cu_seqlens`), and the
-tokens per second in training, the median over the intervals between evaluations, of all processes.
+tokens per second in training, the median over the intervals between evaluations, of all processes;
+bits_per_byte.png shows the former against the steps.
 The step is not captured as a CUDA graph, because the host reads where documents begin.
 `--help` lists all options.
 """

@@ -22,7 +22,7 @@ from common.checkpoint import (
     whole_states,
 )
 from common.errors import UsageError
-from common.folder import METRICS, WEIGHTS, save_weights, write_weights, writing
+from common.folder import CURVE, METRICS, WEIGHTS, save_weights, write_weights, writing
 from common.interrupt import StopRequest
 from common.job import Place, Run
 from common.layers import count
@@ -30,7 +30,7 @@ from common.lm_evaluation import bits_per_byte
 from common.lm_options import LanguageConfig, build_language_model
 from common.lm_text import VOCABULARY, Corpus, read_corpora
 from common.options import matched
-from common.report import device_name, versions, write_metrics
+from common.report import device_name, save_curve, versions, write_metrics
 from common.training import (
     add_entry,
     announce,
@@ -185,7 +185,8 @@ def describe(scores: dict[str, float]) -> str:
 
 
 def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int) -> dict[str, Any]:
-    """Print the numbers, write metrics.json and the weights."""
+    """Print the numbers and the command that generates text; write metrics.json, the curve and the
+    weights."""
     config, device = job.config, job.accelerator.device
     speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
     metrics = {
@@ -216,8 +217,11 @@ def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
         print(describe(scores))
         size = f"{parameters:,} parameters, d_model {config.d_model}"
         print(summary_line(run, size, job.folder))
+        print(f"text from the model: python examples/generate.py --run {job.folder}")
         with writing(job.folder / METRICS):
             write_metrics(job.folder / METRICS, metrics)
+        with writing(job.folder / CURVE):
+            save_curve(job.folder / CURVE, run.history)
         with writing(job.folder / WEIGHTS):
             if weights is None:
                 save_weights(model, job.folder / WEIGHTS)

@@ -1,4 +1,4 @@
-"""The results of a training run: a table, metrics.json and accuracy.png."""
+"""The results of a training run: a table, metrics.json and a figure."""
 
 import json
 import math
@@ -113,6 +113,20 @@ def save_figure(
         right.set(ylabel="median fixed-point iterations", ylim=(0, 1.2 * most))
         handles = [*handles, *right.get_lines()]
     left.legend(handles=handles, loc="lower left", fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def save_curve(path: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Plot the bits per byte of held-out text against the steps, a line for each length of the
+    pieces."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    steps = [entry["step"] for entry in history]
+    for length in history[0]["bits_per_byte"]:
+        values = [entry["bits_per_byte"][length] for entry in history]
+        axes.plot(steps, values, marker="o", label=f"pieces of {length} bytes")
+    axes.set(xlabel="training steps", ylabel="bits per byte of held-out text")
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -21,6 +21,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ from research.experiments.table import tables
 from research.summary import figure_of_both, markdown, summarize
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+WIDTH = 100
+"""Characters of a line of the list."""
 
 
 @dataclass(frozen=True)
@@ -218,29 +221,35 @@ def seconds_and_seeds(content: dict[str, Any]) -> tuple[float, str]:
 
 
 def listing(found: dict[str, Experiment], out: Path) -> str:
-    """Every run as Markdown, with device, seconds and seeds where it has been made."""
+    """Every run with device, seconds and seeds where it has been made, and its command."""
     lines = []
     for experiment in found.values():
         contents = read_runs(out / experiment.name)
-        lines += [
-            f"**{experiment.name}**: {experiment.question}",
-            "",
-            "| run | device | seconds | seeds | command |",
-            "|---|---|---|---|---|",
-        ]
+        lines += [*fill(f"{experiment.name}: {experiment.question}", ""), ""]
         for run in experiment.runs:
-            made = "not run | | "
-            content = contents.get(run.name, {})
+            made, content = "not run", contents.get(run.name, {})
             if "error" in content:
-                made = "failed | | "
+                made = "failed"
             elif content:
                 seconds, seeds = seconds_and_seeds(content)
-                made = f"{content['device']} | {seconds:.0f} | {seeds}"
+                made = f"{content['device']}, {seconds:.0f} s, seeds {seeds}"
             folder = "examples/research" if run.script == "ensemble" else "examples"
-            command = f"python {folder}/{run.script}.py {run.options}"
-            lines.append(f"| {run.name} | {made} | `{command}` |")
+            lines += fill(f"{run.name}: {made}", "  ")
+            lines += fill(f"python {folder}/{run.script}.py {run.options}", "      ")
         lines.append("")
     return "\n".join(lines)
+
+
+def fill(text: str, indent: str) -> list[str]:
+    """The lines of a text, as wide as a terminal."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experiment, Run]]:

@@ -75,7 +75,9 @@ def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
 
 def test_listed_commands_name_scripts_that_exist(tmp_path: Path) -> None:
     root = Path(experiment.__file__).parents[2]
-    scripts = set(re.findall(r"`python (\S+\.py) ", experiment.listing(ALL, tmp_path)))
+    shown = experiment.listing(ALL, tmp_path)
+    assert max(map(len, shown.splitlines())) <= experiment.WIDTH
+    scripts = set(re.findall(r" python (\S+\.py) ", shown))
     assert len(scripts) == len(experiment.SCRIPTS)
     assert all((root / script).is_file() for script in scripts)
 
@@ -90,9 +92,9 @@ def test_a_run_is_made_once_and_listed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": tiny})
     extra = "--steps 2 --log-every 1 --d-model 8 --seeds 1 --batch-size 4 --eval-rows 8"
     config = experiment.Config(("tiny",), extra=f"{extra} --device cpu", out=tmp_path / "results")
-    assert "| a | not run" in experiment.listing({"tiny": tiny}, config.out)
+    assert "  a: not run" in experiment.listing({"tiny": tiny}, config.out)
     assert experiment.main(config) == 0
-    assert "| a | cpu | " in experiment.listing({"tiny": tiny}, config.out)
+    assert "  a: cpu, " in experiment.listing({"tiny": tiny}, config.out)
     assert experiment.chosen({"tiny": tiny}, config) == []
     broken = Experiment("tiny", "Does it run?", (Run("b", "--group S3 --length 0"),))
     monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": broken})
@@ -102,7 +104,7 @@ def test_a_run_is_made_once_and_listed(tmp_path: Path, monkeypatch: pytest.Monke
         "length must be at least 1" in record["error"]
         and record["options"] == "--group S3 --length 0"
     )
-    assert "| b | failed | " in experiment.listing({"tiny": broken}, config.out)
+    assert "  b: failed" in experiment.listing({"tiny": broken}, config.out)
     assert len(experiment.chosen({"tiny": broken}, config)) == 1
     with pytest.raises(ValueError, match="an experiment must be among"):
         experiment.chosen({"tiny": tiny}, experiment.Config(("huge",)))

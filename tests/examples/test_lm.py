@@ -197,7 +197,9 @@ def test_pieces_are_evaluated_as_if_alone(mixer: str, text: Path, tmp_path: Path
     ],
     ids=str,
 )
-def test_every_layer_learns(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+def test_every_layer_learns(
+    changes: dict[str, Any], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = small(text, tmp_path, steps=8, lr=2e-2, eval_lengths=(8,), eval_every=4, **changes)
     train_lm.main(config)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -208,6 +210,8 @@ def test_every_layer_learns(changes: dict[str, Any], text: Path, tmp_path: Path)
     assert metrics["text"]["training_files"] + metrics["text"]["held_out_files"] == 41
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == checkpoint(tmp_path)["model"].keys()
+    assert (tmp_path / "bits_per_byte.png").stat().st_size > 5000
+    assert f"python examples/generate.py --run {tmp_path}" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_continues_bit_for_bit(
