@@ -67,7 +67,7 @@ def _old_capability(device: torch.device) -> str:
 
 
 @constant_in_graphs
-def _tell_once(device: torch.device) -> bool:
+def _warn_once(device: torch.device) -> bool:
     """Warn that "auto" takes the reference on this GPU; returns whether this call did."""
     if device in _TOLD:
         return False
@@ -101,6 +101,7 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     unsupported: str | None = None,
+    plain: str = "reference",
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`.
 
@@ -110,21 +111,21 @@ def choose_backend(
     and on any other device, ROCm's included, it chooses the reference. Raises ValueError for an
     unknown name, for a Triton that is too old, and for "triton" if it cannot run: without Triton,
     on an older GPU, with an unsupported call, under a transform, or on a CPU unless Triton's
-    interpreter is on.
+    interpreter is on; `plain` is the caller's name of the reference in messages.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():
         unsupported = "torch.func transforms and forward-mode differentiation"
     if backend == "triton":
-        _check_triton(device, unsupported)
+        _check_triton(device, unsupported, plain)
         return "triton"
     if backend == "reference" or not is_cuda_device(device) or dtype not in AUTO_DTYPES:
         return "reference"
     if not _TRITON or unsupported is not None:
         return "reference"
-    _check_version(backend)
+    _check_version(backend, plain)
     if _old_capability(device):
-        _tell_once(device)
+        _warn_once(device)
         return "reference"
     return "triton"
 
@@ -134,39 +135,39 @@ def is_cuda_device(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def _check_version(backend: Backend) -> None:
+def _check_version(backend: Backend, plain: str) -> None:
     if _IS_OLD:
         lowest = _dotted(LOWEST_TRITON)
         raise ValueError(
             f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: "
             f"install the version that belongs to torch, with pip install 'triton>={lowest}', or "
-            "use backend='reference'"
+            f"use backend={plain!r}"
         )
 
 
-def _check_triton(device: torch.device, unsupported: str | None) -> None:
+def _check_triton(device: torch.device, unsupported: str | None, plain: str) -> None:
     if not _TRITON:
         raise ValueError(
             "backend='triton' needs the package triton: install it with pip install "
-            "triton, or use backend='auto' or 'reference'"
+            f"triton, or use backend='auto' or {plain!r}"
         )
-    _check_version("triton")
+    _check_version("triton", plain)
     if not is_cuda_device(device) and not interpreter_is_on():
         kind = " of ROCm" if torch.version.hip is not None else ""
         raise ValueError(
             f"backend='triton' needs tensors on a CUDA device, got {device}{kind}: "
-            "move the layer and its input there, use backend='auto' or 'reference', or set "
+            f"move the layer and its input there, use backend='auto' or {plain!r}, or set "
             "TRITON_INTERPRET=1 before the start to run the kernels in Triton's interpreter"
         )
     found = _old_capability(device)
     if found:
         raise ValueError(
             f"backend='triton' needs a GPU of compute capability {_dotted(LOWEST_CAPABILITY)} or "
-            f"more, got {found} of {device}: use backend='auto' or 'reference'"
+            f"more, got {found} of {device}: use backend='auto' or {plain!r}"
         )
     if unsupported is not None:
         raise ValueError(
-            f"backend='triton' does not support {unsupported}: use backend='auto' or 'reference'"
+            f"backend='triton' does not support {unsupported}: use backend='auto' or {plain!r}"
         )
 
 

@@ -1,4 +1,9 @@
-"""Checkpoints: the whole state of a `Run` in one file, so that a killed run continues exactly."""
+"""Checkpoints: the whole state of a `Run` in one file, so that a killed run continues exactly.
+
+`accelerate.save_state` writes a folder of files one after the other, over those of the step before:
+a kill in between leaves parts of two steps. Here one file, of which a checksum is tested when it is
+read, takes the place of the one before it at once.
+"""
 
 import dataclasses
 import os

@@ -115,10 +115,8 @@ def _takes_kernel(inputs: DeltaInputs, backend: DeltaBackend) -> bool:
     elif p > KERNEL_CHANNELS:
         unfit = f"heads of {p} key channels, more than {KERNEL_CHANNELS}"
     chosen: Backend = "triton" if backend == "triton" else "auto"
-    try:
-        return choose_backend(chosen, inputs.key.device, inputs.key.dtype, unfit) == "triton"
-    except ValueError as error:  # here the name of plain torch is another one
-        raise ValueError(str(error).replace("'reference'", "'torch'")) from None
+    device, dtype = inputs.key.device, inputs.key.dtype
+    return choose_backend(chosen, device, dtype, unfit, plain="torch") == "triton"
 
 
 def fla_is_wrong(device: torch.device) -> bool:
