@@ -17,7 +17,7 @@ import torch
 from bedouin import Bedouin
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
-MOST_FRAMES = {"reference": 10, "triton": 11}
+MOST_FRAMES = 10
 NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
 LOOPS = ("sweep_tokens", "buffered_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
@@ -90,7 +90,7 @@ def check(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> None:
     found = walks(solver, backend, gradient, num_heads)
     longest = max(found, key=len)
     assert longest[-1] == "bedouin.layer:forward"
-    assert len(longest) <= MOST_FRAMES[backend], " <- ".join(longest)
+    assert len(longest) <= MOST_FRAMES, " <- ".join(longest)
     for frames in found:
         modules = [module for module, _ in groupby(name.partition(":")[0] for name in frames)]
         assert len(modules) == len(set(modules)), "a module is left and entered again"

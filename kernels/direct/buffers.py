@@ -162,11 +162,13 @@ def allocate_memory(
 ) -> tuple[SolvedBuffers, Tensor]:
     """Buffers whose `kept` the kernel fills, and h (b, n, d), the first memory, which the kernel
     overwrites with the last."""
-    x, _, W_y, A, h0, _ = operands
+    x, raw, W_y, A, h0, _ = operands
     (b, t_end, d), n = x.shape, A.shape[-1]
     kept = A.new_empty(b, count_kept(t_end, keep_every), n, d)
     y = y.contiguous()
-    fed = None if W_y is None else _feedback(y, operands, W_y, parameterization)
+    fed = None
+    if W_y is not None:
+        fed = _feedback(normed_past(y, operands, W_y, parameterization), W_y, raw.shape[2])
     return _solved_buffers(y, fed, kept, operands), _first_memory(h0, b, A)
 
 
@@ -190,7 +192,7 @@ def allocate_reverse(
         # padded, so that rows are aligned for cuBLAS and for vectorized stores
         grad_raw = raw.new_empty(b, t_end, r + padding(r))
     else:
-        fed = _feedback(y, operands, W_y, parameterization)
+        fed = _feedback(normed_past(y, operands, W_y, parameterization), W_y, r)
         # a token's feedback is read before its cotangent is written, so both can share memory
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -270,15 +272,12 @@ def normed_past(
 
 
 def _feedback(
-    y: Tensor,  # (b, t, d)
-    operands: Operands,
+    past: Tensor,  # (b, t, d), norm(y_{t-1})
     W_y: Tensor,  # (f, d) or (H, f, d)
-    parameterization: Parameterization,
+    r: int,
 ) -> Tensor:  # (b, t, r or more)
     """W^y norm(y_{t-1}), with zeros from column f on."""
-    r = operands.raw.shape[2]
-    rows = padded_rows(W_y, r + padding(r))
-    return apply_weight(normed_past(y, operands, W_y, parameterization), rows)
+    return apply_weight(past, padded_rows(W_y, r + padding(r)))
 
 
 def exponents(
