@@ -389,9 +389,7 @@ class TestConfig:
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
         assert loaded.make_mixer(0).conv.width == 4
         assert "use_conv_bias" not in loaded.to_dict()
-        with pytest.raises(
-            TypeError, match="no option 'use_conv_bias': the convolution .* no bias"
-        ):
+        with pytest.raises(TypeError, match="BedouinConfig has no option 'use_conv_bias'"):
             make_config(use_conv_bias=False)
 
     def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
