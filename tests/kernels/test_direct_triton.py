@@ -194,129 +194,92 @@ def _assert_like_the_plain_sweep(setting: Setting, keep_every: int | None = None
         _assert_close("report", a, e, tolerance)
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("input_scale", "eigenvalues", "feedback"),
-    [
-        *itertools.product(SCALES, RANGES, [True]),
-        *zip(SCALES, ["full", "positive", "full"], [False] * 3, strict=True),
-    ],
-)
-def test_every_parameterization(
-    input_scale: InputScale, eigenvalues: Eigenvalues, feedback: bool
-) -> None:
-    _assert_like_the_plain_sweep(
-        Setting(1, 2, input_scale=input_scale, eigenvalues=eigenvalues, feedback=feedback)
-    )
+def reflections(k: int, beta_max: float = 1.0) -> RawLayout:
+    return RawLayout("softplus", True, k, beta_max)
+
+
+CASES = [
+    *(Setting(1, 2, input_scale=s, eigenvalues=e) for s, e in itertools.product(SCALES, RANGES)),
+    *(
+        Setting(1, 2, input_scale=s, eigenvalues=e, feedback=False)
+        for s, e in zip(SCALES, (*RANGES, RANGES[0]), strict=True)
+    ),
+    *(Setting(1, 2, 6, 3, RawLayout(a, True, 2, 1.0), SCALES[1]) for a in ACTIVATIONS),
+    *(Setting(1, 2, 6, 1, RawLayout(a, False, 2, 1.0), SCALES[2]) for a in ACTIVATIONS),
+    *(
+        Setting(1, 2, 9, 4, RawLayout("sigmoid", True, k, beta_max), "delta")
+        for k, beta_max in ((1, 2.0), (3, 2.0), (4, 1.0), (8, 2.0))
+    ),
+    *(
+        Setting(b=1, t=t, layout=reflections(1), feedback=feedback)
+        for t, feedback in ((1, True), (17, True), (1, False), (16, False))
+    ),
+    *(
+        Setting(1, 2, d, n)
+        for d, n in ((1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16), (63, 2), (64, 1), (100, 3))
+    ),
+    *(Setting(b, 2, 20, 5, input_scale="one_minus_decay") for b in (1, 3)),
+    *(
+        Setting(b=b, t=t, feedback=feedback)
+        for b, t in ((0, 4), (2, 0), (0, 0))
+        for feedback in (True, False)
+    ),
+    # of float32, and of lower dtypes in W^y, in x and raw, in all of them
+    Setting(1, 2, norm_eps=None),
+    Setting(1, 2, dtype=torch.float32),
+    *(
+        Setting(1, 2, norm_eps=eps, dtype=torch.float32, low=low)
+        for low, eps in ((torch.bfloat16, 1e-5), (torch.bfloat16, None), (torch.float16, 1e-5))
+    ),
+    *(
+        Setting(t=2, feedback=low is not None, dtype=torch.float32, low=low, inputs=inputs)
+        for inputs in (torch.bfloat16, torch.float16)
+        for low in (inputs, None)
+    ),
+    Setting(t=2, dtype=torch.float32, low=torch.float32, inputs=torch.bfloat16),
+    Setting(t=2, dtype=torch.float32, low=torch.bfloat16, inputs=torch.float32),
+    # many states in low precision
+    *(
+        Setting(b, 2, d, n, dtype=torch.float32, low=torch.bfloat16)
+        for b, d, n in ((2, 256, 32), (1, 512, 64))
+    ),
+]
 
 
 @needs_triton
-@pytest.mark.parametrize("selective", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_layout(activation: Activation, selective: bool) -> None:
-    layout = RawLayout(activation, selective, 2, 1.0)
-    n, scale = (3, SCALES[1]) if selective else (1, SCALES[2])
-    _assert_like_the_plain_sweep(Setting(b=1, t=2, n=n, layout=layout, input_scale=scale))
-
-
-@needs_triton
-@pytest.mark.parametrize(("k", "beta_max"), [(1, 2.0), (3, 2.0), (4, 1.0), (8, 2.0)])
-def test_every_number_of_reflections(k: int, beta_max: float) -> None:
-    layout = RawLayout("sigmoid", True, k, beta_max)
-    _assert_like_the_plain_sweep(Setting(1, 2, d=9, n=4, layout=layout, input_scale="delta"))
-
-
-@needs_triton
-@pytest.mark.parametrize(("t", "feedback"), [(1, True), (17, True), (1, False), (16, False)])
-def test_every_length(t: int, feedback: bool) -> None:
-    layout = RawLayout("softplus", True, 1, 1.0)
-    _assert_like_the_plain_sweep(Setting(b=1, t=t, layout=layout, feedback=feedback))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("d", "n"),
-    [(1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16), (63, 2), (64, 1), (100, 3)],
-)
-def test_awkward_sizes(d: int, n: int) -> None:
-    _assert_like_the_plain_sweep(Setting(b=1, t=2, d=d, n=n))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("d", "n", "k", "scale", "eigenvalues", "norm_eps"),
-    [
-        (257, 1, 1, "one_minus_decay", "positive", None),
-        (300, 16, 2, "one_minus_decay", "full", 1e-5),
-        (260, 5, 4, "delta", "full", 1e-5),
-        (516, 3, 8, "bounded_delta", "positive", None),
-    ],
-)
-def test_warps_that_hold_128_channels_each(
-    d: int,
-    n: int,
-    k: int,
-    scale: InputScale,
-    eigenvalues: Eigenvalues,
-    norm_eps: float | None,
-) -> None:
-    """Their sums over channels are shared out among the lanes of a warp."""
-    from bedouin.kernels.direct.triton_constants import rows_of_channels
-
-    assert rows_of_channels(d, torch.empty(n, d, device="meta")) == (4 if d <= 512 else 8)
-    layout = RawLayout("softplus", True, k, 1.0)
-    _assert_like_the_plain_sweep(Setting(1, 2, d, n, layout, scale, eigenvalues, norm_eps))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("b", "d", "n", "k", "scale", "eigenvalues", "norm_eps", "rows"),
-    [
-        (2, 100, 20, 2, "bounded_delta", "positive", 1e-5, 4),
-        (1, 257, 32, 2, "bounded_delta", "full", 1e-5, 8),
-        (1, 300, 17, 3, "one_minus_decay", "positive", None, 8),
-        (1, 128, 64, 1, "delta", "positive", 1e-5, 4),
-        (1, 200, 63, 2, "one_minus_decay", "full", 1e-5, 8),
-        (1, 260, 40, 2, "one_minus_decay", "positive", 1e-5, 16),
-        (2, 260, 33, 2, "delta", "full", 1e-5, 16),
-        (1, 130, 70, 2, "delta", "positive", 1e-5, 0),
-    ],
-)
-def test_warps_that_hold_fewer_channels_with_many_states(
-    b: int,
-    d: int,
-    n: int,
-    k: int,
-    scale: InputScale,
-    eigenvalues: Eigenvalues,
-    norm_eps: float | None,
-    rows: int,
-) -> None:
-    """Two or one in a thread, or with their states in other warps (rows is 0); the cotangents of B
-    and C take several tensors of 32 columns."""
-    from bedouin.kernels.direct.triton_constants import rows_of_channels
-
-    assert rows_of_channels(d, torch.empty(n, d, device="meta")) == rows
-    layout = RawLayout("softplus", True, k, 1.0)
-    setting = Setting(b, 3, d, n, layout, scale, eigenvalues, norm_eps)
-    _assert_like_the_plain_sweep(setting, keep_every=2)
-
-
-@needs_triton
-@pytest.mark.parametrize(("b", "d", "n"), [(2, 256, 32), (1, 512, 64)])
-def test_many_states_in_low_precision(b: int, d: int, n: int) -> None:
-    setting = Setting(b=b, t=2, d=d, n=n, dtype=torch.float32, low=torch.bfloat16)
+@pytest.mark.parametrize("setting", CASES, ids=str)
+def test_values_and_gradients(setting: Setting) -> None:
     _assert_like_the_plain_sweep(setting)
 
 
+@needs_triton
 @pytest.mark.parametrize(
-    ("d", "n", "rows"),
-    [(1024, 16, 8), (256, 16, 4), (512, 32, 8), (1024, 32, 16), (512, 64, 16), (64, 32, 0)],
+    ("setting", "rows"),
+    [
+        # of 128 channels each, whose sums over channels are shared out among the lanes of a warp
+        (Setting(1, 2, 257, 1, reflections(1), "one_minus_decay", norm_eps=None), 4),
+        (Setting(1, 2, 300, 16, reflections(2), "one_minus_decay", "full"), 4),
+        (Setting(1, 2, 260, 5, reflections(4), "delta", "full"), 4),
+        (Setting(1, 2, 516, 3, reflections(8), "bounded_delta", norm_eps=None), 8),
+        # of two in a thread or one, or with their states in other warps (rows is 0); the cotangents
+        # of B and C take several tensors of 32 columns
+        (Setting(2, 3, 100, 20, reflections(2)), 4),
+        (Setting(1, 3, 257, 32, reflections(2), "bounded_delta", "full"), 8),
+        (Setting(1, 3, 300, 17, reflections(3), "one_minus_decay", norm_eps=None), 8),
+        (Setting(1, 3, 128, 64, reflections(1), "delta"), 4),
+        (Setting(1, 3, 200, 63, reflections(2), "one_minus_decay", "full"), 8),
+        (Setting(1, 3, 260, 40, reflections(2), "one_minus_decay"), 16),
+        (Setting(2, 3, 260, 33, reflections(2), "delta", "full"), 16),
+        (Setting(1, 3, 130, 70, reflections(2), "delta"), 0),
+    ],
+    ids=str,
 )
-def test_rows_of_channels(d: int, n: int, rows: int) -> None:
+def test_warps_that_hold_some_channels(setting: Setting, rows: int) -> None:
     from bedouin.kernels.direct.triton_constants import rows_of_channels
 
-    assert rows_of_channels(d, torch.empty(n, d, device="meta")) == rows
+    A = torch.empty(setting.n, setting.d, device="meta")
+    assert rows_of_channels(setting.d, A) == rows
+    _assert_like_the_plain_sweep(setting, keep_every=2)
 
 
 @needs_triton
@@ -333,60 +296,18 @@ def test_chunks_are_shorter_where_the_workspace_would_be_large(states: int, chun
 
 
 @needs_triton
-@pytest.mark.parametrize("b", [1, 3])
-def test_several_samples(b: int) -> None:
-    _assert_like_the_plain_sweep(Setting(b=b, t=2, d=20, n=5, input_scale="one_minus_decay"))
-
-
-@needs_triton
-@pytest.mark.parametrize(("b", "t"), [(0, 4), (2, 0), (0, 0)])
-@pytest.mark.parametrize("feedback", [True, False])
-def test_empty_batch_and_time(b: int, t: int, feedback: bool) -> None:
-    _assert_like_the_plain_sweep(Setting(b=b, t=t, feedback=feedback))
-
-
-@needs_triton
 @pytest.mark.parametrize(
-    ("dtype", "low", "norm_eps"),
+    "setting",
     [
-        (torch.float64, None, None),
-        (torch.float32, None, 1e-5),
-        (torch.float32, torch.bfloat16, 1e-5),
-        (torch.float32, torch.bfloat16, None),
-        (torch.float32, torch.float16, 1e-5),
+        Setting(b=1, t=17, layout=reflections(1)),
+        *(
+            Setting(t=2, dtype=torch.float32, low=low, inputs=low)
+            for low in (torch.bfloat16, torch.float16)
+        ),
     ],
+    ids=str,
 )
-def test_dtypes(dtype: torch.dtype, low: torch.dtype | None, norm_eps: float | None) -> None:
-    _assert_like_the_plain_sweep(Setting(1, 2, norm_eps=norm_eps, dtype=dtype, low=low))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("inputs", "feedback"),
-    [
-        (torch.bfloat16, True),
-        (torch.bfloat16, False),
-        (torch.float16, True),
-        (torch.float16, False),
-    ],
-)
-def test_low_inputs(inputs: torch.dtype, feedback: bool) -> None:
-    low = inputs if feedback else None
-    setting = Setting(t=2, feedback=feedback, dtype=torch.float32, low=low, inputs=inputs)
-    _assert_like_the_plain_sweep(setting)
-
-
-@needs_triton
-@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
-def test_low_inputs_with_weights_of_another_dtype(low: torch.dtype) -> None:
-    inputs = torch.bfloat16 if low == torch.float32 else torch.float32
-    _assert_like_the_plain_sweep(Setting(t=2, dtype=torch.float32, low=low, inputs=inputs))
-
-
-@needs_triton
-@pytest.mark.parametrize("inputs", [torch.bfloat16, torch.float16])
-def test_a_given_fixed_point_of_low_inputs(inputs: torch.dtype) -> None:
-    setting = Setting(t=2, dtype=torch.float32, low=inputs, inputs=inputs)
+def test_a_given_fixed_point(setting: Setting) -> None:
     y_star = _run(setting, "reference")[0].y.detach()
     expected, expected_grads, _ = _run(setting, "reference", y_star)
     actual, grads, _ = _run(setting, "triton", y_star)
@@ -394,17 +315,6 @@ def test_a_given_fixed_point_of_low_inputs(inputs: torch.dtype) -> None:
     _assert_close("h", actual.h, expected.h, setting.tolerance)
     for i, (a, e) in enumerate(zip(grads, expected_grads, strict=True)):
         _assert_close(f"gradient {i}", a, e, setting.tolerance)
-
-
-@needs_triton
-def test_a_given_fixed_point_gets_the_same_gradient() -> None:
-    setting = Setting(b=1, t=17, layout=RawLayout("softplus", True, 1, 1.0))
-    solved, grads, _ = _run(setting, "reference")
-    attached, attached_grads, _ = _run(setting, "triton", solved.y.detach())
-    assert torch.equal(attached.y, solved.y)
-    _assert_close("h", attached.h, solved.h, setting.tolerance)
-    for a, e in zip(attached_grads, grads, strict=True):
-        _assert_close("gradient", a, e, setting.tolerance)
 
 
 @needs_triton
@@ -519,40 +429,34 @@ def test_limits_of_the_kernels(
 
 @compiled
 @pytest.mark.parametrize(
-    ("dtype", "low"),
-    [(torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)],
-)
-@pytest.mark.parametrize("d", [1, 63, 64, 100])
-@pytest.mark.parametrize("t", [1, 63, 64, 100])
-def test_table_of_awkward_sizes(
-    t: int, d: int, dtype: torch.dtype, low: torch.dtype | None
-) -> None:
-    _assert_like_the_plain_sweep(Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low))
-
-
-@compiled
-@pytest.mark.parametrize("b", [17, 64, 130])
-def test_large_batches(b: int) -> None:
-    layout = RawLayout("softplus", True, 4, 1.0)
-    low = torch.bfloat16
-    _assert_like_the_plain_sweep(
-        Setting(b=b, t=9, d=1024, n=16, layout=layout, dtype=torch.float32, low=low, inputs=low)
-    )
-
-
-@compiled
-@pytest.mark.parametrize(
-    ("d", "n", "k", "scale", "feedback"),
+    "setting",
     [
-        *((1024, 16, 4, scale, True) for scale in SCALES),
-        (2048, 16, 4, "bounded_delta", True),
-        (1000, 12, 3, "one_minus_decay", True),
-        (512, 64, 2, "delta", True),
-        (512, 64, 8, "bounded_delta", False),
+        *(
+            Setting(3, t, d, 16, dtype=dtype, low=low)
+            for t, d in itertools.product((1, 63, 64, 100), repeat=2)
+            for dtype, low in (
+                (torch.float64, None),
+                (torch.float32, None),
+                (torch.float32, torch.bfloat16),
+            )
+        ),
+        *(
+            Setting(b, 9, 1024, 16, reflections(4), dtype=torch.float32, low=low, inputs=low)
+            for b in (17, 64, 130)
+            for low in (torch.bfloat16,)
+        ),
+        *(
+            Setting(2, 18, d, n, reflections(k), scale, feedback=fed, dtype=torch.float32)
+            for d, n, k, scale, fed in (
+                *((1024, 16, 4, scale, True) for scale in SCALES),
+                (2048, 16, 4, "bounded_delta", True),
+                (1000, 12, 3, "one_minus_decay", True),
+                (512, 64, 2, "delta", True),
+                (512, 64, 8, "bounded_delta", False),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_large_sizes(d: int, n: int, k: int, scale: InputScale, feedback: bool) -> None:
-    sizes: dict[str, Any] = {"t": 18, "d": d, "n": n, "layout": RawLayout("softplus", True, k, 1.0)}
-    _assert_like_the_plain_sweep(
-        Setting(input_scale=scale, feedback=feedback, dtype=torch.float32, **sizes)
-    )
+def test_sizes_that_the_interpreter_is_too_slow_for(setting: Setting) -> None:
+    _assert_like_the_plain_sweep(setting)
