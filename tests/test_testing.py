@@ -1,13 +1,10 @@
 """bedouin.testing: assertions fail when they should, and measurements are right."""
 
-import random
-
 import pytest
 import torch
-from tests.random_layers import random_layer
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN
+from bedouin import Bedouin
 from bedouin.measurements import compare_gradients
 from bedouin.solvers import Direct, GammaCap, ImplicitAdjoint, OneStepAdjoint, Picard
 from bedouin.testing import (
@@ -158,25 +155,3 @@ def test_measurements_are_those_of_evaluation() -> None:
     x, before = torch.randn(2, 20, 4, dtype=torch.float64), torch.get_rng_state()
     assert decode_gap(layer, x) < 1e-9 and measure_growth(layer, x) >= 1
     assert torch.equal(torch.get_rng_state(), before) and layer.training
-
-
-def test_random_layers_cover_the_options() -> None:
-    layers = [random_layer(random.Random(seed)) for seed in range(150)]
-    assert {type(layer) for layer in layers} == {Bedouin, FixedPointRNN}
-    assert {layer.input_scale for layer in layers} == {"delta", "bounded_delta", "one_minus_decay"}
-    assert {layer.eigenvalues for layer in layers} == {"positive", "full"}
-    mixers = {type(layer.mixer).__name__ for layer in layers}
-    assert mixers == {"HouseholderProduct", "LowRank", "NoMixing"}
-    assert {layer.decay for layer in layers if isinstance(layer, Bedouin)} == {"mamba", "griffin"}
-    assert {layer.feedback for layer in layers} >= {(), ("mixer",)}
-    assert {layer.num_heads for layer in layers} >= {1, 2, 3, 4}
-    assert all(layer.D.dtype == torch.float64 for layer in layers)
-
-
-def test_random_layers_follow_their_seed_and_the_fixed_options() -> None:
-    before = torch.get_rng_state()
-    first, second = (random_layer(random.Random(3), kind=Bedouin, d_state=7) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert isinstance(first, Bedouin) and first.d_state == 7
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(p, q)

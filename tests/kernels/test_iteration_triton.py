@@ -139,61 +139,63 @@ def never(method: type[Any]) -> IterativeSolver:
     return solver
 
 
-def alternated(first: tuple[Any, ...], second: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """All pairs of two options, the methods in turn: each option meets both."""
-    return [(a, b, METHODS[(i + j) % 2]) for i, a in enumerate(first) for j, b in enumerate(second)]
+def alternated(settings: list[Setting]) -> list[tuple[Setting, type[Any]]]:
+    """The methods in turn."""
+    return [(setting, METHODS[i % 2]) for i, setting in enumerate(settings)]
+
+
+def layout(k: int, activation: Activation = "softplus", *, selective: bool = True) -> RawLayout:
+    return RawLayout(activation, selective, k, 2.0 if activation == "sigmoid" else 1.0)
+
+
+CASES = [
+    *alternated([Setting(b=1, input_scale=s, eigenvalues=RANGES[0]) for s in SCALES]),
+    *alternated([Setting(b=1, input_scale=s, eigenvalues=RANGES[1]) for s in reversed(SCALES)]),
+    *alternated([Setting(b=1, layout=layout(1, a)) for a in ACTIVATIONS]),
+    *alternated(
+        [
+            Setting(b=1, n=1, layout=layout(1, a, selective=False), input_scale="one_minus_decay")
+            for a in reversed(ACTIVATIONS)
+        ]
+    ),
+    *(
+        (Setting(b=1, t=2, d=9, n=4, layout=layout(k, "sigmoid")), method)
+        for k, method in ((1, Picard), (2, Jacobi), (3, Picard), (8, Picard), (8, Jacobi))
+    ),
+    *(
+        (Setting(b=1, feedback=feedback, norm_eps=eps), method)
+        for feedback, eps in ((0.0, 1e-5), (0.3, None))
+        for method in METHODS
+    ),
+    *(
+        (Setting(b=1, t=2, dtype=torch.float32, low=low), method)
+        for low, method in (
+            (None, Picard),
+            (torch.bfloat16, Picard),
+            (torch.bfloat16, Jacobi),
+            (torch.float16, Jacobi),
+        )
+    ),
+]
 
 
 @needs_triton
-@pytest.mark.parametrize(("input_scale", "eigenvalues", "method"), alternated(SCALES, RANGES))
-def test_every_parameterization(
-    input_scale: InputScale, eigenvalues: Eigenvalues, method: type[Any]
-) -> None:
-    check(Setting(b=1, input_scale=input_scale, eigenvalues=eigenvalues), never(method))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("activation", "selective", "method"), alternated(ACTIVATIONS, (True, False))
-)
-def test_every_layout(activation: Activation, selective: bool, method: type[Any]) -> None:
-    layout = RawLayout(activation, selective, 1, 1.0)
-    scale: InputScale = "bounded_delta" if selective else "one_minus_decay"
-    setting = Setting(b=1, n=3 if selective else 1, layout=layout, input_scale=scale)
+@pytest.mark.parametrize(("setting", "method"), CASES, ids=str)
+def test_values_and_statistics(setting: Setting, method: type[Any]) -> None:
     check(setting, never(method))
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("k", "method"), [(1, Picard), (2, Jacobi), (3, Picard), (8, Picard), (8, Jacobi)]
-)
-def test_every_number_of_reflections(k: int, method: type[Any]) -> None:
-    layout = RawLayout("sigmoid", True, k, 2.0)
-    check(Setting(b=1, t=2, d=9, n=4, layout=layout), never(method))
-
-
-@needs_triton
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("feedback", "norm_eps"), [(0.0, 1e-5), (0.3, None)])
-def test_without_feedback_and_without_its_norm(
-    feedback: float, norm_eps: float | None, method: type[Any]
-) -> None:
-    check(Setting(b=1, feedback=feedback, norm_eps=norm_eps), never(method))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("b", "t", "d", "n", "method"),
+    ("sizes", "method"),
     [
-        (1, 1, 1, 1, Picard),
-        (1, 1, 1, 1, Jacobi),
-        (1, 2, 70, 1, Picard),
-        (1, 2, 70, 1, Jacobi),
-        (1, 7, 3, 17, Jacobi),
+        *(((1, 1, 1, 1), method) for method in METHODS),
+        *(((1, 2, 70, 1), method) for method in METHODS),
+        ((1, 7, 3, 17), Jacobi),
     ],
 )
-def test_awkward_sizes(b: int, t: int, d: int, n: int, method: type[Any]) -> None:
-    check(Setting(b, t, d, n), never(method), 1)
+def test_awkward_sizes(sizes: tuple[int, int, int, int], method: type[Any]) -> None:
+    check(Setting(*sizes), never(method), 1)
 
 
 @needs_triton
@@ -217,15 +219,6 @@ def test_blocks_of_channels_and_of_tokens(method: type[Any]) -> None:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for name in ("y", "defect", "scale"):
         assert_close(name, getattr(ours, name), getattr(theirs, name), 1e-10, atol=1e-12)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("low", "method"),
-    [(None, Picard), (torch.bfloat16, Picard), (torch.bfloat16, Jacobi), (torch.float16, Jacobi)],
-)
-def test_precisions(low: torch.dtype | None, method: type[Any]) -> None:
-    check(Setting(b=1, t=2, dtype=torch.float32, low=low), never(method))
 
 
 @needs_triton
@@ -442,34 +435,34 @@ def test_what_the_kernels_do_not_cover_is_said(options: dict[str, Any], message:
         Bedouin(5, device=DEVICE, backend="triton", **options)(torch.randn(1, 2, 5, device=DEVICE))
 
 
-@compiled
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("dtype", "low"),
-    [(torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)],
-)
-@pytest.mark.parametrize(("t", "d"), list(itertools.product([1, 63, 64, 300], [1, 63, 64, 100])))
-def test_table_of_awkward_sizes(
-    t: int, d: int, dtype: torch.dtype, low: torch.dtype | None, method: type[Any]
-) -> None:
-    check(Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low), never(method))
+LOW = (torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)
+LARGE: list[tuple[int, int, int, InputScale]] = [
+    *((1024, 16, 4, scale) for scale in SCALES),
+    (2048, 16, 8, "bounded_delta"),
+    (1000, 12, 3, "one_minus_decay"),
+    (512, 64, 5, "delta"),
+]
 
 
 @compiled
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("d", "n", "k", "scale"),
+    "setting",
     [
-        *((1024, 16, 4, scale) for scale in SCALES),
-        (2048, 16, 8, "bounded_delta"),
-        (1000, 12, 3, "one_minus_decay"),
-        (512, 64, 5, "delta"),
+        *(
+            Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low)
+            for t, d in itertools.product((1, 63, 64, 300), (1, 63, 64, 100))
+            for dtype, low in LOW
+        ),
+        *(
+            Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale, dtype=torch.float32)
+            for d, n, k, scale in LARGE
+        ),
     ],
+    ids=str,
 )
-def test_large_sizes(d: int, n: int, k: int, scale: InputScale, method: type[Any]) -> None:
-    layout = RawLayout("softplus", True, k, 1.0)
-    sizes: dict[str, Any] = {"t": 18, "d": d, "n": n, "layout": layout, "input_scale": scale}
-    check(Setting(dtype=torch.float32, **sizes), never(method))
+def test_sizes_that_the_interpreter_is_too_slow_for(setting: Setting, method: type[Any]) -> None:
+    check(setting, never(method))
 
 
 @compiled
