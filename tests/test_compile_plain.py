@@ -481,21 +481,6 @@ def operands(t: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("t", [0, 1, 5])
-@pytest.mark.parametrize("start", [False, True])
-def test_opcheck_of_the_sweep(t: int, dtype: torch.dtype, start: bool) -> None:
-    x, raw, W_y, A, *state = operands(t, dtype)
-    given: list[Any] = [x, raw, W_y[:2] if start else W_y, A, *(state if start else [None, None])]
-    torch.library.opcheck(torch.ops.bedouin.direct_sweep, (*given, *FIELDS), test_utils=CHECKS)
-    y, h, kept, *_ = torch.ops.bedouin.direct_sweep(*given, *FIELDS)
-    known = torch.ops.bedouin.direct_sweep_known
-    torch.library.opcheck(known, (y, *given, *FIELDS), test_utils=CHECKS)
-    arguments = (y.clone(), h.clone(), y, kept, *given, start, *FIELDS)
-    backward = torch.ops.bedouin.direct_sweep_backward
-    torch.library.opcheck(backward, arguments, test_utils=CHECKS)
-
-
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("eigenvalues", get_args(Eigenvalues))
 @pytest.mark.parametrize("input_scale", get_args(InputScale))

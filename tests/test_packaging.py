@@ -181,41 +181,6 @@ def test_tasks_import_only_torch_and_einops() -> None:
     assert not found
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("bedouin.kernels.scan", "from bedouin.solvers import Picard"),
-        ("bedouin.kernels.scan", "from bedouin import solvers"),
-        ("bedouin.kernels.scan", "import bedouin"),
-        ("bedouin.kernels.scan", "from kernels import backend"),
-        ("bedouin.kernels.scan", "from . import reference"),
-        ("bedouin.kernels.scan.reference", "def f():\n    import triton.language as tl"),
-        ("bedouin.kernels.scan.reference", "from bedouin.kernels.scan import triton_kernels"),
-        ("bedouin.solvers.picard", "from bedouin.layer import Bedouin"),
-        ("bedouin.solvers.picard", "import torchdeq"),
-        ("bedouin.tasks.copying", "from bedouin.model import SequenceModel"),
-        ("bedouin.layer", "from solvers.picard import Picard"),
-    ],
-)
-def test_a_misplaced_import_is_found(module: str, source: str) -> None:
-    assert [name for name in imports_in(source) if misplaced(module, name)]
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("bedouin.kernels.scan", "from bedouin.kernels.backend import choose"),
-        ("bedouin.kernels.scan.triton_kernels", "import triton"),
-        ("bedouin.solvers.torchdeq_adapter", "from torchdeq.solver import anderson"),
-        ("bedouin.solvers.direct", "from bedouin.kernels.direct import solve_local"),
-        ("bedouin.tasks", "from bedouin.tasks.copying import Copying"),
-        ("bedouin.layer", "from bedouin.solvers.picard import Picard"),
-    ],
-)
-def test_a_proper_import_passes(module: str, source: str) -> None:
-    assert not [name for name in imports_in(source) if misplaced(module, name)]
-
-
 def test_the_mapped_folders_are_the_ones_imported() -> None:
     for module, folder in ((bedouin.kernels, "kernels"), (bedouin.solvers, "solvers")):
         assert module.__file__ is not None

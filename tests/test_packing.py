@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
 from bedouin.layer import FixedPointLayer
-from bedouin.packing import check_readable
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -488,14 +486,6 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
     with pytest.raises(error) as caught:
         Bedouin(2)(torch.zeros(1, 4, 2), **options)
     assert message in str(caught.value)
-
-
-def test_documents_are_not_read_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    on_gpu: Any = SimpleNamespace(is_cuda=True)
-    message = "cu_seqlens must be None during the capture of a CUDA graph"
-    with pytest.raises(ValueError, match=message):
-        check_readable("cu_seqlens", on_gpu)
 
 
 def test_documents_need_a_single_row() -> None:

@@ -199,19 +199,3 @@ def test_the_layer_has_no_parameters_of_a_mixer() -> None:
     assert vector.raw_size == 8 and vector.y_proj is not None
     assert vector.y_proj.weight.shape == (8, 8)
     assert vector._feedback_weights(torch.float32)[0] is None
-
-
-def test_gradients_of_each_sample_under_transforms() -> None:
-    layer = Bedouin(3, d_state=2, mixer=NoMixing(), dtype=torch.float64)
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-    parameters: dict[str, Tensor] = dict(layer.named_parameters())
-
-    def total(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        output: Tensor = torch.func.functional_call(layer, parameters, (x.unsqueeze(0),))
-        return output.sum()
-
-    each = torch.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, x)
-    layer(x).sum().backward()
-    for name, parameter in parameters.items():
-        assert parameter.grad is not None
-        assert_close(name, each[name].sum(0), parameter.grad, 1e-11, atol=1e-12)

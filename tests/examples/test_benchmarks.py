@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from bedouin import Bedouin
 from bedouin.kernels.backend import interpreter_is_on
 from benchmarks import agreement, bench, cases, figure, special, speed, subjects, table
-from benchmarks.cost import iteration_cost, layer_cost, scan_cost
-from benchmarks.measure import Context, Numbers, best_ms
+from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
-from benchmarks.targets import TARGETS, Target
-from benchmarks.timing import Cost, Machine, kept_gib, median_ms, peak_gib
+from benchmarks.timing import kept_gib, median_ms, peak_gib
 from common.runs import read_run
 
 CPU = torch.device("cpu")
@@ -93,41 +90,6 @@ def test_a_row_that_differs_from_the_reference_is_not_timed(tmp_path: Path) -> N
     assert row["status"] == "failed" and not row["numbers"]
     for part in ("not timed, it differs from the reference", "relative error 1"):
         assert part in row["reason"] and part in table.text_line(row)
-
-
-def test_no_row_starts_after_the_budget(tmp_path: Path) -> None:
-    assert bench.main(toy(tmp_path, quick=True, budget=0.0)) == 0
-    found = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert {row["status"] for row in found} == {"skipped"}
-
-
-def test_preparing_a_row_has_a_limit_of_its_own(tmp_path: Path) -> None:
-    context = bench.make_context(toy(tmp_path))
-    shape = Shape(2, 4)
-
-    def compile_slowly(setting: Setting, shape: Shape) -> None:
-        time.sleep(0.2)
-
-    case = dataclasses.replace(cases.CASES[0], agrees=compile_slowly)
-    case = dataclasses.replace(case, measure=lambda context, shape: {"forward_ms": 1.0})
-    row = bench.run_row(context, case, shape, {}, bench.Limits(prepare=60, row=0.1, left=0.1))
-    assert row["status"] == "measured"
-    assert row["prepare_seconds"] >= 0.4  # two checks
-    row = bench.run_row(context, case, shape, {}, bench.Limits(prepare=0.1, row=60, left=60))
-    assert row["status"] == "failed" and row["reason"].startswith("TimeoutError: gave up")
-
-
-def test_a_row_is_prepared_by_one_run_that_is_not_timed(tmp_path: Path) -> None:
-    seen: list[tuple[int, bool]] = []
-    direct = cases.CASES[0]
-
-    def measure(context: Context, shape: Shape) -> Numbers:
-        seen.append((context.repeats, context.graph))
-        return direct.measure(context, shape)
-
-    watched = dataclasses.replace(direct, measure=measure)
-    bench.prepare(bench.make_context(toy(tmp_path)), watched, Shape(2, 4), {}, 60)
-    assert seen == [(0, False)]
 
 
 KEYS = ("layer", "shape", "graph_ms", "eager_ms", "forward_ms", "peak_gib", "first_call_s")
@@ -218,27 +180,9 @@ def test_the_rows_of_recall_run_in_kernels(scope: str) -> None:
     agreement.recall_agrees(setting, Shape(1, 3), feedback_scope=scope)
 
 
-def test_warm_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(toy(tmp_path, rows=("direct", "decode"), warm=True)) == 0
-    captured = capsys.readouterr()
-    assert not captured.out and not captured.err and not (tmp_path / "r.json").exists()
-
-
 def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(toy(tmp_path, rows=("direct",), warm=True, prepare_limit=1e-5)) == 1
     assert "direct 2x4: TimeoutError: gave up" in capsys.readouterr().err
-
-
-def test_a_row_with_fewer_repeats_says_so(tmp_path: Path) -> None:
-    context = bench.make_context(toy(tmp_path, repeats=4))
-    case = dataclasses.replace(
-        cases.CASES[0], agrees=None, measure=lambda context, shape: {"asked": context.repeats}
-    )
-    few = dataclasses.replace(case, most_repeats=3)
-    assert bench.measure(context, few, Shape(2, 4)) == {"asked": 3, "repeats": 3}
-    assert bench.measure(context, case, Shape(2, 4)) == {"asked": 4}
-    note = table.note({"status": "measured", "numbers": {"repeats": 3}, "prepare_seconds": 12.3})
-    assert note == "repeats 3, prepared in 12 s"
 
 
 @pytest.mark.gpu
@@ -248,12 +192,6 @@ def test_forward_and_backward_are_captured(name: str, tmp_path: Path) -> None:
     assert bench.main(config) == 0
     numbers = json.loads((tmp_path / "r.json").read_text())["rows"][0]["numbers"]
     assert numbers["graph_forward_ms"] > 0 and numbers["graph_both_ms"] > 0
-
-
-def test_a_row_is_given_up_after_its_limit() -> None:
-    with pytest.raises(TimeoutError, match="gave up after"), bench.time_limit(0.05):
-        while True:
-            pass
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
@@ -290,31 +228,6 @@ def test_agreement_detects_a_wrong_result() -> None:
         agreement.direct_agrees(WrongSetting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
 
 
-def test_floor_is_the_larger_of_memory_and_products() -> None:
-    machine = Machine("x", "2", None, None, copy_gb_per_s=1000.0, gemm_tflop_per_s=100.0)
-    assert Cost(1e9, 1e9).floor_ms(machine) == pytest.approx(1.0)
-    assert Cost(1e6, 1e12).floor_ms(machine) == pytest.approx(10.0)
-
-
-def test_costs_at_the_sizes_of_the_targets() -> None:
-    setting, shape = Setting(CPU, "bf16"), Shape(64, 256)
-    # x, Delta, y of 64 x 256 x 1024 in bf16, and the small ones
-    assert scan_cost(setting, shape, backward=False).bytes == pytest.approx(100.7e6, rel=0.02)
-    # raw (5,156 values) and x in bf16, y read and written in float32
-    assert iteration_cost(setting, shape).bytes == 64 * 256 * (2 * (5156 + 1024) + 8 * 1024)
-    # 2 x 14.2 million weights x 16,384 tokens
-    whole = layer_cost(setting, shape, fed=setting.r, backward=False)
-    assert whole.flops == pytest.approx(2 * 16384 * 14.2e6, rel=0.02)
-    assert layer_cost(setting, shape, fed=setting.r, backward=True).flops == 3 * whole.flops
-    # a head of 128 channels has 676 raw values
-    of_heads = Setting(CPU, "bf16", h=8)
-    heads = layer_cost(of_heads, shape, fed=of_heads.r, backward=False)
-    assert heads.flops == 2 * 16384 * (3 * 512 * 1024 + 8 * 2 * 128 * (676 + 128))
-    # feedback of Delta alone
-    delta = layer_cost(of_heads, shape, fed=of_heads.d, backward=False)
-    assert heads.flops - delta.flops == 2 * 16384 * 8 * 128 * (676 - 128)
-
-
 def test_the_rows_with_feedback_are_those_of_the_layer() -> None:
     setting = Setting(CPU, "float32", m=8, n=2, k=2, h=2)
     found = [fed_values(setting, setting.layer(feedback=f)) for f in ((), ("delta",))]
@@ -341,31 +254,6 @@ def test_times_are_medians_and_the_faster_way_counts() -> None:
     assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
 
-@pytest.mark.parametrize(
-    ("ms", "verdict"), [(0.5, "aim reached"), (1.2, "met"), (3.0, "missed (2.00x)")]
-)
-def test_verdicts(ms: float, verdict: str) -> None:
-    target = next(t for t in TARGETS if t.case == "direct" and t.shape == "128x16")
-    assert target.verdict({"both_ms": ms}) == verdict
-    assert target.verdict({}) == "not measured"
-
-
-def test_every_target_names_a_row_that_measures_it() -> None:
-    by_name = {case.name: case for case in cases.CASES}
-    for target in TARGETS:
-        assert isinstance(target, Target) and target.shape in by_name[target.case].shapes
-
-
-def test_quick_measures_the_sweep_only() -> None:
-    assert {case.name for case, _ in bench.chosen(bench.Config(quick=True))} == set(cases.QUICK)
-
-
-def test_context_of_a_toy_run(tmp_path: Path) -> None:
-    context = bench.make_context(toy(tmp_path))
-    assert isinstance(context, Context) and context.machine.device == "cpu"
-    assert context.machine.copy_gb_per_s > 0 and context.machine.gemm_tflop_per_s > 0
-
-
 def test_the_table_of_the_page_is_that_of_its_results() -> None:
     results = Path(__file__).parents[2] / "examples" / "results"
     report = read_run(results / "benchmark" / "h100_benchmark")
@@ -387,11 +275,3 @@ def test_times_become_curves(tmp_path: Path) -> None:
     assert (tmp_path / "f.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
         figure.draw(tmp_path / "f.png", rows[-1:])
-
-
-def test_what_was_skipped_is_one_sentence() -> None:
-    results = Path(__file__).parents[2] / "examples" / "results"
-    written = table.markdown(read_run(results / "benchmark" / "h100_benchmark"))
-    assert "skipped" not in written
-    assert "\nNot measured: scan of mamba-ssm (mamba_ssm is not installed), gated" in written
-    assert table.skipped([{"status": "measured"}]) == ""

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from accelerate.logging import get_logger
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.utils import LoggerType
+from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.tasks import IGNORE, Copying, ModularArithmetic, WordProblem, stream
+from bedouin.tasks import IGNORE, Copying, WordProblem, stream
 from bedouin.testing import assert_close
-from common import trackers
 from common.errors import UsageError
 from common.layers import count
 from common.matching import WIDTH_STEP
@@ -143,46 +140,6 @@ class LineTracker(GeneralTracker):  # type: ignore[misc]
             file.write(json.dumps(values, allow_nan=False) + "\n")
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_trackers_have_a_run_for_each_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: bool
-) -> None:
-    """With the numbers of results.json, which are those without a tracker."""
-    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process of its own
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", LineTracker)
-    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
-    grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
-    options: dict[str, Any] = {**grid, "lr": (1e-2, 1e-3), "first_seed": 3, "eval_rows": 16}
-    found = []
-    for names in ((), ("tensorboard",)):
-        folder = tmp_path / str(len(names))
-        ensemble.main(small(trackers=names, out=folder, concurrent=concurrent, **options))
-        found.append(json.loads((folder / "results.json").read_text())["rows"])
-    timing = ("seconds", "ms_per_step")
-    plain, rows = ([{**row, **dict.fromkeys(timing)} for row in some] for some in found)
-    assert rows == plain and list((tmp_path / "0").iterdir()) == [tmp_path / "0" / "results.json"]
-    assert len(list((tmp_path / "1").glob("point*"))) == 4 and not LineTracker.is_open
-    for number, row in enumerate(rows):
-        for i, seed in enumerate((3, 4)):
-            path = tmp_path / "1" / f"point{number}-seed{seed}" / "a5" / "lines.json"
-            about, *lines = (json.loads(line) for line in path.read_text().splitlines())
-            assert (about["seed"], about["lr"], about["feedback"]) == (
-                seed,
-                row["point"]["lr"],
-                "B+mixer",
-            )
-            assert about["parameters"] == row["parameters"] and about["eval_lengths"] == "[4, 6]"
-            *history, last = lines
-            assert [line["step"] for line in history] == [2, 4] and last["step"] == 4
-            for line, entry in zip(history, row["history"], strict=True):
-                for name in ("loss", "accuracy", "length", "conditioning", "skipped"):
-                    assert line[name] == entry[name][i]
-            assert set(last) == {"step"} | {
-                f"{name}/{n}" for name in ("token", "sequence", "last") for n in (4, 6)
-            }
-            assert last["token/6"] == row["accuracy"]["6"]["token"][i]
-
-
 def test_a_tracker_that_is_not_installed_is_named() -> None:
     with pytest.raises(ValueError, match="--trackers must be among the installed .*, got 'paper'"):
         small(trackers=("paper",))
@@ -282,15 +239,6 @@ def test_positions_of_errors_of_a_copied_string() -> None:
     found = by_position(torch.nn.functional.one_hot(answers, task.vocab_size).float(), labels)
     assert found["parts"] == [1.0] * 5 + [0.5] + [1.0] * 4
     assert found["after_right"] == pytest.approx(17 / 18, abs=1e-4) and found["after_wrong"] == 1.0
-
-
-def test_preset_of_the_papers_size_is_overridden_by_flags() -> None:
-    config = ensemble.parse(["--preset", "paper", "--lr", "0.001", "--steps", "10"])
-    changed = dataclasses.replace(study.PAPER, lr=(1e-3,), steps=(10,))
-    assert config == changed
-    assert (config.d_model, config.num_householder, config.batch_size) == (512, (4,), (128,))
-    assert config.length == 16 and not config.stacked and config.autocast == "bf16"
-    assert ensemble.parse([]) == study.Config()
 
 
 def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
@@ -419,24 +367,6 @@ def test_every_task_has_rows_and_accuracies(changes: dict[str, Any]) -> None:
     assert int(tokens.max()) < data.task.vocab_size
 
 
-def test_options_of_the_variants_reach_the_task() -> None:
-    sets = [make_data(generators=8, generator_seed=seed).task for seed in (0, 1)]
-    assert [getattr(task, "generator_seed", None) for task in sets] == [0, 1]
-    for name in ("arithmetic", "brackets"):
-        data = make_data(task=name, length=20, multiplication=False)
-        assert isinstance(data.task, ModularArithmetic)
-        drawn = data.batch(256, 0, 10)[0]
-        plus, times = (data.task.symbols.index(symbol) for symbol in "+*")
-        assert (drawn == plus).any() and not (drawn == times).any()
-
-
-def test_options_of_another_task_are_refused() -> None:
-    with pytest.raises(ValueError, match="--task parity takes no --group: leave it at 'A5', got"):
-        small(task="parity", group="S5")
-    with pytest.raises(ValueError, match="--task word takes no --min-string"):
-        small(min_string=2)
-
-
 def test_the_length_doubles_for_each_seed_by_itself() -> None:
     data = make_data(curriculum="double", length=16)
     data.advance([0.99, 0.5])
@@ -453,18 +383,6 @@ def test_the_length_doubles_for_each_seed_by_itself() -> None:
     assert tokens.shape == (2, 8, copying.task.context_len)
 
 
-def test_uniform_lengths_end_after_their_share_of_the_steps() -> None:
-    data = make_data(curriculum="uniform", curriculum_from=3, curriculum_share=0.5, length=6)
-    counts = [(data.batch(64, step, 10)[1] != IGNORE).sum(-1) for step in (0, 5)]
-    assert set(counts[0].flatten().tolist()) == {3, 4, 5, 6} and bool((counts[1] == 6).all())
-    with pytest.raises(ValueError, match="--curriculum uniform is for word problems"):
-        make_data(curriculum="uniform", task="parity")
-    with pytest.raises(ValueError, match="--curriculum-from must be at most the training length 4"):
-        make_data(curriculum="double", curriculum_from=5)
-    with pytest.raises(ValueError, match="--curriculum-from must be a length of --task arithmetic"):
-        make_data(curriculum="double", curriculum_from=3, task="arithmetic")
-
-
 def test_a_width_is_found_for_a_number_of_parameters() -> None:
     point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     config = study.matched(small(match_parameters=200_000), point)
@@ -476,13 +394,3 @@ def test_a_width_is_found_for_a_number_of_parameters() -> None:
     assert min(sizes, key=abs) == sizes[1]
     with pytest.raises(ValueError, match="--match-parameters must be at least"):
         study.matched(small(match_parameters=10), point)
-
-
-def test_a_random_cap_is_not_captured(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--gamma-cap needs --no-graph"):
-        small(solver="picard", gamma_cap=(4.0, 1.0))
-    grid = {name: (value,) for name, value in POINT.items()}
-    caps = {"solver": "picard", "gamma_cap": (4.0, 1.0), "solver_steps": 8, "graph": False}
-    ensemble.main(small(out=tmp_path, **grid, **caps))
-    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert row["smallest_conditioning"] == [None, None] and row["num_heads"] == 2

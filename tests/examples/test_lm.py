@@ -111,12 +111,6 @@ def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
         read_corpora(text, "*.md")
 
 
-def test_of_a_few_files_one_is_held_out(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).write_text(name)
-    assert [len(part.starts) for part in read_corpora(tmp_path, None)] == [1, 1]
-
-
 def test_the_last_part_of_one_file_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes(bytes(range(160)))
     for text in (tmp_path / "book.txt", tmp_path):

@@ -13,22 +13,19 @@ import torch
 import train_a5
 import train_copy
 import train_lm
-from bedouin import Bedouin
 from bedouin.baselines import DeltaNet
 from bedouin.solvers import (
     Anderson,
     Broyden,
     Direct,
-    FixedCap,
-    GammaCap,
     Jacobi,
     PhantomAdjoint,
     Picard,
 )
 from bedouin.tasks import Group, WordProblem, generating_set
 from common.checks import Count, Share, check_types
-from common.layers import build_adjoint, build_cap, build_solver
-from common.options import TrainConfig, automatic_preset, build_model, parse_config
+from common.layers import build_adjoint, build_solver
+from common.options import TrainConfig, build_model, parse_config
 
 
 def parse_a5(*args: str) -> train_a5.WordProblemConfig:
@@ -40,11 +37,6 @@ def test_preset_gives_the_defaults_and_flags_override_them() -> None:
     expected = dataclasses.replace(train_a5.PAPER, d_model=96, eval_lengths=(3, 5))
     assert config == expected
     assert parse_a5("--preset=gpu") == train_a5.GPU
-
-
-def test_auto_is_the_preset_of_the_machine_and_recorded_as_such() -> None:
-    assert parse_a5() == train_a5.PRESETS[automatic_preset()]
-    assert parse_a5("--preset", "auto").preset in ("cpu", "gpu")
 
 
 @pytest.mark.parametrize("presets", [train_a5.PRESETS, train_copy.PRESETS, train_lm.PRESETS])
@@ -68,13 +60,6 @@ def test_variants_of_word_problems_reach_the_task() -> None:
     assert config.task().label_at == "last"
 
 
-def test_presets_carry_their_own_name() -> None:
-    for presets in (train_a5.PRESETS, train_copy.PRESETS):
-        assert {name: config.preset for name, config in presets.items()} == {
-            name: name for name in ("cpu", "gpu", "paper")
-        }
-
-
 @pytest.mark.parametrize(
     ("flag", "suggestion"),
     [("--lrr", "--lr"), ("--d-modle", "--d-model"), ("--num-housholder", "--num-house")],
@@ -87,13 +72,6 @@ def test_unknown_flag_exits_and_suggests(
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert flag in message and suggestion in message
-
-
-def test_wrong_choice_exits_and_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_a5("--preset", "tpu")
-    assert stop.value.code == 2
-    assert "paper" in capsys.readouterr().err
 
 
 def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,11 +181,6 @@ def unboxed(message: str) -> str:
     return " ".join(message.replace("│", " ").split())
 
 
-def test_no_warm_up_no_clipping_and_no_decay_are_values() -> None:
-    config = parse_a5("--warmup-steps", "0", "--clip", "inf", "--weight-decay", "0")
-    assert (config.warmup_steps, config.clip, config.weight_decay) == (0, math.inf, 0.0)
-
-
 def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
     base = TrainConfig(rtol=1e-3, atol=1e-7)
     assert build_solver(base) == "auto"
@@ -220,22 +193,6 @@ def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
     assert isinstance(anderson, Anderson) and anderson.rtol == 1e-3
     assert isinstance(broyden, Broyden) and broyden.atol == 1e-7
     assert isinstance(build_adjoint(dataclasses.replace(base, adjoint="phantom")), PhantomAdjoint)
-
-
-def test_caps_of_training_and_evaluation_are_set_apart() -> None:
-    assert build_cap(TrainConfig(solver_steps=7)) == FixedCap(7)
-    gamma = build_cap(TrainConfig(solver_steps=7, gamma_cap=(4.0, 1.0)))
-    assert gamma == GammaCap(4.0, 1.0, limit=7)
-    layer = Bedouin(
-        8,
-        solver=Picard(rtol=0.0, atol=0.0),
-        max_steps=build_cap(TrainConfig(solver_steps=7, train_solver_steps=3)),
-        on_unconverged="ignore",
-    )
-    x = torch.randn(2, 5, 8)
-    for training, steps in ((True, 3), (False, 7)):
-        layer.train(training)(x)
-        assert layer.stats is not None and layer.stats.num_steps.tolist() == [steps, steps]
 
 
 def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> None:

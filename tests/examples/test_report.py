@@ -1,6 +1,5 @@
 """Table, JSON, figure and the line of an evaluation."""
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -16,12 +15,9 @@ from common.evaluation import layer_stats, solve_scores
 from common.report import (
     Scores,
     chance_level,
-    evaluation_line,
     save_figure,
-    table,
     write_metrics,
 )
-from common.runs import read_run
 from research import summarize
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
@@ -51,21 +47,6 @@ def test_json_replaces_what_it_cannot_hold(tmp_path: Path) -> None:
     assert content == {"a": {"6": None}, "h": [{"r": None}, [1, 0.5]]}
 
 
-def test_evaluation_line_has_every_number() -> None:
-    line = evaluation_line(500, 1.25, SCORES)
-    assert line == (
-        "step 500  loss 1.2500  accuracy 6: 0.9950  12: 0.5000  num_steps 13  "
-        "residual 3.0e-05  conditioning 2.5e-01"
-    )
-    assert "conditioning" not in evaluation_line(1, 1.0, {**SCORES, "conditioning": {}})
-
-
-def test_table_has_a_row_for_each_length() -> None:
-    rows = table(SCORES, ("accuracy", "sequence_accuracy")).splitlines()
-    assert rows[0].split() == ["length", "accuracy", "sequence_accuracy", "median", "num_steps"]
-    assert rows[2].split() == ["12", "0.5000", "0.2500", "13"]
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved, so that a test can read what they show."""
@@ -84,12 +65,6 @@ def labels(figure: Figure) -> list[str]:
     return [str(line.get_label()) for axes in figure.axes for line in axes.get_lines()]
 
 
-def test_figure_is_drawn_with_nonfinite_scores_too(tmp_path: Path) -> None:
-    scores = {**SCORES, "accuracy": {"6": math.nan, "12": 0.5}}
-    save_figure(tmp_path / "f.png", [scores], title="A5", train_length=6, chance=1 / 60)
-    assert (tmp_path / "f.png").stat().st_size > 5000
-
-
 def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
     tmp_path: Path, figures: list[Figure]
 ) -> None:
@@ -104,18 +79,6 @@ def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
         (chance,) = [x for x in figure.axes[0].get_lines() if x.get_label() == "chance, one token"]
         assert list(chance.get_ydata()) == [1 / 60, 1 / 60]  # type: ignore[arg-type]
         assert not figure.axes[0].collections
-
-
-def test_figure_of_seeds_has_their_median_and_range(tmp_path: Path, figures: list[Figure]) -> None:
-    runs = []
-    for value in (0.25, 1.0, 0.5):
-        runs.append({**SCORES, "accuracy": {"6": 1.0, "12": value}})
-    save_figure(tmp_path / "f.png", runs, title="A5", train_length=6, chance=1 / 60)
-    axes = figures[0].axes[0]
-    assert torch.as_tensor(axes.get_lines()[0].get_ydata()).tolist() == [1.0, 0.5]
-    band = torch.as_tensor(axes.collections[0].get_paths()[0].vertices)
-    at_12 = band[band[:, 0] == 12, 1]
-    assert (float(at_12.min()), float(at_12.max())) == (0.25, 1.0)
 
 
 @pytest.mark.parametrize("runs", [[], [SCORES, {**SCORES, "accuracy": {"6": 1.0}}]])
@@ -143,23 +106,6 @@ def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) ->
     assert len(figures[0].axes) == 1
 
 
-def test_runs_of_other_options_are_not_drawn_together(tmp_path: Path) -> None:
-    run = read_run(RESULTS / "a5-cpu" / "a5_cpu_seed0")
-    other = copy.deepcopy(run)
-    other["config"]["lr"] = 1.0
-    with pytest.raises(ValueError, match=r"differ in the seed only, got other \['lr'\]"):
-        summarize.draw(tmp_path / "f.png", [run, other])
-    with pytest.raises(ValueError, match="results must be one file"):
-        summarize.Config((tmp_path, tmp_path))
-
-
-def test_a_figure_of_copying_with_a_nonfinite_score(tmp_path: Path) -> None:
-    run = read_run(RESULTS / "copying-one-head" / "copy_cpu_seed0")
-    run["accuracy"]["16"] = None
-    summarize.draw(tmp_path / "f.png", [run])
-    assert (tmp_path / "f.png").exists()
-
-
 def test_solve_scores_are_median_worst_and_smallest() -> None:
     fine = torch.ones(3, dtype=torch.bool)
     first = SolveStats(torch.tensor([1, 2, 9]), torch.tensor([0.1, 0.3, 0.2]), fine)
@@ -168,14 +114,6 @@ def test_solve_scores_are_median_worst_and_smallest() -> None:
     )
     scores = solve_scores([first, second], OneProcess())
     assert scores == pytest.approx({"num_steps": 3.0, "residual": 0.3, "conditioning": 0.7})
-
-
-def test_failed_sample_shows_in_the_residual() -> None:
-    stats = SolveStats(
-        torch.ones(2, dtype=torch.int64), torch.tensor([0.1, math.nan]), torch.tensor([True, False])
-    )
-    scores = solve_scores([stats], OneProcess())
-    assert math.isnan(scores["residual"])
 
 
 def test_another_model_is_refused() -> None:

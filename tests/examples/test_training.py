@@ -23,7 +23,6 @@ from bedouin.tasks import Batch, Stream, stream
 from common import training
 from common.checkpoint import plain_config
 from common.errors import UsageError
-from common.evaluation import stop_accuracy
 from common.folder import save_weights
 from common.job import Place, Problem, Run
 from common.options import TrainConfig, build_model, parse_config
@@ -161,11 +160,6 @@ def test_killed_process_continues_bit_for_bit(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_resume_without_checkpoint_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint .*start without --resume"):
-        train_a5.main(a5_config(tmp_path, resume=True))
-
-
 def test_resume_with_other_options_names_the_option(tmp_path: Path) -> None:
     train_a5.main(a5_config(tmp_path))
     with pytest.raises(ValueError, match=r"written with --lr 0.001, got 0.1; .*--out"):
@@ -217,14 +211,6 @@ def test_the_first_third_may_have_shorter_products(tmp_path: Path) -> None:
         dataclasses.replace(config, curriculum_from=6)
 
 
-def test_labels_at_the_last_token_alone(tmp_path: Path) -> None:
-    """A sequence is right where its only label is."""
-    train_a5.main(a5_config(tmp_path, label_at="last", tokens_per_transition=2, generators=2))
-    metrics = read_metrics(tmp_path)
-    assert metrics["accuracy"] == metrics["sequence_accuracy"]
-    assert math.isfinite(metrics["history"][-1]["loss"])
-
-
 def test_the_length_doubles_and_is_resumed(tmp_path: Path) -> None:
     options = {"curriculum": "double", "curriculum_every": 2, "curriculum_threshold": 0.0}
     config = a5_config(tmp_path, length=8, **options)
@@ -255,18 +241,6 @@ def test_early_stop_is_off_by_default_and_ends_the_run_when_reached(tmp_path: Pa
     metrics = read_metrics(tmp_path)
     assert metrics["steps"] == 3 and checkpoint(tmp_path)["stopped"] is True
     assert TrainConfig().stop_at_accuracy is None
-
-
-def test_longest_training_length_is_always_evaluated(tmp_path: Path) -> None:
-    train_a5.main(a5_config(tmp_path, steps=1, eval_lengths=(), final_lengths=()))
-    assert list(read_metrics(tmp_path)["accuracy"]) == ["3"]
-
-
-def test_early_stop_looks_at_training_lengths_only(tmp_path: Path) -> None:
-    config = copy_config(tmp_path)
-    job = training.start_job(train_copy.copying(config), config)
-    accuracy = {"3": 0.75, "6": 0.125}
-    assert stop_accuracy(job, {"accuracy": accuracy}) == 0.75
 
 
 def test_nonfinite_loss_stops_with_a_message(tmp_path: Path) -> None:

@@ -42,15 +42,6 @@ def test_a_stream_repeats() -> None:
     assert not torch.equal(draws[0], torch.rand(5, generator=stream("test", 3)))
 
 
-def test_state_continues() -> None:
-    generator = stream("train", 3)
-    state = generator.get_state()
-    expected = torch.rand(5, generator=generator)
-    resumed = stream("train", 99)
-    resumed.set_state(state)
-    assert torch.equal(torch.rand(5, generator=resumed), expected)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -186,13 +177,6 @@ def test_a_state_of_another_split_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError, match=f"new_state must come from a stream of split '{one}'"):
             generator.set_state(stream(other, 3).get_state())  # type: ignore[arg-type]
         assert torch.equal(torch.rand(5, generator=generator), expected)
-
-
-def test_the_split_of_a_stream_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        stream("test", 0).split = "train"  # type: ignore[misc]
-    with pytest.raises(ValueError, match="split must be one of"):
-        Stream(split="val")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""bedouin.integrations.hf: the configuration, its files and its errors."""
+
+import copy
+import inspect
+import json
+import pickle
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.16")
+
+from tests.integrations.test_hf import CONVOLVED, VOCAB, make_config, mixers, same  # noqa: E402
+
+from bedouin import Bedouin, Initialization, LowRank, NoMixing  # noqa: E402
+from bedouin.integrations.hf import (  # noqa: E402
+    BedouinConfig,
+    BedouinForCausalLM,
+    BedouinModel,
+)
+from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, Picard  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class TestConfig:
+    def test_round_trip_and_auto_classes(self, tmp_path: Path) -> None:
+        config = make_config(num_heads=2, feedback=("B", "C"), decay="griffin", expand=1.5)
+        config.save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert isinstance(loaded, BedouinConfig)
+        assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()
+        assert isinstance(transformers.AutoModel.from_config(loaded), BedouinModel)
+        mixer = transformers.AutoModelForCausalLM.from_config(loaded).model.layers[1].mixer
+        assert (mixer.num_heads, mixer.decay, mixer.feedback) == (2, "griffin", ("B", "C"))
+        assert (mixer.d_inner, mixer.layer_idx) == (12, 1)
+
+    @pytest.mark.parametrize("scale", [0.1, (1.0, 0.01)])
+    def test_rates_of_heads_survive_a_file(self, scale: Any, tmp_path: Path) -> None:
+        make_config(num_heads=2, initialization=Initialization(rates=scale)).save_pretrained(
+            tmp_path
+        )
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).initialization.rates == scale
+
+    def test_every_option_survives_a_file(self, tmp_path: Path) -> None:
+        options = CONVOLVED | {"output": "paper", "bias": False}
+        make_config(**options).save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        mixer = loaded.make_mixer(1)
+        assert (mixer.conv.width, mixer.projection, mixer.layer_idx) == (3, "input", 1)
+        assert type(mixer.mixer) is NoMixing and mixer.erase == 1
+        assert mixer.initialization == Initialization(0.5, (8, 0.001))
+        assert (mixer.output, mixer.raw_bias, mixer.feedback) == ("paper", None, ("delta", "x"))
+
+    def test_the_model_computes_the_layer_that_the_options_describe(self) -> None:
+        ids = torch.randint(1, VOCAB, (3, 7))
+        config = make_config(num_hidden_layers=1, intermediate_size=None, **CONVOLVED)
+        model = BedouinForCausalLM(config).double().eval()
+        layer = Bedouin(
+            8, d_state=4, num_heads=2, mixer=NoMixing(), input_scale="delta", erase=1.0,
+            feedback=["delta", "x"], initialization=CONVOLVED["initialization"],
+            d_conv=3, projection="input",
+        ).double()  # fmt: skip
+        layer.load_state_dict(mixers(model)[0].state_dict())
+        block, x = model.model.layers[0], model.model.embed_tokens(ids)
+        same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
+
+    def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
+        newer = ["conv_kernel", "initialization", "output", "bias"]
+        newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
+        old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
+        (tmp_path / "config.json").write_text(json.dumps(old))
+        mixer = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
+        expected = Bedouin(8, d_state=4, num_heads=2)
+        assert type(mixer) is Bedouin and mixer.initialization == Initialization()
+        assert repr(mixer) == repr(expected)
+        assert mixer.state_dict().keys() == expected.state_dict().keys()
+
+    def test_a_file_of_a_convolved_layer_names_the_version_that_reads_it(
+        self, tmp_path: Path
+    ) -> None:
+        """Files of that version also have use_conv_bias, which means nothing to other layers."""
+        saved = make_config().to_dict() | {"use_conv_bias": True}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(saved | {"conv_kernel": 4}))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        with pytest.raises(
+            ValueError,
+            match="got conv_kernel=4 and .* Convolved: bedouin 0.1.0 is the last version",
+        ):
+            BedouinForCausalLM(loaded)
+        path.write_text(json.dumps(saved | {"conv_kernel": 4, "projection": "input"}))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).conv.width == 4
+        assert "use_conv_bias" not in loaded.to_dict()
+        with pytest.raises(TypeError, match="BedouinConfig has no option 'use_conv_bias'"):
+            make_config(use_conv_bias=False)
+
+    def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
+        saved = make_config().to_dict() | {"rate_scale": [8, 0.001], "delta_from_x_init": 0.5}
+        del saved["initialization"]
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).initialization == Initialization(0.5, (8, 0.001))
+        assert "rate_scale" not in loaded.to_dict()
+
+    def test_objects_survive_a_file(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {
+            "solver": Picard(1e-3, patience=2),
+            "adjoint": ImplicitAdjoint(Jacobi(1e-2)),
+            "max_steps": GammaCap(3.0, limit=7),
+            "mixer": LowRank(3),
+        }
+        names = {"backend": "reference", "on_unconverged": "ignore"}
+        config = make_config(**options, **names)
+        assert config.solver == {"type": "Picard", **vars(options["solver"])}
+        assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+        BedouinForCausalLM(config).save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        layer = mixers(loaded)[1]
+        for name, value in (options | names).items():
+            assert repr(getattr(layer, name)) == repr(value), name
+        other = transformers.AutoConfig.from_pretrained(tmp_path, solver=Jacobi())
+        assert other.make_mixer(0).solver == Jacobi()
+
+    def test_a_file_may_leave_out_options_of_objects(self) -> None:
+        config = make_config(solver={"type": "Picard", "rtol": 1e-3})
+        assert config.make_mixer(0).solver == Picard(1e-3)
+
+    def test_objects_of_other_types(self) -> None:
+        class Other(Picard):
+            pass
+
+        with pytest.raises(TypeError, match="solver must be one of .* got .*Other"):
+            make_config(solver=Other())
+        with pytest.raises(TypeError, match="adjoint.solver must be an object .*'Newton'"):
+            make_config(adjoint={"type": "ImplicitAdjoint", "solver": {"type": "Newton"}})
+        with pytest.raises(TypeError, match="Picard has no option 'steps'"):
+            make_config(solver={"type": "Picard", "steps": 3})
+
+    def test_every_option_of_a_layer_is_one_of_the_configuration(self) -> None:
+        names = {field.name for field in fields(BedouinConfig)}
+        known = inspect.signature(Bedouin).parameters
+        for name in set(known) - {"layer_idx", "device"}:
+            assert BedouinConfig.attribute_map.get(name, name) in names, name
+
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            ({"mixer": LowRank(2), "num_householder": 1}, "num_householder must be 2 beside"),
+            ({"num_householder": 0, "beta_max": 0.5}, "beta_max must be 1"),
+            ({"conv_kernel": 0, "projection": "input"}, "d_conv must be"),
+            ({"output": "gate"}, "output must be"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, options: dict[str, Any], name: str) -> None:
+        with pytest.raises(ValueError, match=name):
+            BedouinForCausalLM(make_config(**options))
+
+    def test_names(self) -> None:
+        assert BedouinConfig(vocab_size=VOCAB, d_state=6).state_size == 6
+        assert make_config(d_conv=4).conv_kernel == 4
+        for name in ("n_layer", "n_layers", "num_layers"):
+            assert BedouinConfig(vocab_size=VOCAB, **{name: 3}).num_hidden_layers == 3
+            with pytest.raises(ValueError, match=f"{name} is another name of num_hidden_layers"):
+                make_config(**{name: 3})
+        assert make_config(nheads=2).make_mixer(0).num_heads == 2
+        with pytest.raises(TypeError, match="did you mean 'num_householder'"):
+            make_config(num_householders=2)
+
+    @pytest.mark.parametrize("name", ["d_inner", "headdim", "dt_rank"])
+    def test_options_of_other_layers_are_refused(self, name: str) -> None:
+        with pytest.raises(TypeError, match=f"BedouinConfig has no option '{name}'"):
+            make_config(**{name: 4})
+
+    def test_what_transformers_and_files_add_is_an_attribute(self) -> None:
+        config = make_config(attn_implementation="eager", num_labels=3, torch_dtype="float64")
+        assert config.num_labels == 3
+        file = config.to_dict() | {"of_another_tool": 1}
+        assert BedouinConfig.from_dict(file).of_another_tool == 1
