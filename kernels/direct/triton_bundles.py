@@ -149,8 +149,8 @@ def strided_row(ptr, sample, t, per_head, stride_h, stride_b, stride_t):
     if per_head is None:
         return ptr + sample * stride_b + _far(t, stride_t)
     else:
-        of_sample = sample // per_head * stride_h + sample % per_head * stride_b
-        return ptr + of_sample + _far(t, stride_t)
+        start = sample // per_head * stride_h + sample % per_head * stride_b
+        return ptr + start + _far(t, stride_t)
 
 
 @triton.jit

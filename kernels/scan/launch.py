@@ -65,7 +65,7 @@ LIMITS = ScanLimits()
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScanPlan:
     """How one scan is spread over programs: blocks of channels, and segments of whole chunks."""
 
     b: int
@@ -109,7 +109,7 @@ def plan_scan(
     heads: int = 1,
     chunk: int = CHUNK,
     limits: ScanLimits = LIMITS,
-) -> Plan:
+) -> ScanPlan:
     """The plan of the forward kernel or, with `reverse`, of the backward kernel, for segments of
     whole chunks of so many tokens."""
     b, t, d = x.shape
@@ -131,7 +131,7 @@ def plan_scan(
     segments = max(1, min(ceil_div(wanted, programs(block_d)), t // shortest))
     segment_chunks = ceil_div(ceil_div(t, segments), chunk)
     segments = ceil_div(t, segment_chunks * chunk)
-    return Plan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks, limits)
+    return ScanPlan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks, limits)
 
 
 def _forward_block(d: int, block_n: int, warp: int) -> int:
@@ -242,7 +242,7 @@ def sweep_scan_backward(
     scan: SweepScan,
     grad_A: Tensor,  # (b, s, n, d), written: the cotangent of A, in parts of segments
     options: ScanOptions,
-    plan: Plan,
+    plan: ScanPlan,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """The cotangents of B and C (b, t, blocks, n), in parts of blocks of channels; those of x and
@@ -303,7 +303,7 @@ def _enter_segments(
     # there are several segments; vector (b, t, n): B or C; entry: h0 (b, n, d) or the cotangent of
     # the last h (b, d, n)
     operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    plan: Plan,
+    plan: ScanPlan,
     options: ScanOptions,
     *,
     reverse: bool = False,

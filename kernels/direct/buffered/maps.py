@@ -38,13 +38,13 @@ def fill_maps(
     beta, scale, column = rows.beta.mT, rows.u_norms, e.mT
     own = column * identity
     # G - 2 e q is the sum of a product with q_i and one with q_j
-    of_row = -scale * (rows.beta * e * above + own)
-    of_column = -scale * (column * beta * above.mT + own)
-    of_U = identity.unsqueeze(-1) * of_row.unsqueeze(1)
-    of_U += identity.unsqueeze(1) * of_column.unsqueeze(1)
-    of_v = (identity * (scale * rows.beta)).unsqueeze(-1)
-    of_u = torch.cat([of_U, of_v, torch.zeros_like(of_v)], -1).flatten(2)
-    per_q = torch.cat([identity * beta, identity * (e * (1 - rows.gate.mT)), of_u], -1)
+    with_row = -scale * (rows.beta * e * above + own)
+    with_column = -scale * (column * beta * above.mT + own)
+    with_U = identity.unsqueeze(-1) * with_row.unsqueeze(1)
+    with_U += identity.unsqueeze(1) * with_column.unsqueeze(1)
+    with_v = (identity * (scale * rows.beta)).unsqueeze(-1)
+    with_u = torch.cat([with_U, with_v, torch.zeros_like(with_v)], -1).flatten(2)
+    per_q = torch.cat([identity * beta, identity * (e * (1 - rows.gate.mT)), with_u], -1)
     torch.bmm(rows.inverse, per_q, out=maps)
     constant.zero_()
     constant[:, 0, 2 * k :].unflatten(-1, (k, k + 2))[..., -1:] = scale * column

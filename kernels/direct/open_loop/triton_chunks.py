@@ -258,12 +258,12 @@ def _solve_chunk(
                 # token t is `at`, token s the one TOKENS - 1 - before
                 s = TOKENS - 1 - before
                 pair = couplings + (s * (s - 1) // 2 + at) * K * K
-                of_s = weights[(step - 1 - before) * K : (step - before) * K]
-                here = _add_coupling(here, of_s, pair, K, True)
+                weights_s = weights[(step - 1 - before) * K : (step - before) * K]
+                here = _add_coupling(here, weights_s, pair, K, True)
             else:
                 pair = couplings + (step * (step - 1) // 2 + before) * K * K
-                of_t = weights[before * K : (before + 1) * K]
-                here = _add_coupling(here, of_t, pair, K, False)
+                weights_t = weights[before * K : (before + 1) * K]
+                here = _add_coupling(here, weights_t, pair, K, False)
         if REVERSE:
             weights = solve_transposed(here, row, K) + weights
         else:

@@ -158,8 +158,8 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     }
     # a thread has one channel in phases S and R, and four of four states in phase G
     channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
-    of_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
-    warps = {**of_channels, GRADIENTS: state_warps, FEED: 8, FEED_ADJOINT: 8}
+    by_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
+    warps = {**by_channels, GRADIENTS: state_warps, FEED: 8, FEED_ADJOINT: 8}
     one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
