@@ -316,6 +316,16 @@ def _reverse_by_token(
     read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
     replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, constants_of(REPLAY, how))
+    edges = _memories(solved.edges, sizes)
+
+    def enter(chunk: int) -> None:
+        """Keep H after a chunk, and compute q of its tokens."""
+        edges[chunk].copy_(H)
+        replay.launch(chunk)
+
+    # Phase R reads q before it waits for the launch before it (`await_launch`). That one is
+    # therefore never a replay, but the product, and for the last token what makes products zeros.
+    enter(sizes.chunks - 1)
     fed = solved.fed[..., 0 if how.fed[0] else d :]
     W = inputs.W.view(-1, sum(how.fed), d, sizes.b // inputs.per_head, d)
     transposed = W.permute(3, 1, 4, 0, 2).contiguous()
@@ -326,13 +336,10 @@ def _reverse_by_token(
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
     reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, constants_of(REVERSE, how))
-    edges = _memories(solved.edges, sizes)
     for t in reversed(range(sizes.t)):
-        if (sizes.t - 1 - t) % CHUNK == 0:
-            chunk = sizes.chunk_of(t)
-            edges[chunk].copy_(H)
-            replay.launch(chunk)
         reverse.launch(t)
+        if t > 0 and (sizes.t - t) % CHUNK == 0:
+            enter(sizes.chunk_of(t - 1))
         adjoint.launch(t)
     eps = how.options.feedback_norm_eps
     solved.y0.copy_(normalize_feedback_vjp(products.sum((0, 1)), inputs.y0, eps))

@@ -163,7 +163,7 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
     warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
-    # pipelined in three stages, the transposed product of all heads took more than twice as long
     if overlaps and "OVERLAP" in chosen:
         chosen["launch_pdl"] = True
+    # one stage: pipelined, the transposed product of all heads took more than twice as long
     return Constants(num_warps=warps_of, num_stages=1, **chosen)
