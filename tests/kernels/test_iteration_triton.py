@@ -140,7 +140,7 @@ def never(method: type[Any]) -> IterativeSolver:
 
 
 def alternated(settings: list[Setting]) -> list[tuple[Setting, type[Any]]]:
-    """The methods in turn."""
+    """The methods in turn: of two times three settings, each of the three meets both."""
     return [(setting, METHODS[i % 2]) for i, setting in enumerate(settings)]
 
 
@@ -149,13 +149,14 @@ def layout(k: int, activation: Activation = "softplus", *, selective: bool = Tru
 
 
 CASES = [
-    *alternated([Setting(b=1, input_scale=s, eigenvalues=RANGES[0]) for s in SCALES]),
-    *alternated([Setting(b=1, input_scale=s, eigenvalues=RANGES[1]) for s in reversed(SCALES)]),
-    *alternated([Setting(b=1, layout=layout(1, a)) for a in ACTIVATIONS]),
+    *alternated([Setting(b=1, input_scale=s, eigenvalues=e) for e in RANGES for s in SCALES]),
     *alternated(
         [
-            Setting(b=1, n=1, layout=layout(1, a, selective=False), input_scale="one_minus_decay")
-            for a in reversed(ACTIVATIONS)
+            *(Setting(b=1, layout=layout(1, a)) for a in ACTIVATIONS),
+            *(
+                Setting(b=1, n=1, layout=layout(1, a, selective=False), input_scale=SCALES[2])
+                for a in ACTIVATIONS
+            ),
         ]
     ),
     *(
