@@ -31,6 +31,9 @@ ALIGNMENT = 16
 MAX_PLANS = 512
 """Plans of a kernel, after which all are dropped: lengths of sequences may vary without end."""
 
+LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg", "launch_cooperative_grid", "launch_pdl"
+"""What a launch may have beside the parameters of its kernel."""
+
 KEPT_CONSTANTS = 256
 """`Constants` of a kernel that are kept, one for each kind of call."""
 
@@ -56,6 +59,12 @@ class Constants(dict[str, Any]):
     def __init__(self, *constants: dict[str, Any], **more: Any) -> None:
         super().__init__(*constants, **more)
         self["enable_fp_fusion"] = True
+
+    @staticmethod
+    def of(kernel: "PlannedKernel", every: dict[str, Any]) -> "Constants":
+        """Those of `every` that the kernel has as parameters, and the launch options."""
+        chosen = {*kernel.kernel.arg_names, *LAUNCH_OPTIONS}
+        return Constants({name: value for name, value in every.items() if name in chosen})
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,17 +126,17 @@ def load(folder: Path, device: torch.device) -> list[Trained]:
     if not (folder / RESULTS).exists() or not weights.exists():
         raise UsageError(f"{folder} must have {RESULTS} and {weights.name}: see --keep-weights")
     content = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-    known = {field.name for field in fields(Config)}
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in content["config"].items()
-        if name in known
     }
     config = Config(**given | {"out": folder})
     stacked, found = load_file(weights), []
     for i, seed in enumerate(model_seeds(config)):
         model = make_model(config, content["rows"][0]["point"]).eval()
-        model.load_state_dict({name: v[i] for name, v in stacked.items()}, strict=False)
+        names = dict(model.named_parameters()).keys()
+        buffers = {name: v for name, v in model.state_dict().items() if name not in names}
+        model.load_state_dict(buffers | {name: v[i] for name, v in stacked.items()})
         (layer,) = model.mixers if len(model.mixers) == 1 else (None,)
         if not isinstance(layer, Bedouin):
             raise UsageError(f"{folder} must have models with one layer of Bedouin, got {layer}")

@@ -46,8 +46,6 @@ hold a half or a quarter. See triton_sums.py."""
 LINE = 32
 """float32 of a line of cache."""
 
-LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg", "launch_cooperative_grid"
-
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
@@ -208,7 +206,7 @@ def cooperative() -> dict[str, bool]:
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def constants_of(
+def kernel_constants(
     kernel: PlannedKernel,
     A: Like,  # (n, d) or (H, n, d)
     options: Parameterization,
@@ -226,5 +224,4 @@ def constants_of(
         **alignment(*strides),
         **own,
     }
-    given = {*kernel.kernel.arg_names, *LAUNCH_OPTIONS}
-    return Constants({name: value for name, value in every.items() if name in given})
+    return Constants.of(kernel, every)

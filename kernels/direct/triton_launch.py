@@ -18,8 +18,8 @@ from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     REPLAY_CHANNELS,
     Like,
-    constants_of,
     input_strides,
+    kernel_constants,
     layout_of,
     memory_constants,
     num_warps,
@@ -57,7 +57,7 @@ def launch_sweep(
     strides = *raw.stride()[:2], r
     like = Like.of(A)
     how = memory_constants(like, always=False)
-    constants = constants_of(SWEEP, like, options, strides, KEEP=keep_every, **how)
+    constants = kernel_constants(SWEEP, like, options, strides, KEEP=keep_every, **how)
     # read only where the states are in several blocks
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
     tensors = x, raw, fed, A, h, kept, BC, y, normed, statistics
@@ -106,7 +106,7 @@ def launch_reverse(
     strides = *raw.stride()[:2], *fed.stride()[:2]
     like = Like.of(A)
     how = memory_constants(like, always=True)
-    constants = constants_of(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
+    constants = kernel_constants(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
     read = x, raw, fed, grads.y, y, grad_normed, A, *buffers, h0, kept, replayed
     tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
     inner = x.stride()[:2], strides, grads.y.stride()[:2]
@@ -153,7 +153,7 @@ def prepare(
     sizes = chunk.start, len(chunk), t_end, per_head(A, b), d, A.shape[-2]
     integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
     how = {"FEEDBACK": fed is not None, "num_warps": _warps(d, A.dim() == 3)}
-    constants = constants_of(PREPARE, Like.of(A), options, strides, **how)
+    constants = kernel_constants(PREPARE, Like.of(A), options, strides, **how)
     tensors = x, y, raw, given, A, buffers.mixed, buffers.local
     PREPARE.launch((b * len(chunk),), tensors, integers, constants)
 
@@ -182,7 +182,7 @@ def _replay(
     strides = *raw.stride()[:2], *given.stride()[:2]
     block_d = REPLAY_CHANNELS if d > REPLAY_CHANNELS else next_power_of_two(d)
     how = {"KEEP_ALL": keeps_all, "FEEDBACK": fed is not None, "BLOCK_D": block_d, "num_warps": 4}
-    constants = constants_of(REPLAY, Like.of(A), options, strides, **how)
+    constants = kernel_constants(REPLAY, Like.of(A), options, strides, **how)
     # a chunk may be shorter than others
     out_stride = (len(chunk) - 1) * n * d if keeps_all else out.stride(0)
     sizes = chunk.start, len(chunk), slot, kept.shape[1], per_head(A, b), d, n

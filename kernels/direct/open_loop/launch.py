@@ -13,8 +13,8 @@ from bedouin.kernels.direct.open_loop.walks import launch_walk
 from bedouin.kernels.direct.triton_constants import (
     MOST_WARPS,
     Like,
-    constants_of,
     input_strides,
+    kernel_constants,
     layout_of,
     per_head,
     solver_size,
@@ -51,14 +51,14 @@ def launch_open_sweep(buffers: SweepBuffers, options: Parameterization, keep_eve
         (b * t_end,),
         (x, y, x, raw, A, delta, solver, statistics[3], y, solver),
         (t_end, per_head(A, b), d, n, *strides[:3], *y.stride()[:2], *raw.stride()[:2]),
-        constants_of(PREPARE, Like.of(A), options, raw.stride()[:2], REVERSE=False, **warps),
+        kernel_constants(PREPARE, Like.of(A), options, raw.stride()[:2], REVERSE=False, **warps),
     )
     launch_walk(x, raw, delta, solver, A, h, y, e, kept, keep_every, options)
     STATISTICS.launch(
         (b * t_end,),
         (x, y, raw, A, delta, solver, e, statistics),
         (t_end, per_head(A, b), d, n, *strides),
-        constants_of(STATISTICS, Like.of(A), options, raw.stride()[:2], **warps),
+        kernel_constants(STATISTICS, Like.of(A), options, raw.stride()[:2], **warps),
     )
 
 
@@ -86,7 +86,7 @@ def launch_open_reverse(
         (b * t_end,),
         (x, y, grads.y, raw, A, delta, solver, v, mixed, factor),
         (t_end, per_head(A, b), d, n, *x_strides, *grad_y_strides, *raw_strides),
-        constants_of(PREPARE, Like.of(A), options, raw_strides, REVERSE=True, **warps),
+        kernel_constants(PREPARE, Like.of(A), options, raw_strides, REVERSE=True, **warps),
     )
     heads = 1 if A.dim() == 2 else len(A)
     plan = plan_scan(y, n, reverse=True, heads=heads, chunk=keep_every, limits=limits)
@@ -131,7 +131,7 @@ def launch_open_reverse(
             *raw_strides,
             *grad_raw_strides,
         ),
-        constants_of(
+        kernel_constants(
             GRADIENTS,
             Like.of(A),
             options,

@@ -18,9 +18,9 @@ from bedouin.kernels.direct.triton_constants import (
     LANES,
     MOST_WARPS,
     Like,
-    constants_of,
     cooperative,
     input_strides,
+    kernel_constants,
     layout_of,
     per_head,
     solver_width,
@@ -144,18 +144,18 @@ def launch_walk(
             (b,),
             (given, raw, delta, solver, A, *written),
             (t_end, every, kept.shape[1], *sizes, *given_strides, *raw_strides),
-            constants_of(WALK, *common, REVERSE=reverse, **_walk_options(n, d, walk_form(d, n))),
+            kernel_constants(WALK, *common, REVERSE=reverse, **_walk_options(n, d)),
         )
         return
     tokens, chunks = plan.tokens, ceil_div(t_end, plan.tokens)
     block_d = min(CHANNELS_AT_A_TIME, next_power_of_two(d))
-    warps = max(1, block_d // LANES)
+    launch = _launch_options(max(1, block_d // LANES))
     couplings = A.new_empty(b, chunks, tokens * (tokens - 1) // 2, k, k)
     COUPLINGS.launch(
         (b * chunks,),
         (raw, delta, solver, A, couplings),
         (t_end, chunks, *sizes, *raw_strides),
-        constants_of(COUPLINGS, *common, TOKENS=tokens, BLOCK_D=block_d, **_launch_options(warps)),
+        kernel_constants(COUPLINGS, *common, TOKENS=tokens, BLOCK_D=block_d, **launch),
     )
     words = next_power_of_two(tokens * k) * A.dtype.itemsize // 4
     sums = torch.zeros(2, b, plan.parts, words, dtype=torch.int64, device=A.device)
@@ -178,7 +178,7 @@ def launch_walk(
                     *given_strides,
                     *raw_strides,
                 ),
-                constants_of(
+                kernel_constants(
                     CHUNKS,
                     *common,
                     REVERSE=reverse,
@@ -205,9 +205,9 @@ def walk_form(d: int, n: int) -> Form:
     return Form(warps, whole=channels >= NEIGHBOURS * LANES * warps)
 
 
-def _walk_options(n: int, d: int, form: Form) -> dict[str, Any]:
+def _walk_options(n: int, d: int) -> dict[str, Any]:
     """Constants of `walk_kernel` beside those of options and sizes."""
-    states = next_power_of_two(d) * next_power_of_two(n)
+    form, states = walk_form(d, n), next_power_of_two(d) * next_power_of_two(n)
     own = {"RESIDENT": states <= RESIDENT_STATES, "WHOLE": form.whole}
     return own | _launch_options(form.warps)
 

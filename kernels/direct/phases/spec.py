@@ -161,9 +161,9 @@ def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     by_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
     warps = {**by_channels, GRADIENTS: state_warps, FEED: 8, FEED_ADJOINT: 8}
     one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
-    chosen = {name: every[name] for name in kernel.kernel.arg_names if name in every}
-    warps_of = max(1, warps.get(kernel, 1 if one_warp else 4))
-    if overlaps and "OVERLAP" in chosen:
-        chosen["launch_pdl"] = True
-    # one stage: pipelined, the transposed product of all heads took more than twice as long
-    return Constants(num_warps=warps_of, num_stages=1, **chosen)
+    every["num_warps"] = max(1, warps.get(kernel, 1 if one_warp else 4))
+    # pipelined, the transposed product of all heads took more than twice as long
+    every["num_stages"] = 1
+    if overlaps and "OVERLAP" in kernel.kernel.arg_names:
+        every["launch_pdl"] = True
+    return Constants.of(kernel, every)
