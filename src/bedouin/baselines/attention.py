@@ -188,6 +188,8 @@ class Attention(Baseline[AttentionState]):
             q, k = (rotate(u, s if filled is None else filled, self.rope_base) for u in (q, k))
         keys = _append(state.keys, k.to(self.state_dtype), filled)
         values = _append(state.values, v.to(self.state_dtype), filled)
+        # torch's fused kernels need adjacent channels, which a convolution's output does not have
+        q = q.contiguous()
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
         causal, mask = False, None
         if filled is not None or (s and t > 1):
