@@ -41,7 +41,7 @@ VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (Anderson, {"atol": NAN}, "atol must be a finite number"),
     (Anderson, {"memory": 1}, "memory must be an int >= 2, got 1"),
     (Anderson, {"memory": 4.0}, "memory must be an int >= 2, got 4.0"),
-    (Anderson, {"regularization": 0.0}, "regularization must lie in (0, "),
+    (Anderson, {"regularization": 0.0}, "regularization must lie in (0, 1000000.0], got 0.0"),
     (Anderson, {"damping": 0.0}, "damping must lie in (0, 1], got 0.0"),
     (Broyden, {"rtol": "1"}, "rtol must be a finite number, got '1'"),
     (Broyden, {"atol": -1}, "atol must lie in"),
