@@ -16,7 +16,6 @@ from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
 from bedouin.testing import (
     assert_close,
-    find_fixed_point,
     measure_growth,
     relative_error,
 )
@@ -151,14 +150,3 @@ def test_a_sick_sample_is_reported_and_leaves_the_others_alone(
         assert torch.equal(layer.stats.num_steps[others], healthy.num_steps[others])
     else:
         assert_close("the others", output[others], expected[others], 1e-8)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("solver", [Picard(), Jacobi()], ids=name)
-def test_a_converged_prefix_stays_what_it_was(solver: Solver) -> None:
-    """Tokens freeze at the y at which their defect was measured, whatever comes after."""
-    layer = Bedouin(4, dtype=torch.float64)
-    x = torch.randn(2, 12, 4, dtype=torch.float64)
-    whole = find_fixed_point(layer, x, solver=solver)
-    padded = torch.cat([x[:, :5], torch.zeros_like(x[:, 5:])], 1)
-    assert torch.equal(find_fixed_point(layer, padded, solver=solver).y[:, :5], whole.y[:, :5])

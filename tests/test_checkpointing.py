@@ -16,6 +16,7 @@ from bedouin.layer import FixedPointLayer
 from bedouin.solvers import (
     Adjoint,
     Anderson,
+    Direct,
     FixedCap,
     GammaCap,
     ImplicitAdjoint,
@@ -36,6 +37,7 @@ WAYS = {
     "without early stop": {"use_reentrant": False, "early_stop": False},
 }
 PAIRS: list[tuple[Solver, Adjoint | None]] = [
+    (Direct(), None),
     (Picard(), OneStepAdjoint()),
     (Picard(), None),
     (Picard(), UnrolledAdjoint()),

@@ -1,8 +1,6 @@
 """Copies and checkpoints of a layer, and ensembles of layers under torch.func.vmap."""
 
 import copy
-import io
-import pickle
 import warnings
 from typing import Any
 
@@ -10,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct
-from bedouin.layer import FixedPointLayer
+from bedouin import Bedouin, FixedPointRNN
 from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 from bedouin.testing import assert_close
 
@@ -38,33 +35,6 @@ def test_checkpoints_fit_layers_that_solve_otherwise(other: dict[str, Any]) -> N
     first.load_state_dict(second.state_dict(), strict=True)
     assert first.state_dict().keys() == second.state_dict().keys()
     assert int(second.get_extra_state()) == 1
-
-
-def assert_twins(first: FixedPointLayer, second: FixedPointLayer) -> None:
-    x = torch.randn(2, 5, 4)
-    assert torch.equal(first(x), second(x))
-    assert second.solver == first.solver and second.cap == first.cap
-    assert repr(second) == repr(first)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_deepcopy_and_pickle(kind: Any) -> None:
-    layer = kind(4, mixer=HouseholderProduct(3, 2.0), solver=Jacobi(rtol=1e-5))
-    layer(torch.randn(2, 3, 4)).sum().backward()
-    assert_twins(layer, copy.deepcopy(layer))
-    assert_twins(layer, pickle.loads(pickle.dumps(layer)))
-
-
-def test_torch_save_and_load() -> None:
-    layer, buffer = Bedouin(4, solver=Picard()), io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    assert_twins(layer, torch.load(buffer, weights_only=False))
-    torch.save(layer.state_dict(), buffer := io.BytesIO())
-    buffer.seek(0)
-    other = Bedouin(4, solver=Picard())
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert_twins(layer, other)
 
 
 def stacked(layers: list[Bedouin]) -> dict[str, Tensor]:

@@ -235,14 +235,6 @@ def test_every_parameterization(options: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("decay", ["sigmoid", "griffin"])
-@pytest.mark.parametrize("eigenvalues", ["positive", "full"])
-def test_every_vector_parameterization(decay: Any, eigenvalues: Any) -> None:
-    layer = FixedPointRNN(3, decay=decay, eigenvalues=eigenvalues, dtype=torch.float64)
-    assert_oracle(spread(layer), b=2, t=5)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_from_paper_is_the_papers_parameterization(k: int) -> None:
     """Griffin, s = Delta, beta = 2 sigmoid(alpha), feedback in B, C, Q and gate, bias on Delta

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.random_layers import random_layer
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.layer import FixedPointLayer
@@ -22,7 +20,6 @@ from bedouin.solvers import (
     Anderson,
     Broyden,
     Direct,
-    FixedCap,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -169,25 +166,6 @@ def cosine_to_exact(layer: Bedouin, x: Tensor, adjoint: Adjoint) -> float:
     return compare_gradients(*gradients)[1]
 
 
-def test_phantom_comes_closer_with_more_steps() -> None:
-    layer = Bedouin(4, d_state=4, max_steps=200, dtype=torch.float64)
-    with torch.no_grad():
-        layer.dt_bias.add_(2.0)
-    x, _ = problem(layer, b=4, t=6)
-    steps = (1, 4, 60)
-    cosines = [cosine_to_exact(layer, x, PhantomAdjoint(n, 1.0)) for n in steps]
-    assert cosines[0] < cosines[1] < cosines[2]
-    assert cosines[2] > 1 - 1e-9
-
-
-def test_one_phantom_step_is_the_one_step_adjoint() -> None:
-    layer = Bedouin(3, dtype=torch.float64)
-    x, state = problem(layer, b=2, t=5)
-    one = layer_gradients(layer, x, OneStepAdjoint(), state=state)
-    phantom = layer_gradients(layer, x, PhantomAdjoint(1, 1.0), state=state)
-    assert_gradients(phantom, one, 1e-12)
-
-
 @pytest.mark.parametrize(
     "adjoint",
     [ImplicitAdjoint(), ImplicitAdjoint(PICARD), OneStepAdjoint(), PhantomAdjoint()],
@@ -214,30 +192,6 @@ def test_backward_statistics_come_with_the_backward_pass(solver: Solver) -> None
     assert backward.residual.shape == (2,) and backward.residual.max() < 1e-12
 
 
-def test_a_cut_adjoint_solve_is_reported() -> None:
-    layer = Bedouin(
-        3, adjoint=ImplicitAdjoint(PICARD), on_unconverged="ignore", dtype=torch.float64
-    )
-    with torch.no_grad():
-        layer.dt_bias.add_(3.0)
-    layer.cap = FixedCap(2)
-    x, _ = problem(layer, b=2, t=8)
-    layer(x).sum().backward()
-    assert layer.stats is not None and layer.stats.backward is not None
-    assert not layer.stats.backward.converged.any()
-
-
-@pytest.mark.parametrize(
-    "adjoint", [ImplicitAdjoint(), ImplicitAdjoint(PICARD), OneStepAdjoint()], ids=str
-)
-def test_double_backward_raises(adjoint: Adjoint) -> None:
-    layer = Bedouin(3, adjoint=adjoint, dtype=torch.float64)
-    x = torch.randn(1, 3, 3, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once differentiable"):
-        torch.autograd.grad(gradient.sum(), x)
-
-
 def test_gradients_at_zero_tokens_stay_finite() -> None:
     layer = Bedouin(4, num_householder=3, beta_max=2.0, dtype=torch.float64)
     x = torch.zeros(2, 6, 4, dtype=torch.float64)
@@ -262,27 +216,3 @@ def test_no_reflection_is_without_gradient(k: int) -> None:
     start, d = layer.d_inner + 2 * layer.d_state, layer.d_inner
     vectors = gradients["x_proj.weight"][start : start + k * d].unflatten(0, (k, d))
     assert (vectors.abs().amax((1, 2)) > 0).all()
-
-
-def test_a_layer_may_run_again_in_the_backward() -> None:
-    torch.manual_seed(0)
-    layer = Bedouin(4, d_state=2, dtype=torch.float64)
-    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
-    inputs = [x, *layer.parameters()]
-    kept: list[int] = []
-
-    def count(v: Tensor) -> Tensor:
-        kept[-1] += v.numel()
-        return v
-
-    def gradients(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        kept.append(0)
-        with saved_tensors_hooks(count, lambda v: v):
-            total = call(x).square().sum()
-        return torch.autograd.grad(total, inputs)
-
-    expected = gradients(layer)
-    got = gradients(lambda x: checkpoint(layer, x, use_reentrant=False))
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    assert kept[1] < kept[0] / 10

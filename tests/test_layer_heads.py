@@ -258,28 +258,6 @@ def test_a_mixers_parameters_are_shared_by_the_heads() -> None:
     assert_close("gradient", grad, sum_of(own), RTOL)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_nothing_in_nothing_out(kind: Any, shape: tuple[int, int]) -> None:
-    layer = kind(4, num_heads=2)
-    x = torch.randn(*shape, 4, requires_grad=True)
-    before = layer.init_state(shape[0])
-    output, state = layer(x, before, return_state=True)
-    output.sum().backward()
-    assert output.shape == (*shape, 4) and layer.stats.num_steps.shape == shape[:1]
-    assert all(torch.equal(v, w) for v, w in zip(state, before, strict=True))
-    assert x.grad is not None and x.grad.shape == x.shape
-
-
-@pytest.mark.parametrize("b", [1, 2])
-def test_a_returned_state_owns_its_memory(b: int) -> None:
-    layer = Bedouin(4, num_heads=2)
-    _, state = layer(torch.randn(b, 5, 4), return_state=True)
-    for value, shape in ((state.ssm, (b, 8, 16)), (state.y, (b, 8))):
-        assert value.shape == shape
-        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
-
-
 def test_reports_count_samples_not_heads() -> None:
     solver = Picard(rtol=1e-12, atol=0.0)
     layer = Bedouin(4, num_heads=4, solver=solver, adjoint=ImplicitAdjoint(solver), max_steps=2)
@@ -289,23 +267,6 @@ def test_reports_count_samples_not_heads() -> None:
         output.sum().backward()
     assert layer.stats is not None and layer.stats.backward is not None
     assert layer.stats.residual.shape == layer.stats.backward.residual.shape == (3,)
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_low_precision(kind: Any, autocast: bool) -> None:
-    layer = kind(8, num_heads=4)
-    x = torch.randn(2, 6, 8, requires_grad=True)
-    expected = layer(x)
-    if autocast:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output, state = layer(x, return_state=True)
-    else:
-        output, state = layer.bfloat16()(x.bfloat16(), return_state=True)
-    output.sum().backward()
-    assert output.dtype == torch.bfloat16 and state.ssm.dtype == state.y.dtype == torch.float32
-    assert_close("output", output.float(), expected, 0.05)
-    assert all(v.grad is not None and v.grad.isfinite().all() for v in layer.parameters())
 
 
 def test_heads_from_the_meta_device() -> None:

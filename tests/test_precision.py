@@ -18,6 +18,8 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {}),
     (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "eigenvalues": "full"}),
     (FixedPointRNN, {}),
+    (Bedouin, {"num_heads": 4}),
+    (FixedPointRNN, {"num_heads": 4}),
 ]
 
 

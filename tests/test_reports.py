@@ -330,6 +330,7 @@ def test_a_layer_can_be_copied_after_a_backward(
     assert stats is not None
     y = layer(x)
     for other in others:
+        assert repr(other) == repr(layer) and other.cap == layer.cap
         assert torch.equal(other.stats.residual, stats.residual)
         assert (other.stats.backward is None) == (stats.backward is None)
         if stats.backward is not None:

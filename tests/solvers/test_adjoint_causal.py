@@ -3,10 +3,9 @@
 Letters: b batch, t time, c values of a token.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.toy_map import ToyMap
 from torch import Tensor
 
 from bedouin.solvers import (
@@ -28,37 +27,7 @@ def _loss(y: Tensor) -> Tensor:
     return (y * torch.arange(1.0, 1 + y.numel(), dtype=y.dtype).reshape(y.shape).cos()).sum()
 
 
-class _ToyMap:
-    """F(y)_t = a y_t + sin(y_{t-1}) w + x_t, with the local solve that Jacobi needs, both ways."""
-
-    def __init__(self, a: Tensor, w: Tensor, x: Tensor) -> None:
-        self.a, self.w, self.x = a, w, x
-
-    def _past(self, y: Tensor) -> Tensor:
-        before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1)
-        return torch.sin(before) * self.w + self.x
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return self.a * y + self._past(y)
-
-    def loop(self) -> Tensor:
-        """The fixed point token by token, differentiable."""
-        y = self.x[:, 0] / (1 - self.a)
-        tokens = [y]
-        for x_t in self.x.unbind(1)[1:]:
-            y = (torch.sin(y) * self.w + x_t) / (1 - self.a)
-            tokens.append(y)
-        return torch.stack(tokens, 1)
-
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self._past(y) / (1 - self.a), y.new_ones(y.shape[0])
-
-    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        a = self.a.detach()
-        return (lambda w: a * w), (lambda r: r / (1 - a))
-
-
-class _ExactToyMap(_ToyMap):
+class ExactToyMap(ToyMap):
     """The same with a reverse sweep, which reports one step."""
 
     def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:
@@ -72,7 +41,7 @@ class _ExactToyMap(_ToyMap):
         return value
 
 
-def _toy(kind: type[_ToyMap], a: float = -2.0) -> tuple[_ToyMap, list[Tensor]]:
+def _toy(kind: type[ToyMap], a: float = -2.0) -> tuple[ToyMap, list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 6, 3), (3,)))
     inputs = [v.requires_grad_() for v in (torch.tensor(a, dtype=torch.float64), w, x)]
@@ -80,7 +49,7 @@ def _toy(kind: type[_ToyMap], a: float = -2.0) -> tuple[_ToyMap, list[Tensor]]:
 
 
 def _toy_gradients(
-    kind: type[_ToyMap], solver: Solver, adjoint: Adjoint | None, a: float = -2.0
+    kind: type[ToyMap], solver: Solver, adjoint: Adjoint | None, a: float = -2.0
 ) -> tuple[tuple[Tensor, ...], SolveStats]:
     f, inputs = _toy(kind, a)
     y0 = torch.zeros_like(f.x)
@@ -92,19 +61,19 @@ def _toy_gradients(
 
 
 def _toy_reference(a: float = -2.0) -> tuple[Tensor, ...]:
-    f, inputs = _toy(_ToyMap, a)
+    f, inputs = _toy(ToyMap, a)
     return torch.autograd.grad(_loss(f.loop()), inputs)
 
 
 def test_jacobi_backward_in_time_ends_within_t_plus_1_steps() -> None:
-    grads, backward = _toy_gradients(_ToyMap, Jacobi(1e-13, 0.0), None)
+    grads, backward = _toy_gradients(ToyMap, Jacobi(1e-13, 0.0), None)
     torch.testing.assert_close(grads, _toy_reference())
     assert int(backward.num_steps.max()) <= 7
 
 
 @pytest.mark.parametrize("backward", [EXACT, Anderson(1e-13, 0.0), Jacobi(1e-13, 0.0)])
 def test_causal_maps_have_exact_gradients_by_every_adjoint_solver(backward: Solver) -> None:
-    grads, _ = _toy_gradients(_ToyMap, EXACT, ImplicitAdjoint(backward), a=0.4)
+    grads, _ = _toy_gradients(ToyMap, EXACT, ImplicitAdjoint(backward), a=0.4)
     torch.testing.assert_close(grads, _toy_reference(0.4), rtol=1e-8, atol=1e-10)
 
 
@@ -113,11 +82,11 @@ def test_causal_maps_have_exact_gradients_by_every_adjoint_solver(backward: Solv
 def test_a_reverse_sweep_is_used_after_every_solver(
     solver: Solver, adjoint: Adjoint | None
 ) -> None:
-    grads, backward = _toy_gradients(_ExactToyMap, solver, adjoint, a=0.4)
+    grads, backward = _toy_gradients(ExactToyMap, solver, adjoint, a=0.4)
     torch.testing.assert_close(grads, _toy_reference(0.4))
     assert backward.num_steps.tolist() == [1, 1]
 
 
 def test_another_adjoint_solver_is_honoured_despite_the_reverse_sweep() -> None:
-    _, backward = _toy_gradients(_ExactToyMap, EXACT, ImplicitAdjoint(EXACT), a=0.4)
+    _, backward = _toy_gradients(ExactToyMap, EXACT, ImplicitAdjoint(EXACT), a=0.4)
     assert int(backward.num_steps.min()) > 1

@@ -116,13 +116,6 @@ def test_a_map_without_a_sweep_is_refused_by_name() -> None:
         solve(lambda y: 0.5 * y, torch.ones(2, 3, 1), Direct(), time_dim=1)
 
 
-def test_it_has_no_options() -> None:
-    with pytest.raises(TypeError, match=r"Direct has no option 'rtol'. Valid: no options at all"):
-        Direct(rtol=1e-3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Direct takes 0 options \[\], got 1"):
-        Direct(1e-3)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
 def test_a_value_of_rounding_errors_has_not_converged(kind: Any) -> None:
     """Two reflections of a single channel make a Q near 0, so that Q x is lost beside x."""

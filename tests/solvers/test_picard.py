@@ -3,7 +3,6 @@
 Letters: b batch, t tokens, c values of a token.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -124,12 +123,6 @@ def test_small_cotangents_have_gradients() -> None:
     torch.testing.assert_close(gradient, torch.full_like(x, 2e-10), rtol=1e-9, atol=0)
 
 
-def test_a_start_at_the_fixed_point_takes_one_step() -> None:
-    solution = _run(_rates(0.5), torch.full((1, 4), 2.0, dtype=torch.float64), Picard())
-    assert solution.stats.num_steps.tolist() == [1]
-    assert solution.result is Result.converged
-
-
 def test_damping_is_the_weight_of_the_new_value() -> None:
     f, y0 = _rates(0.5), torch.zeros(1, 1, dtype=torch.float64)
     solution = _run(f, y0, Picard(0.0, 0.0, damping=0.25), max_steps=2)
@@ -168,23 +161,20 @@ def test_adaptive_damping_does_not_touch_a_sample_that_improves() -> None:
     assert torch.equal(together.value[:1], _run(_rates(rates[0]), y0[:1], Picard(1e-6, 0.0)).value)
 
 
-@pytest.mark.parametrize("solver", [Picard(1e-6), Picard(1e-2), Picard(1e-6, damping=0.7), NEVER])
-@pytest.mark.parametrize("future", [0.0, 1e3, torch.inf, torch.nan])
-def test_a_token_does_not_see_its_future(future: float, solver: Picard) -> None:
-    x = torch.randn(3, 8, 2)
-    changed = x.clone()
-    changed[:, 5:] += future
-    before, after = (_solve_causal(v, solver).value for v in (x, changed))
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert future == 0 or not torch.equal(before[:, 5:], after[:, 5:])
-
-
 @settings(max_examples=25)
-@given(seed=st.integers(0, 99), cut=st.integers(1, 9), rtol=st.sampled_from([1e-1, 1e-3, 1e-6]))
-def test_a_longer_sequence_does_not_change_its_beginning(seed: int, cut: int, rtol: float) -> None:
+@given(
+    seed=st.integers(0, 99),
+    cut=st.integers(1, 9),
+    solver=st.sampled_from(
+        [Picard(0.1), Picard(1e-3), Picard(1e-6), Picard(1e-6, damping=0.7), NEVER]
+    ),
+)
+def test_a_longer_sequence_does_not_change_its_beginning(
+    seed: int, cut: int, solver: Picard
+) -> None:
     x = torch.randn(2, 10, 3, generator=torch.Generator().manual_seed(seed))
-    whole = _solve_causal(x, Picard(rtol)).value
-    assert torch.equal(whole[:, :cut], _solve_causal(x[:, :cut], Picard(rtol)).value)
+    whole = _solve_causal(x, solver).value
+    assert torch.equal(whole[:, :cut], _solve_causal(x[:, :cut], solver).value)
 
 
 @settings(max_examples=25)
@@ -342,41 +332,3 @@ def test_a_value_that_becomes_nan_later_is_reported() -> None:
     assert bool(solution.value.isnan().all())
     assert solution.result is Result.nonfinite
     assert solution.stats.num_steps.max() < 10
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rtol": -1e-3}, r"rtol must lie in \[0, 1000000.0\], got -0.001"),
-        ({"rtol": float("nan")}, "rtol must be a finite number, got nan"),
-        ({"atol": -1}, "atol must lie in"),
-        ({"atol": True}, "atol must be a finite number, got True"),
-        ({"rtol": "1e-3"}, "rtol must be a finite number, got '1e-3'"),
-        ({"damping": 0.0}, r"damping must lie in \(0, 1\], got 0.0"),
-        ({"damping": 1.5}, r"damping must lie in \(0, 1\], got 1.5"),
-        ({"shrink": 0}, r"shrink must lie in \(0, 1\], got 0"),
-        ({"patience": 0}, "patience must be None or an int >= 1, got 0"),
-        ({"patience": 2.5}, "patience must be None or an int >= 1, got 2.5"),
-        ({"stop_rule": "lowest"}, r"stop_rule must be one of \('prefix', 'paper'\), got 'lowest'"),
-    ],
-)
-def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Picard(**options)
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        (
-            (),
-            {"tol": 1},
-            r"Picard has no option 'tol'; did you mean '[ar]tol'\? Valid: rtol, atol,",
-        ),
-        ((), {"max_iter": 9}, r"Picard has no option 'max_iter'\. Valid: rtol, atol, damping"),
-        (range(7), {}, r"Picard takes 6 options \['rtol', .*\], got 7"),
-    ],
-)
-def test_unknown_options(args: Sequence[Any], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        Picard(*args, **options)

@@ -114,14 +114,6 @@ def test_the_1st_10th_and_100th_outcome_of_a_subject_warn() -> None:
     assert [text.partition(" ")[0] for text in told] == ["1", "10", "100"]
 
 
-def test_a_warning_points_at_the_line_outside_the_package() -> None:
-    warning = DeferredWarning()
-    warning.schedule(_stats(False), "layer")
-    with pytest.warns(ConvergenceWarning) as found:
-        warning.flush()
-    assert found[0].filename == __file__
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
 def test_a_copy_starts_without_pending_outcomes(duplicate: Any) -> None:
     warning = DeferredWarning()
