@@ -27,7 +27,7 @@ from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
-def solve(q, row, K: tl.constexpr):
+def solve_row(q, row, K: tl.constexpr):
     """E e = E N E q, by the scalars of a token as in triton_prepare.py."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
     left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
@@ -45,7 +45,7 @@ def solve(q, row, K: tl.constexpr):
 
 
 @triton.jit
-def solve_transposed(q, row, K: tl.constexpr):
+def solve_row_transposed(q, row, K: tl.constexpr):
     """E f = E N^T E q, likewise."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
     left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
@@ -213,9 +213,9 @@ def walk_kernel(
         c_next = load_tuple(solvers + ahead * WIDTH, K)
         q = add(sums(rows_times(u, read, K)), c, K)
         if REVERSE:
-            weights = solve_transposed(q, row, K)
+            weights = solve_row_transposed(q, row, K)
         else:
-            weights = solve(q, row, K)
+            weights = solve_row(q, row, K)
         value += combine(weights, u, K)
         out = out_ptr + (sample * t_end + t) * d + cols
         until -= 1

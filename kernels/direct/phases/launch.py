@@ -30,7 +30,7 @@ from bedouin.kernels.direct.phases.spec import (
     SWEEP,
     TOKENS,
     LaunchSpec,
-    constants_of,
+    phase_constants,
 )
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
@@ -64,9 +64,9 @@ class _Inputs(NamedTuple):
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
         grid, numbers = _by_tokens(sizes), (b * t, t, *raw.stride()[:2])
-        PREPARE.launch(grid, (raw, B, C, scalars), numbers, constants_of(PREPARE, how))
+        PREPARE.launch(grid, (raw, B, C, scalars), numbers, phase_constants(PREPARE, how))
         if sizes.k:
-            constants = constants_of(PREPARE_REFLECTIONS, how)
+            constants = phase_constants(PREPARE_REFLECTIONS, how)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
         W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
         if how.by_token or W.stride()[1:] != (d, 1):
@@ -148,15 +148,15 @@ def launch_phases(
             parts.solved,
         )
         numbers = *inputs.numbers, *inputs.strides
-        SWEEP.launch((b,), tensors, numbers, constants_of(SWEEP, how))
+        SWEEP.launch((b,), tensors, numbers, phase_constants(SWEEP, how))
     statistics = A.new_empty(4, b, t)
     if sizes.k:
         solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, parts.rows, statistics
         numbers = b * t, t, *inputs.strides
-        constants = constants_of(SOLVED_STATISTICS, how)
+        constants = phase_constants(SOLVED_STATISTICS, how)
         SOLVED_STATISTICS.launch((b * t,), solved, numbers, constants)
     else:
-        constants = constants_of(STATISTICS, how)
+        constants = phase_constants(STATISTICS, how)
         STATISTICS.launch(_by_tokens(sizes), (y, statistics), (b * t,), constants)
     return y, h, kept if keeps else kept[:, :0], statistics
 
@@ -174,7 +174,7 @@ def _sweep_by_token(
     read = inputs._replace(W=products).read_by_sweep
     tensors = *read, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
     numbers = *inputs.numbers_of_token, *inputs.strides
-    sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, constants_of(SWEEP, how))
+    sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, phase_constants(SWEEP, how))
     states = _memories(parts.states, sizes) if how.keeps else ()
     for t in range(sizes.t):
         if how.keeps and (t == 0 or (sizes.t - t) % CHUNK == 0):
@@ -198,7 +198,7 @@ def _products(
     grid = heads * vectors, how.splits, ceil_div(inputs.per_head, how.tile)
     numbers = heads, inputs.per_head, how.each, *v.stride()[:2]
     tensors = v, inputs.y0, W, products
-    return LaunchSeries(kernel, grid, tensors, numbers, constants_of(kernel, how)), products
+    return LaunchSeries(kernel, grid, tensors, numbers, phase_constants(kernel, how)), products
 
 
 def _memories(
@@ -212,7 +212,7 @@ def _memories(
     return states.view(b, sizes.chunks, N, P)[..., :n, :d].unbind(1)
 
 
-class Gradients(NamedTuple):
+class PhaseGradients(NamedTuple):
     """Cotangents."""
 
     x: Tensor  # (b, t, d)
@@ -242,7 +242,7 @@ def launch_reverse_phases(
     kept: Tensor,  # (b, `Sizes.kept`)
     operands: Operands,
     options: Parameterization,
-) -> Gradients:
+) -> PhaseGradients:
     """Phases P, R and G, and the adjoint of P."""
     sizes = sizes_of(operands, options)
     how = LaunchSpec.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
@@ -256,15 +256,15 @@ def launch_reverse_phases(
     statistics = inputs.A.new_empty(2, b, t)
     given = inputs.raw, solved.fed, grad_B, grad_C, parts.rows, solved.adjoint
     numbers = b * t, t, *inputs.raw.stride()[:2]
-    constants = constants_of(FINISH, how)
+    constants = phase_constants(FINISH, how)
     FINISH.launch(_by_tokens(sizes), (*given, grad_raw, statistics), numbers, constants)
     if sizes.k:
         known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, parts.rows, solved.adjoint
         numbers = b * t, t, *inputs.strides
-        constants = constants_of(FINISH_REFLECTIONS, how)
+        constants = phase_constants(FINISH_REFLECTIONS, how)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
     fed, grad_h0, grad_y0 = solved.fed, solved.H, solved.y0
-    return Gradients(fed[..., d:], grad_raw, fed, grad_A, grad_h0, grad_y0, statistics)
+    return PhaseGradients(fed[..., d:], grad_raw, fed, grad_A, grad_h0, grad_y0, statistics)
 
 
 def _reverse(
@@ -292,7 +292,7 @@ def _reverse(
     first = H if last is None else last
     results = scratch, first, H, edges, adjoint, fed, f, solved.y0
     numbers = *inputs.numbers, *inputs.raw.stride()[:2]
-    REVERSE.launch((b,), (*known, *values, *results), numbers, constants_of(REVERSE, how))
+    REVERSE.launch((b,), (*known, *values, *results), numbers, phase_constants(REVERSE, how))
     return solved
 
 
@@ -315,7 +315,7 @@ def _reverse_by_token(
         H.copy_(last)
     read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
-    replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, constants_of(REPLAY, how))
+    replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, phase_constants(REPLAY, how))
     edges = _memories(solved.edges, sizes)
 
     def enter(chunk: int) -> None:
@@ -335,7 +335,7 @@ def _reverse_by_token(
     results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, solved.y0
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
-    reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, constants_of(REVERSE, how))
+    reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, phase_constants(REVERSE, how))
     for t in reversed(range(sizes.t)):
         reverse.launch(t)
         if t > 0 and (sizes.t - t) % CHUNK == 0:
@@ -363,7 +363,7 @@ def _gradients(
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, 1, each
-    GRADIENTS.launch((b, splits, blocks), tensors, numbers, constants_of(GRADIENTS, how))
+    GRADIENTS.launch((b, splits, blocks), tensors, numbers, phase_constants(GRADIENTS, how))
     return grad_B, grad_C, grad_A.sum(1)
 
 

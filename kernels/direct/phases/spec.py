@@ -128,7 +128,7 @@ def heads_at_once(P: int) -> int:
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
+def phase_constants(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
     (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = how
     by_token, (feeds_delta, feeds_x) = how.by_token, fed

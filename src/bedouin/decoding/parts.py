@@ -22,7 +22,7 @@ from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
 from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import is_untouched
 
-CHECK_EVERY = 32
+CHECK_TOKENS = 32
 """Tokens between two asynchronous checks of whether all of them were solved."""
 
 
@@ -99,7 +99,7 @@ class FixedPointPart:
         """What comes after a token."""
         self._last = None
         self._tokens += 1
-        if self._tokens % CHECK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
+        if self._tokens % CHECK_TOKENS == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
                 layer.deferred.schedule(self._stats(since_check=True), subject)
