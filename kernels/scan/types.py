@@ -39,7 +39,7 @@ class ScanResult(NamedTuple):
 
     y: Tensor  # (b, t, d)
     h: Tensor  # (b, d, n), after the last token
-    kept: Tensor  # (b, ceil(t / SCAN_CHUNK), d, n), h before each chunk; no chunk unless asked for
+    kept: Tensor  # (b, ceil(t / SCAN_CHUNK), d, n), h before each chunk; none unless kept
 
 
 class ScanCotangents(NamedTuple):

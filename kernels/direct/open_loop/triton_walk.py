@@ -82,8 +82,8 @@ def decay_of(
     delta, A_log2, rows, WHOLE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """lambda (n, d); in float32 3 of 16 states by arithmetic, so that the instruction `ex2` and the
-    others take equally long. If WHOLE, the compiler knows the rows of a thread, and which way each
-    takes."""
+    others take equally long. If WHOLE, the rows of a thread, and which way each takes, are
+    constants for the compiler."""
     exponent = A_log2 * delta[None, :]
     if WHOLE and exponent.dtype == tl.float32:
         power = tl.where((rows % 5 == 3)[:, None], exp2_of_negative(exponent), exp2(exponent, FAST))
