@@ -7,6 +7,6 @@
 `householder`  channel mixing in compact WY form
 `iteration`    Picard and Jacobi: one step of all tokens at once
 `direct`       the local equation of one token, the exact sweep over all tokens, its reverse sweep
-`decode`       one token after its projections
+`projection`   the convolution over projected values, and their split into x, raw values and gate
 `output`       the gate's feedback, the gated and normalized output
 """

@@ -23,7 +23,7 @@ class KernelDoesNotFit(RuntimeError):
     """A Triton kernel needs more of a resource, such as shared memory, than the GPU has."""
 
     backend: Backend = "auto"
-    """That of the call, where the launch knows it."""
+    """The `backend` of the call, as far as the launch was given it."""
 
 
 class Launching(torch.cuda.device):

@@ -3,9 +3,9 @@
 `kernel[grid](...)` inspects every argument at every launch, which costs the host 14 to 20
 microseconds for fifty arguments. A plan remembers the compiled kernel for all that Triton
 specializes on, and launches it as `CompiledKernel.__getitem__` does, which has had the same form
-from Triton 3.6 to 3.9. It passes addresses instead of tensors, of which the launcher would ask each
-for its address and then the driver whether that is one of the device. The ordinary launch remains
-for the first launch of each kind, in the interpreter, for hooks that see each call, and for
+from Triton 3.6 to 3.9. It passes addresses instead of tensors, for each of which the launcher calls
+a method and then the driver, to see that the address is one of the device. The ordinary launch
+remains for the first launch of each kind, in the interpreter, for hooks that see each call, and for
 versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read at the first
 launch.
 """

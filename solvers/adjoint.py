@@ -233,8 +233,8 @@ def _attach_outside(*arguments: Any) -> Solution:
 
 
 def _saved_tensors_are_hooked() -> bool:
-    """Whether saved_tensors_hooks are active. True also where this torch cannot tell, which costs
-    one more evaluation of the map."""
+    """Whether saved_tensors_hooks are active. True also where torch has no test for it,
+    which costs one more evaluation of the map."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank, NoMixing
 from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
-from bedouin.decoding.parts import CHECK_EVERY, is_buffered, takes_graph
+from bedouin.decoding.parts import CHECK_TOKENS, is_buffered, takes_graph
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard
@@ -297,7 +297,7 @@ def test_failed_tokens_are_reported_when_they_are_checked() -> None:
     layer, graphs, x_t = make(), StepGraphs(), tokens()[:, 0]
     x_t[1, 0] = torch.nan
     with pytest.warns(ConvergenceWarning, match="1 of 3 samples"):
-        for _ in range(CHECK_EVERY + 1):
+        for _ in range(CHECK_TOKENS + 1):
             graphs.step(layer, x_t, layer.init_state(3))
 
 

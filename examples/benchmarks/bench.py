@@ -53,6 +53,7 @@ from benchmarks import agreement, cases, figure, speed, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
+from common.checks import Count, check_types
 from common.device import choose_device
 from common.errors import UsageError
 from common.runs import read_run
@@ -96,7 +97,7 @@ class Config:
     """Where to measure; without a GPU rows of full size take minutes, and many fail: see --tiny."""
     precision: Precision = "bf16"
     """bf16: parameters and inputs; autocast: float32 parameters; float32."""
-    repeats: int = 20
+    repeats: Count = 20
     """Timed calls of each kind."""
     graph: bool = True
     """Also time replays of captured calls."""
@@ -110,7 +111,7 @@ class Config:
     """Seconds after which a comparison of a row, or its first run, is aborted; both compile."""
     speed: Path | None = None
     """Also measure first calls, and write the times of the layers in cases.SPEED, see above."""
-    processes: int = 4
+    processes: Count = 4
     """New processes side by side for first calls."""
     first_call: bool = False
     """Only print the seconds of the first call of a row of cases.SPEED, in this process."""
@@ -124,10 +125,7 @@ class Config:
     this run; needs two shapes that share one of them."""
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
-        if self.processes < 1:
-            raise ValueError(f"processes must be at least 1, got {self.processes}")
+        check_types(self)
         if self.first_call and not set(self.rows) <= set(cases.SPEED):
             raise ValueError(f"first_call takes rows among {tuple(cases.SPEED)}, got {self.rows}")
         if self.quick and self.rows:

@@ -6,7 +6,7 @@ The type of an option may carry its range, as in `lr: Positive` or `seed: Annota
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
@@ -52,15 +52,15 @@ def flag(name: str) -> str:
 
 def check_types(options: object) -> None:
     """Raise ValueError with the flag's name unless all numbers are in the ranges of their types."""
-    ranges, optional = _annotated(type(options))
-    check_ranges(options, ranges, optional)
-
-
-def _annotated(kind: type) -> tuple[dict[str, Range], frozenset[str]]:
-    """The ranges in the types of a class by name, and the names of what may be None."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = {name: wanted for name, hint in hints.items() if (wanted := _range_in(hint))}
-    return found, frozenset(name for name in found if type(None) in get_args(hints[name]))
+    hints = get_type_hints(type(options), include_extras=True)
+    for name, hint in hints.items():
+        wanted = _range_in(hint)
+        if wanted is None:
+            continue
+        value, optional = getattr(options, name), type(None) in get_args(hint)
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (wanted.holds(number) or (number is None and optional)):
+                raise ValueError(f"{flag(name)} must be {wanted}, got {number!r}")
 
 
 def _range_in(hint: Any) -> Range | None:
@@ -68,18 +68,6 @@ def _range_in(hint: Any) -> Range | None:
     if isinstance(hint, Range):
         return hint
     return next((found for part in get_args(hint) if (found := _range_in(part))), None)
-
-
-def check_ranges(
-    options: object, ranges: Mapping[str, Range], optional: Collection[str] = ()
-) -> None:
-    """Raise ValueError with the flag's name unless all numbers are in their ranges; the options in
-    `optional` may be None."""
-    for name, wanted in ranges.items():
-        value = getattr(options, name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if not (wanted.holds(number) or (number is None and name in optional)):
-                raise ValueError(f"{flag(name)} must be {wanted}, got {number!r}")
 
 
 def check_heads(num_heads: int | None, d_inner: int) -> None:

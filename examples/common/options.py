@@ -24,7 +24,6 @@ from common.checks import (
     Range,
     Share,
     check_heads,
-    check_ranges,
     flag,
     whole,
 )
@@ -144,8 +143,10 @@ class RunConfig(SolverOptions, TrackerOptions):
         self._check_default(_NOT_TAKEN.get(self.mixer_layer, ()))
         if self.mixer_layer not in BASELINES:
             check_heads(self.num_heads, self.expand * self.d_model)
-        if self.mixer_layer == "deltaproduct":
-            check_ranges(self, {"num_householder": whole(1)})
+        if self.mixer_layer == "deltaproduct" and not self.num_householder:
+            raise ValueError(
+                "--num-householder must be at least 1 with --mixer-layer deltaproduct, got 0"
+            )
 
     def _check_default(self, names: Collection[str]) -> None:
         for name, value in _defaults(names).items():

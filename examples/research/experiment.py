@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
-from common.checks import flag
+from common.checks import Count, check_types
 from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
@@ -69,19 +69,17 @@ class Config:
     """Flags appended to every command, for trials; written --extra="--flag value"."""
     out: Path = RESULTS
     """Folder with a folder for each experiment."""
-    devices: int = 1
+    devices: Count = 1
     """Runs made at the same time. With more than one each has a process and a GPU of its own, if
     there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
-    per_device: int = 1
+    per_device: Count = 1
     """Runs made at the same time on each GPU, also in processes of their own; small layers leave
     much of a GPU idle, which NVIDIA's MPS lets processes share."""
     summary: bool = False
     """Write summary.json and the figure, and run nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "per_device"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
+        check_types(self)
 
 
 def experiments() -> dict[str, Experiment]:
@@ -235,16 +233,17 @@ def listing(found: dict[str, Experiment], out: Path) -> str:
                 made = f"{content['device']}, {seconds:.0f} s, seeds {seeds}"
             folder = "examples/research" if run.script == "ensemble" else "examples"
             lines += fill(f"{run.name}: {made}", "  ")
-            lines += fill(f"python {folder}/{run.script}.py {run.options}", "      ")
+            command = fill(f"python {folder}/{run.script}.py {run.options}", "      ")
+            lines += [f"{line} \\" for line in command[:-1]] + command[-1:]
         lines.append("")
     return "\n".join(lines)
 
 
 def fill(text: str, indent: str) -> list[str]:
-    """The lines of a text, as wide as a terminal."""
+    """The lines of a text, as wide as a terminal, with space for a backslash at their ends."""
     return textwrap.wrap(
         text,
-        WIDTH,
+        WIDTH - 2,
         initial_indent=indent,
         subsequent_indent=f"{indent}    ",
         break_long_words=False,

@@ -3,12 +3,13 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from bedouin import Initialization, Kronecker, Monarch, SequenceModel
+from common.checks import Count, Natural, Positive, Range
 from common.device import Device
 from common.layers import (
     BASELINES,
@@ -34,7 +35,7 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     preset: Literal["small", "paper"] = "small"
     """Determines the other defaults; paper: the width of Fixed-Point RNNs, appendix D.2, with
     another training schedule."""
-    eval_lengths: tuple[int, ...] = (16, 48, 128)
+    eval_lengths: tuple[Count, ...] = (16, 48, 128)
     """Lengths at which the trained models are evaluated."""
     input_scale: tuple[str, ...] = ("bounded_delta",)
     d_state: tuple[int, ...] = (16,)
@@ -60,7 +61,7 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     `TAKES`; the others then keep their defaults."""
     eigenvalues: Literal["positive", "full"] | None = None
     """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
-    num_layers: int = 1
+    num_layers: Count = 1
     feedback_init: tuple[float, ...] = (0.1,)
     feedback_lr_scale: tuple[float, ...] = (1.0,)
     """Factor on the learning rate of W^y, so that what the layer can learn without feedback, it
@@ -71,26 +72,26 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     expand: tuple[int, ...] = (2,)
     """Channels of a layer of Bedouin for each one of the model."""
-    lr: tuple[float, ...] = (1e-3,)
+    lr: tuple[Positive, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
-    batch_size: tuple[int, ...] = (256,)
-    steps: tuple[int, ...] = (5000,)
-    d_model: int = 128
+    batch_size: tuple[Count, ...] = (256,)
+    steps: tuple[Count, ...] = (5000,)
+    d_model: Count = 128
     """Width of the model; see --match-parameters."""
-    match_parameters: int | None = None
+    match_parameters: Count | None = None
     """Replace --d-model by the width with which the model has about this many parameters."""
-    seeds: int = 5
+    seeds: Count = 5
     """Number of models in the stack."""
-    first_seed: int = 0
+    first_seed: Natural = 0
     """Model i draws parameters and data from seed first_seed + i. Settings are chosen on seeds from
     100 on and reported on 0, 1, 2."""
-    eval_rows: int = 2048
+    eval_rows: Count = 2048
     """Test rows of each model and length."""
-    warmup: int = 100
-    weight_decay: float = 0.01
+    warmup: Natural = 100
+    weight_decay: Annotated[float, Range(0)] = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
     clip: float = 1.0
-    log_every: int = 50
+    log_every: Count = 50
     graph: bool = True
     """Capture the step as a CUDA graph (GPU only)."""
     stacked: bool = False

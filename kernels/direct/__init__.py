@@ -1,5 +1,15 @@
 """The exact solve: local equation, direct sweep, reverse sweep.
 
+`local`         the equation of one token
+`reference`     the sweep over all tokens in plain torch, for every mixer: the specification
+`reverse`       its adjoint, likewise
+`buffered`      both for Householder layouts, with few calls of torch for each token
+`registered`    both as operations of torch.library, which choose one of these families of kernels:
+`phases`        heads with at most 64 channels and 64 states, with `erase` and feedback of x, too
+`heads`         several heads with feedback, in programs that hold the rows of a sample
+`triton_*.py`   one head with feedback
+`open_loop`     any heads without feedback
+
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 

@@ -1,10 +1,11 @@
 """The sweep as operations of torch.library, so that torch.compile sees no graph breaks.
 
 There are three operations: the solve; the memory for a given y, which has the same gradient; and
-the reverse sweep of both. Each runs the Triton kernels or, with `plain`, eager PyTorch, which
-torch.compile would otherwise unroll token by token. `Operands` and `Parameterization` are flattened
-to tensors and scalars here and nowhere else. Triton is imported when an operation runs, not when it
-is registered.
+the reverse sweep of both. Each runs eager PyTorch with `plain`, which torch.compile would otherwise
+unroll token by token, or else the first family of Triton kernels that takes the call: the phases
+(`takes_phases`), all heads together (`takes_heads_together`), or one head after the other.
+`Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
+is imported when an operation runs, not when it is registered.
 
 Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
 feedback, H heads (kernels/heads.py).
@@ -76,7 +77,8 @@ def sweep_operation(
     feeds_x: bool,
     plain: bool,
     keep_every: int,
-    lengths: Tensor | None = None,  # (b,), tokens before the padding; graphs in caches do not say
+    lengths: Tensor | None = None,  # (b,), tokens before the padding; last, with a
+    # default, because graphs that were cached by an earlier version do not pass it
 ) -> SweepResult:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
@@ -186,9 +188,9 @@ def _memory_like(
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
     *scalars, plain, keep_every = options
-    how = Parameterization.from_scalars(*scalars)
-    if solves and not plain and takes_phases(operands, how):
-        kept = sizes_of(operands, how).kept if keep_every else 0
+    parameterization = Parameterization.from_scalars(*scalars)
+    if solves and not plain and takes_phases(operands, parameterization):
+        kept = sizes_of(operands, parameterization).kept if keep_every else 0
     else:
         kept = _slots(t, plain, keep_every) * n * d
     return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
@@ -242,7 +244,7 @@ def _sweep_backward(
     feeds_x: bool,
     plain: bool,
     keep_every: int,
-    solved: bool = True,  # by `sweep_operation`, else y was given; graphs in caches do not say
+    solved: bool = True,  # by `sweep_operation`, else y was given; a default, as above
 ) -> Gradients:
     operands = Operands(x, raw, W_y, A, h0, y0)
     options = Parameterization.from_scalars(
@@ -305,9 +307,9 @@ def _sweep_backward_fake(
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     num_householder, (plain, _, *solved) = options[2], options[NUM_SCALARS:]
     operands = Operands(x, raw, W_y, A, h0, y0)
-    how = Parameterization.from_scalars(*options[:NUM_SCALARS])
-    phases = all(solved) and not plain and takes_phases(operands, how)
-    if plain or phases or takes_heads_together(operands, how):
+    parameterization = Parameterization.from_scalars(*options[:NUM_SCALARS])
+    phases = all(solved) and not plain and takes_phases(operands, parameterization)
+    if plain or phases or takes_heads_together(operands, parameterization):
         rows = r
     else:
         rows = r + added_values(num_householder, d)

@@ -22,7 +22,7 @@ Integer = Any
 Constant = Any
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """A tensor (b, t, width) whose last axis is contiguous."""
 
     ptr: Pointer
@@ -63,10 +63,10 @@ class Options(NamedTuple):
 class Tokens(NamedTuple):
     """Tensors that are read token by token; the last two in the reverse sweep only."""
 
-    x: Rows  # (b, t, d)
-    raw: Rows  # (b, t, r), raw^x
-    fed: Rows | None = None  # (b, t, r), W^y norm(y_{t-1})
-    grad_y: Rows | None = None  # (b, t, d)
+    x: TokenRows  # (b, t, d)
+    raw: TokenRows  # (b, t, r), raw^x
+    fed: TokenRows | None = None  # (b, t, r), W^y norm(y_{t-1})
+    grad_y: TokenRows | None = None  # (b, t, d)
 
 
 class ForwardBuffers(NamedTuple):
@@ -162,7 +162,7 @@ def aligned_row(ptr, sample, t, stride_b, stride_t, ALIGNED: tl.constexpr):
 
 @triton.jit
 def token_row(rows, sample, t, ALIGNED: tl.constexpr = 1):
-    """`aligned_row` of `Rows`."""
+    """`aligned_row` of `TokenRows`."""
     return aligned_row(rows.ptr, sample, t, rows.stride_b, rows.stride_t, ALIGNED)
 
 

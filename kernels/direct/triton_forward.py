@@ -49,7 +49,7 @@ from bedouin.kernels.direct.triton_bundles import (
     BundleSizes,
     ForwardBuffers,
     Options,
-    Rows,
+    TokenRows,
     Tokens,
     token_row,
 )
@@ -293,7 +293,9 @@ def sweep_kernel(
     _sweep(
         h_ptr,
         kept_ptr,
-        Tokens(Rows(x_ptr, x_stride_b, x_stride_t), Rows(raw_ptr, raw_stride_b, raw_stride_t)),
+        Tokens(
+            TokenRows(x_ptr, x_stride_b, x_stride_t), TokenRows(raw_ptr, raw_stride_b, raw_stride_t)
+        ),
         ForwardBuffers(fed_ptr, fed_stride, A_ptr, BC_ptr, y_ptr, normed_ptr, statistics_ptr),
         BundleSizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
         Options(

@@ -52,7 +52,7 @@ from bedouin.kernels.direct.triton_bundles import (
     Chunk,
     Options,
     ReverseBuffers,
-    Rows,
+    TokenRows,
     Tokens,
     local_padding,
     local_size,
@@ -318,10 +318,10 @@ def reverse_kernel(
     docstring says."""
     _reverse_token(
         Tokens(
-            Rows(x_ptr, x_stride_b, x_stride_t),
-            Rows(raw_ptr, raw_stride_b, raw_stride_t),
-            Rows(fed_ptr, fed_stride_b, fed_stride_t),
-            Rows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
+            TokenRows(x_ptr, x_stride_b, x_stride_t),
+            TokenRows(raw_ptr, raw_stride_b, raw_stride_t),
+            TokenRows(fed_ptr, fed_stride_b, fed_stride_t),
+            TokenRows(grad_y_ptr, grad_y_stride_b, grad_y_stride_t),
         ),
         ReverseBuffers(
             y_ptr,

@@ -7,7 +7,7 @@ read by the host:
     scan     a program a block of channels, all tokens: memory and read-out. Picard ends here: next
              iterate, and of defect and scale the largest in the block; Jacobi gets p
     finish   Jacobi, a program a token: the local k x k solve, next iterate, defect, scale. Without
-             feedback it knows x~ of the next iterate, too, and only the first step mixes
+             feedback it also computes x~ of the next iterate, and only the first step mixes
     decide   a program a sample: running largest scale, converged prefix, failure, step count
     settle   a program a token: what has just frozen goes back to the iterate that was measured;
              norm(y) of the others, one token on, for the next product

@@ -71,7 +71,7 @@ def _token_of(program, batch, T):
 def _load_x(row, cols, d, zero, ALIGN: tl.constexpr, ACC: tl.constexpr):
     """x of a token.
 
-    `zero`, whose value the compiler does not know, keeps a thread's part of x as wide as that of u:
+    `zero`, which is no constant for the compiler, keeps a thread's part of x as wide as that of u:
     otherwise the two have different layouts, and x is exchanged between threads.
     """
     return tl.load(row + ALIGN * zero + cols, mask=cols < d, other=0.0).to(ACC)

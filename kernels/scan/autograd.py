@@ -16,7 +16,7 @@ from bedouin.kernels.launch import accumulator, ceil_div
 from bedouin.kernels.operation import operation, recording
 from bedouin.kernels.scan.reference import selective_scan_reference
 from bedouin.kernels.scan.types import (
-    CHUNK,
+    SCAN_CHUNK,
     ScanCotangents,
     ScanOperands,
     ScanOptions,
@@ -44,7 +44,7 @@ def _scan(*flat: Any) -> ScanResult:
 @_scan.register_fake
 def _scan_fake(*flat: Any) -> ScanResult:
     x, _, A, _, _, h0, _ = ScanOperands(*flat[:7])
-    chunks = ceil_div(x.shape[1], CHUNK) if flat[10] else 0
+    chunks = ceil_div(x.shape[1], SCAN_CHUNK) if flat[10] else 0
     kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=accumulator(x.dtype))
     return ScanResult(x.new_empty(x.shape), h0.new_empty(h0.shape), kept)
 

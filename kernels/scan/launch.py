@@ -24,7 +24,13 @@ from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 from bedouin.kernels.scan.triton_backward import backward_kernel
 from bedouin.kernels.scan.triton_forward import forward_kernel
 from bedouin.kernels.scan.triton_segments import carry_kernel, segment_kernel
-from bedouin.kernels.scan.types import CHUNK, ScanCotangents, ScanOperands, ScanOptions, ScanResult
+from bedouin.kernels.scan.types import (
+    SCAN_CHUNK,
+    ScanCotangents,
+    ScanOperands,
+    ScanOptions,
+    ScanResult,
+)
 
 OF_SWEEP = PlannedKernel(backward_kernel)
 
@@ -53,7 +59,7 @@ class ScanLimits:
     segment: fewest tokens in a segment: a cut scan reads its operands once more and writes its
         starts.
     backward_segment: fewest tokens in a segment of the backward, whose programs each have a
-        workspace of CHUNK tokens: a sixteenth of what all states would take.
+        workspace of SCAN_CHUNK tokens: a sixteenth of what all states would take.
     """
 
     warp: int = 512
@@ -107,7 +113,7 @@ def plan_scan(
     *,
     reverse: bool,
     heads: int = 1,
-    chunk: int = CHUNK,
+    chunk: int = SCAN_CHUNK,
     limits: ScanLimits = LIMITS,
 ) -> ScanPlan:
     """The plan of the forward kernel or, with `reverse`, of the backward kernel, for segments of
@@ -155,7 +161,7 @@ def scan_forward(
     plan = plan_scan(x, A.shape[-1], reverse=False, heads=count_heads(A), limits=limits)
     acc = accumulator(x.dtype)
     start = _enter_segments((x, delta, by_state, B, h0.mT.contiguous()), plan, options)
-    chunks = ceil_div(x.shape[1], CHUNK) if keep else 0
+    chunks = ceil_div(x.shape[1], SCAN_CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=acc)
@@ -169,7 +175,7 @@ def scan_forward(
         HEADS=plan.heads > 1,
         HAS_D=D is not None,
         KEEP=keep,
-        CHUNK=CHUNK,
+        CHUNK=SCAN_CHUNK,
         **plan.blocks,
     )
     return ScanResult(y, h, kept)
@@ -178,7 +184,7 @@ def scan_forward(
 def scan_backward(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n)
-    kept: Tensor,  # (b, ceil(t / CHUNK), d, n), as `scan_forward` returns it
+    kept: Tensor,  # (b, ceil(t / SCAN_CHUNK), d, n), as `scan_forward` returns it
     operands: ScanOperands,
     options: ScanOptions,
     *,
@@ -196,7 +202,7 @@ def scan_backward(
     by_state = A.mT.contiguous() if plan.segments > 1 else A
     end = _enter_segments((grad_y, delta, by_state, C, grad_h), plan, options, reverse=True)
     (b, t, d), n, block = x.shape, A.shape[-1], plan.block_d * plan.block_n
-    work = x.new_empty(plan.programs, CHUNK, block, dtype=acc)
+    work = x.new_empty(plan.programs, SCAN_CHUNK, block, dtype=acc)
     grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))
     grad_A = A.new_empty(b, plan.segments, d, n, dtype=acc)
     grad_BC = x.new_empty(2, b, t, plan.channel_blocks, n, dtype=acc)
@@ -213,7 +219,7 @@ def scan_backward(
         HEADS=plan.heads > 1,
         HAS_D=D is not None,
         OF_SWEEP=False,
-        CHUNK=CHUNK,
+        CHUNK=SCAN_CHUNK,
         **plan.blocks,
     )
     summed_A = _sum_samples(grad_A, A)
@@ -320,7 +326,7 @@ def _enter_segments(
     blocks = ceil_div(plan.d, block_d)
     segment_kernel[(plan.b * blocks * (plan.segments - 1),)](
         *(value, delta, A, vector, product, local),
-        *(*plan.sizes[:-1], plan.segment_chunks * CHUNK, 0),
+        *(*plan.sizes[:-1], plan.segment_chunks * SCAN_CHUNK, 0),
         *_strides(value, delta, vector),
         plan.head_samples,
         **_flags(options, acc),

@@ -68,7 +68,7 @@ def forward_kernel(
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
     in_cell = (state < n)[:, None] & (channel < d)[None, :]
-    # Neighbours in memory belong to neighbouring threads. `zero`, of which the compiler knows no
+    # Neighbours in memory belong to neighbouring threads. `zero`, for which the compiler has no
     # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
     # several channels, and every sum over states would be an exchange between threads. An unknown
     # stride does not do: Triton 3.6 then spreads the states over threads, 3.9 the channels.

@@ -10,7 +10,7 @@ from torch import Tensor
 InputScale = Literal["delta", "bounded_delta", "one_minus_decay"]
 Eigenvalues = Literal["positive", "full"]
 
-CHUNK = 16
+SCAN_CHUNK = 16
 """Tokens between two memories that the forward kernel stores, and in the backward's workspace."""
 
 
@@ -39,7 +39,7 @@ class ScanResult(NamedTuple):
 
     y: Tensor  # (b, t, d)
     h: Tensor  # (b, d, n), after the last token
-    kept: Tensor  # (b, ceil(t / CHUNK), d, n), h before each chunk; no chunk unless asked for
+    kept: Tensor  # (b, ceil(t / SCAN_CHUNK), d, n), h before each chunk; none unless kept
 
 
 class ScanCotangents(NamedTuple):

@@ -220,7 +220,7 @@ class FixedPointLayer(ProjectedLayer):
     ) -> Call:
         """Everything before the solve: projections, weights, the map and the initial y.
 
-        wants_state: whether the call is asked for its state after the last token.
+        wants_state: whether the state after the last token is returned.
         """
         if not is_untouched(self.mixer) and self.layout() is not None:
             refuse_mixer(self.mixer)
@@ -306,7 +306,7 @@ class FixedPointLayer(ProjectedLayer):
             return
         # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
         if not torch.compiler._is_exporting_flag:
-            # not by nn.Module's setattr, which looks at all kinds of attributes first
+            # not by nn.Module's setattr, which tests all kinds of attributes first
             self.__dict__["stats"] = stats
             self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 

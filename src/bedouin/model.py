@@ -24,7 +24,7 @@ from bedouin.packing import find_packing
 from bedouin.solvers.base import check_number
 from bedouin.state import SequenceCall
 
-Run = Literal["whole", "chunk", "token"]
+CallKind = Literal["whole", "chunk", "token"]
 """What a call of a `Block` computes: a sequence, a sequence from a state, one token."""
 
 ModelState = tuple[Any, ...]
@@ -98,7 +98,7 @@ class Block(ResidualBlock):
         self,
         x: Tensor,  # (b, t, m)
         state: Any = None,
-        run: Run = "whole",
+        run: CallKind = "whole",
         mask: Tensor | None = None,  # (b, t)
     ) -> Any:
         """(b, t, m) -> (b, t, m), and with another `run` than "whole" also the state after it.
@@ -322,7 +322,7 @@ class SequenceModel(nn.Module):
         self,
         x: Tensor,  # (..., m)
         state: ModelState,
-        run: Run,
+        run: CallKind,
         mask: Tensor | None = None,  # (b, t)
     ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
         """Each block in turn, with its entry of `state`."""

@@ -100,7 +100,7 @@ class Packing:
 
     @property
     def mask_of_sequences(self) -> Tensor | None:  # (l, w) bool
-        """`real`, of which `find_packing` then knows that padding follows the tokens."""
+        """`real`, marked so that `find_packing` need not test that padding follows the tokens."""
         if self.real is not None and not torch.compiler.is_compiling():
             setattr(self.real, _LENGTHS, self.lengths)
         return self.real

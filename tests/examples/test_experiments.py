@@ -77,6 +77,8 @@ def test_listed_commands_name_scripts_that_exist(tmp_path: Path) -> None:
     root = Path(experiment.__file__).parents[2]
     shown = experiment.listing(ALL, tmp_path)
     assert max(map(len, shown.splitlines())) <= experiment.WIDTH
+    commands = re.sub(r" \\\n\s+", " ", shown)
+    assert all(run.options in commands for part in ALL.values() for run in part.runs)
     scripts = set(re.findall(r" python (\S+\.py) ", shown))
     assert len(scripts) == len(experiment.SCRIPTS)
     assert all((root / script).is_file() for script in scripts)
@@ -145,9 +147,9 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     )
     with pytest.raises(ValueError, match="--devices must be at most 2, the number of GPUs, got 3"):
         experiment.visible_devices(3)
-    with pytest.raises(ValueError, match="--devices must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"--devices must be an int in \[1, inf\), got 0"):
         experiment.Config(devices=0)
-    with pytest.raises(ValueError, match="--per-device must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"--per-device must be an int in \[1, inf\), got 0"):
         experiment.Config(per_device=0)
     started.clear()
     two = experiment.Config(("few",), devices=1, per_device=2, only=("a", "b"), out=tmp_path)

@@ -29,7 +29,7 @@ from bedouin.kernels.direct.phases.spec import (
     SPLITS,
     SWEEP,
     LaunchSpec,
-    constants_of,
+    phase_constants,
 )
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import PlannedKernel
@@ -82,7 +82,7 @@ def launched(
         types["W_ptr"] = "fp32"  # the products
     elif kernel is FEED_ADJOINT:
         types["v_ptr"] = types["W_ptr"]
-    return compiled(kernel.kernel, constants_of(kernel, how), types, capability)
+    return compiled(kernel.kernel, phase_constants(kernel, how), types, capability)
 
 
 SPILLED = 512

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.scan import selective_scan
-from bedouin.kernels.scan.types import CHUNK
+from bedouin.kernels.scan.types import SCAN_CHUNK
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -54,7 +54,7 @@ def test_a_compiled_function_without_gradients(device: str) -> None:
 @pytest.mark.parametrize("skip", [False, True])
 def test_opcheck(skip: bool, device: str) -> None:
     # two chunks, or a part of one
-    operands: list[Any] = draw(device, t=CHUNK + 1 if skip else 3, skip=skip)
+    operands: list[Any] = draw(device, t=SCAN_CHUNK + 1 if skip else 3, skip=skip)
     if not skip:
         operands.append(None)
     options = ("delta", "positive", False)

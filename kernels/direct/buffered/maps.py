@@ -9,7 +9,7 @@ With m the cotangent of x~, S, R, T, E and e = T w as in rows.py (w = U v, v = y
 with G_ij = -beta_i q_i e_j above the diagonal and its transpose below, from the triangular form of
 T. The last term is the projection of the normalization of u_i: the product of U_i and the terms
 before it is 2 e_i q_i. Only m and q depend on cotangents. Of the vector m_0 = m - sigma * z, which
-the adjoint sweep knows before z = U^T (beta * q), q is E^-T U m_0.
+the adjoint sweep has before z = U^T (beta * q), q is E^-T U m_0.
 
 Letters: i rows, d channels, k reflections.
 """

@@ -34,7 +34,7 @@ def columns_of_rows(ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def first_parts(here, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """`here` (rows,) of the rows that store what all parts of a sample know."""
+    """`here` (rows,) of the rows that store what all parts of a sample hold alike."""
     if PARTS > 1:
         here &= tl.arange(0, ROWS) % PARTS == 0
     return here

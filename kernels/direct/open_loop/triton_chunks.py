@@ -34,8 +34,8 @@ from bedouin.kernels.direct.open_loop.triton_walk import (
     decay_of,
     load_rows,
     read_memory,
-    solve,
-    solve_transposed,
+    solve_row,
+    solve_row_transposed,
 )
 from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
@@ -265,9 +265,9 @@ def _solve_chunk(
                 weights_t = weights[before * K : (before + 1) * K]
                 here = _add_coupling(here, weights_t, pair, K, False)
         if REVERSE:
-            weights = solve_transposed(here, row, K) + weights
+            weights = solve_row_transposed(here, row, K) + weights
         else:
-            weights = weights + solve(here, row, K)
+            weights = weights + solve_row(here, row, K)
     return weights
 
 

@@ -27,7 +27,7 @@ from bedouin.kernels.direct.triton_bundles import matrix_of, strided_row
 
 
 @triton.jit
-def solve(q, row, K: tl.constexpr):
+def solve_row(q, row, K: tl.constexpr):
     """E e = E N E q, by the scalars of a token as in triton_prepare.py."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
     left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
@@ -45,7 +45,7 @@ def solve(q, row, K: tl.constexpr):
 
 
 @triton.jit
-def solve_transposed(q, row, K: tl.constexpr):
+def solve_row_transposed(q, row, K: tl.constexpr):
     """E f = E N^T E q, likewise."""
     PAIRS: tl.constexpr = K * (K + 1) // 2
     left, Z = load_tuple(row + K, K * K), load_tuple(row + K + K * K, PAIRS)
@@ -82,8 +82,8 @@ def decay_of(
     delta, A_log2, rows, WHOLE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """lambda (n, d); in float32 3 of 16 states by arithmetic, so that the instruction `ex2` and the
-    others take equally long. If WHOLE, the compiler knows the rows of a thread, and which way each
-    takes."""
+    others take equally long. If WHOLE, the rows of a thread, and which way each takes, are
+    constants for the compiler."""
     exponent = A_log2 * delta[None, :]
     if WHOLE and exponent.dtype == tl.float32:
         power = tl.where((rows % 5 == 3)[:, None], exp2_of_negative(exponent), exp2(exponent, FAST))
@@ -213,9 +213,9 @@ def walk_kernel(
         c_next = load_tuple(solvers + ahead * WIDTH, K)
         q = add(sums(rows_times(u, read, K)), c, K)
         if REVERSE:
-            weights = solve_transposed(q, row, K)
+            weights = solve_row_transposed(q, row, K)
         else:
-            weights = solve(q, row, K)
+            weights = solve_row(q, row, K)
         value += combine(weights, u, K)
         out = out_ptr + (sample * t_end + t) * d + cols
         until -= 1

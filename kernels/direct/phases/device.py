@@ -7,10 +7,10 @@ a thread and log2(NL) shuffles, without a barrier. B and C are read as words of 
 
 The compiler would choose other layouts from the addresses of large loads and stores, and a tie
 between two orders is broken differently in Triton 3.6 and 3.9. So these addresses contain a factor
-`one` that it does not know, and carry hints (`tl.max_contiguous`) that only order the axes: with
-`tl.multiple_of` 1 every access is still of single values. The hints stand at each access because an
-argument of a function does not keep them. Vectors of channels are stored by (P, NL) addresses of
-which all lanes of a channel store the same: those of (P,) would cost a barrier each.
+`one` that is no constant for it, and carry hints (`tl.max_contiguous`) that only order the axes:
+with `tl.multiple_of` 1 every access is still of single values. The hints stand at each access
+because an argument of a function does not keep them. Vectors of channels are stored by (P, NL)
+addresses of which all lanes of a channel store the same: those of (P,) would cost a barrier each.
 
 Letters: P channels, N states, both rounded up to powers of two.
 """
@@ -208,7 +208,7 @@ def store_places(ptr, h, places, SIZE: tl.constexpr, V: tl.constexpr):
 def places_of_channels(one, P: tl.constexpr, NL: tl.constexpr):
     """The channels (P, NL)."""
     p, nl = tl.arange(0, P) * one, tl.arange(0, NL) * one
-    # zeros, which the compiler does not know, keep the second axis
+    # zeros, which are no constant for the compiler, keep the second axis
     return p[:, None] + (nl * (one - 1))[None, :]
 
 

@@ -30,7 +30,7 @@ from bedouin.kernels.direct.phases.spec import (
     SWEEP,
     TOKENS,
     LaunchSpec,
-    constants_of,
+    phase_constants,
 )
 from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
@@ -52,10 +52,10 @@ class _Inputs(NamedTuple):
     B: Tensor  # (b, t, N / V), int64
     C: Tensor  # likewise
     scalars: Tensor  # (b, t, `Sizes.scalars`)
-    per_head: int
+    per_head: int  # samples of a head
 
     @staticmethod
-    def of(operands: Operands, sizes: Sizes, how: LaunchSpec) -> "_Inputs":
+    def of(operands: Operands, sizes: Sizes, spec: LaunchSpec) -> "_Inputs":
         """Phase P."""
         x, raw, W_y, A, _, y0 = operands
         b, t, d, _ = sizes[:4]
@@ -64,15 +64,15 @@ class _Inputs(NamedTuple):
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
         grid, numbers = _by_tokens(sizes), (b * t, t, *raw.stride()[:2])
-        PREPARE.launch(grid, (raw, B, C, scalars), numbers, constants_of(PREPARE, how))
+        PREPARE.launch(grid, (raw, B, C, scalars), numbers, phase_constants(PREPARE, spec))
         if sizes.k:
-            constants = constants_of(PREPARE_REFLECTIONS, how)
+            constants = phase_constants(PREPARE_REFLECTIONS, spec)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
         W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
-        if how.by_token or W.stride()[1:] != (d, 1):
+        if spec.by_token or W.stride()[1:] != (d, 1):
             W = W.contiguous()
         if y0 is None:
-            y0 = A.new_zeros(b, d) if how.starts else A
+            y0 = A.new_zeros(b, d) if spec.starts else A
         y0 = y0.contiguous()
         words = B.view(torch.int64), C.view(torch.int64)
         return _Inputs(x, raw, W, A, y0, *words, scalars, b // len(A))
@@ -85,7 +85,7 @@ class _Inputs(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Those that phases S and R of all tokens need: the first token, samples of a head, tokens
-        of the launch and of a sample, a one that the compiler does not know, and the distance of
+        of the launch and of a sample, a one that is no compile-time constant, and the distance of
         the W^y of two heads."""
         t = self.x.shape[1]
         return 0, self.per_head, t, t, 1, self.W.stride(0)
@@ -126,16 +126,17 @@ def launch_phases(
     (b, `Sizes.kept`), empty unless `keeps`, and the statistics (4, b, t): defect, scale, magnitude,
     pivot. No size may be 0."""
     sizes = sizes_of(operands, options)
-    how = LaunchSpec.of(sizes, operands, options, keeps=keeps)
-    inputs, (b, t, d, n) = _Inputs.of(operands, sizes, how), sizes[:4]
+    spec = LaunchSpec.of(sizes, operands, options, keeps=keeps)
+    inputs, (b, t, d, n) = _Inputs.of(operands, sizes, spec), sizes[:4]
     A, h0 = inputs.A, operands.h0
     first = h = A.new_empty(b, n, d)
-    if how.starts:
+    if spec.starts:
         first = A.new_zeros(b, n, d) if h0 is None else h0.mT.contiguous()
     y, kept = A.new_empty(b, t, d), A.new_empty(b, sizes.kept if keeps or sizes.k else 0)
+    # where nothing is kept, the kernels write none of these and take any tensor in their place
     parts = _Kept.of(kept, sizes) if len(kept[0]) else _Kept(y, y, y, y)
-    if how.by_token:
-        _sweep_by_token(inputs, h.copy_(first), y, parts, sizes, how)
+    if spec.by_token:
+        _sweep_by_token(inputs, h.copy_(first), y, parts, sizes, spec)
     else:
         tensors = (
             *inputs.read_by_sweep,
@@ -148,15 +149,15 @@ def launch_phases(
             parts.solved,
         )
         numbers = *inputs.numbers, *inputs.strides
-        SWEEP.launch((b,), tensors, numbers, constants_of(SWEEP, how))
+        SWEEP.launch((b,), tensors, numbers, phase_constants(SWEEP, spec))
     statistics = A.new_empty(4, b, t)
     if sizes.k:
         solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, parts.rows, statistics
         numbers = b * t, t, *inputs.strides
-        constants = constants_of(SOLVED_STATISTICS, how)
+        constants = phase_constants(SOLVED_STATISTICS, spec)
         SOLVED_STATISTICS.launch((b * t,), solved, numbers, constants)
     else:
-        constants = constants_of(STATISTICS, how)
+        constants = phase_constants(STATISTICS, spec)
         STATISTICS.launch(_by_tokens(sizes), (y, statistics), (b * t,), constants)
     return y, h, kept if keeps else kept[:, :0], statistics
 
@@ -167,17 +168,17 @@ def _sweep_by_token(
     y: Tensor,  # (b, t, d), written
     parts: _Kept,  # written
     sizes: Sizes,
-    how: LaunchSpec,
+    spec: LaunchSpec,
 ) -> None:
     """Phase S token by token, each after its product with W^y."""
-    feed, products = _products(FEED, y, inputs.W, inputs, sizes, how)
+    feed, products = _products(FEED, y, inputs.W, inputs, sizes, spec)
     read = inputs._replace(W=products).read_by_sweep
     tensors = *read, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
     numbers = *inputs.numbers_of_token, *inputs.strides
-    sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, constants_of(SWEEP, how))
-    states = _memories(parts.states, sizes) if how.keeps else ()
+    sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, phase_constants(SWEEP, spec))
+    states = _memories(parts.states, sizes) if spec.keeps else ()
     for t in range(sizes.t):
-        if how.keeps and (t == 0 or (sizes.t - t) % CHUNK == 0):
+        if spec.keeps and (t == 0 or (sizes.t - t) % CHUNK == 0):
             states[sizes.chunk_of(t)].copy_(h)
         feed.launch(t)
         sweep.launch(t)
@@ -189,16 +190,16 @@ def _products(
     W: Tensor,  # (H, vectors d, H d)
     inputs: _Inputs,
     sizes: Sizes,
-    how: LaunchSpec,
+    spec: LaunchSpec,
 ) -> tuple[LaunchSeries, Tensor]:
     """The products of a token's v with W, and where each launch writes their parts
     (splits, vectors, b, d), zeros before the first."""
-    heads, vectors = sizes.b // inputs.per_head, sum(how.fed)
-    products = inputs.A.new_zeros(how.splits, vectors, sizes.b, sizes.d)
-    grid = heads * vectors, how.splits, ceil_div(inputs.per_head, how.tile)
-    numbers = heads, inputs.per_head, how.each, *v.stride()[:2]
+    heads, vectors = sizes.b // inputs.per_head, sum(spec.fed)
+    products = inputs.A.new_zeros(spec.splits, vectors, sizes.b, sizes.d)
+    grid = heads * vectors, spec.splits, ceil_div(inputs.per_head, spec.tile)
+    numbers = heads, inputs.per_head, spec.each, *v.stride()[:2]
     tensors = v, inputs.y0, W, products
-    return LaunchSeries(kernel, grid, tensors, numbers, constants_of(kernel, how)), products
+    return LaunchSeries(kernel, grid, tensors, numbers, phase_constants(kernel, spec)), products
 
 
 def _memories(
@@ -212,7 +213,7 @@ def _memories(
     return states.view(b, sizes.chunks, N, P)[..., :n, :d].unbind(1)
 
 
-class Gradients(NamedTuple):
+class PhaseGradients(NamedTuple):
     """Cotangents."""
 
     x: Tensor  # (b, t, d)
@@ -242,29 +243,29 @@ def launch_reverse_phases(
     kept: Tensor,  # (b, `Sizes.kept`)
     operands: Operands,
     options: Parameterization,
-) -> Gradients:
+) -> PhaseGradients:
     """Phases P, R and G, and the adjoint of P."""
     sizes = sizes_of(operands, options)
-    how = LaunchSpec.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
-    inputs, parts = _Inputs.of(operands, sizes, how), _Kept.of(kept, sizes)
+    spec = LaunchSpec.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
+    inputs, parts = _Inputs.of(operands, sizes, spec), _Kept.of(kept, sizes)
     b, t, d = sizes[:3]
     last = None if grad_h is None else grad_h.mT.contiguous()
-    solved = _reverse(grad_y.contiguous(), last, y, inputs, parts, sizes, how)
-    grad_B, grad_C, grad_A = _gradients(inputs, parts, solved, sizes, how)
+    solved = _reverse(grad_y.contiguous(), last, y, inputs, parts, sizes, spec)
+    grad_B, grad_C, grad_A = _gradients(inputs, parts, solved, sizes, spec)
     r = inputs.raw.shape[2]
     grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
     statistics = inputs.A.new_empty(2, b, t)
     given = inputs.raw, solved.fed, grad_B, grad_C, parts.rows, solved.adjoint
     numbers = b * t, t, *inputs.raw.stride()[:2]
-    constants = constants_of(FINISH, how)
+    constants = phase_constants(FINISH, spec)
     FINISH.launch(_by_tokens(sizes), (*given, grad_raw, statistics), numbers, constants)
     if sizes.k:
         known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, parts.rows, solved.adjoint
         numbers = b * t, t, *inputs.strides
-        constants = constants_of(FINISH_REFLECTIONS, how)
+        constants = phase_constants(FINISH_REFLECTIONS, spec)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
     fed, grad_h0, grad_y0 = solved.fed, solved.H, solved.y0
-    return Gradients(fed[..., d:], grad_raw, fed, grad_A, grad_h0, grad_y0, statistics)
+    return PhaseGradients(fed[..., d:], grad_raw, fed, grad_A, grad_h0, grad_y0, statistics)
 
 
 def _reverse(
@@ -274,7 +275,7 @@ def _reverse(
     inputs: _Inputs,
     parts: _Kept,
     sizes: Sizes,
-    how: LaunchSpec,
+    spec: LaunchSpec,
 ) -> _Solved:
     """Phase R."""
     b, t, d, n, P, N, V, _, k = sizes
@@ -283,8 +284,8 @@ def _reverse(
     fed, f = inputs.x.new_empty(b, t, 2 * d), A.new_empty(b, t, k)
     solved = _Solved(edges, adjoint, fed, f, A.new_empty(b, n, d), A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
-    if how.by_token:
-        _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, how)
+    if spec.by_token:
+        _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, spec)
         return solved
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
@@ -292,7 +293,7 @@ def _reverse(
     first = H if last is None else last
     results = scratch, first, H, edges, adjoint, fed, f, solved.y0
     numbers = *inputs.numbers, *inputs.raw.stride()[:2]
-    REVERSE.launch((b,), (*known, *values, *results), numbers, constants_of(REVERSE, how))
+    REVERSE.launch((b,), (*known, *values, *results), numbers, phase_constants(REVERSE, spec))
     return solved
 
 
@@ -305,7 +306,7 @@ def _reverse_by_token(
     solved: _Solved,  # written
     scratch: Tensor,  # (b, CHUNK, N P / V)
     sizes: Sizes,
-    how: LaunchSpec,
+    spec: LaunchSpec,
 ) -> None:
     """Phase R token by token, each before its product with the transposed W^y."""
     A, H, d = inputs.A, solved.H, sizes.d
@@ -315,7 +316,7 @@ def _reverse_by_token(
         H.copy_(last)
     read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
-    replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, constants_of(REPLAY, how))
+    replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, phase_constants(REPLAY, spec))
     edges = _memories(solved.edges, sizes)
 
     def enter(chunk: int) -> None:
@@ -326,27 +327,27 @@ def _reverse_by_token(
     # Phase R reads q before it waits for the launch before it (`await_launch`). That one is
     # therefore never a replay, but the product, and for the last token what makes products zeros.
     enter(sizes.chunks - 1)
-    fed = solved.fed[..., 0 if how.fed[0] else d :]
-    W = inputs.W.view(-1, sum(how.fed), d, sizes.b // inputs.per_head, d)
+    fed = solved.fed[..., 0 if spec.fed[0] else d :]
+    W = inputs.W.view(-1, sum(spec.fed), d, sizes.b // inputs.per_head, d)
     transposed = W.permute(3, 1, 4, 0, 2).contiguous()
-    adjoint, products = _products(FEED_ADJOINT, fed, transposed, inputs, sizes, how)
+    adjoint, products = _products(FEED_ADJOINT, fed, transposed, inputs, sizes, spec)
     known = grad_y, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
     values = inputs.scalars, inputs.B, inputs.C, products, A, kept.states
     results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, solved.y0
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
-    reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, constants_of(REVERSE, how))
+    reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, phase_constants(REVERSE, spec))
     for t in reversed(range(sizes.t)):
         reverse.launch(t)
         if t > 0 and (sizes.t - t) % CHUNK == 0:
             enter(sizes.chunk_of(t - 1))
         adjoint.launch(t)
-    eps = how.options.feedback_norm_eps
+    eps = spec.options.feedback_norm_eps
     solved.y0.copy_(normalize_feedback_vjp(products.sum((0, 1)), inputs.y0, eps))
 
 
 def _gradients(
-    inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, how: LaunchSpec
+    inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, spec: LaunchSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Phase G: the gradients of the unit B and C (b, t, N), and of A for each sample (b, n, d)."""
     b, t, d, n, P, N = sizes[:6]
@@ -363,7 +364,7 @@ def _gradients(
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, 1, each
-    GRADIENTS.launch((b, splits, blocks), tensors, numbers, constants_of(GRADIENTS, how))
+    GRADIENTS.launch((b, splits, blocks), tensors, numbers, phase_constants(GRADIENTS, spec))
     return grad_B, grad_C, grad_A.sum(1)
 
 

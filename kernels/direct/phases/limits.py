@@ -13,12 +13,12 @@ from bedouin.kernels.feedback import reads_all_heads
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
-MAX_CHANNELS = 64
+PHASE_CHANNELS = 64
 """Most channels of a head: W^y of Delta and of x is in the registers of one program."""
 
-MAX_REFLECTIONS = 4
+PHASE_REFLECTIONS = 4
 
-MAX_STATES = 64
+PHASE_STATES = 64
 """Most states of a channel: its memory and the cotangent of that are, too."""
 
 
@@ -55,18 +55,18 @@ def takes_phases(operands: Operands, options: Parameterization) -> bool:
 def fits_phases(d: int, n: int, dtype: torch.dtype, options: Parameterization) -> bool:
     """Whether the phases hold heads of d channels with n states; `dtype` is that of A."""
     layout = options.layout
-    if layout is None or not layout.selective or layout.num_householder > MAX_REFLECTIONS:
+    if layout is None or not layout.selective or layout.num_householder > PHASE_REFLECTIONS:
         return False
-    if d > MAX_CHANNELS or n > MAX_STATES or options.input_scale == "one_minus_decay":
+    if d > PHASE_CHANNELS or n > PHASE_STATES or options.input_scale == "one_minus_decay":
         return False
     return dtype == torch.float32
 
 
 def describe_limits() -> str:
-    """What `takes_phases` asks of erase and feedback of x, as a part of an error message."""
+    """What `takes_phases` requires of erase and feedback of x, as a part of an error message."""
     return (
-        f"but in the exact sweep of heads with at most {MAX_CHANNELS} channels, {MAX_STATES} "
-        f"states and {MAX_REFLECTIONS} reflections, none with feedback of all heads, which feed "
+        f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels, {PHASE_STATES} "
+        f"states and {PHASE_REFLECTIONS} reflections, none with feedback of all heads, which feed "
         "back y to Delta and x alone, with another input scale than 'one_minus_decay'"
     )
 

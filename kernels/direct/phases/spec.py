@@ -88,7 +88,7 @@ class LaunchSpec(NamedTuple):
     sizes: tuple[int, ...]  # those of `Sizes` without b and t
     fed: tuple[bool, bool]  # whether Delta and x are
     options: Parameterization
-    keeps: bool = True  # whether a gradient may be asked for
+    keeps: bool = True  # whether there may be a backward pass
     starts: bool = False  # whether h0 or y0 is given
     ends: bool = False  # whether the cotangent of the last h is
     tile: int = 0  # samples of a program of `feed_kernel`; 0: S and R hold W^y
@@ -128,10 +128,10 @@ def heads_at_once(P: int) -> int:
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def constants_of(kernel: PlannedKernel, how: LaunchSpec) -> Constants:
+def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = how
-    by_token, (feeds_delta, feeds_x) = how.by_token, fed
+    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = spec
+    by_token, (feeds_delta, feeds_x) = spec.by_token, fed
     vectors = feeds_delta + feeds_x
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps

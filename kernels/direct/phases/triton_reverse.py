@@ -1,4 +1,4 @@
-"""Phase R: the reverse sweep, of what the next earlier token waits for.
+"""Phase R: the part of the reverse sweep on which the next earlier token depends.
 
 With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A d a / d(A Delta):
 
@@ -375,7 +375,7 @@ def phase_reverse_kernel(
                 )
             fed_back = tl.sum(tl.sum(tl.sum(weights * rows, 0), 0), 1)
             w_next += fed_back * inverse if NORM else fed_back
-        # beside this product, for which the earlier token waits
+        # beside this product, on which the earlier token depends
         after = ()
         for v in tl.static_range(V):
             grad_h = H[v] + w[None, :, None] * C[v][:, None, :]

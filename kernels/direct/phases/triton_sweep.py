@@ -242,7 +242,7 @@ def phase_sweep_kernel(
             y += sigma * added
             to = solved_ptr + token * (K + 1 + PAIRS)
             store_tuple(to, e + (pivot,) + S, K + 1 + PAIRS)
-        # the next token waits for this product, and for nothing below
+        # the next token depends on this product, and on nothing below
         fed_next = fed
         inverse_next = inverse
         if FEEDS > 0:

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.interface import Baseline, StateShapes, owned
 from bedouin.baselines.options import head_size, positive_number
 from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
@@ -148,7 +148,7 @@ class Attention(Baseline[AttentionState]):
         """The layer's dtype: a wider cache would be converted as a whole for every token."""
         return self.out_proj.weight.dtype
 
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         cache = (None, self.num_heads, self.head_dim)
         return {"conv": self.conv.window_size, "keys": cache, "values": cache}
 

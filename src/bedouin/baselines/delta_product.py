@@ -17,7 +17,7 @@ from bedouin.baselines.delta_rule import (
     check_delta_backend,
     delta_rule,
 )
-from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.interface import Baseline, StateShapes, owned
 from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
@@ -27,7 +27,7 @@ from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
-UNIT_EPS = 1e-6
+FLA_UNIT_EPS = 1e-6
 """Under the root of the norm of queries and keys, as in flash-linear-attention."""
 
 A_MAX = 16.0
@@ -142,7 +142,7 @@ class DeltaProduct(Baseline[DeltaState]):
         for name in ("A_log", "dt_bias"):
             mark(self._parameters.get(name), "_no_weight_decay")
 
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim
         return {"conv": self.conv.window_size, "memory": memory}
 
@@ -197,4 +197,4 @@ class DeltaProduct(Baseline[DeltaState]):
 
 def _unit(x: Tensor) -> Tensor:  # (..., p) -> (..., p)
     """x / |x|, with an eps that keeps the gradient finite at x = 0."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + FLA_UNIT_EPS)

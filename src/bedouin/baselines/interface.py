@@ -24,7 +24,7 @@ from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
-Sizes = dict[str, tuple[int | None, ...]]
+StateShapes = dict[str, tuple[int | None, ...]]
 """The shape of each tensor of a state without its batch axis; None: any length."""
 
 
@@ -50,7 +50,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         """Draw all parameters anew."""
 
     @abstractmethod
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         """The sizes of the state's tensors, in the order of its fields."""
 
     @abstractmethod
@@ -183,7 +183,7 @@ class MatrixBaseline(Baseline[StateT]):
         p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
         self.head_dim, self.value_dim = p, expanded("expand_v", expand_v, "head_dim", p)
 
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim
         return {"conv": self.conv.window_size, "memory": memory}
 

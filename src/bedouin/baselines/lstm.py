@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from bedouin.baselines.interface import Baseline, Sizes
+from bedouin.baselines.interface import Baseline, StateShapes
 from bedouin.baselines.options import expanded
 from bedouin.checks import known_options
 from bedouin.parameters import factory_options
@@ -94,7 +94,7 @@ class LSTM(Baseline[LSTMState]):
         for module in (self.conv, self.lstm, self.out_proj):
             module.reset_parameters()
 
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "h": (self.d_inner,), "c": (self.d_inner,)}
 
     def _run(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import Baseline, Sizes, owned
+from bedouin.baselines.interface import Baseline, StateShapes, owned
 from bedouin.baselines.options import expanded, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
@@ -112,7 +112,7 @@ class Mamba(Baseline[MambaState]):
         for name in ("A_log", "D"):
             mark(self._parameters.get(name), "_no_weight_decay")
 
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
 
     def _run(

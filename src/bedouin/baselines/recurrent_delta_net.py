@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from bedouin.baselines.interface import MatrixBaseline, Sizes, owned
+from bedouin.baselines.interface import MatrixBaseline, StateShapes, owned
 from bedouin.baselines.options import (
     positive_number,
     unfit_for_kernels,
@@ -96,7 +96,7 @@ class RecurrentDeltaNet(MatrixBaseline[RecurrentDeltaState]):
         bound = self.feedback_init / math.sqrt(self.value_dim)
         nn.init.uniform_(self.y_proj, -bound, bound)
 
-    def _state_sizes(self) -> Sizes:
+    def _state_sizes(self) -> StateShapes:
         return super()._state_sizes() | {"y": (self.num_heads, self.value_dim)}
 
     def _run(

@@ -22,7 +22,7 @@ from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
 from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import is_untouched
 
-CHECK_EVERY = 32
+CHECK_TOKENS = 32
 """Tokens between two asynchronous checks of whether all of them were solved."""
 
 
@@ -99,7 +99,7 @@ class FixedPointPart:
         """What comes after a token."""
         self._last = None
         self._tokens += 1
-        if self._tokens % CHECK_EVERY == 0 and layer.solve_options.on_unconverged == "warn":
+        if self._tokens % CHECK_TOKENS == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
                 layer.deferred.schedule(self._stats(since_check=True), subject)
@@ -107,8 +107,8 @@ class FixedPointPart:
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
         """A copy of the state after the last token; also sets `layer.stats`."""
-        # outside inference mode, where gradients are on, tensors have version counters, which tell
-        # whether a state that is passed back was changed or can stay in place
+        # outside inference mode, where gradients are on, tensors have version counters, by
+        # which a state that is passed back is found to be unchanged, and then stays in place
         with torch._C._InferenceMode(False), torch.no_grad():
             state = unfold_state(self.state, self._heads)
             conv = None if state.conv is None else state.conv.clone()
@@ -154,7 +154,7 @@ def takes_graph(
         supported = choose_backend("auto", x_t.device, layer.D.dtype) == "triton"
     else:
         supported = layer.solve_options.backend == "triton" and interpreter_is_on()
-    # last, since it looks at every module: a replay calls no Python functions
+    # last, since it visits every module: a replay calls no Python functions
     return supported and all(is_untouched(module) for module in layer.modules())
 
 
