@@ -9,7 +9,7 @@ from math import isinf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -47,6 +47,8 @@ class Ensemble:
             for n, parameter in model.named_parameters():
                 parameter.data = self.params[n][i]
                 parameter.grad = self.grads[n][i]
+        compiled = (torch.compile(model, dynamic=False) for model in self.models)
+        self.trained = list(compiled) if config.compile else self.models
         warmup, steps = config.warmup, point["steps"]
 
         def factor(step: int) -> float:
@@ -135,7 +137,7 @@ class Ensemble:
 
     def _logits(
         self,
-        model: SequenceModel,
+        model: nn.Module,
         tokens: Tensor,  # (b, t)
     ) -> Tensor:  # (b, t, v)
         with self._autocast():
@@ -168,7 +170,7 @@ class Ensemble:
         """Gradients, loss, accuracy and smallest pivot of model i, without torch.func."""
         model = self.models[i]
         params = dict(model.named_parameters())
-        logits = self._logits(model, self.tokens[i])
+        logits = self._logits(self.trained[i], self.tokens[i])
         loss, (correct, pivot) = self._loss(logits, self.labels[i], model)
         grads = torch.autograd.grad(loss, list(params.values()))
         return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot

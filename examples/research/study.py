@@ -94,6 +94,9 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     log_every: Count = 50
     graph: bool = True
     """Capture the step as a CUDA graph (GPU only)."""
+    compile: bool = False
+    """Train through torch.compile, which fuses what a baseline computes element by element;
+    evaluation does not."""
     stacked: bool = False
     """Whether to vmap over the models; otherwise they run one after the other, with the kernels
     that torch.func transforms do not use. Faster only where neither takes much time."""
@@ -122,6 +125,8 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
             )
         if self.concurrent and self.stacked:
             raise ValueError("--concurrent must be off with --stacked, which is one computation")
+        if self.compile and self.stacked:
+            raise ValueError("--compile must be off with --stacked, which vmaps the models")
         if self.graph and self.gamma_cap is not None:
             raise ValueError("--gamma-cap needs --no-graph: a captured step repeats its first draw")
 

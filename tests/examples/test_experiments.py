@@ -234,12 +234,12 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     beyond = {n: options for n, options in found["table-tuning"].items() if "-0." in n}
     assert beyond.keys() == {"a5-rdn_l1_slow-0.008", "copy-recall-0.0005"}
     assert beyond["a5-rdn_l1_slow-0.008"].endswith("--lr 0.008")
-    assert "--model rdn_l1_slow --lr 0.004" in found["table"]["s5-rdn_l1"]
+    assert "--model rdn_l1_slow --compile --lr 0.004" in found["table"]["s5-rdn_l1"]
     assert "copy-rdn_l1" not in found["table"]
     tuned("a5-rdn_l1_slow-0.008", {8e-3: 0.8})
     again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
     assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
-    assert "--model rdn_l1_slow --lr 0.008" in again["a5-rdn_l1"]
+    assert "--model rdn_l1_slow --compile --lr 0.008" in again["a5-rdn_l1"]
 
 
 def test_models_of_the_table_have_equal_parameters() -> None:

@@ -119,6 +119,13 @@ def chosen(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
     return (model, RECALL_RATE) if model.startswith("recall") else None
 
 
+def _layer(form: str) -> str:
+    """The flags of a layer."""
+    # kernels of this library, or of cuDNN, leave little that could be fused
+    is_fused = form == "lstm_l1" or form.startswith("recall")
+    return f"--model {form}" if is_fused else f"--model {form} --compile"
+
+
 def _tuning(runs: Runs) -> Experiment:
     """Three rates for every form, and a further one where the best is at an edge."""
     found = []
@@ -126,7 +133,7 @@ def _tuning(runs: Runs) -> Experiment:
         for model, forms in VARIANTS.items():
             best = chosen(runs, task, model) if tuning_rows(runs, task, model) else None
             for form in forms:
-                options = joined(TASKS[task], RECIPE, NARROW, f"--model {form}", TUNING)
+                options = joined(TASKS[task], RECIPE, NARROW, _layer(form), TUNING)
                 rates = " ".join(f"{rate:g}" for rate in RATES)
                 found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
                 if best is not None and best[0] == form and best[1] != RATES[1]:
@@ -145,7 +152,7 @@ def _reported(
             choice = chosen(runs, task, model)
             if choice is None:
                 continue
-            layer = f"--model {choice[0]} --lr {choice[1]:g}"
+            layer = f"{_layer(choice[0])} --lr {choice[1]:g}"
             options = joined(flags, RECIPE, width, layer)
             drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
             found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
