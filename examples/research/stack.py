@@ -9,7 +9,7 @@ from math import isinf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -47,8 +47,9 @@ class Ensemble:
             for n, parameter in model.named_parameters():
                 parameter.data = self.params[n][i]
                 parameter.grad = self.grads[n][i]
-        compiled = (torch.compile(model, dynamic=False) for model in self.models)
-        self.trained = list(compiled) if config.compile else self.models
+        self.trained: Sequence[Callable[[Tensor], Tensor]] = self.models
+        if config.compile:
+            self.trained = [torch.compile(model, dynamic=False) for model in self.models]
         warmup, steps = config.warmup, point["steps"]
 
         def factor(step: int) -> float:
@@ -137,7 +138,7 @@ class Ensemble:
 
     def _logits(
         self,
-        model: nn.Module,
+        model: Callable[[Tensor], Tensor],
         tokens: Tensor,  # (b, t)
     ) -> Tensor:  # (b, t, v)
         with self._autocast():

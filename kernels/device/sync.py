@@ -1,12 +1,25 @@
-"""Numbers that the programs of one cooperative launch exchange, in device memory.
+"""Launches that overlap, and numbers that the programs of one cooperative launch exchange.
 
-One word holds a number and the index of its exchange, and is polled until it has this one.
+The numbers lie in device memory. One word holds a number and the index of its exchange, and is
+polled until it has this one.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def await_launch(OVERLAP: tl.constexpr):
+    """Wait for the launch before this one, and let the next one begin. With OVERLAP both are
+    programmatic dependent launches: a kernel may begin while the one before it runs, and may read
+    what that one writes only after this call. What still earlier launches have written can be read
+    at once, because a kernel begins when all programs of the one before it have passed this call,
+    or have ended."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -56,6 +56,7 @@ class Options(NamedTuple):
     NORM_EPS: Constant
     EPS: Constant  # of the norms of B, C and the reflections
     ALIGNED: Constant  # a power of two that divides all offsets of rows of raw values
+    OVERLAP: Constant  # whether launches of tokens overlap
     FAST: Constant
     ACC: Constant  # dtype of all arithmetic
 
@@ -72,8 +73,9 @@ class Tokens(NamedTuple):
 class ForwardBuffers(NamedTuple):
     """Tensors of the forward sweep."""
 
-    fed_ptr: Pointer  # (b, width), W^y norm(y_{t-1})
+    fed_ptr: Pointer  # (SPLITS, b, width), W^y norm(y_{t-1}), as a sum
     fed_stride: Integer  # from sample to sample
+    SPLITS: Constant
     A_ptr: Pointer  # (n, d), log2(e) A
     BC_ptr: Pointer  # (b, 2 n): B and C of the present token, if there are several blocks of states
     y_ptr: Pointer  # (b, t, d)
@@ -100,7 +102,8 @@ class ReverseBuffers(NamedTuple):
     """Tensors of the reverse sweep that are whole."""
 
     y_ptr: Pointer  # (b, t, d)
-    grad_normed_ptr: Pointer  # (b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
+    grad_normed_ptr: Pointer  # (SPLITS, b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
+    SPLITS: Constant
     A_ptr: Pointer  # (n, d), log2(e) A
     H_ptr: Pointer  # (b, n, d): cotangent of h_t, replaced by that of h_{t-1}
     grad_x_ptr: Pointer  # (b, t, d)

@@ -1,7 +1,7 @@
 """A token of the direct sweep with feedback: y_t and h_t from h_{t-1}, y_{t-1} and the raw values.
 
 One launch a token, one program a sample. The raw values are raw^x_t + W^y norm(y_{t-1}); this
-product is computed before the launch, by torch.
+product is the launch before (triton_product.py).
 
     (I - diag(sigma) (I - Q)) y = p + sigma * Q x    p = (lambda * h_{t-1}) C, sigma = sum of s B C
     h_t = lambda * h_{t-1} + (s * (x + (I - Q) (y - x))) B^T
@@ -24,7 +24,7 @@ from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import sigmoid
 from bedouin.kernels.device.norms import inverse_norm, max_norms_of_three
-from bedouin.kernels.device.raw import load_raw, load_unit
+from bedouin.kernels.device.raw import load_raw
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,
@@ -37,6 +37,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
+from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.triton_blocks import (
     discretize_block,
     load_block,
@@ -81,6 +82,18 @@ def _total(parts, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _add_fed(value, fed, at, mask, buffers, sizes):
+    """`value`, of raw^x, and what is fed back at the columns `at` of a sample's row, rounded to the
+    dtype of W^y as in the reverse sweep."""
+    split = sizes.batch * buffers.fed_stride
+    total = tl.load(fed + at, mask=mask, other=0.0)
+    for i in tl.static_range(1, buffers.SPLITS):
+        total += tl.load(fed + i * split + at, mask=mask, other=0.0)
+    kind: tl.constexpr = buffers.normed_ptr.dtype.element_ty
+    return value + total.to(kind).to(value.dtype)
+
+
+@triton.jit
 def solve_token(
     h,  # BLOCKS times (BLOCK_N, BLOCK_D), h_{t-1}
     tokens,  # Tokens
@@ -106,24 +119,36 @@ def solve_token(
     token = sample * sizes.t_end + t
     A_ptr = unaligned(buffers.A_ptr, t, sizes)
     x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
-    delta = load_raw(raw, fed, cols, in_d, True, ACC, "")
-    u = ()
-    for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, True, ACC, ""),)
+    # all of raw^x before the product is awaited
     alpha_at, is_alpha = scalars_at(u_at + K * d, K, sizes)
-    beta = ()
+    delta = load_raw(raw, raw, cols, in_d, False, ACC, "")
+    u_x = ()
+    for i in tl.static_range(K):
+        u_x = u_x + (load_raw(raw, raw, u_at + i * d + cols, in_d, False, ACC, ""),)
+    alpha = ()
     for i in tl.static_range(len(alpha_at)):
-        alpha = load_raw(raw, fed, alpha_at[i], is_alpha[i], True, ACC, "")
-        beta = beta + (options.BETA_MAX * sigmoid(alpha),)
-    beta = scalars_of(beta, K, sizes)
+        alpha = alpha + (load_raw(raw, raw, alpha_at[i], is_alpha[i], False, ACC, ""),)
     if options.SELECTIVE:
-        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, True, options.EPS, ACC)
-        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, True, options.EPS, ACC)
-        B *= inv_B
-        C *= inv_C
+        B = load_raw(raw, raw, d + rows, in_n, False, ACC, "")
+        C = load_raw(raw, raw, d + n + rows, in_n, False, ACC, "")
     else:
         B = tl.where(in_n, 1.0, 0.0).to(ACC)
         C = B
+    await_launch(options.OVERLAP)
+    delta = _add_fed(delta, fed, cols, in_d, buffers, sizes)
+    u = ()
+    for i in tl.static_range(K):
+        u = u + (_add_fed(u_x[i], fed, u_at + i * d + cols, in_d, buffers, sizes),)
+    beta = ()
+    for i in tl.static_range(len(alpha_at)):
+        total = _add_fed(alpha[i], fed, alpha_at[i], is_alpha[i], buffers, sizes)
+        beta = beta + (options.BETA_MAX * sigmoid(total),)
+    beta = scalars_of(beta, K, sizes)
+    if options.SELECTIVE:
+        B = _add_fed(B, fed, d + rows, in_n, buffers, sizes)
+        C = _add_fed(C, fed, d + n + rows, in_n, buffers, sizes)
+        B *= inverse_norm(tl.sum(B * B, axis=0), n * options.EPS)
+        C *= inverse_norm(tl.sum(C * C, axis=0), n * options.EPS)
     delta = activate(delta, options.ACTIVATION)
     BC_ptr = buffers.BC_ptr
     if BLOCKS > 1:
@@ -253,7 +278,7 @@ def _sweep(
 def sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), raw^x
-    fed_ptr,  # (b, width), W^y norm(y_{t-1})
+    fed_ptr,  # (SPLITS, b, width), W^y norm(y_{t-1}), as a sum
     A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
@@ -271,6 +296,7 @@ def sweep_kernel(
     raw_stride_b,
     raw_stride_t,
     fed_stride,
+    SPLITS: tl.constexpr,
     K: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -286,6 +312,7 @@ def sweep_kernel(
     NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
     ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
+    OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -296,7 +323,9 @@ def sweep_kernel(
         Tokens(
             TokenRows(x_ptr, x_stride_b, x_stride_t), TokenRows(raw_ptr, raw_stride_b, raw_stride_t)
         ),
-        ForwardBuffers(fed_ptr, fed_stride, A_ptr, BC_ptr, y_ptr, normed_ptr, statistics_ptr),
+        ForwardBuffers(
+            fed_ptr, fed_stride, SPLITS, A_ptr, BC_ptr, y_ptr, normed_ptr, statistics_ptr
+        ),
         BundleSizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
         Options(
             K,
@@ -309,6 +338,7 @@ def sweep_kernel(
             NORM_EPS,
             EPS,
             ALIGNED,
+            OVERLAP,
             FAST,
             ACC,
         ),

@@ -1,10 +1,11 @@
 """Launches of the direct sweep's Triton kernels.
 
-With feedback a token is one product with W^y, by torch, and one launch: calls of many tokens are
-meant for CUDA graphs. Letters: b batch, t time, d channels, n state per channel, k reflections, r
-raw values.
+With feedback a token is two launches, of which one is the product with W^y: calls of many tokens
+are meant for CUDA graphs. Letters: b batch, t time, d channels, n state per channel, k reflections,
+r raw values.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,21 +24,33 @@ from bedouin.kernels.direct.triton_constants import (
     layout_of,
     memory_constants,
     num_warps,
+    overlapping,
     per_head,
+    product_constants,
     token_strides,
+    uses_tf32,
 )
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import prepare_kernel
+from bedouin.kernels.direct.triton_product import product_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
 from bedouin.kernels.feedback import padded_rows
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.launch import accumulator, ceil_div, next_power_of_two, triton_dtype
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, LaunchSeries, PlannedKernel
+from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, LaunchSeries, PlannedKernel
 
 SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
+PRODUCT = PlannedKernel(product_kernel)
+
+OUT = 64
+"""Rows of W^y of a program of the product."""
+
+COLUMNS = {2: (128, 4), 4: (32, 8), 8: (32, 8)}
+"""Its columns, READ at once and PARTS times, by the bytes of an entry: products of float32 that are
+not rounded to TF32 hold their factors in registers."""
 
 
 def launch_sweep(
@@ -53,18 +66,19 @@ def launch_sweep(
     (b, t_end, d), n = x.shape, A.shape[0]
     # some more columns, so that the product is aligned
     r = W_y.shape[0] + padding(W_y.shape[0])
-    rows, fed = padded_rows(W_y, r).mT, W_y.new_empty(b, r)
+    product, fed = _product(padded_rows(W_y, r), normed)
     strides = *raw.stride()[:2], r
     like = Like.of(A)
-    how = memory_constants(like, always=False)
-    constants = kernel_constants(SWEEP, like, options, strides, KEEP=keep_every, **how)
+    how = memory_constants(like, always=False) | overlapping(A.device)
+    how |= {"KEEP": keep_every, "SPLITS": len(fed)}
+    constants = kernel_constants(SWEEP, like, options, strides, **how)
     # read only where the states are in several blocks
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
     tensors = x, raw, fed, A, h, kept, BC, y, normed, statistics
     sizes = b, t_end, d, n, *x.stride()[:2], *strides
     series = LaunchSeries(SWEEP, (b,), tensors, sizes, constants)
-    for t, vectors in enumerate(normed.unbind(1)):
-        torch.mm(vectors, rows, out=fed)
+    for t in range(t_end):
+        product.launch(t)
         series.launch(t)
 
 
@@ -99,29 +113,66 @@ def launch_reverse(
     x, y, raw, fed, A, h0, kept = known
     assert fed is not None
     (b, t_end, d), n, width = x.shape, A.shape[0], grads.raw.shape[2]
-    rows, slots, count = padded_rows(W, width), kept.shape[1], min(keep_every, t_end)
+    slots, count = kept.shape[1], min(keep_every, t_end)
     buffers = chunk_buffers(known, keep_every, options)
     replayed = A.new_empty(b, count - 1, n, d)
-    grad_normed = W.new_zeros(b, d)
+
+    def enter(slot: int) -> range:
+        """Prepare the tokens of a chunk."""
+        chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
+        prepare(known, buffers, chunk, options)
+        _replay(known, buffers, replayed, chunk, slot, options, keeps_all=True)
+        return chunk
+
+    chunk = enter(slots)
+    # The reverse kernel reads what `enter` computes before the launch in front of it has ended.
+    # That one is therefore never part of `enter`, but the product, or what makes its zeros.
+    product, grad_normed = _product(padded_rows(W, width).mT, grads.raw)
     strides = *raw.stride()[:2], *fed.stride()[:2]
     like = Like.of(A)
-    how = memory_constants(like, always=True)
+    how = memory_constants(like, always=True) | overlapping(A.device)
+    how |= {"SPLITS": len(grad_normed)}
     constants = kernel_constants(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
     read = x, raw, fed, grads.y, y, grad_normed, A, *buffers, h0, kept, replayed
     tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
     inner = x.stride()[:2], strides, grads.y.stride()[:2]
     sizes = slots, b, t_end, width, d, n, *(v for pair in inner for v in pair), h0.stride(0)
-    vectors = grads.raw.unbind(1)
     for slot in reversed(range(slots + 1)):
-        chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
-        prepare(known, buffers, chunk, options)
-        _replay(known, buffers, replayed, chunk, slot, options, keeps_all=True)
         integers = chunk.start, len(chunk), slot, *sizes
         series = LaunchSeries(REVERSE, (b,), tensors, integers, constants)
         for t in reversed(chunk):
             series.launch(t - chunk.start)
-            torch.mm(vectors[t].to(W.dtype), rows, out=grad_normed)
-    return grad_normed.to(A.dtype)
+            if t == chunk.start and slot:
+                chunk = enter(slot - 1)
+            product.launch(t)
+    return grad_normed.sum(0).to(A.dtype)
+
+
+def _product(
+    W: Tensor,  # (rows, columns)
+    v: Tensor,  # (b, t, columns), whose last axis is contiguous
+) -> tuple[LaunchSeries, Tensor]:
+    """The products of W with the vectors of a token, whose number a launch takes, and where each
+    launch writes their parts (splits, b, rows), zeros before the first."""
+    W = W.contiguous()
+    (rows, columns), b = W.shape, len(v)
+    splits = ceil_div(columns, math.prod(COLUMNS[W.element_size()]))
+    # A product reads W before the launch in front of it has ended: that is the one of these zeros.
+    parts = W.new_zeros(splits, b, rows, dtype=accumulator(W.dtype))
+    samples = max(16, min(64, next_power_of_two(b)))
+    constants = _product_constants(Like.of(W), samples, uses_tf32(), W.device)
+    grid = ceil_div(rows, OUT), splits, ceil_div(b, samples)
+    numbers = b, rows, columns, *v.stride()[:2]
+    return LaunchSeries(PRODUCT, grid, (v, W, parts), numbers, constants), parts
+
+
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _product_constants(W: Like, samples: int, tf32: bool, device: torch.device) -> Constants:
+    """Of `product_kernel`."""
+    read, parts = COLUMNS[W.dtype.itemsize]
+    sizes = {"SAMPLES": samples, "OUT": OUT, "READ": read, "PARTS": parts}
+    how = {"ACC": triton_dtype(accumulator(W.dtype)), "num_warps": 8, "num_stages": 1}
+    return Constants(sizes, **how, **product_constants(W, tf32), **overlapping(device))
 
 
 class ChunkBuffers(NamedTuple):

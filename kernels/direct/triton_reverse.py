@@ -2,8 +2,8 @@
 
 One launch a token, one program a sample, the last token first. What follows from y alone is
 computed before for all tokens of a chunk (triton_prepare.py), and so is the memory before each
-(triton_replay.py). The product (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), is computed
-between two launches, by torch.
+(triton_replay.py). The product (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), is a launch
+between two of these (triton_product.py).
 
 With H the cotangent of h_t and g that of y_t from the loss and from the token after it, the
 cotangent w of F(y)_t solves the transposed local equation:
@@ -38,6 +38,7 @@ from bedouin.kernels.device.reflections import (
     symmetric_times,
     upper_transposed_times,
 )
+from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.triton_blocks import (
     discretize_block,
     load_block,
@@ -167,7 +168,11 @@ def _reverse_token(
     if not COUPLED:
         from_memory *= s
     v = y - x
-    grad_normed = tl.load(buffers.grad_normed_ptr + sample * d + cols, mask=in_d, other=0.0).to(ACC)
+    await_launch(options.OVERLAP)
+    grad_normed = tl.zeros([BLOCK_D], dtype=ACC)
+    for i in tl.static_range(buffers.SPLITS):
+        part = buffers.grad_normed_ptr + (i * sizes.batch + sample) * d
+        grad_normed += tl.load(part + cols, mask=in_d, other=0.0)
     if options.NORM:
         rms = some_scalars(row, held, SIZE - 4, 1, sizes)[0]
         g += over_channels((rms,), sizes)[0] * grad_normed
@@ -266,7 +271,7 @@ def reverse_kernel(
     fed_ptr,  # (b, t, r), W^y norm(y_{t-1})
     grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
-    grad_normed_ptr,  # (b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
+    grad_normed_ptr,  # (SPLITS, b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), as a sum
     A_ptr,  # (n, d), log2(e) A
     mixed_ptr,  # (b, count, d)
     local_ptr,  # (b, count, WIDTH)
@@ -297,6 +302,7 @@ def reverse_kernel(
     grad_y_stride_b,
     grad_y_stride_t,
     h0_stride_b,
+    SPLITS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time
@@ -311,6 +317,7 @@ def reverse_kernel(
     NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
     ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
+    OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -326,6 +333,7 @@ def reverse_kernel(
         ReverseBuffers(
             y_ptr,
             grad_normed_ptr,
+            SPLITS,
             A_ptr,
             H_ptr,
             grad_x_ptr,
@@ -358,6 +366,7 @@ def reverse_kernel(
             NORM_EPS,
             EPS,
             ALIGNED,
+            OVERLAP,
             FAST,
             ACC,
         ),

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
-    await_launch,
     load_states,
     pack,
     places_of_states,

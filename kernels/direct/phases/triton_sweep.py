@@ -31,8 +31,8 @@ from bedouin.kernels.device.reflections import (
     sums,
     upper_times,
 )
+from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
-    await_launch,
     load_reflections,
     load_states,
     no_states,
