@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.householder.reference import UNIT_EPS
-from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
@@ -110,9 +110,8 @@ def token_strides(
     return (0, 0) if fed is None else fed.stride()[:2]
 
 
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Of kernels whose launches overlap where the device can do that (`await_launch`)."""
-    overlaps = Device.of(device).overlaps
+def overlapping(overlaps: bool) -> dict[str, bool]:
+    """Of kernels whose launches may overlap (`await_launch`)."""
     return {"OVERLAP": overlaps, **({"launch_pdl": True} if overlaps else {})}
 
 

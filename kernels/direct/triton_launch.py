@@ -6,6 +6,7 @@ r raw values.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from bedouin.kernels.direct.triton_product import product_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
 from bedouin.kernels.feedback import padded_rows
-from bedouin.kernels.launch import accumulator, ceil_div, next_power_of_two, triton_dtype
+from bedouin.kernels.launch import Device, accumulator, ceil_div, next_power_of_two, triton_dtype
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, LaunchSeries, PlannedKernel
@@ -45,8 +46,8 @@ SWEEP, PREPARE = PlannedKernel(sweep_kernel), PlannedKernel(prepare_kernel)
 REPLAY, REVERSE = PlannedKernel(replay_kernel), PlannedKernel(reverse_kernel)
 PRODUCT = PlannedKernel(product_kernel)
 
-OUT = 64
-"""Rows of W^y of a program of the product."""
+OUT, MOST_SAMPLES = 64, 64
+"""Rows of W^y of a program of the product, and its samples at most."""
 
 COLUMNS = {2: (128, 4), 4: (32, 8), 8: (32, 8)}
 """Its columns, READ at once and PARTS times, by the bytes of an entry: products of float32 that are
@@ -69,7 +70,7 @@ def launch_sweep(
     product, fed = _product(padded_rows(W_y, r), normed)
     strides = *raw.stride()[:2], r
     like = Like.of(A)
-    how = memory_constants(like, always=False) | overlapping(A.device)
+    how = memory_constants(like, always=False) | overlapping(Device.of(A.device).overlaps)
     how |= {"KEEP": keep_every, "SPLITS": len(fed)}
     constants = kernel_constants(SWEEP, like, options, strides, **how)
     # read only where the states are in several blocks
@@ -78,7 +79,7 @@ def launch_sweep(
     sizes = b, t_end, d, n, *x.stride()[:2], *strides
     series = LaunchSeries(SWEEP, (b,), tensors, sizes, constants)
     for t in range(t_end):
-        product.launch(t)
+        product(t)
         series.launch(t)
 
 
@@ -130,7 +131,7 @@ def launch_reverse(
     product, grad_normed = _product(padded_rows(W, width).mT, grads.raw)
     strides = *raw.stride()[:2], *fed.stride()[:2]
     like = Like.of(A)
-    how = memory_constants(like, always=True) | overlapping(A.device)
+    how = memory_constants(like, always=True) | overlapping(Device.of(A.device).overlaps)
     how |= {"SPLITS": len(grad_normed)}
     constants = kernel_constants(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
     read = x, raw, fed, grads.y, y, grad_normed, A, *buffers, h0, kept, replayed
@@ -144,35 +145,44 @@ def launch_reverse(
             series.launch(t - chunk.start)
             if t == chunk.start and slot:
                 chunk = enter(slot - 1)
-            product.launch(t)
+            product(t)
     return grad_normed.sum(0).to(A.dtype)
 
 
 def _product(
     W: Tensor,  # (rows, columns)
     v: Tensor,  # (b, t, columns), whose last axis is contiguous
-) -> tuple[LaunchSeries, Tensor]:
-    """The products of W with the vectors of a token, whose number a launch takes, and where each
-    launch writes their parts (splits, b, rows), zeros before the first."""
-    W = W.contiguous()
+) -> tuple[Callable[[int], object], Tensor]:
+    """A launch of the product of W with the vectors of a token, by its number, and where it writes
+    the parts (splits, b, rows) of this product, zeros before.
+
+    With more than MOST_SAMPLES samples it is torch's: forward and backward of 128 samples of 16
+    tokens of 1024 channels took 1.30 ms with it and 1.59 ms with the kernel, on an H100.
+    """
     (rows, columns), b = W.shape, len(v)
+    if b > MOST_SAMPLES:
+        parts, vectors = W.new_zeros(1, b, rows), v.unbind(1)
+        return lambda t: torch.mm(vectors[t].to(W.dtype), W.mT, out=parts[0]), parts
+    W = W.contiguous()
     splits = ceil_div(columns, math.prod(COLUMNS[W.element_size()]))
     # A product reads W before the launch in front of it has ended: that is the one of these zeros.
     parts = W.new_zeros(splits, b, rows, dtype=accumulator(W.dtype))
-    samples = max(16, min(64, next_power_of_two(b)))
-    constants = _product_constants(Like.of(W), samples, uses_tf32(), W.device)
-    grid = ceil_div(rows, OUT), splits, ceil_div(b, samples)
+    samples = max(16, next_power_of_two(b))
+    constants = product_launch(
+        Like.of(W), samples, uses_tf32(), overlaps=Device.of(W.device).overlaps
+    )
     numbers = b, rows, columns, *v.stride()[:2]
-    return LaunchSeries(PRODUCT, grid, (v, W, parts), numbers, constants), parts
+    grid = ceil_div(rows, OUT), splits
+    return LaunchSeries(PRODUCT, grid, (v, W, parts), numbers, constants).launch, parts
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _product_constants(W: Like, samples: int, tf32: bool, device: torch.device) -> Constants:
-    """Of `product_kernel`."""
+def product_launch(W: Like, samples: int, tf32: bool, *, overlaps: bool) -> Constants:
+    """The constants of `product_kernel`."""
     read, parts = COLUMNS[W.dtype.itemsize]
     sizes = {"SAMPLES": samples, "OUT": OUT, "READ": read, "PARTS": parts}
     how = {"ACC": triton_dtype(accumulator(W.dtype)), "num_warps": 8, "num_stages": 1}
-    return Constants(sizes, **how, **product_constants(W, tf32), **overlapping(device))
+    return Constants(sizes, **how, **product_constants(W, tf32), **overlapping(overlaps))
 
 
 class ChunkBuffers(NamedTuple):

@@ -25,7 +25,7 @@ def product_kernel(
     columns,
     v_stride_b,
     v_stride_t,
-    SAMPLES: tl.constexpr,  # of a program
+    SAMPLES: tl.constexpr,  # at least the batch
     OUT: tl.constexpr,  # rows of W of a program
     READ: tl.constexpr,  # columns that are multiplied at once
     PARTS: tl.constexpr,  # how many times
@@ -34,10 +34,10 @@ def product_kernel(
     DOT: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Some rows and columns of W times v of token t, for some samples."""
+    """Some rows and columns of W times v of token t."""
     row = tl.program_id(0) * OUT + tl.arange(0, OUT)
     split = tl.program_id(1)
-    sample = (tl.program_id(2) * SAMPLES + tl.arange(0, SAMPLES))[:, None]
+    sample = tl.arange(0, SAMPLES)[:, None]
     first = split * (READ * PARTS) + tl.arange(0, READ)
     in_rows = (row < rows)[None, :]
     parts = ()

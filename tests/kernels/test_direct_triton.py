@@ -219,6 +219,10 @@ CASES = [
         for d, n in ((1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16), (63, 2), (64, 1), (100, 3))
     ),
     *(Setting(b, 2, 20, 5, input_scale="one_minus_decay") for b in (1, 3)),
+    # products by torch
+    Setting(65, 2, 8, 1),
+    # products in several sums, with columns that are no multiple of a part
+    Setting(1, 2, 540, 1, dtype=torch.float32, low=torch.bfloat16),
     *(
         Setting(b=b, t=t, feedback=feedback)
         for b, t in ((0, 4), (2, 0), (0, 0))

@@ -1,4 +1,4 @@
-"""The phases as they are compiled for a GPU, without one: barriers, spilled registers, sizes.
+"""Phases and products as they are compiled for a GPU, without one: barriers, registers, sizes.
 
 The layouts of kernels/direct/phases/device.py depend on hints that the compiler is free to ignore;
 each barrier that it then inserts costs a token as much as a tenth of its arithmetic.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -31,6 +32,8 @@ from bedouin.kernels.direct.phases.spec import (
     LaunchSpec,
     phase_constants,
 )
+from bedouin.kernels.direct.triton_constants import Like
+from bedouin.kernels.direct.triton_launch import MOST_SAMPLES, PRODUCT, product_launch
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import PlannedKernel
 
@@ -150,3 +153,13 @@ def test_a_token_of_all_heads(kernel: PlannedKernel, tile: int, capability: int)
     found = launched(kernel, 4, 64, 0, capability, tile=tile)
     assert found.metadata.shared <= 99 * 1024
     assert spilled(found) <= (SPILLED if kernel is SWEEP else 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("samples", [16, MOST_SAMPLES])
+def test_the_product_of_one_head(samples: int, dtype: torch.dtype) -> None:
+    constants = product_launch(Like((5184, 1024), dtype), samples, False, overlaps=True)
+    name = "bf16" if dtype == torch.bfloat16 else "fp32"
+    found = compiled(PRODUCT.kernel, constants, {"v_ptr": name, "W_ptr": name}, 90)
+    assert found.metadata.shared <= 99 * 1024
+    assert spilled(found) <= (128 if dtype == torch.float32 else 0)
