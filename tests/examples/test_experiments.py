@@ -25,7 +25,7 @@ from research.summary import figure_of_both, summarize
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
-REPORTED = ("table", "table-wide", "table-controls")
+REPORTED = ("table", "table-wide", "table-controls", "table-languages")
 TUNING = ("tuning", "heads", "table-tuning")
 NOT_PLANNED = {
     *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),

@@ -55,6 +55,13 @@ CONTROLS = {
     ),
 }
 """A commutative group; one binding at a time. Plain A5 is one binding for each element."""
+_LENGTHS = (
+    "--length 40 --eval-from 40 --eval-lengths 40 256 --batch-size 256 --steps 6000 "
+    "--curriculum double --curriculum-until 0.5"
+)
+LANGUAGES = {task: f"--task {task} {_LENGTHS}" for task in ("parity", "arithmetic", "brackets")}
+"""Parity, and arithmetic modulo 5 without and with brackets, as published: trained to length 40,
+tested from 40 to 256."""
 RATES = (1e-3, 2e-3, 4e-3)
 BEYOND = {1e-3: 5e-4, 4e-3: 8e-3}
 """The further rate where the best one is at an edge."""
@@ -62,6 +69,7 @@ RATES_OF = {
     **{"a5": "a5", "s5": "a5", "copy": "copy", "mqar": "copy"},
     **{"bound_s3": "bound_s3", "bound_a5": "bound_s3"},
     **dict.fromkeys(CONTROLS, "bound_s3"),
+    **dict.fromkeys(LANGUAGES, "a5"),
 }
 """The task whose tuning runs choose the rate."""
 RECALL_RATE = 4e-3
@@ -160,7 +168,7 @@ def _reported(
 
 
 def tables(results: Path) -> tuple[Experiment, ...]:
-    """Tuning, the reported seeds, two more of them, a larger width, and the controls."""
+    """Tuning, the reported seeds, two more of them, a larger width, controls, and languages."""
     runs = read_runs(results / TUNED)
     wide = {task: TASKS[task] for task in ("a5", "copy", "bound_a5")}
     table, more = REPORTED_RUNS
@@ -171,4 +179,5 @@ def tables(results: Path) -> tuple[Experiment, ...]:
         _reported(runs, more, "The same for two more seeds", TASKS, range(3, 5)),
         _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
         _reported(runs, "table-controls", "What makes bound names hard?", CONTROLS, three),
+        _reported(runs, "table-languages", "Parity and arithmetic at length", LANGUAGES, three),
     )
