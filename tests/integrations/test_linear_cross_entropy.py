@@ -68,7 +68,9 @@ def test_rounded_gradients_add_up_in_float32() -> None:
     linear_cross_entropy(x, weight, labels).backward()
     expected = 1400 * (1 / V - 1)
     assert weight.grad is not None
-    torch.testing.assert_close(weight.grad[0].float(), torch.full((M,), expected), rtol=5e-3, atol=0)
+    torch.testing.assert_close(
+        weight.grad[0].float(), torch.full((M,), expected), rtol=5e-3, atol=0
+    )
 
 
 def test_gradients_are_made_for_what_needs_them_and_once_for_each_backward() -> None:

@@ -15,7 +15,7 @@ from bedouin.checks import one_of
 from bedouin.kernels.launch import accumulator
 
 Kernel = Literal["torch", "liger", "fla"]
-"""What computes the loss: this module, Liger Kernel's or flash-linear-attention's Triton kernels."""
+"""What computes the loss: this module, or Triton kernels of Liger Kernel or of FLA."""
 
 CHUNK = 2**26
 """How many logits exist at once, at least those of one token."""
