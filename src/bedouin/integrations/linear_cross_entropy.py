@@ -24,7 +24,7 @@ _LIBRARIES = {"liger": "liger_kernel", "fla": "fla"}
 _INSTALLS = {"liger": "liger-kernel", "fla": "flash-linear-attention"}
 
 
-def choose_kernel(kernel: Kernel | Literal["auto"] | bool, device: torch.device) -> Kernel:
+def choose_kernel(kernel: str | bool, device: torch.device) -> Kernel:
     """`kernel`; for "auto" or True the first of liger, fla and torch that can run on the device.
 
     Raises ValueError for another name and for a Triton kernel on another device than a GPU,
@@ -76,7 +76,7 @@ def linear_cross_entropy(
         if kernel == "torch" or not len(x):
             given = (x, weight, bias)
             wants = [v is not None and v.requires_grad and torch.is_grad_enabled() for v in given]
-            total: Tensor = _Chunked.apply(x, weight, bias, labels, ignore_index, wants)
+            total: Tensor = _Chunked.apply(*given, labels, ignore_index, wants)  # type: ignore[no-untyped-call]
         elif kernel == "liger":
             module: Any = import_module("liger_kernel.transformers")
             options = {"ignore_index": ignore_index, "accum_dtype": torch.float32}

@@ -32,7 +32,7 @@ _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
 _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
 """Fields of earlier configurations, and those of `Initialization` that have taken their place."""
 
-FUSED: Any = (False, True, "auto", *get_args(Kernel))
+_FUSED: Any = (False, True, "auto", *get_args(Kernel))
 
 _OF_TRANSFORMERS = {
     *GenerationConfig().to_dict(),
@@ -150,7 +150,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
             else:
                 setattr(self, target, value)
-        one_of("fuse_linear_cross_entropy", self.fuse_linear_cross_entropy, FUSED)
+        fused: Any = self.fuse_linear_cross_entropy
+        one_of("fuse_linear_cross_entropy", fused, _FUSED)
         # a list, which a tuple becomes in a file
         self.feedback = list(self.feedback)
         super().__post_init__(**others)
