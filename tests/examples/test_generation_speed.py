@@ -25,7 +25,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 
 def test_models_of_this_repository_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    tasks = ("train", "captured", "decode-1", "vocabulary-torch")
+    tasks = ("train", "decode-1", "vocabulary-torch", "captured")
     measure_here(toy(models=tuple(MIXERS), tasks=tasks))
     rows = rows_of(capsys.readouterr().out)
     assert [(row["model"], row["task"]) for row in rows] == [

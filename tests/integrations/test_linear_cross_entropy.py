@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,29 +107,36 @@ def test_autocast_takes_products_in_its_dtype() -> None:
         assert one.dtype == torch.float32 and torch.equal(one, two)
 
 
-class Largest(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that an operation returns."""
+class LiveBytes(TorchDispatchMode):
+    """Keeps the largest number of bytes of tensors made under it that were alive at once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
+        self.peak = 0
+        self._sizes: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        for value in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(value, Tensor):
-                self.numel = max(self.numel, value.numel())
+        if isinstance(found, Tensor):
+            storage = found.untyped_storage()
+            self._sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._sizes.values()))
         return found
 
 
-def test_no_tensor_holds_more_than_a_chunk_of_logits() -> None:
-    x, weight, _, labels = draw(200, torch.float32)
-    with Largest() as largest:
+def test_memory_holds_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, size, v = 300, 20, 4000
+    monkeypatch.setattr(module, "CHUNK", size * v)
+    x, weight = torch.randn(n, 2, requires_grad=True), torch.randn(v, 2, requires_grad=True)
+    labels = torch.randint(v, (n,))
+    with LiveBytes() as live:
         linear_cross_entropy(x, weight, labels).backward()
-    assert largest.numel == max(200 * M, V * M)
-    with Largest() as largest:
+    # the logits and their logarithms; gradients, sums and indices are small
+    assert live.peak < 4 * 2.5 * size * v
+    with LiveBytes() as live:
         plain(x, weight, labels, None).backward()
-    assert largest.numel == 200 * V
+    assert live.peak > 4 * n * v
 
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass

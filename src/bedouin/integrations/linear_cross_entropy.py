@@ -116,17 +116,18 @@ class _Chunked(torch.autograd.Function):
             logs = F.log_softmax(F.linear(part, weight, bias), -1, dtype=dtype)
             found = logs.gather(1, aim)
             total -= found.where(real, 0).sum()
-            if not any(wants):
-                continue
-            # softmax minus one at the label, in the memory of its logarithm
-            grads = logs.exp_().scatter_(1, aim, found.expm1()).mul_(real)
-            if db is not None:
-                db += grads.sum(0)
-            grads = grads.to(x.dtype)
-            if dx is not None:
-                torch.mm(grads, weight, out=dx[start : start + size])
-            if dw is not None:
-                dw += grads.mT @ part
+            if any(wants):
+                # softmax minus one at the label, in the memory of its logarithm
+                grads = logs.exp_().scatter_(1, aim, found.expm1()).mul_(real)
+                if db is not None:
+                    db += grads.sum(0)
+                grads = grads.to(x.dtype)
+                if dx is not None:
+                    torch.mm(grads, weight, out=dx[start : start + size])
+                if dw is not None:
+                    dw += grads.mT @ part
+                del grads
+            del logs  # before those of the next chunk
         ctx.save_for_backward(dx, dw, db)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
