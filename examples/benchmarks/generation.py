@@ -20,7 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryFile
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -119,24 +120,22 @@ def measure_apart(config: Config, name: str, limit: float) -> list[Numbers]:
     options += ["--tiny"] if config.tiny else []
     options += ["--tasks", *config.tasks] if config.tasks else []
     command = [sys.executable, __file__, "--in-process", "--models", name, *options]
-    output, said = "", "the time budget is spent"
-    if limit > 0:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-            output, errors = done.stdout, done.stderr.strip().splitlines()
-            said = f"exit status {done.returncode}: {errors[-1][:200] if errors else 'no message'}"
-        except subprocess.TimeoutExpired as stopped:
-            output = _text(stopped.stdout)
-            said = f"the process was ended after {limit:.0f} s"
-    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"model"')]
+    said = "the time budget is spent"
+    # files, because what a process has started may hold its pipes open after its end
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        if limit > 0:
+            try:
+                done = subprocess.run(command, stdout=output, stderr=errors, timeout=limit)
+                errors.seek(0)
+                told = errors.read().strip().splitlines() or ["no message"]
+                said = f"exit status {done.returncode}: {told[-1][:200]}"
+            except subprocess.TimeoutExpired:
+                said = f"the process was ended after {limit:.0f} s"
+        output.seek(0)
+        found = [json.loads(line) for line in output if line.startswith('{"model"')]
     done_tasks = {row["task"] for row in found}
     rest = [task for task in tasks_of(config, name) if task not in done_tasks]
     return [*found, *({"model": name, "task": task, "error": said} for task in rest)]
-
-
-def _text(output: Any) -> str:
-    """What a process that was ended has written, which is bytes or None."""
-    return output.decode() if isinstance(output, bytes) else output or ""
 
 
 def tasks_of(config: Config, name: str) -> Sequence[str]:

@@ -39,9 +39,9 @@ GRAPHS = ("captured", "compiled")  # last: a capture that fails can disturb what
 TASKS = {
     "bedouin": (*COMMON, "vocabulary-torch", "vocabulary-liger", "vocabulary-fla", *GRAPHS),
     "mamba": (*COMMON, "vocabulary-torch", "vocabulary-fla", *GRAPHS),
+    "mamba-ssm": (*COMMON, *GRAPHS),
     "lstm": (*COMMON, *GRAPHS),
     "attention": (*COMMON, *GRAPHS, "decode-compiled-1", "decode-compiled-64"),
-    "mamba-ssm": (*COMMON, *GRAPHS),
 }
 """What is measured of each model: training steps as they are, as a replayed CUDA graph, with
 compiled blocks, and at a large vocabulary with a fused loss; decoding at a batch size."""

@@ -19,9 +19,9 @@ Bedouin, whose default they are, 64 for the others."""
 SEEDS = (0, 1, 2)
 SMALL = {
     "bedouin": "--preset cpu",
-    "lstm": "--preset cpu --mixer-layer lstm --d-model 50 --lr 2e-2",
+    "lstm": "--preset cpu --mixer-layer lstm --d-model 50",
 }
-"""What `make lm` trains on a CPU, and an LSTM of its size with the learning rate that suits it."""
+"""What `make lm` trains on a CPU, and an LSTM of its size; 0.01 suits both best (seed 100)."""
 
 
 def language_model() -> Experiment:
