@@ -1,7 +1,7 @@
 """Train a language model of bytes on the source of Python's library, or on other text.
 
     python examples/train_lm.py                             # on a GPU if there is one, else the CPU
-    python examples/train_lm.py --preset cpu --out runs/lm  # five minutes on two cores
+    python examples/train_lm.py --preset cpu --out runs/lm  # six minutes on two cores
     python examples/train_lm.py --text book.txt             # or a folder
     python examples/train_lm.py --resume                    # after Ctrl-C or a kill: continues
     python examples/train_lm.py --mixer-layer mamba --match-parameters 25000000
