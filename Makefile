@@ -103,6 +103,8 @@ contracts: $(CONTRACTS_ENV)/installed
 	@echo "== contracts"
 	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -n 2 -q \
 	    tests/contracts tests/integrations
+	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 TRITON_INTERPRET=1 $(CONTRACTS_PYTHON) -P -m pytest -q \
+	    -m interpreter tests/integrations
 
 lint: $(STAMP)
 	@echo "== lint"

@@ -31,7 +31,9 @@ ALLOWED = {
     "bedouin.solvers": ("bedouin.kernels", "bedouin.solvers"),
 }
 TORCHDEQ_USER = "bedouin.solvers.torchdeq_adapter"
-EXTRAS = ("accelerate", "fla", "huggingface_hub", "mamba_ssm", "peft", "transformers")
+EXTRAS = (
+    *("accelerate", "fla", "huggingface_hub", "liger_kernel", "mamba_ssm", "peft", "transformers"),
+)
 
 
 def setuptools_table() -> dict[str, Any]:

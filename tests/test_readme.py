@@ -346,6 +346,25 @@ def test_language_models_are_those_of_the_page(name: str) -> None:
     assert line(TEXTS["language-model"], f"{name}, 4 layers")[1:] == expected
 
 
+def test_the_model_of_make_lm_needs_fewer_bits_than_an_lstm_of_its_size() -> None:
+    found, means = runs_of("language-model-cpu"), []
+    for name in ("bedouin", "lstm"):
+        runs = [found[f"{name}-seed{seed}"] for seed in range(3)]
+        assert {device(run) for run in runs} == {"CPU"}
+        assert all(run["seconds"] < 600 and run["steps"] == 1200 for run in runs)
+        bits = [run["bits_per_byte"]["128"] for run in runs]
+        assert line(TEXTS["language-model-cpu"], f"{name}, ")[1:] == [
+            f"{runs[0]['parameters']:,}",
+            " ".join(f"{value:.3f}" for value in bits),
+            " ".join(f"{run['seconds']:.0f}" for run in runs),
+        ]
+        assert " ".join(f"{value:.2f}" for value in bits) in TEXTS["index"]
+        means.append(sum(bits) / 3)
+    assert means[0] < means[1]
+    shown = " of the layer is {:.3f}, that of the LSTM {:.3f};".format(*means)
+    assert shown in TEXTS["language-model-cpu"]
+
+
 def test_controls_on_a_cpu_are_those_of_the_page() -> None:
     parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
     paths = {part: f"controls-cpu/{part}-seed{{}}" for part in parts}

@@ -17,7 +17,7 @@ from common.errors import UsageError
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 METRICS, WEIGHTS = "metrics.json", "model.safetensors"
-FIGURE, CURVE = "accuracy.png", "bits_per_byte.png"
+FIGURE, CURVE, SAMPLE = "accuracy.png", "bits_per_byte.png", "sample.txt"
 
 
 def prepare_folder(folder: Path, accelerator: Accelerator) -> None:
@@ -48,7 +48,7 @@ def _obstacle(folder: Path) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as trial:
             trial.write(b"trial")
-        for name in (CHECKPOINT, UNFINISHED, METRICS, FIGURE, CURVE, WEIGHTS):
+        for name in (CHECKPOINT, UNFINISHED, METRICS, FIGURE, CURVE, SAMPLE, WEIGHTS):
             if (folder / name).exists():
                 (folder / name).open("ab").close()
     except OSError as error:

@@ -6,15 +6,18 @@ Letters: b batch, t time, v classes.
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from einops import rearrange
+from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from bedouin import SequenceModel
 from bedouin.tasks import stream
 from common.checkpoint import (
     plain_config,
@@ -22,13 +25,13 @@ from common.checkpoint import (
     whole_states,
 )
 from common.errors import UsageError
-from common.folder import CURVE, METRICS, WEIGHTS, save_weights, write_weights, writing
+from common.folder import CURVE, METRICS, SAMPLE, WEIGHTS, save_weights, write_weights, writing
 from common.interrupt import StopRequest
 from common.job import Place, Run
 from common.layers import count
 from common.lm_evaluation import bits_per_byte
 from common.lm_options import LanguageConfig, build_language_model
-from common.lm_text import VOCABULARY, Corpus, read_corpora
+from common.lm_text import END, VOCABULARY, Corpus, read_corpora
 from common.options import matched
 from common.report import device_name, save_curve, versions, write_metrics
 from common.training import (
@@ -44,6 +47,9 @@ from common.training import (
     summary_line,
     update,
 )
+
+SAMPLE_BYTES = 400
+"""Of the text from the model, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +190,23 @@ def describe(scores: dict[str, float]) -> str:
     return "bits per byte " + "  ".join(f"{n}: {value:.4f}" for n, value in scores.items())
 
 
+@torch.no_grad()
+def write_sample(model: nn.Module, path: Path) -> None:
+    """Print and write the begin of a document from the model."""
+    assert isinstance(model, SequenceModel)
+    device = model.head.weight.device
+    begin, generator = torch.tensor([[END]], device=device), torch.Generator(device).manual_seed(0)
+    model.eval()
+    found = model.generate(begin, SAMPLE_BYTES, temperature=0.8, eos=END, generator=generator)
+    text = bytes(token for token in found[0].tolist() if token != END).decode(errors="replace")
+    print(f"a text from the model:\n{text}")
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
 def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int) -> dict[str, Any]:
-    """Print the numbers and the command that generates text; write metrics.json, the curve and the
-    weights."""
+    """Print the numbers, a text and the command that generates more; write metrics.json, the curve,
+    the text and the weights."""
     config, device = job.config, job.accelerator.device
     speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
     metrics = {
@@ -217,6 +237,8 @@ def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
         print(describe(scores))
         size = f"{parameters:,} parameters, d_model {config.d_model}"
         print(summary_line(run, size, job.folder))
+        if weights is None:
+            write_sample(model, job.folder / SAMPLE)
         print(f"text from the model: python examples/generate.py --run {job.folder}")
         with writing(job.folder / METRICS):
             write_metrics(job.folder / METRICS, metrics)

@@ -214,8 +214,11 @@ def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = No
     found = early.parse_known_args(args)[0]
     # A wrong name gets any defaults: tyro rejects it below and lists the right ones.
     default = presets.get(found.preset, presets[auto])
-    # another layer does not take the preset's options of Bedouin
-    default = replace(default, **_defaults(_NOT_TAKEN.get(found.mixer_layer, ())))
+    # another layer does not take the preset's options of Bedouin, DeltaProduct not every value
+    names = set(_NOT_TAKEN.get(found.mixer_layer, ()))
+    if found.mixer_layer == "deltaproduct" and not default.num_householder:
+        names.add("num_householder")
+    default = replace(default, **_defaults(names))
     config = tyro.cli(type(default), args=args, default=default)
     return replace(config, preset=auto) if config.preset == "auto" else config
 

@@ -29,7 +29,7 @@ from common.lm_options import LanguageConfig, build_language_model
 from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
 from common.options import matched, num_parameters, parse_config
 from common.script import leave_process_group
-from research.experiments.language_model import MIXERS, language_model
+from research.experiments.language_model import MIXERS, language_model, language_model_cpu
 
 LINES = "def {}(x):\n    return x\n"
 SMALL: dict[str, Any] = {
@@ -205,6 +205,7 @@ def test_every_layer_learns(
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == checkpoint(tmp_path)["model"].keys()
     assert (tmp_path / "bits_per_byte.png").stat().st_size > 5000
+    assert (tmp_path / "sample.txt").read_text()
     assert f"python examples/generate.py --run {tmp_path}" in capsys.readouterr().out
 
 
@@ -356,6 +357,16 @@ def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
     sizes = [size(config) for config in configs[::3]]
     assert all(abs(n / sizes[0] - 1) < 0.05 for n in sizes)
     assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
+
+
+def test_the_lstm_has_the_size_and_the_steps_of_the_model_of_make_lm() -> None:
+    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in language_model_cpu().runs]
+    own, other = configs[0], configs[3]
+    assert dataclasses.replace(own, preset="auto") == dataclasses.replace(
+        train_lm.CPU, seed=0, preset="auto"
+    )
+    assert own.steps == other.steps and own.num_layers == other.num_layers
+    assert abs(size(other) / size(own) - 1) < 0.02
 
 
 def test_generated_text_is_that_of_the_model(

@@ -1,7 +1,7 @@
 """Tests against the real packages, which are skipped where a package is missing.
 
 `make contracts` installs all packages and sets BEDOUIN_CONTRACTS=1: a skipped test is then a
-failure, unless it needs a GPU.
+failure, unless it needs a GPU or a process with interpreted kernels.
 """
 
 import os
@@ -13,7 +13,7 @@ _skipped: list[str] = []
 
 def _record(report: pytest.CollectReport | pytest.TestReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-    if report.skipped and "CUDA device" not in reason:
+    if report.skipped and not any(need in reason for need in ("CUDA device", "TRITON_INTERPRET")):
         _skipped.append(f"{report.nodeid}: {reason}")
 
 

@@ -312,6 +312,98 @@ class TestForward:
             model(ids[:1], cu_seq_lens_q=torch.tensor([0, 5]))
 
 
+class TestFusedLoss:
+    @pytest.fixture
+    def fused(self, model: BedouinForCausalLM) -> BedouinForCausalLM:
+        model.config.fuse_linear_cross_entropy = "torch"
+        model.train()
+        return model
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            {"num_items_in_batch": 5},
+            {"num_items_in_batch": torch.tensor(7)},
+            {"ignore_index": 3},
+            {"shift_labels": torch.arange(21).reshape(3, 7)},
+        ],
+    )
+    def test_it_is_the_loss_of_transformers(
+        self, fused: BedouinForCausalLM, ids: Tensor, given: dict[str, Any]
+    ) -> None:
+        labels = ids.where(torch.rand(ids.shape) > 0.3, given.get("ignore_index", -100))
+        found = fused(ids, labels=labels, **given)
+        expected = fused(ids, labels=labels, skip_logits=False, **given)
+        assert found.logits is None and found.past_key_values is None
+        assert expected.logits.shape == (3, 7, VOCAB)
+        parameters = list(fused.parameters())
+        grads = [torch.autograd.grad(each.loss, parameters) for each in (found, expected)]
+        for one, two in zip((found.loss, *grads[0]), (expected.loss, *grads[1]), strict=True):
+            # transformers computes it in float32
+            torch.testing.assert_close(one.float(), two.float(), rtol=1e-5, atol=1e-6)
+
+    def test_evaluation_and_calls_that_ask_for_them_have_logits(
+        self, fused: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        assert fused(ids).logits is not None
+        loss, hidden = fused(ids, labels=ids, output_hidden_states=True, return_dict=False)
+        assert loss.ndim == 0 and len(hidden) == 3
+        fused.eval()
+        assert fused(ids, labels=ids).logits.shape == (3, 7, VOCAB)
+        output = fused(ids, labels=ids, skip_logits=True)
+        torch.testing.assert_close(output.loss, loss)
+        assert output.logits is None
+
+    @pytest.mark.parametrize("t", [1, 4])
+    def test_no_labels_give_zero(self, fused: BedouinForCausalLM, ids: Tensor, t: int) -> None:
+        loss = fused(ids[:, :t], labels=torch.full((3, t), -100)).loss
+        loss.backward()
+        assert loss == 0 and not torch.stack([p.grad.norm() for p in fused.parameters()]).any()
+
+    def test_the_kernel_of_auto_is_told(
+        self, ids: Tensor, fused: BedouinForCausalLM, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fused.config.fuse_linear_cross_entropy = True
+        logger = transformers.utils.logging.get_logger("bedouin.integrations.hf.models")
+        logger.warning_once.cache_clear()
+        fused(ids, labels=ids)
+        assert caplog.messages == ["fuse_linear_cross_entropy=True: torch computes the loss"]
+
+    def test_what_cannot_be_fused(
+        self, fused: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(ValueError, match="skip_logits=True needs labels .* no labels"):
+            fused(ids, skip_logits=True)
+        adapted = transformers.AutoModelForCausalLM.from_config(fused.config)
+        adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
+        with pytest.raises(ValueError, match="needs an nn.Linear as lm_head .* Sequential"):
+            adapted.train()(ids, labels=ids)
+        monkeypatch.setattr(fused, "_loss_function", lambda **_: None, raising=False)
+        with pytest.raises(ValueError, match="fuse_linear_cross_entropy = False"):
+            fused(ids, labels=ids)
+        fused.config.fuse_linear_cross_entropy = False
+        with pytest.raises(ValueError, match="got False and labels"):
+            fused(ids, labels=ids, skip_logits=True)
+        with pytest.raises(ValueError, match="fuse_linear_cross_entropy must be one of"):
+            make_config(fuse_linear_cross_entropy="trition")
+
+    @pytest.mark.gpu
+    def test_peak_memory_at_a_large_vocabulary(self) -> None:
+        """Below what the logits alone would take, in float32 as transformers' loss has them."""
+        config = make_config(vocab_size=2**17, hidden_size=256, fuse_linear_cross_entropy="torch")
+        model = BedouinForCausalLM(config).cuda().bfloat16().train()
+        ids = torch.randint(1, 2**17, (4, 1024), device="cuda")
+        peaks = []
+        for skips in (True, False):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(ids, labels=ids, skip_logits=skips).loss.backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            model.zero_grad()
+        assert peaks[0] < 4 * ids.numel() * 2**17 < peaks[1]
+
+
 class TestWeights:
     @pytest.mark.parametrize("tied", [True, False])
     def test_safetensors_round_trip(

@@ -17,6 +17,11 @@ MIXERS = {
 """Widths with equal numbers of parameters, and heads of sizes for which kernels are fast: 128 for
 Bedouin, whose default they are, 64 for the others."""
 SEEDS = (0, 1, 2)
+SMALL = {
+    "bedouin": "--preset cpu",
+    "lstm": "--preset cpu --mixer-layer lstm --d-model 50",
+}
+"""What `make lm` trains on a CPU, and an LSTM of its size; 0.01 suits both best (seed 100)."""
 
 
 def language_model() -> Experiment:
@@ -27,6 +32,19 @@ def language_model() -> Experiment:
         tuple(
             Run(f"{name}-seed{seed}", joined(COMMON, flags, f"--seed {seed}"), "train_lm")
             for name, flags in MIXERS.items()
+            for seed in SEEDS
+        ),
+    )
+
+
+def language_model_cpu() -> Experiment:
+    """The model of `make lm` and an LSTM, three seeds each."""
+    return Experiment(
+        "language-model-cpu",
+        "How many bits per byte does the model of make lm need on two CPU cores?",
+        tuple(
+            Run(f"{name}-seed{seed}", joined(flags, f"--device cpu --seed {seed}"), "train_lm")
+            for name, flags in SMALL.items()
             for seed in SEEDS
         ),
     )

@@ -2,16 +2,18 @@
 
 import inspect
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from bedouin.bedouin_layer import Bedouin
+from bedouin.checks import one_of
 from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
+from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
@@ -29,6 +31,8 @@ _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
 
 _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
 """Fields of earlier configurations, and those of `Initialization` that have taken their place."""
+
+_FUSED: Any = (False, True, "auto", *get_args(Kernel))
 
 _OF_TRANSFORMERS = {
     *GenerationConfig().to_dict(),
@@ -60,6 +64,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             have their own initialization.
         tie_word_embeddings: whether the head shares the embedding's weight.
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
+        fuse_linear_cross_entropy: whether a call with labels in training computes head and loss
+            together, without logits, which are then None: "torch" in chunks of tokens, "liger" or
+            "fla" by the kernels of Liger Kernel or flash-linear-attention; "auto" or True by the
+            first of liger, fla and torch that can run, which a warning names.
 
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
@@ -115,6 +123,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     use_cache: bool = True
+    fuse_linear_cross_entropy: bool | str = False
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -141,6 +150,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
             else:
                 setattr(self, target, value)
+        fused: Any = self.fuse_linear_cross_entropy
+        one_of("fuse_linear_cross_entropy", fused, _FUSED)
         # a list, which a tuple becomes in a file
         self.feedback = list(self.feedback)
         super().__post_init__(**others)

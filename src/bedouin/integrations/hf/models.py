@@ -10,19 +10,24 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from bedouin.checks import find_method
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
+from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.model import ResidualBlock
 from bedouin.packing import check_bounds
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
+
+_LOGGER: Any = logging.get_logger(__name__)
 
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 """What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q."""
@@ -215,15 +220,32 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         position_ids: Tensor | None = None,  # (b, t)
         cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
         cache: Cache | None = None,
+        skip_logits: bool | None = None,
         **others: Any,
     ) -> Any:
         """`CausalLMOutputWithPast`, or with return_dict=False a tuple.
 
         labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
-        tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all. Other
-        arguments are those of `BedouinModel.forward` and of transformers' loss. `Trainer` drops the
-        columns of a data set that have no name here.
+        tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all.
+        skip_logits: whether head and loss are computed together, as fuse_linear_cross_entropy says,
+        and logits are None, as in Liger Kernel; None: in training with labels. If all labels are
+        ignored that loss is 0, where transformers' is NaN. Other arguments are those of
+        `BedouinModel.forward` and of transformers' loss. `Trainer` drops the columns of a data set
+        that have no name here.
+
+        Raises what `BedouinModel.forward` and `linear_cross_entropy` raise, and ValueError for
+        skip_logits without labels or with fuse_linear_cross_entropy=False, and for a head or a loss
+        that cannot be fused.
         """
+        fused = self.config.fuse_linear_cross_entropy
+        skips = bool(fused and labels is not None and self.training)
+        if skip_logits is not None:
+            skips = skip_logits
+        if skips and (labels is None or not fused):
+            raise ValueError(
+                "skip_logits=True needs labels and config.fuse_linear_cross_entropy, got "
+                f"{fused} and {'no ' if labels is None else ''}labels: see BedouinConfig"
+            )
         for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
         return_dict = self.model._choose(return_dict, "return_dict")
         found = self.model(
@@ -240,14 +262,47 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
             **others,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(found.last_hidden_state[:, kept])
+        x = found.last_hidden_state[:, kept]
+        logits = None if skips else self.lm_head(x)
         loss = None
-        if labels is not None:
+        if skips:
+            loss = self._fused_loss(x, labels, **for_loss)
+        elif labels is not None:
             sizes = {"vocab_size": self.config.vocab_size}
             loss = self.loss_function(logits=logits, labels=labels, **sizes, **for_loss)
         past, hidden = getattr(found, CACHE_NAME), found.hidden_states
         output = CausalLMOutputWithPast(loss, logits, past, hidden)
         return output if return_dict else output.to_tuple()
+
+    def _fused_loss(
+        self,
+        x: Tensor,  # (b, t, m)
+        labels: Tensor | None,  # (b, t)
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,  # (b, t)
+        ignore_index: int = -100,
+    ) -> Tensor:  # ()
+        """transformers' ForCausalLMLoss from hidden states."""
+        head, fused = self.lm_head, self.config.fuse_linear_cross_entropy
+        if type(head) is not nn.Linear or self.loss_function is not ForCausalLMLoss:
+            raise ValueError(
+                "fuse_linear_cross_entropy needs an nn.Linear as lm_head and transformers' loss, "
+                f"got {type(head).__name__} and {self.loss_function!r}: set "
+                "model.config.fuse_linear_cross_entropy = False"
+            )
+        kernel = choose_kernel(fused, x.device)
+        if fused in (True, "auto") and not torch.compiler.is_compiling():
+            _LOGGER.warning_once(f"fuse_linear_cross_entropy={fused!r}: {kernel} computes the loss")
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.flatten().to(x.device)
+        options: Any = {"ignore_index": ignore_index, "kernel": kernel}
+        total = linear_cross_entropy(x.flatten(0, 1), head.weight, target, head.bias, **options)
+        if num_items_in_batch is None:
+            return total / (target != ignore_index).sum().clamp_min(1)
+        items = torch.as_tensor(num_items_in_batch, device=x.device)
+        return total / items
 
     def prepare_inputs_for_generation(
         self,

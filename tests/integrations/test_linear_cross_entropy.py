@@ -1,0 +1,194 @@
+"""The loss of a linear head in chunks: values, gradients, memory, and the kernels of libraries."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bedouin.integrations import linear_cross_entropy as module
+from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
+
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
+COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+M, V = 24, 53
+TOLERANCES: dict[torch.dtype, Any] = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 7 * V + 5)  # seven tokens
+
+
+def draw(n: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+    """x, weight, bias and labels, of which every fifth is ignored."""
+    x = torch.randn(n, M, dtype=dtype, device=device, requires_grad=True)
+    weight = (torch.randn(V, M, dtype=dtype, device=device) / M**0.5).requires_grad_()
+    bias = torch.randn(V, dtype=dtype, device=device, requires_grad=True)
+    labels = torch.randint(V, (n,), device=device)
+    labels[::5] = -100
+    return x, weight, bias, labels
+
+
+def plain(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+    """The loss with all logits, in float64."""
+    logits = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients(n: int, dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight, bias, labels = draw(n, dtype)
+    given = (x, weight, bias) if with_bias else (x, weight)
+    found = linear_cross_entropy(x, weight, labels, bias if with_bias else None)
+    expected = plain(x, weight, labels, bias if with_bias else None)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    scale = max(n, 1)
+    torch.testing.assert_close(found.double() / scale, expected / scale, **TOLERANCES[dtype])
+    # a factor that is no power of two: the gradients are made before it is known
+    pairs = zip(
+        torch.autograd.grad(3 * found, given), torch.autograd.grad(3 * expected, given), strict=True
+    )
+    for one, two in pairs:
+        assert one.dtype == dtype
+        size = two.abs().amax().clamp_min(1e-9) if two.numel() else 1.0
+        torch.testing.assert_close(one / size, two / size, **TOLERANCES[dtype])
+
+
+def test_rounded_gradients_add_up_in_float32() -> None:
+    """In bfloat16 a sum of 200 chunks would stop growing."""
+    x, labels = torch.ones(1400, M, dtype=torch.bfloat16), torch.zeros(1400, dtype=torch.long)
+    weight = torch.zeros(V, M, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(x, weight, labels).backward()
+    expected = 1400 * (1 / V - 1)
+    assert weight.grad is not None
+    torch.testing.assert_close(
+        weight.grad[0].float(), torch.full((M,), expected), rtol=5e-3, atol=0
+    )
+
+
+def test_gradients_are_made_for_what_needs_them_and_once_for_each_backward() -> None:
+    x, weight, _, labels = draw(20, torch.float64)
+    frozen = linear_cross_entropy(x, weight.detach(), labels)
+    twice = [torch.autograd.grad(frozen, x, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*twice)
+    torch.testing.assert_close(twice[0], torch.autograd.grad(plain(x, weight, labels, None), x)[0])
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, weight, labels).requires_grad
+    with pytest.raises(RuntimeError, match="first derivatives only, got create_graph=True"):
+        torch.autograd.grad(linear_cross_entropy(x, weight, labels), x, create_graph=True)
+
+
+def test_ignored_labels_give_nothing() -> None:
+    x, weight, _, labels = draw(20, torch.float32)
+    loss = linear_cross_entropy(x, weight, torch.full_like(labels, 9), ignore_index=9)
+    grads = torch.autograd.grad(loss, (x, weight))
+    assert loss == 0 and not any(grad.any() for grad in grads)
+
+
+def test_autocast_takes_products_in_its_dtype() -> None:
+    x, weight, bias, labels = draw(30, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(x, weight, labels, bias)
+    rounded = [v.bfloat16() for v in (x, weight, bias)]
+    expected = linear_cross_entropy(rounded[0], rounded[1], labels, rounded[2])
+    assert torch.equal(found, expected)
+    pairs = (torch.autograd.grad(loss, (x, weight, bias)) for loss in (found, expected))
+    for one, two in zip(*pairs, strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, two)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Keeps the largest number of bytes of tensors made under it that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            storage = found.untyped_storage()
+            self._sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return found
+
+
+def test_memory_holds_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, size, v = 300, 20, 4000
+    monkeypatch.setattr(module, "CHUNK", size * v)
+    x, weight = torch.randn(n, 2, requires_grad=True), torch.randn(v, 2, requires_grad=True)
+    labels = torch.randint(v, (n,))
+    with LiveBytes() as live:
+        linear_cross_entropy(x, weight, labels).backward()
+    # the logits and their logarithms; gradients, sums and indices are small
+    assert live.peak < 4 * 2.5 * size * v
+    with LiveBytes() as live:
+        plain(x, weight, labels, None).backward()
+    assert live.peak > 4 * n * v
+
+
+# dynamo instantiates torch.autograd.Function when it traces a subclass
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_under_compile() -> None:
+    x, weight, bias, labels = draw(20, torch.float64)
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    found, expected = (f(x, weight, labels, bias) for f in (compiled, linear_cross_entropy))
+    torch.testing.assert_close(found, expected)
+    pairs = (torch.autograd.grad(loss, (x, weight, bias)) for loss in (found, expected))
+    for one, two in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_the_kernel_is_chosen_by_device_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    installed: set[str] = set()
+    monkeypatch.setattr(module, "find_spec", lambda name: name if name in installed else None)
+    assert choose_kernel("auto", gpu) == "torch"
+    with pytest.raises(ImportError, match="needs liger_kernel: pip install liger-kernel"):
+        choose_kernel("liger", gpu)
+    installed |= {"fla"}
+    assert choose_kernel(True, gpu) == choose_kernel("fla", gpu) == "fla"
+    installed |= {"liger_kernel"}
+    assert choose_kernel("auto", gpu) == "liger"
+    assert choose_kernel("auto", cpu) == choose_kernel("torch", gpu) == "torch"
+    with pytest.raises(ValueError, match="needs tensors on a GPU, got cpu"):
+        choose_kernel("fla", cpu)
+    with pytest.raises(ValueError, match="kernel must be one of .* got 'ligre'"):
+        choose_kernel("ligre", gpu)
+
+
+def test_shapes() -> None:
+    x, weight, _, labels = draw(4, torch.float32)
+    with pytest.raises(ValueError, match=r"shapes \(n, m\).* got \(4, 24\), \(53, 24\) and \(3,\)"):
+        linear_cross_entropy(x, weight, labels[:3])
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+@pytest.mark.parametrize("kernel", ["liger", "fla"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_libraries_compute_the_same(
+    kernel: Any, dtype: torch.dtype, device: str
+) -> None:
+    pytest.importorskip({"liger": "liger_kernel"}.get(kernel, kernel))
+    x, weight, _, labels = draw(100, dtype, device)
+    expected = plain(x, weight, labels, None)
+    found = linear_cross_entropy(x, weight, labels, kernel=kernel)
+    tolerance: Any = {"rtol": 3e-2, "atol": 3e-2}  # the libraries may use TensorFloat32
+    torch.testing.assert_close(found.double() / 100, expected / 100, **tolerance)
+    pairs = (torch.autograd.grad(3 * loss, (x, weight)) for loss in (found, expected))
+    for one, two in zip(*pairs, strict=True):
+        size = two.abs().max()
+        torch.testing.assert_close(one / size, two / size, **tolerance)
