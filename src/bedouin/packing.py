@@ -304,6 +304,22 @@ def _split_at(
     return _place(document, before - starts[document], starts, mask, lengths, w)
 
 
+def document_begins(
+    seq_idx: Tensor,  # (b, t)
+    mask: Tensor | None,  # (b, t) bool
+) -> Tensor:  # (b, t) bool
+    """Where the index of a row's tokens changes; the row's first token is no change."""
+    if mask is not None:
+        # padding has the index of the token before it, or of the first one of the row
+        places = torch.arange(seq_idx.shape[1], device=seq_idx.device)
+        token = torch.where(mask, places, -1).cummax(1).values
+        first_token = mask.long().argmax(1, keepdim=True)
+        seq_idx = seq_idx.gather(1, torch.where(token < 0, first_token, token))
+    begins = torch.zeros_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return begins
+
+
 def _split_rows(
     seq_idx: Tensor,  # (b, t)
     mask: Tensor | None,  # (b, t) bool
@@ -312,13 +328,8 @@ def _split_rows(
     b, t = seq_idx.shape
     device = seq_idx.device
     real = torch.ones_like(seq_idx) if mask is None else mask.long()
-    if mask is not None:
-        # padding has the index of the token before it, or of the first one of the row
-        token = torch.where(mask, torch.arange(t, device=device), -1).cummax(1).values
-        first_token = real.argmax(1, keepdim=True)
-        seq_idx = seq_idx.gather(1, torch.where(token < 0, first_token, token))
-    begins = torch.ones_like(seq_idx, dtype=torch.bool)
-    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    begins = document_begins(seq_idx, mask)
+    begins[:, 0] = True
     begins, real = begins.flatten(), real.flatten().long()
     document, count = begins.cumsum(0) - 1, real.cumsum(0)
     before = count - real

@@ -11,13 +11,21 @@ Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel,
 """
 
 try:
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     from bedouin.integrations.hf.cache import BedouinCacheLayer
     from bedouin.integrations.hf.configuration import BedouinConfig
     from bedouin.integrations.hf.models import (
         BedouinBlock,
         BedouinForCausalLM,
+        BedouinForSequenceClassification,
+        BedouinForTokenClassification,
         BedouinModel,
         BedouinPreTrainedModel,
     )
@@ -33,10 +41,17 @@ __all__ = [
     "BedouinCacheLayer",
     "BedouinConfig",
     "BedouinForCausalLM",
+    "BedouinForSequenceClassification",
+    "BedouinForTokenClassification",
     "BedouinModel",
     "BedouinPreTrainedModel",
 ]
 
 AutoConfig.register(BedouinConfig.model_type, BedouinConfig, exist_ok=True)
 AutoModel.register(BedouinConfig, BedouinModel, exist_ok=True)
-AutoModelForCausalLM.register(BedouinConfig, BedouinForCausalLM, exist_ok=True)
+for _auto, _model in (
+    (AutoModelForCausalLM, BedouinForCausalLM),
+    (AutoModelForSequenceClassification, BedouinForSequenceClassification),
+    (AutoModelForTokenClassification, BedouinForTokenClassification),
+):
+    _auto.register(BedouinConfig, _model, exist_ok=True)

@@ -2,15 +2,17 @@
 
 import inspect
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from bedouin.bedouin_layer import Bedouin
+from bedouin.bedouin_layer import Bedouin, recall_options
 from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import describe, restore
+from bedouin.integrations.hf.attention import check_attention
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
@@ -37,6 +39,14 @@ _OF_TRANSFORMERS = {
 }
 """Names that transformers gives to configurations without a field for them."""
 
+_SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2304), "370m": (1024, 16, 2816)}
+"""hidden_size, num_hidden_layers and intermediate_size of the presets."""
+
+_REMOTE = "modeling_bedouin"
+_REMOTE_CODE = """# transformers runs this with trust_remote_code=True: the import registers the models.
+from bedouin.integrations.hf import BedouinConfig  # noqa: F401
+"""
+
 
 @strict
 class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -55,16 +65,28 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             num_householder and beta_max are their defaults.
         conv_kernel: width of the convolution in each mixer, d_conv, which needs projection="input";
             None for no convolution.
+        attn_layers: indices of the layers whose mixer is causal attention, at most all but one.
+        attn: their options, {"num_heads": 8, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}:
+            query heads, heads of keys and values (by default as many), how many tokens a token
+            sees, itself among them (None: all), and the base of the rotary positions. It is
+            computed by `attn_implementation`, "sdpa" or "eager". In a window, padding between
+            tokens counts as tokens; padding on the left does not.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
+        rescale_prenorm_residual: whether the initial output projections of mixers and MLPs are
+            divided by the root of their number, as in GPT-2 and Mamba.
         tie_word_embeddings: whether the head shares the embedding's weight.
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
 
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
     another name in a call raises TypeError. A value of another type raises transformers'
-    StrictDataclassError. What the mixers cannot take raises when a model is made.
+    StrictDataclassError. What the mixers cannot take raises when a model is made; attn_layers and
+    attn that do not fit raise ValueError at once.
+
+    A folder of `save_pretrained` also has a file that imports this library, so that a process can
+    load it that has imported transformers alone, with trust_remote_code=True.
     """
 
     # A new option of Bedouin is a field here, whose default is what it means to be absent from a
@@ -72,6 +94,12 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     model_type = "bedouin"
     keys_to_ignore_at_inference = [CACHE_NAME]
+    base_model_tp_plan = {
+        "layers.*.mixer.q_proj": "colwise",
+        "layers.*.mixer.k_proj": "colwise",
+        "layers.*.mixer.v_proj": "colwise",
+        "layers.*.mixer.o_proj": "rowwise",
+    }
     attribute_map = {
         "d_conv": "conv_kernel",
         "d_model": "hidden_size",
@@ -112,8 +140,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     projection: str = "inner"
     feedback_scope: str = "head"
     conv_kernel: int | None = None
+    attn_layers: list[int] | tuple[int, ...] = ()
+    attn: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    rescale_prenorm_residual: bool = False
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
@@ -141,17 +172,63 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
             else:
                 setattr(self, target, value)
-        # a list, which a tuple becomes in a file
-        self.feedback = list(self.feedback)
+        # lists, which tuples become in a file
+        self.feedback, self.attn_layers = list(self.feedback), list(self.attn_layers)
+        if self.attn_layers or self.attn is not None:
+            self.attn = check_attention(self)
         super().__post_init__(**others)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
 
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> Self:
+        """A configuration of a usual size, whose mixers are those of `Bedouin.recall`.
+
+        Every mixer is followed by a gated MLP; the embedding is tied, and
+        rescale_prenorm_residual is True. With the default vocabulary of 50,280:
+
+        | name | hidden_size | layers | intermediate_size | parameters |
+        |---|---|---|---|---|
+        | "60m" | 512 | 6 | 1792 | 59.5 M |
+        | "130m" | 768 | 8 | 2304 | 131.3 M |
+        | "370m" | 1024 | 16 | 2816 | 365.9 M |
+
+        options: fields, which replace those of the preset. Raises ValueError for another name.
+        """
+        if name not in _SIZES:
+            raise ValueError(f"name must be one of {', '.join(_SIZES)}, got {name!r}")
+        names = ("hidden_size", "num_hidden_layers", "intermediate_size")
+        given = {cls.attribute_map.get(option, option): v for option, v in options.items()}
+        chosen = {**dict(zip(names, _SIZES[name], strict=True)), "rescale_prenorm_residual": True}
+        chosen |= given
+        of_mixers = {option: given[option] for option in given if option in _OPTIONS}
+        for option, value in recall_options(chosen["hidden_size"], of_mixers).items():
+            chosen.setdefault(cls.attribute_map.get(option, option), value)
+        return cls(**chosen)
+
     @property
     def layer_types(self) -> list[str]:
         """The type of each layer's cache, from which DynamicCache makes them."""
-        return [LAYER_TYPE] * self.num_hidden_layers
+        attention = "full_attention" if self.sliding_window is None else "sliding_attention"
+        layers = range(self.num_hidden_layers)
+        return [attention if i in self.attn_layers else LAYER_TYPE for i in layers]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window of the attention layers, under the name that transformers reads."""
+        return None if self.attn is None else self.attn["window"]
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        self.auto_map = {"AutoConfig": f"{_REMOTE}.{type(self).__name__}"}
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_REMOTE}.py").write_text(_REMOTE_CODE)
+        super().save_pretrained(save_directory, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy this file into folders in the place of the import."""
 
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""

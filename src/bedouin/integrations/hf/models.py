@@ -10,16 +10,27 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.initialization import normal_
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 
 from bedouin.checks import find_method
+from bedouin.integrations.hf.attention import (
+    BedouinAttention,
+    attention_config,
+    attention_options,
+)
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
-from bedouin.model import ResidualBlock
+from bedouin.model import GatedMLP, ResidualBlock
 from bedouin.packing import check_bounds
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
@@ -34,12 +45,13 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[misc]
-    """A block whose states are in a cache."""
+    """A block whose states, or keys and values, are in a cache."""
 
     def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
         m, hidden = config.hidden_size, config.intermediate_size
         expand = None if hidden is None else hidden / m
-        mixer = config.make_mixer(layer_idx)
+        attends = layer_idx in config.attn_layers
+        mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
         ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
         self.layer_idx = layer_idx
 
@@ -49,8 +61,14 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         past_key_values: Cache | None = None,
         mask: Tensor | None = None,  # (b, t) bool
         seq_idx: Tensor | None = None,  # (b, t)
+        attention: dict[str, Any] | None = None,  # of `attention_options`
     ) -> Tensor:  # (b, t, m)
-        return self._residual(x, self._mix(self.norm(x), past_key_values, mask, seq_idx))
+        normed = self.norm(x)
+        if isinstance(self.mixer, BedouinAttention):
+            mixed, _ = self.mixer(normed, **(attention or {}), **{CACHE_NAME: past_key_values})
+        else:
+            mixed = self._mix(normed, past_key_values, mask, seq_idx)
+        return self._residual(x, mixed)
 
     def _mix(
         self,
@@ -76,13 +94,14 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
 
 
 class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What both models share: initialization, checkpointing, names for loading and saving."""
+    """What all models share: initialization, checkpointing, names for loading and saving."""
 
     config: BedouinConfig
     base_model_prefix = "model"
     _no_split_modules = ["BedouinBlock"]
     supports_gradient_checkpointing = True
     _is_stateful = True
+    _supports_sdpa = True
     _can_compile_fullgraph = False
     # quantizers leave these modules alone: the solve needs the matrix of y_proj
     _keep_in_fp32_modules = ["y_proj"]
@@ -93,12 +112,20 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize the parameters of `module` that no checkpoint has set."""
         super()._init_weights(module)
+        layers = self.config.num_hidden_layers
+        branches = layers if self.config.intermediate_size is None else 2 * layers
+        scale = branches**-0.5 if self.config.rescale_prenorm_residual else 1.0
+        if isinstance(module, GatedMLP | BedouinAttention) and scale != 1:
+            last = module.out_proj if isinstance(module, GatedMLP) else module.o_proj
+            normal_(last.weight, std=self.config.initializer_range * scale)
         if not isinstance(module, FixedPointLayer | ShortConvolution):
             return
         loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
         values = [p.clone() for p in loaded]
         # after the children, whose projections transformers has filled with its own values
         module.reset_parameters()
+        if isinstance(module, FixedPointLayer):
+            module.out_proj.weight.mul_(scale)
         for parameter, value in zip(loaded, values, strict=True):
             parameter.copy_(value)
 
@@ -112,6 +139,8 @@ class BedouinModel(BedouinPreTrainedModel):
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(BedouinBlock(config, i) for i in layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.attn_layers:
+            self.rotary_emb = MistralRotaryEmbedding(attention_config(config))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -156,11 +185,15 @@ class BedouinModel(BedouinPreTrainedModel):
         mask = row_mask(attention_mask, x)
         seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
         cache = self._cache(one_cache(past_key_values, cache), use_cache)
+        attention = None
+        if self.config.attn_layers:
+            attention = attention_options(self.config, self.rotary_emb, x, mask, seq_idx, cache)
         wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
         hidden: list[Tensor] = []
         for layer in self.layers:
             hidden.append(x)
-            x = layer(x, past_key_values=cache, mask=mask, seq_idx=seq_idx)
+            options = {"mask": mask, "seq_idx": seq_idx, "attention": attention}
+            x = layer(x, past_key_values=cache, **options)
         x = self.norm(x)
         all_hidden = (*hidden, x) if wants_hidden else None
         found = BaseModelOutputWithPast(x, cache, all_hidden)
@@ -269,6 +302,20 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
 
     def _prepare_position_ids_for_generation(self, *args: Any, **options: Any) -> None:
         """None: positions that a caller does not give would be read as those of a document."""
+
+
+class BedouinForSequenceClassification(GenericForSequenceClassification, BedouinPreTrainedModel):  # type: ignore[misc]
+    """`BedouinModel` with transformers' head for a row, read at its last token that is no padding.
+
+    config.num_labels classes, and config.pad_token_id for more than one row."""
+
+    accepts_loss_kwargs = False
+
+
+class BedouinForTokenClassification(GenericForTokenClassification, BedouinPreTrainedModel):  # type: ignore[misc]
+    """`BedouinModel` with transformers' head for every token, of config.num_labels classes."""
+
+    accepts_loss_kwargs = False
 
 
 def _check_names(given: dict[str, Any]) -> None:
