@@ -43,7 +43,7 @@ _SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2304), "370m": (1024, 16, 2816
 """hidden_size, num_hidden_layers and intermediate_size of the presets."""
 
 _REMOTE = "modeling_bedouin"
-_REMOTE_CODE = """# transformers runs this with trust_remote_code=True: the import registers the models.
+_REMOTE_CODE = """# transformers runs this with trust_remote_code=True; the import registers models.
 from bedouin.integrations.hf import BedouinConfig  # noqa: F401
 """
 

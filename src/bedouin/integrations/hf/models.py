@@ -101,12 +101,16 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _no_split_modules = ["BedouinBlock"]
     supports_gradient_checkpointing = True
     _is_stateful = True
-    _supports_sdpa = True
     _can_compile_fullgraph = False
     # quantizers leave these modules alone: the solve needs the matrix of y_proj
     _keep_in_fp32_modules = ["y_proj"]
     # the counter of random caps, which tools that save parameters alone leave out
     _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
+
+    @property
+    def _supports_sdpa(self) -> bool:
+        """Whether transformers chooses "sdpa" by default."""
+        return bool(self.config.attn_layers)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -294,7 +298,9 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
-        if kwargs.get(CACHE_NAME) is not None and not is_first_iteration:
+        # transformers 5.16 does not say of chunks of a prompt that they are the first iteration
+        decodes = not is_first_iteration and kwargs.get("next_sequence_length") is not None
+        if kwargs.get(CACHE_NAME) is not None and decodes:
             # a token after the prompt is real and in its last document: `step` decodes it
             for name in ("attention_mask", *_OF_DOCUMENTS):
                 inputs.pop(name, None)
