@@ -99,6 +99,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         "layers.*.mixer.k_proj": "colwise",
         "layers.*.mixer.v_proj": "colwise",
         "layers.*.mixer.o_proj": "rowwise",
+        "layers.*.mlp.*.in_proj": "packed_colwise",
+        "layers.*.mlp.*.out_proj": "rowwise",
     }
     attribute_map = {
         "d_conv": "conv_kernel",

@@ -30,7 +30,7 @@ from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
-from bedouin.model import GatedMLP, ResidualBlock
+from bedouin.model import ResidualBlock
 from bedouin.packing import check_bounds
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
@@ -54,6 +54,11 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
         ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
         self.layer_idx = layer_idx
+        # known by a mark, since transformers initializes no module without parameters of its own
+        ends: list[Any] = [mixer.o_proj] if attends else []
+        ends += [] if self.mlp is None else [self.mlp[1].out_proj]
+        for projection in ends:
+            projection.ends_branch = True
 
     def forward(
         self,
@@ -119,9 +124,8 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         layers = self.config.num_hidden_layers
         branches = layers if self.config.intermediate_size is None else 2 * layers
         scale = branches**-0.5 if self.config.rescale_prenorm_residual else 1.0
-        if isinstance(module, GatedMLP | BedouinAttention) and scale != 1:
-            last = module.out_proj if isinstance(module, GatedMLP) else module.o_proj
-            normal_(last.weight, std=self.config.initializer_range * scale)
+        if scale != 1 and getattr(module, "ends_branch", False):
+            normal_(module.weight, std=self.config.initializer_range * scale)
         if not isinstance(module, FixedPointLayer | ShortConvolution):
             return
         loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
@@ -182,7 +186,7 @@ class BedouinModel(BedouinPreTrainedModel):
         """
         _check_names(lengths)
         if self._choose(output_attentions, "output_attentions"):
-            raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
+            raise ValueError("output_attentions must be False: no attention weights are returned")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -230,6 +234,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
     """`BedouinModel` with a linear head, a loss and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: BedouinConfig) -> None:
         super().__init__(config)
