@@ -234,7 +234,7 @@ def find_packing(
     the host would have to read.
     """
     if mask is not None:
-        _check_rows("mask", mask, x, (torch.bool,))
+        check_rows("mask", mask, x, (torch.bool,))
     if cu_seqlens is not None and seq_idx is not None:
         raise ValueError(
             "at most one of cu_seqlens and seq_idx says where documents begin, got both: use "
@@ -244,7 +244,7 @@ def find_packing(
         return _split_at(cu_seqlens, x, mask)
     if seq_idx is None:
         return None if mask is None else _pad_rows(mask)
-    _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
+    check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
     check_readable("seq_idx", x)
     if not seq_idx.numel():
         return None
@@ -369,7 +369,7 @@ def _place(
     return Packing(lengths, (count, w), real, source, target.clamp(max=count * w - 1), mask)
 
 
-def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor (b, t) of these dtypes beside x."""
     check_tensor(name, value, "(b, t)")
     _check_like(name, value, x, dtypes)

@@ -312,6 +312,12 @@ class TestAttention:
             found = model(row[:, 8:], past_key_values=cache).logits
             document = row[:, [3, 4, 5, 7, 8, 9]]
             same(found, model(document).logits[:, -2:])
+        with pytest.raises(ValueError, match="must be of 2 rows, as the ids, got 1"):
+            model(ids[:2], past_key_values=cache)
+        with pytest.raises(
+            ValueError, match=r"seq_idx must have shape .* = \(3, 7\), got \(1, 10\)"
+        ):
+            model(ids, seq_idx=seq_idx)
 
 
 class TestHeads:

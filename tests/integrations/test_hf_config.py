@@ -207,10 +207,11 @@ class TestAttention:
             ({"attn_layers": [3]}, r"indices from 0 to .* = 2, .* got \[3\]"),
             ({"attn_layers": [1, 1]}, r"different indices .* got \[1, 1\]"),
             ({"attn_layers": [0, 1, 2]}, "not all of them"),
-            ({"attn": None}, r'use attn=\{"num_heads": 8\}'),
-            ({"attn": {"num_heads": 3}}, r"must divide hidden_size = 8 .*, got 3"),
-            ({"attn": {"num_heads": 8}}, "even width, got 8"),
-            ({"attn": {"num_heads": 4, "num_kv_heads": 3}}, r"must divide .* = 4, got 3"),
+            ({"attn_layers": []}, r"some .*, got \[\] beside attn=\{'num_heads': 4"),
+            ({"attn": None}, r"attn\['num_heads'\] must be an int >= 1, got None"),
+            ({"attn": {"num_heads": 3}}, r"must divide hidden_size / 2 = 4, .* got 3 and 3"),
+            ({"attn": {"num_heads": 8}}, "got 8 and 8"),
+            ({"attn": {"num_heads": 4, "num_kv_heads": 3}}, "must divide attn.*, got 4 and 3"),
             ({"attn": {"num_heads": 2, "window": 1}}, r"attn\['window'\] must be None or an int"),
             ({"attn": {"num_heads": 2, "rope_theta": 0}}, r"attn\['rope_theta'\] must lie in"),
             ({"attn": {"num_heads": 2, "windows": 4}}, "did you mean 'window'"),
@@ -236,7 +237,12 @@ class TestPreset:
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
     def test_mixers_are_those_of_recall(self) -> None:
-        for options in ({}, {"d_state": 4, "num_heads": 2}, {"num_householder": 1}):
+        given: list[dict[str, Any]] = [
+            {},
+            {"d_state": 4, "num_heads": None},
+            {"num_householder": 1},
+        ]
+        for options in given:
             config = BedouinConfig.preset("60m", d_model=128, **options)
             found, expected = config.make_mixer(0), Bedouin.recall(128, **options)
             assert repr(found) == repr(expected)

@@ -12,12 +12,11 @@ from transformers.generation import GenerationConfig
 from bedouin.bedouin_layer import Bedouin, recall_options
 from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import describe, restore
-from bedouin.integrations.hf.attention import check_attention
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
-from bedouin.solvers.base import unknown_option
+from bedouin.solvers.base import check_count, check_number, unknown_option
 
 _OPTIONS = [
     name
@@ -41,6 +40,9 @@ _OF_TRANSFORMERS = {
 
 _SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2304), "370m": (1024, 16, 2816)}
 """hidden_size, num_hidden_layers and intermediate_size of the presets."""
+
+_ATTENTION = {"num_kv_heads": None, "window": None, "rope_theta": 1e4}
+"""The options of attention that need not be given, and their defaults."""
 
 _REMOTE = "modeling_bedouin"
 _REMOTE_CODE = """# transformers runs this with trust_remote_code=True; the import registers models.
@@ -177,7 +179,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         # lists, which tuples become in a file
         self.feedback, self.attn_layers = list(self.feedback), list(self.attn_layers)
         if self.attn_layers or self.attn is not None:
-            self.attn = check_attention(self)
+            self.attn = _check_attention(self)
         super().__post_init__(**others)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -200,13 +202,14 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         """
         if name not in _SIZES:
             raise ValueError(f"name must be one of {', '.join(_SIZES)}, got {name!r}")
-        names = ("hidden_size", "num_hidden_layers", "intermediate_size")
-        given = {cls.attribute_map.get(option, option): v for option, v in options.items()}
-        chosen = {**dict(zip(names, _SIZES[name], strict=True)), "rescale_prenorm_residual": True}
-        chosen |= given
-        of_mixers = {option: given[option] for option in given if option in _OPTIONS}
-        for option, value in recall_options(chosen["hidden_size"], of_mixers).items():
-            chosen.setdefault(cls.attribute_map.get(option, option), value)
+        names = cls.attribute_map
+        hidden, layers, intermediate = _SIZES[name]
+        chosen: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
+        chosen |= {"intermediate_size": intermediate, "rescale_prenorm_residual": True}
+        chosen |= {names.get(option, option): value for option, value in options.items()}
+        given = {n: chosen[names.get(n, n)] for n in _OPTIONS if names.get(n, n) in chosen}
+        of_mixers = recall_options(chosen["hidden_size"], given)
+        chosen |= {names.get(n, n): value for n, value in of_mixers.items()}
         return cls(**chosen)
 
     @property
@@ -259,3 +262,31 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             options["mixer"] = NoMixing()
         options |= convolution_options("conv_kernel", options["d_conv"], options)
         return Bedouin(self.hidden_size, layer_idx=layer_idx, **options)
+
+
+def _check_attention(config: BedouinConfig) -> dict[str, Any]:
+    """The options of the attention layers, completed. Raises ValueError for those that do not fit,
+    and for layers that the model does not have."""
+    layers, n, m = config.attn_layers, config.num_hidden_layers, config.hidden_size
+    if not set() < set(layers) < set(range(n)) or len(set(layers)) != len(layers):
+        raise ValueError(
+            f"attn_layers must be different indices from 0 to num_hidden_layers - 1 = {n - 1}, "
+            f"some but not all of them, got {layers} beside attn={config.attn}"
+        )
+    options: dict[str, Any] = {"num_heads": None, **_ATTENTION, **(config.attn or {})}
+    for name in options:
+        if name not in ("num_heads", *_ATTENTION):
+            raise ValueError(unknown_option("attn", name, ["num_heads", *_ATTENTION]))
+    heads = options["num_heads"]
+    check_count("attn['num_heads']", heads)
+    if options["num_kv_heads"] is None:
+        options["num_kv_heads"] = heads
+    check_count("attn['num_kv_heads']", options["num_kv_heads"])
+    check_count("attn['window']", options["window"], 2, optional=True)
+    check_number("attn['rope_theta']", options["rope_theta"], 1, 1e12, open_low=True)
+    if m % (2 * heads) or heads % options["num_kv_heads"]:
+        raise ValueError(
+            f"attn['num_heads'] must divide hidden_size / 2 = {m / 2:g}, and attn['num_kv_heads'] "
+            f"must divide attn['num_heads'], got {heads} and {options['num_kv_heads']}"
+        )
+    return options
