@@ -1,4 +1,4 @@
-"""Backbone and causal language model of Bedouin layers for transformers.
+"""Backbone and models of Bedouin layers, and of attention, for transformers.
 
 Letters: b batch, t time, m hidden_size, v vocab_size.
 """
@@ -177,7 +177,8 @@ class BedouinModel(BedouinPreTrainedModel):
             it is given.
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
-            changes or position_ids is 0. The cache holds the state after a row's last document.
+            changes or position_ids is 0. The cache holds the state after a row's last document,
+            whose keys alone later tokens see; attention counts its positions in each document.
             Padding by attention_mask belongs to no document. Beside that mask position_ids do not
             describe documents, as in transformers, whose generate passes both.
 
