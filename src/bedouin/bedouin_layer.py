@@ -3,7 +3,7 @@
 Letters: b batch, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -226,23 +226,7 @@ class Bedouin(FixedPointLayer):
         README.md, "Trials of the layer that tracks and recalls". The other arguments are those of
         Bedouin; one that is given replaces the value named here.
         """
-        d = inner_size(options.get("expand", 2), d_model)
-        if options.get("num_heads") is None:
-            options["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
-        if options.get("mixer") is None and options.get("num_householder") is None:
-            options["num_householder"] = 0
-        chosen: dict[str, Any] = {
-            "d_state": 32,
-            "projection": "input",
-            "d_conv": 4,
-            "erase": 1.0,
-            "feedback": ("delta", "x"),
-            "input_scale": "delta",
-        }
-        if options.get("decay", "mamba") == "mamba":
-            rates = RECALL_RATES if options["num_heads"] > 1 else 0.1
-            chosen["initialization"] = Initialization(rates=rates)
-        return cls(d_model, **(chosen | options))
+        return cls(d_model, **recall_options(d_model, options))
 
     @classmethod
     def from_paper(
@@ -313,3 +297,25 @@ class Bedouin(FixedPointLayer):
         if self.decay == "mamba":
             return -torch.exp(at_least_float32(self.A_log))
         return super()._A()
+
+
+def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `Bedouin.recall(d_model, **options)`, those given among them."""
+    chosen: dict[str, Any] = {
+        "d_state": 32,
+        "projection": "input",
+        "d_conv": 4,
+        "erase": 1.0,
+        "feedback": ("delta", "x"),
+        "input_scale": "delta",
+    }
+    given = dict(options)
+    d = inner_size(given.get("expand", 2), d_model)
+    if given.get("num_heads") is None:
+        given["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
+    if given.get("mixer") is None and given.get("num_householder") is None:
+        given["num_householder"] = 0
+    if given.get("decay", "mamba") == "mamba":
+        rates = RECALL_RATES if given["num_heads"] > 1 else 0.1
+        chosen["initialization"] = Initialization(rates=rates)
+    return chosen | given

@@ -133,10 +133,12 @@ class SequenceModel(nn.Module):
 
         model = SequenceModel(60, 128, [Bedouin(128)])                                  # one layer
         model = SequenceModel(60, 128, lambda i: Bedouin(128, layer_idx=i), num_layers=2)
+        model = SequenceModel(60, 128, [Bedouin(128), Attention(128), Bedouin(128)])    # a hybrid
         logits = model(tokens)                                           # (b, t) -> (b, t, v)
 
-    A mixer is any module (b, t, m) -> (b, t, m). If a mixer returns a tuple, such as
-    flash-linear-attention's (output, None, cache), its first entry is used.
+    A mixer is any module (b, t, m) -> (b, t, m), here also `bedouin.baselines.Attention`. If a
+    mixer returns a tuple, such as flash-linear-attention's (output, None, cache), its first entry
+    is used.
     `init_state`, `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
     `step(x, state)` and `forward(x, state=…, return_state=True)`, as `bedouin.Bedouin` has.
 

@@ -234,7 +234,7 @@ def find_packing(
     the host would have to read.
     """
     if mask is not None:
-        _check_rows("mask", mask, x, (torch.bool,))
+        check_rows("mask", mask, x, (torch.bool,))
     if cu_seqlens is not None and seq_idx is not None:
         raise ValueError(
             "at most one of cu_seqlens and seq_idx says where documents begin, got both: use "
@@ -244,7 +244,7 @@ def find_packing(
         return _split_at(cu_seqlens, x, mask)
     if seq_idx is None:
         return None if mask is None else _pad_rows(mask)
-    _check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
+    check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
     check_readable("seq_idx", x)
     if not seq_idx.numel():
         return None
@@ -304,6 +304,22 @@ def _split_at(
     return _place(document, before - starts[document], starts, mask, lengths, w)
 
 
+def document_begins(
+    seq_idx: Tensor,  # (b, t)
+    mask: Tensor | None,  # (b, t) bool
+) -> Tensor:  # (b, t) bool
+    """Where the index of a row's tokens changes; the row's first token is no change."""
+    if mask is not None:
+        # padding has the index of the token before it, or of the first one of the row
+        places = torch.arange(seq_idx.shape[1], device=seq_idx.device)
+        token = torch.where(mask, places, -1).cummax(1).values
+        first_token = mask.long().argmax(1, keepdim=True)
+        seq_idx = seq_idx.gather(1, torch.where(token < 0, first_token, token))
+    begins = torch.zeros_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return begins
+
+
 def _split_rows(
     seq_idx: Tensor,  # (b, t)
     mask: Tensor | None,  # (b, t) bool
@@ -312,13 +328,8 @@ def _split_rows(
     b, t = seq_idx.shape
     device = seq_idx.device
     real = torch.ones_like(seq_idx) if mask is None else mask.long()
-    if mask is not None:
-        # padding has the index of the token before it, or of the first one of the row
-        token = torch.where(mask, torch.arange(t, device=device), -1).cummax(1).values
-        first_token = real.argmax(1, keepdim=True)
-        seq_idx = seq_idx.gather(1, torch.where(token < 0, first_token, token))
-    begins = torch.ones_like(seq_idx, dtype=torch.bool)
-    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    begins = document_begins(seq_idx, mask)
+    begins[:, 0] = True
     begins, real = begins.flatten(), real.flatten().long()
     document, count = begins.cumsum(0) - 1, real.cumsum(0)
     before = count - real
@@ -358,7 +369,7 @@ def _place(
     return Packing(lengths, (count, w), real, source, target.clamp(max=count * w - 1), mask)
 
 
-def _check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor (b, t) of these dtypes beside x."""
     check_tensor(name, value, "(b, t)")
     _check_like(name, value, x, dtypes)

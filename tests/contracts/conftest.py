@@ -6,6 +6,7 @@ PACKAGES = {
     "test_peft.py": "peft",
     "test_onnx.py": "onnxruntime",
     "test_hf_distributed.py": "transformers",
+    "test_lm_eval.py": "lm_eval",
 }
 
 collect_ignore = [name for name, package in PACKAGES.items() if find_spec(package) is None]

@@ -1,4 +1,4 @@
-"""The model for transformers on two processes, with accelerate: DDP and FSDP2, and compiled.
+"""The model for transformers on two processes, DDP, FSDP2 and tensors in parts, and compiled.
 
 Letters: b batch, t time.
 """
@@ -17,6 +17,7 @@ import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import Tensor
+from transformers.distributed import DistributedConfig
 
 from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM
 
@@ -30,6 +31,12 @@ CONVOLVED: dict[str, Any] = {
     "projection": "input",
     "num_heads": 2,
     "num_householder": 0,
+}
+
+HYBRID: dict[str, Any] = CONVOLVED | {
+    "num_hidden_layers": 2,
+    "attn_layers": [1],
+    "attn": {"num_heads": 2},
 }
 
 
@@ -106,8 +113,30 @@ def check(folder: Path, sharded: bool, rank: int, **options: Any) -> None:
     torch.testing.assert_close(loaded(**batch).loss, plain(**batch).loss)
 
 
+def check_tensor_parallel(folder: Path, accelerator: Accelerator) -> None:
+    """Attention, MLPs and the head are split by transformers; Bedouin layers are whole."""
+    plain, batch = make_model(**HYBRID, intermediate_size=8, vocab_size=VOCABULARY + 1), rows()
+    if accelerator.is_main_process:
+        plain.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    split = {"distributed_config": DistributedConfig(tp_plan="auto"), "dtype": torch.float64}
+    model = BedouinForCausalLM.from_pretrained(folder, **split)
+    found = {name for name, p in model.named_parameters() if hasattr(p, "full_tensor")}
+    layers = [f"layers.{i}.mlp.1.{name}" for i in range(2) for name in ("in_proj", "out_proj")]
+    layers += ["embed_tokens", *(f"layers.1.mixer.{name}_proj" for name in "qkvo")]
+    assert found == {f"model.{name}.weight" for name in layers}
+    for each in (model, plain):
+        each(**batch).loss.backward()
+    weight = "model.layers.0.mixer.in_proj.weight"
+    gradients = (dict(each.named_parameters())[weight].grad for each in (model, plain))
+    torch.testing.assert_close(*gradients)
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": batch["attention_mask"]}
+    tokens = (each.eval().generate(batch["input_ids"], **options) for each in (model, plain))
+    assert torch.equal(*tokens)
+
+
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """With DDP and then with FSDP2."""
+    """With DDP, with FSDP2, and with tensor parallelism."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -126,11 +155,11 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 
-@pytest.mark.parametrize("mixing", [{}, CONVOLVED], ids=["defaults", "convolved"])
+@pytest.mark.parametrize("mixing", [{}, CONVOLVED, HYBRID], ids=["defaults", "convolved", "hybrid"])
 def test_a_compiled_model(mixing: dict[str, Any]) -> None:
     """Whole graphs: forward and backward with padding, and `generate`, prompt and tokens."""
     torch.compiler.reset()
-    model, batch = make_model(num_hidden_layers=1, **mixing), rows()
+    model, batch = make_model(**{"num_hidden_layers": 1} | mixing), rows()
     expected = model(**batch)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(expected.loss, parameters)
@@ -151,9 +180,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
         for sharded in (False, True):
-            for name, mixing in (("defaults", {}), ("convolved", CONVOLVED)):
+            for name, mixing in (("defaults", {}), ("convolved", CONVOLVED), ("hybrid", HYBRID)):
                 folder = Path(sys.argv[1]) / f"{name}, {sharded=}"
                 check(folder, sharded, int(os.environ["RANK"]), **mixing)
                 AcceleratorState._reset_state()
+        check_tensor_parallel(Path(sys.argv[1]) / "split", make_accelerator(sharded=False))
     finally:
         torch.distributed.destroy_process_group()

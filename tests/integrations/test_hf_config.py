@@ -13,7 +13,14 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from tests.integrations.test_hf import CONVOLVED, VOCAB, make_config, mixers, same  # noqa: E402
+from tests.integrations.test_hf import (  # noqa: E402
+    CONVOLVED,
+    HYBRID,
+    VOCAB,
+    make_config,
+    mixers,
+    same,
+)
 
 from bedouin import Bedouin, Initialization, LowRank, NoMixing  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
@@ -182,3 +189,84 @@ class TestConfig:
         assert config.num_labels == 3
         file = config.to_dict() | {"of_another_tool": 1}
         assert BedouinConfig.from_dict(file).of_another_tool == 1
+
+
+class TestAttention:
+    def test_options_are_completed_and_survive_a_file(self, tmp_path: Path) -> None:
+        config = make_config(num_hidden_layers=3, attn_layers=(0, 2), attn={"num_heads": 2})
+        whole = {"num_heads": 2, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}
+        assert config.attn == whole
+        assert config.layer_types == ["full_attention", "bedouin", "full_attention"]
+        config.save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert (loaded.attn_layers, loaded.attn) == ([0, 2], whole)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"attn_layers": [3]}, r"indices from 0 to .* = 2, .* got \[3\]"),
+            ({"attn_layers": [1, 1]}, r"different indices .* got \[1, 1\]"),
+            ({"attn_layers": [0, 1, 2]}, "not all of them"),
+            ({"attn_layers": []}, r"some .*, got \[\] beside attn=\{'num_heads': 4"),
+            ({"attn": None}, r"attn\['num_heads'\] must be an int >= 1, got None"),
+            ({"attn": {"num_heads": 3}}, r"must divide hidden_size / 2 = 4, .* got 3 and 3"),
+            ({"attn": {"num_heads": 8}}, "got 8 and 8"),
+            ({"attn": {"num_heads": 4, "num_kv_heads": 3}}, "must divide attn.*, got 4 and 3"),
+            ({"attn": {"num_heads": 2, "window": 1}}, r"attn\['window'\] must be None or an int"),
+            ({"attn": {"num_heads": 2, "rope_theta": 0}}, r"attn\['rope_theta'\] must lie in"),
+            ({"attn": {"num_heads": 2, "windows": 4}}, "did you mean 'window'"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_config(**HYBRID | options)
+
+
+class TestPreset:
+    @pytest.mark.parametrize(
+        ("name", "millions"), [("60m", 59.5), ("130m", 131.3), ("370m", 365.9)]
+    )
+    def test_parameters_are_those_of_the_table(self, name: str, millions: float) -> None:
+        with torch.device("meta"):
+            model = BedouinForCausalLM(BedouinConfig.preset(name))
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+        row = next(v for v in str(BedouinConfig.preset.__doc__).splitlines() if f'"{name}"' in v)
+        c = model.config
+        sizes = [c.hidden_size, c.num_hidden_layers, c.intermediate_size, f"{millions} M"]
+        assert [v.strip() for v in row.split("|")[2:-1]] == [str(v) for v in sizes]
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def test_mixers_are_those_of_recall(self) -> None:
+        given: list[dict[str, Any]] = [
+            {},
+            {"d_state": 4, "num_heads": None},
+            {"num_householder": 1},
+        ]
+        for options in given:
+            config = BedouinConfig.preset("60m", d_model=128, **options)
+            found, expected = config.make_mixer(0), Bedouin.recall(128, **options)
+            assert repr(found) == repr(expected)
+            assert found.initialization == expected.initialization
+
+    def test_fields_replace_those_of_the_preset(self) -> None:
+        config = BedouinConfig.preset(
+            "130m", n_layer=2, vocab_size=VOCAB, tie_word_embeddings=False
+        )
+        assert (config.hidden_size, config.num_hidden_layers) == (768, 2)
+        assert config.vocab_size == VOCAB and not config.tie_word_embeddings
+        with pytest.raises(ValueError, match="name must be one of 60m, 130m, 370m, got '1b'"):
+            BedouinConfig.preset("1b")
+
+    def test_output_projections_are_scaled_by_depth(self) -> None:
+        """By the root of the number of residual additions, two for each of three layers."""
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "attn": {"num_heads": 4}}
+        config = make_config(**HYBRID | sizes, rescale_prenorm_residual=True)
+        parameters = dict(BedouinForCausalLM(config).named_parameters())
+        usual, expected = 0.02, 0.02 / 6**0.5
+        found = [
+            parameters[f"model.layers.1.{n}.weight"] for n in ("mixer.o_proj", "mlp.1.out_proj")
+        ]
+        assert all(abs(v.std() / expected - 1) < 0.05 for v in found)
+        assert abs(parameters["model.layers.1.mixer.v_proj.weight"].std() / usual - 1) < 0.05
+        uniform = parameters["model.layers.0.mixer.out_proj.weight"].abs().max().item()
+        assert uniform == pytest.approx((128 * 6) ** -0.5, rel=0.01)

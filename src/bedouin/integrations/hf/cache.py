@@ -3,6 +3,7 @@
 Letters: b batch, d d_inner, n state_size, w conv_kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -30,9 +31,13 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
 
     Of a layer with a short convolution the window (b, channels, w - 1) is a second convolution
     state.
-    `DynamicCache(config=model.config)` consists of these layers. Unlike transformers' layers of
-    linear attention it counts its tokens, which chunked prefill and continued generation need, and
-    gradients flow through it from one call to the next. It is not compiled, and cannot be cropped.
+    `DynamicCache(config=model.config)` consists of these layers, and of transformers' own for
+    layers of attention. Unlike transformers' layers of linear attention it counts its tokens, which
+    chunked prefill and continued generation need, and gradients flow through it from one call to
+    the next. It is not compiled, and cannot be cropped.
+
+    seen: (b, num_tokens) bool, which tokens so far attention in later calls sees: the real ones of
+        a row's last document. None: all.
     """
 
     _layer_type = LAYER_TYPE
@@ -45,6 +50,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         CacheLayerMixin.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states=2)
         self.num_tokens = 0
+        self.seen: Tensor | None = None
 
     @property
     def state(self) -> BedouinState | None:
@@ -72,6 +78,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
 
     def reset(self) -> None:
         self.has_previous_state, self.num_tokens = {0: False, 1: False}, 0
+        self.seen = None
 
     def get_seq_length(self) -> int:
         return self.num_tokens
@@ -86,13 +93,19 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         raise TypeError("a Bedouin layer has no keys and values: its cache is written by `write`")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self.write(self.state._each(lambda v: v.repeat_interleave(repeats, 0)), 0)
+        self._each(lambda v: v.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:  # indices: (samples kept,)
+        self._each(lambda v: v[indices.to(v.device)])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # beam_idx: (b,)
+        self.batch_select_indices(beam_idx)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
-            kept: Any = self.state[indices.to(self.device)]
-            self.write(kept, 0)
+            self.write(self.state._each(change), 0)
+        if self.seen is not None:
+            self.seen = change(self.seen)
 
 
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = BedouinCacheLayer

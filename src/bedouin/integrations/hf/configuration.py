@@ -2,13 +2,14 @@
 
 import inspect
 from dataclasses import fields
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Self, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from bedouin.bedouin_layer import Bedouin
+from bedouin.bedouin_layer import Bedouin, recall_options
 from bedouin.checks import one_of
 from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import describe, restore
@@ -17,7 +18,7 @@ from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
-from bedouin.solvers.base import unknown_option
+from bedouin.solvers.base import check_count, check_number, unknown_option
 
 _OPTIONS = [
     name
@@ -41,6 +42,17 @@ _OF_TRANSFORMERS = {
 }
 """Names that transformers gives to configurations without a field for them."""
 
+_SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2304), "370m": (1024, 16, 2816)}
+"""hidden_size, num_hidden_layers and intermediate_size of the presets."""
+
+_ATTENTION = {"num_kv_heads": None, "window": None, "rope_theta": 1e4}
+"""The options of attention that need not be given, and their defaults."""
+
+_REMOTE = "modeling_bedouin"
+_REMOTE_CODE = """# transformers runs this with trust_remote_code=True; the import registers models.
+from bedouin.integrations.hf import BedouinConfig  # noqa: F401
+"""
+
 
 @strict
 class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -59,9 +71,17 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             num_householder and beta_max are their defaults.
         conv_kernel: width of the convolution in each mixer, d_conv, which needs projection="input";
             None for no convolution.
+        attn_layers: indices of the layers whose mixer is causal attention, at most all but one.
+        attn: their options, {"num_heads": 8, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}:
+            query heads, heads of keys and values (by default as many), how many tokens a token
+            sees, itself among them (None: all), and the base of the rotary positions. It is
+            computed by `attn_implementation`, "sdpa" or "eager". In a window, padding between
+            tokens counts as tokens; padding on the left does not.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
+        rescale_prenorm_residual: whether the initial output projections of mixers and MLPs are
+            divided by the root of their number, as in GPT-2 and Mamba.
         tie_word_embeddings: whether the head shares the embedding's weight.
         use_cache: whether calls in evaluation return a cache unless they say otherwise.
         fuse_linear_cross_entropy: whether a call with labels in training computes head and loss
@@ -72,7 +92,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
     another name in a call raises TypeError. A value of another type raises transformers'
-    StrictDataclassError. What the mixers cannot take raises when a model is made.
+    StrictDataclassError. What the mixers cannot take raises when a model is made; attn_layers and
+    attn that do not fit raise ValueError at once.
+
+    A folder of `save_pretrained` also has a file that imports this library, so that a process can
+    load it that has imported transformers alone, with trust_remote_code=True.
     """
 
     # A new option of Bedouin is a field here, whose default is what it means to be absent from a
@@ -80,6 +104,14 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     model_type = "bedouin"
     keys_to_ignore_at_inference = [CACHE_NAME]
+    base_model_tp_plan = {
+        "layers.*.mixer.q_proj": "colwise",
+        "layers.*.mixer.k_proj": "colwise",
+        "layers.*.mixer.v_proj": "colwise",
+        "layers.*.mixer.o_proj": "rowwise",
+        "layers.*.mlp.*.in_proj": "packed_colwise",
+        "layers.*.mlp.*.out_proj": "rowwise",
+    }
     attribute_map = {
         "d_conv": "conv_kernel",
         "d_model": "hidden_size",
@@ -120,8 +152,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     projection: str = "inner"
     feedback_scope: str = "head"
     conv_kernel: int | None = None
+    attn_layers: list[int] | tuple[int, ...] = ()
+    attn: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    rescale_prenorm_residual: bool = False
     use_cache: bool = True
     fuse_linear_cross_entropy: bool | str = False
     tie_word_embeddings: bool = True
@@ -152,17 +187,64 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 setattr(self, target, value)
         fused: Any = self.fuse_linear_cross_entropy
         one_of("fuse_linear_cross_entropy", fused, _FUSED)
-        # a list, which a tuple becomes in a file
-        self.feedback = list(self.feedback)
+        # lists, which tuples become in a file
+        self.feedback, self.attn_layers = list(self.feedback), list(self.attn_layers)
+        if self.attn_layers or self.attn is not None:
+            self.attn = _check_attention(self)
         super().__post_init__(**others)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
 
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> Self:
+        """A configuration of a usual size, whose mixers are those of `Bedouin.recall`.
+
+        Every mixer is followed by a gated MLP; the embedding is tied, and
+        rescale_prenorm_residual is True. With the default vocabulary of 50,280:
+
+        | name | hidden_size | layers | intermediate_size | parameters |
+        |---|---|---|---|---|
+        | "60m" | 512 | 6 | 1792 | 59.5 M |
+        | "130m" | 768 | 8 | 2304 | 131.3 M |
+        | "370m" | 1024 | 16 | 2816 | 365.9 M |
+
+        options: fields, which replace those of the preset. Raises ValueError for another name.
+        """
+        if name not in _SIZES:
+            raise ValueError(f"name must be one of {', '.join(_SIZES)}, got {name!r}")
+        names = cls.attribute_map
+        hidden, layers, intermediate = _SIZES[name]
+        chosen: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
+        chosen |= {"intermediate_size": intermediate, "rescale_prenorm_residual": True}
+        chosen |= {names.get(option, option): value for option, value in options.items()}
+        given = {n: chosen[names.get(n, n)] for n in _OPTIONS if names.get(n, n) in chosen}
+        of_mixers = recall_options(chosen["hidden_size"], given)
+        chosen |= {names.get(n, n): value for n, value in of_mixers.items()}
+        return cls(**chosen)
+
     @property
     def layer_types(self) -> list[str]:
         """The type of each layer's cache, from which DynamicCache makes them."""
-        return [LAYER_TYPE] * self.num_hidden_layers
+        attention = "full_attention" if self.sliding_window is None else "sliding_attention"
+        layers = range(self.num_hidden_layers)
+        return [attention if i in self.attn_layers else LAYER_TYPE for i in layers]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window of the attention layers, under the name that transformers reads."""
+        return None if self.attn is None else self.attn["window"]
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        self.auto_map = {"AutoConfig": f"{_REMOTE}.{type(self).__name__}"}
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_REMOTE}.py").write_text(_REMOTE_CODE)
+        super().save_pretrained(save_directory, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy this file into folders in the place of the import."""
 
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""
@@ -191,3 +273,31 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             options["mixer"] = NoMixing()
         options |= convolution_options("conv_kernel", options["d_conv"], options)
         return Bedouin(self.hidden_size, layer_idx=layer_idx, **options)
+
+
+def _check_attention(config: BedouinConfig) -> dict[str, Any]:
+    """The options of the attention layers, completed. Raises ValueError for those that do not fit,
+    and for layers that the model does not have."""
+    layers, n, m = config.attn_layers, config.num_hidden_layers, config.hidden_size
+    if not set() < set(layers) < set(range(n)) or len(set(layers)) != len(layers):
+        raise ValueError(
+            f"attn_layers must be different indices from 0 to num_hidden_layers - 1 = {n - 1}, "
+            f"some but not all of them, got {layers} beside attn={config.attn}"
+        )
+    options: dict[str, Any] = {"num_heads": None, **_ATTENTION, **(config.attn or {})}
+    for name in options:
+        if name not in ("num_heads", *_ATTENTION):
+            raise ValueError(unknown_option("attn", name, ["num_heads", *_ATTENTION]))
+    heads = options["num_heads"]
+    check_count("attn['num_heads']", heads)
+    if options["num_kv_heads"] is None:
+        options["num_kv_heads"] = heads
+    check_count("attn['num_kv_heads']", options["num_kv_heads"])
+    check_count("attn['window']", options["window"], 2, optional=True)
+    check_number("attn['rope_theta']", options["rope_theta"], 1, 1e12, open_low=True)
+    if m % (2 * heads) or heads % options["num_kv_heads"]:
+        raise ValueError(
+            f"attn['num_heads'] must divide hidden_size / 2 = {m / 2:g}, and attn['num_kv_heads'] "
+            f"must divide attn['num_heads'], got {heads} and {options['num_kv_heads']}"
+        )
+    return options

@@ -1,4 +1,4 @@
-"""Backbone and causal language model of Bedouin layers for transformers.
+"""Backbone and models of Bedouin layers, and of attention, for transformers.
 
 Letters: b batch, t time, m hidden_size, v vocab_size.
 """
@@ -10,13 +10,24 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.initialization import normal_
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.utils import logging
 
 from bedouin.checks import find_method
+from bedouin.integrations.hf.attention import (
+    BedouinAttention,
+    attention_config,
+    attention_options,
+)
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
@@ -39,14 +50,20 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[misc]
-    """A block whose states are in a cache."""
+    """A block whose states, or keys and values, are in a cache."""
 
     def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
         m, hidden = config.hidden_size, config.intermediate_size
         expand = None if hidden is None else hidden / m
-        mixer = config.make_mixer(layer_idx)
+        attends = layer_idx in config.attn_layers
+        mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
         ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
         self.layer_idx = layer_idx
+        # known by a mark, since transformers initializes no module without parameters of its own
+        ends: list[Any] = [mixer.o_proj] if attends else []
+        ends += [] if self.mlp is None else [self.mlp[1].out_proj]
+        for projection in ends:
+            projection.ends_branch = True
 
     def forward(
         self,
@@ -54,8 +71,14 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         past_key_values: Cache | None = None,
         mask: Tensor | None = None,  # (b, t) bool
         seq_idx: Tensor | None = None,  # (b, t)
+        attention: dict[str, Any] | None = None,  # of `attention_options`
     ) -> Tensor:  # (b, t, m)
-        return self._residual(x, self._mix(self.norm(x), past_key_values, mask, seq_idx))
+        normed = self.norm(x)
+        if isinstance(self.mixer, BedouinAttention):
+            mixed, _ = self.mixer(normed, **(attention or {}), **{CACHE_NAME: past_key_values})
+        else:
+            mixed = self._mix(normed, past_key_values, mask, seq_idx)
+        return self._residual(x, mixed)
 
     def _mix(
         self,
@@ -81,7 +104,7 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
 
 
 class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What both models share: initialization, checkpointing, names for loading and saving."""
+    """What all models share: initialization, checkpointing, names for loading and saving."""
 
     config: BedouinConfig
     base_model_prefix = "model"
@@ -94,16 +117,28 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     # the counter of random caps, which tools that save parameters alone leave out
     _keys_to_ignore_on_load_missing = [r"\._extra_state$"]
 
+    @property
+    def _supports_sdpa(self) -> bool:
+        """Whether transformers chooses "sdpa" by default."""
+        return bool(self.config.attn_layers)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize the parameters of `module` that no checkpoint has set."""
         super()._init_weights(module)
+        layers = self.config.num_hidden_layers
+        branches = layers if self.config.intermediate_size is None else 2 * layers
+        scale = branches**-0.5 if self.config.rescale_prenorm_residual else 1.0
+        if scale != 1 and getattr(module, "ends_branch", False):
+            normal_(module.weight, std=self.config.initializer_range * scale)
         if not isinstance(module, FixedPointLayer | ShortConvolution):
             return
         loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
         values = [p.clone() for p in loaded]
         # after the children, whose projections transformers has filled with its own values
         module.reset_parameters()
+        if isinstance(module, FixedPointLayer):
+            module.out_proj.weight.mul_(scale)
         for parameter, value in zip(loaded, values, strict=True):
             parameter.copy_(value)
 
@@ -117,6 +152,8 @@ class BedouinModel(BedouinPreTrainedModel):
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(BedouinBlock(config, i) for i in layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.attn_layers:
+            self.rotary_emb = MistralRotaryEmbedding(attention_config(config))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -145,7 +182,8 @@ class BedouinModel(BedouinPreTrainedModel):
             it is given.
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
-            changes or position_ids is 0. The cache holds the state after a row's last document.
+            changes or position_ids is 0. The cache holds the state after a row's last document,
+            whose keys alone later tokens see; attention counts its positions in each document.
             Padding by attention_mask belongs to no document. Beside that mask position_ids do not
             describe documents, as in transformers, whose generate passes both.
 
@@ -154,18 +192,22 @@ class BedouinModel(BedouinPreTrainedModel):
         """
         _check_names(lengths)
         if self._choose(output_attentions, "output_attentions"):
-            raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
+            raise ValueError("output_attentions must be False: no attention weights are returned")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = row_mask(attention_mask, x)
         seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
         cache = self._cache(one_cache(past_key_values, cache), use_cache)
+        attention = None
+        if self.config.attn_layers:
+            attention = attention_options(self.config, self.rotary_emb, x, mask, seq_idx, cache)
         wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
         hidden: list[Tensor] = []
         for layer in self.layers:
             hidden.append(x)
-            x = layer(x, past_key_values=cache, mask=mask, seq_idx=seq_idx)
+            options = {"mask": mask, "seq_idx": seq_idx, "attention": attention}
+            x = layer(x, past_key_values=cache, **options)
         x = self.norm(x)
         all_hidden = (*hidden, x) if wants_hidden else None
         found = BaseModelOutputWithPast(x, cache, all_hidden)
@@ -198,6 +240,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
     """`BedouinModel` with a linear head, a loss and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: BedouinConfig) -> None:
         super().__init__(config)
@@ -316,7 +359,9 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
-        if kwargs.get(CACHE_NAME) is not None and not is_first_iteration:
+        # transformers 5.16 does not say of chunks of a prompt that they are the first iteration
+        decodes = not is_first_iteration and kwargs.get("next_sequence_length") is not None
+        if kwargs.get(CACHE_NAME) is not None and decodes:
             # a token after the prompt is real and in its last document: `step` decodes it
             for name in ("attention_mask", *_OF_DOCUMENTS):
                 inputs.pop(name, None)
@@ -324,6 +369,20 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
 
     def _prepare_position_ids_for_generation(self, *args: Any, **options: Any) -> None:
         """None: positions that a caller does not give would be read as those of a document."""
+
+
+class BedouinForSequenceClassification(GenericForSequenceClassification, BedouinPreTrainedModel):  # type: ignore[misc]
+    """`BedouinModel` with transformers' head for a row, read at its last token that is no padding.
+
+    config.num_labels classes, and config.pad_token_id for more than one row."""
+
+    accepts_loss_kwargs = False
+
+
+class BedouinForTokenClassification(GenericForTokenClassification, BedouinPreTrainedModel):  # type: ignore[misc]
+    """`BedouinModel` with transformers' head for every token, of config.num_labels classes."""
+
+    accepts_loss_kwargs = False
 
 
 def _check_names(given: dict[str, Any]) -> None:
