@@ -465,7 +465,7 @@ class TestFusedLoss:
     ) -> None:
         assert fused(ids).logits is not None
         loss, hidden = fused(ids, labels=ids, output_hidden_states=True, return_dict=False)
-        assert loss.ndim == 0 and len(hidden) == 3
+        assert loss.ndim == 0 and len(hidden) == 1 + fused.config.num_hidden_layers
         fused.eval()
         assert fused(ids, labels=ids).logits.shape == (3, 7, VOCAB)
         output = fused(ids, labels=ids, skip_logits=True)
