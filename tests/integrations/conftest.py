@@ -5,8 +5,11 @@ failure, unless it needs a GPU or a process with interpreted kernels.
 """
 
 import os
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 _skipped: list[str] = []
 
@@ -29,3 +32,28 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if os.environ.get("BEDOUIN_CONTRACTS") == "1" and _skipped:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         raise pytest.UsageError("contract tests were skipped: " + "; ".join(_skipped))
+
+
+@pytest.fixture(params=["defaults", "convolved", "hybrid", "windowed"])
+def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of the mixers of a model for transformers."""
+    from tests.integrations.hf_models import MIXINGS
+
+    return MIXINGS[request.param]
+
+
+@pytest.fixture
+def model(mixing: dict[str, Any]) -> Any:
+    """In evaluation and float64, in which greedy choices are the same whatever the path."""
+    from tests.integrations.hf_models import make_config
+
+    from bedouin.integrations.hf import BedouinForCausalLM
+
+    return BedouinForCausalLM(make_config(initializer_range=0.5, **mixing)).double().eval()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    from tests.integrations.hf_models import VOCAB
+
+    return torch.randint(1, VOCAB, (3, 7))

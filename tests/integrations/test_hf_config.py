@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from tests.integrations.test_hf import (  # noqa: E402
+from tests.integrations.hf_models import (  # noqa: E402
     CONVOLVED,
     HYBRID,
     VOCAB,

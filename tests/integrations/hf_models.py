@@ -1,0 +1,58 @@
+"""Small models of bedouin.integrations.hf for its tests."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", minversion="5.16")
+
+from bedouin import Initialization  # noqa: E402
+from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM  # noqa: E402
+
+PAD, VOCAB = 0, 31
+
+CONVOLVED: dict[str, Any] = {
+    "projection": "input",
+    "conv_kernel": 3,
+    "erase": 1.0,
+    "num_heads": 2,
+    "num_householder": 0,
+    "input_scale": "delta",
+    "feedback": ["delta", "x"],
+    "initialization": Initialization(0.5, (8, 0.001)),
+}
+"""The options of `Bedouin.recall`, other rates among them."""
+
+HYBRID: dict[str, Any] = CONVOLVED | {
+    "num_hidden_layers": 3,
+    "attn_layers": [1],
+    "attn": {"num_heads": 4, "num_kv_heads": 2},
+}
+WINDOWED: dict[str, Any] = HYBRID | {"attn": {"num_heads": 2, "window": 3}}
+MIXINGS = {"defaults": {}, "convolved": CONVOLVED, "hybrid": HYBRID, "windowed": WINDOWED}
+
+
+def make_config(**options: Any) -> BedouinConfig:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
+
+
+def mixers(model: BedouinForCausalLM) -> list[Any]:
+    return [block.mixer for block in model.model.layers]
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def left_padded(ids: Tensor, pads: list[int]) -> tuple[Tensor, Tensor]:
+    """Row i of the ids after pads[i] tokens of padding, cut on the right, and the mask."""
+    rows, t = [], ids.shape[1] + max(pads)
+    mask = torch.ones(len(ids), t, dtype=torch.long)
+    for i, count in enumerate(pads):
+        padding = torch.full((count,), PAD)
+        rows.append(torch.cat([padding, ids[i], ids[i]])[:t])
+        mask[i, :count] = 0
+    return torch.stack(rows), mask

@@ -1,0 +1,370 @@
+"""bedouin.integrations.hf: losses, weights and training, also with PEFT and Trainer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", minversion="5.16")
+
+from tests.integrations.hf_models import (  # noqa: E402
+    HYBRID,
+    PAD,
+    VOCAB,
+    make_config,
+    mixers,
+    same,
+)
+
+from bedouin import Initialization  # noqa: E402
+from bedouin.integrations.hf import (  # noqa: E402
+    BedouinForCausalLM,
+    BedouinForSequenceClassification,
+    BedouinForTokenClassification,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("error::bedouin.solvers.ConvergenceWarning"),
+]
+
+
+class TestHeads:
+    def test_a_row_is_read_at_its_last_token(self, ids: Tensor) -> None:
+        model = BedouinForSequenceClassification(make_config(num_labels=3, **HYBRID)).eval()
+        padded = torch.cat([ids, torch.full((3, 2), PAD)], 1)
+        mask = padded != PAD
+        found = model(padded, attention_mask=mask, labels=torch.tensor([0, 1, 2]))
+        expected = model.score(model.model(ids).last_hidden_state[:, -1])
+        torch.testing.assert_close(found.logits, expected)
+        loss = torch.nn.functional.cross_entropy(expected, torch.tensor([0, 1, 2]))
+        torch.testing.assert_close(found.loss, loss)
+
+    @pytest.mark.parametrize(
+        "kind", [BedouinForSequenceClassification, BedouinForTokenClassification]
+    )
+    def test_trainer(self, kind: type[Any], tmp_path: Path) -> None:
+        """It would give num_items_in_batch to a loss that takes any option."""
+        of_tokens = kind is BedouinForTokenClassification
+        rows = torch.randint(1, VOCAB, (8, 5)).tolist()
+        labels = [[v % 3 for v in row] if of_tokens else row[-1] % 3 for row in rows]
+        data = [{"input_ids": r, "labels": v} for r, v in zip(rows, labels, strict=True)]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=30,
+            learning_rate=3e-2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        model = kind(make_config(num_labels=3, hidden_size=16))
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] < 0.8 * before
+
+
+class TestFusedLoss:
+    @pytest.fixture
+    def fused(self, model: BedouinForCausalLM) -> BedouinForCausalLM:
+        model.config.fuse_linear_cross_entropy = "torch"
+        model.train()
+        return model
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            {"num_items_in_batch": 5},
+            {"num_items_in_batch": torch.tensor(7)},
+            {"ignore_index": 3},
+            {"shift_labels": torch.arange(21).reshape(3, 7)},
+        ],
+    )
+    def test_it_is_the_loss_of_transformers(
+        self, fused: BedouinForCausalLM, ids: Tensor, given: dict[str, Any]
+    ) -> None:
+        labels = ids.where(torch.rand(ids.shape) > 0.3, given.get("ignore_index", -100))
+        found = fused(ids, labels=labels, **given)
+        expected = fused(ids, labels=labels, skip_logits=False, **given)
+        assert found.logits is None and found.past_key_values is None
+        assert expected.logits.shape == (3, 7, VOCAB)
+        parameters = list(fused.parameters())
+        grads = [torch.autograd.grad(each.loss, parameters) for each in (found, expected)]
+        for one, two in zip((found.loss, *grads[0]), (expected.loss, *grads[1]), strict=True):
+            # transformers computes it in float32
+            torch.testing.assert_close(one.float(), two.float(), rtol=1e-5, atol=1e-6)
+
+    def test_evaluation_and_calls_that_ask_for_them_have_logits(
+        self, fused: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        assert fused(ids).logits is not None
+        loss, hidden = fused(ids, labels=ids, output_hidden_states=True, return_dict=False)
+        assert loss.ndim == 0 and len(hidden) == 1 + fused.config.num_hidden_layers
+        fused.eval()
+        assert fused(ids, labels=ids).logits.shape == (3, 7, VOCAB)
+        output = fused(ids, labels=ids, skip_logits=True)
+        torch.testing.assert_close(output.loss, loss)
+        assert output.logits is None
+
+    @pytest.mark.parametrize("t", [1, 4])
+    def test_no_labels_give_zero(self, fused: BedouinForCausalLM, ids: Tensor, t: int) -> None:
+        loss = fused(ids[:, :t], labels=torch.full((3, t), -100)).loss
+        loss.backward()
+        assert loss == 0 and not torch.stack([p.grad.norm() for p in fused.parameters()]).any()
+
+    def test_the_kernel_of_auto_is_told(
+        self, ids: Tensor, fused: BedouinForCausalLM, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fused.config.fuse_linear_cross_entropy = True
+        logger = transformers.utils.logging.get_logger("bedouin.integrations.hf.models")
+        logger.warning_once.cache_clear()
+        fused(ids, labels=ids)
+        assert caplog.messages == ["fuse_linear_cross_entropy=True: torch computes the loss"]
+
+    def test_what_cannot_be_fused(
+        self, fused: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(ValueError, match="skip_logits=True needs labels .* no labels"):
+            fused(ids, skip_logits=True)
+        adapted = transformers.AutoModelForCausalLM.from_config(fused.config)
+        adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
+        with pytest.raises(ValueError, match="needs an nn.Linear as lm_head .* Sequential"):
+            adapted.train()(ids, labels=ids)
+        monkeypatch.setattr(fused, "_loss_function", lambda **_: None, raising=False)
+        with pytest.raises(ValueError, match="fuse_linear_cross_entropy = False"):
+            fused(ids, labels=ids)
+        fused.config.fuse_linear_cross_entropy = False
+        with pytest.raises(ValueError, match="got False and labels"):
+            fused(ids, labels=ids, skip_logits=True)
+        with pytest.raises(ValueError, match="fuse_linear_cross_entropy must be one of"):
+            make_config(fuse_linear_cross_entropy="trition")
+
+    @pytest.mark.gpu
+    def test_peak_memory_at_a_large_vocabulary(self) -> None:
+        """Below what the logits alone would take, in float32 as transformers' loss has them."""
+        config = make_config(vocab_size=2**17, hidden_size=256, fuse_linear_cross_entropy="torch")
+        model = BedouinForCausalLM(config).cuda().bfloat16().train()
+        ids = torch.randint(1, 2**17, (4, 1024), device="cuda")
+        peaks = []
+        for skips in (True, False):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(ids, labels=ids, skip_logits=skips).loss.backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            model.zero_grad()
+        assert peaks[0] < 4 * ids.numel() * 2**17 < peaks[1]
+
+
+class TestWeights:
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_safetensors_round_trip(
+        self, mixing: dict[str, Any], ids: Tensor, tied: bool, tmp_path: Path
+    ) -> None:
+        model = BedouinForCausalLM(make_config(tie_word_embeddings=tied, **mixing)).eval()
+        model.save_pretrained(tmp_path)
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
+        assert not any(report[name] for name in ("missing_keys", "unexpected_keys"))
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+    @pytest.mark.parametrize(
+        "auto", ["CausalLM", "SequenceClassification", "TokenClassification"], ids=str
+    )
+    def test_a_process_loads_a_folder_by_transformers_alone(
+        self, ids: Tensor, auto: str, tmp_path: Path
+    ) -> None:
+        name = f"AutoModelFor{auto}"
+        model = getattr(transformers, name).from_config(make_config(**HYBRID)).eval()
+        model.save_pretrained(tmp_path / "saved")
+        torch.save({"ids": ids, "logits": model(ids).logits.detach()}, tmp_path / "expected")
+        lines = f"""
+            import torch, transformers
+            load = transformers.{name}.from_pretrained
+            expected = torch.load("expected")
+            for folder in ("saved", "again"):
+                model = load(folder, trust_remote_code=True).eval()
+                torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
+                model.save_pretrained("again")
+        """
+        command = [sys.executable, "-P", "-c", "if True:" + lines]
+        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+        run = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        for folder in ("saved", "again"):
+            files = {path.name for path in (tmp_path / folder).glob("*.py")}
+            assert files == {"modeling_bedouin.py"}
+
+    def test_quantizers_leave_the_feedback_alone(self, tmp_path: Path) -> None:
+        """transformers' list of what they skip, which in float16 also names float32 modules."""
+        model = BedouinForCausalLM(make_config(num_heads=1)).eval()
+        from transformers.quantizers.base import HfQuantizer
+
+        skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        assert "y_proj" in skipped and "x_proj" not in skipped
+        model.save_pretrained(tmp_path)
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+        kept = {n for n, p in loaded.named_parameters() if p.dtype == torch.float32}
+        assert kept == {f"model.layers.{i}.mixer.y_proj.weight" for i in range(2)}
+        ids = torch.randint(1, VOCAB, (2, 5))
+        expected = model(ids).logits
+        torch.testing.assert_close(loaded(ids).logits.float(), expected, rtol=1e-2, atol=1e-2)
+
+    def test_layers_on_disk_decode_as_in_memory(
+        self, model: BedouinForCausalLM, ids: Tensor, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("accelerate")
+        model.save_pretrained(tmp_path)
+        offload: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk"}
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **offload)
+        assert all(p.is_meta for p in mixers(loaded)[0].parameters())
+        same(loaded(ids).logits, model(ids).logits)
+        options = {"max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+
+    def test_a_missing_part_is_initialized_and_the_rest_loaded(
+        self, mixing: dict[str, Any], tmp_path: Path
+    ) -> None:
+        model = BedouinForCausalLM(make_config(**mixing))
+        model.save_pretrained(tmp_path)
+        path = tmp_path / "model.safetensors"
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(path)
+        parts = ("0.mixer.A_log", "0.mixer.conv.weight", "_extra_state")
+        removed = [n for n in weights if n.endswith(parts)]
+        save_file({n: w for n, w in weights.items() if n not in removed}, path, {"format": "pt"})
+        loaded = BedouinForCausalLM.from_pretrained(tmp_path)
+        found = dict(loaded.named_parameters())
+        for name, parameter in model.named_parameters():
+            if name.endswith("conv.weight") and name in removed:
+                assert 0.1 < found[name].abs().max() <= 3**-0.5
+            else:
+                assert torch.equal(found[name], parameter), name
+
+    def test_initialization_of_a_convolution_is_that_of_the_layer(self) -> None:
+        options = {"conv_kernel": 4, "projection": "input", "initialization": Initialization(0)}
+        mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64, **options)))[1]
+        assert 0.4 < mixer.conv.weight.abs().max() <= 0.5
+        assert not mixer.in_proj.weight[mixer.d_inner : 2 * mixer.d_inner].any()
+
+    def test_initialization_is_that_of_the_layer(self) -> None:
+        mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64)))[0]
+        same(mixer.A_log.exp(), torch.arange(1, 5.0).expand(mixer.d_inner, -1))
+        # uniform within 1 / sqrt(inputs), and W^y scaled down
+        assert 0.12 < mixer.in_proj.weight.abs().max() <= 0.125
+        assert mixer.y_proj.weight.abs().max() < 0.1 * mixer.x_proj.weight.abs().max() * 1.1
+        assert mixer.D._no_weight_decay and mixer.dt_bias._no_reinit
+
+
+class TestTraining:
+    def gradients(self, model: BedouinForCausalLM, ids: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_gradient_checkpointing(
+        self, model: BedouinForCausalLM, ids: Tensor, use_reentrant: bool
+    ) -> None:
+        expected = self.gradients(model.train(), ids)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        for found, gradient in zip(self.gradients(model, ids), expected, strict=True):
+            same(found, gradient)
+        with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+            model(ids, past_key_values=transformers.DynamicCache(config=model.config))
+
+    def test_trainer_resumes(self, mixing: dict[str, Any], tmp_path: Path) -> None:
+        rows = torch.randint(1, VOCAB, (16, 6)).tolist()
+        data = [{"input_ids": row, "labels": row} for row in rows]
+
+        def train(steps: int, resume: bool) -> tuple[BedouinForCausalLM, list[float]]:
+            torch.manual_seed(0)
+            model = BedouinForCausalLM(make_config(**mixing))
+            arguments = transformers.TrainingArguments(
+                output_dir=str(tmp_path / str(steps if not resume else "cut")),
+                max_steps=4,
+                save_steps=2,
+                logging_steps=1,
+                per_device_train_batch_size=4,
+                learning_rate=1e-2,
+                lr_scheduler_type="constant",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                gradient_checkpointing=True,
+                max_grad_norm=1.0,
+            )
+            trainer = transformers.Trainer(model, arguments, train_dataset=data)
+            cut = str(tmp_path / "4" / "checkpoint-2")
+            trainer.train(resume_from_checkpoint=cut if resume else None)
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            return model, losses
+
+        whole, losses = train(4, resume=False)
+        resumed, again = train(4, resume=True)
+        assert losses[-1] < losses[0] and again == losses
+        for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
+    def test_trainer_keeps_the_documents_of_a_data_set(
+        self, mixing: dict[str, Any], name: str, tmp_path: Path
+    ) -> None:
+        """It drops columns without a name in `forward`, and a row would be one document."""
+        model = BedouinForCausalLM(make_config(initializer_range=0.5, **mixing))
+        row = torch.randint(1, VOCAB, (6,)).tolist()
+        where = {"seq_idx": [0, 0, 1, 1, 1, 1], "position_ids": [0, 1, 0, 1, 2, 3]}
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        data = [{"input_ids": row, "labels": row, name: where[name]}]
+        found = transformers.Trainer(model, arguments, eval_dataset=data).evaluate()["eval_loss"]
+        ids = torch.tensor([row])
+        logits = torch.cat([model(part).logits for part in (ids[:, :2], ids[:, 2:])], 1)
+        expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+        assert found == pytest.approx(expected.item(), rel=1e-5)
+
+    # of several heads, x_proj and y_proj have weights that PEFT adapts as parameters only
+    @pytest.mark.parametrize(
+        ("targets", "options", "adapted_a_block"),
+        [
+            ("all-linear", {}, 6),
+            ("all-linear", {"num_heads": 2}, 6),
+            (["x_proj", "y_proj"], {}, 2),
+            (["in_proj", "y_proj"], {"projection": "input", "conv_kernel": 3}, 3),
+        ],
+    )
+    def test_lora_trains_and_merges(
+        self, ids: Tensor, targets: Any, options: dict[str, Any], adapted_a_block: int
+    ) -> None:
+        peft = pytest.importorskip("peft")
+        model = BedouinForCausalLM(make_config(**options)).double()
+        parameters = ["x_proj.weight", "y_proj.weight"] if "num_heads" in options else None
+        lora = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules=targets, target_parameters=parameters
+        )
+        adapted = peft.get_peft_model(model, lora)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.train()(input_ids=ids, labels=ids).loss.backward()
+        trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained.values())
+        # two matrices an adapter, two blocks
+        assert len(trained) == 2 * 2 * adapted_a_block
+        adapted.eval()
+        logits, tokens = adapted(ids).logits, adapted.generate(ids, max_new_tokens=3)
+        merged = adapted.merge_and_unload()
+        same(merged(ids).logits, logits)
+        assert torch.equal(merged.generate(ids, max_new_tokens=3), tokens)
