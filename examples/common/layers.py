@@ -1,7 +1,9 @@
 """Options of the fixed point that all training scripts share, and the baselines by name."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from torch import nn
@@ -25,12 +27,13 @@ from bedouin.solvers import (
 )
 from common.checks import Count, Range, check_types
 
-Baseline = Literal["lstm", "mamba", "deltanet", "deltaproduct", "attention"]
+Baseline = Literal["lstm", "mamba", "deltanet", "gated_deltanet", "deltaproduct", "attention"]
 
-BASELINES: dict[str, type[nn.Module]] = {
+BASELINES: dict[str, Callable[..., nn.Module]] = {
     "lstm": baselines.LSTM,
     "mamba": baselines.Mamba,
     "deltanet": baselines.DeltaNet,
+    "gated_deltanet": partial(baselines.DeltaNet, gated=True),
     "deltaproduct": baselines.DeltaProduct,
     "attention": baselines.Attention,
 }
@@ -38,6 +41,7 @@ TAKES: dict[str, tuple[str, ...]] = {
     "lstm": (),
     "mamba": ("d_state", "eigenvalues"),
     "deltanet": ("num_heads", "eigenvalues"),
+    "gated_deltanet": ("num_heads", "eigenvalues"),
     "deltaproduct": ("num_heads", "num_householder", "eigenvalues"),
     "attention": ("num_heads",),
 }

@@ -86,9 +86,10 @@ class RunConfig(SolverOptions, TrackerOptions):
     clip: Annotated[float, Range(0, brackets="(]")] = 1.0
     """Largest norm of the gradient; inf: gradients are not clipped."""
 
-    mixer_layer: Literal["bedouin", "paper"] | Baseline = "bedouin"
-    """bedouin; paper: `Bedouin.from_paper`, which fixes every option of the layer but the sizes; or
-    a baseline, which takes few options of Bedouin and refuses the others."""
+    mixer_layer: Literal["bedouin", "recall", "paper"] | Baseline = "bedouin"
+    """bedouin; recall: `Bedouin.recall`, which fixes every option of the layer; paper:
+    `Bedouin.from_paper`, which fixes every one but the sizes; or a baseline, which takes few
+    options of Bedouin and refuses the others."""
     d_model: Count = 128
     """Width of the model; see --match-parameters."""
     match_parameters: Count | None = None
@@ -191,6 +192,7 @@ _OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
 _NOT_TAKEN: dict[str, Collection[str]] = {
     **{name: set(_OF_BEDOUIN) - set(taken) for name, taken in TAKES.items()},
     "paper": _FIXED_BY_PAPER,
+    "recall": _OF_BEDOUIN,
 }
 """The options of Bedouin that another layer does not take."""
 
@@ -234,6 +236,8 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
     if name in BASELINES:
         options = {option: getattr(config, option) for option in TAKES[name]}
         return BASELINES[name](config.d_model, **_given(options))
+    if name == "recall":
+        return Bedouin.recall(config.d_model, layer_idx=layer_idx)
     if name == "paper":
         return Bedouin.from_paper(
             config.d_model,

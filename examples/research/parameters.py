@@ -74,8 +74,10 @@ def layers(config: Config, d_model: int) -> Iterator[tuple[str, nn.Module]]:
     for heads in config.num_heads:
         title = f"Bedouin, {heads} head{'s' if heads > 1 else ''}"
         yield title, Bedouin(d_model, num_heads=heads, **options)
-    for baseline in BASELINES.values():
-        yield baseline.__name__, baseline(d_model)
+    for name, baseline in BASELINES.items():
+        layer = baseline(d_model)
+        title = type(layer).__name__
+        yield f"gated {title}" if name == "gated_deltanet" else title, layer
 
 
 def saved_bytes(

@@ -28,8 +28,18 @@ from common.lm_evaluation import batched, bits_per_byte
 from common.lm_options import LanguageConfig, build_language_model
 from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
 from common.options import matched, num_parameters, parse_config
+from common.runs import add_runs
 from common.script import leave_process_group
-from research.experiments.language_model import MIXERS, language_model, language_model_cpu
+from research.experiments.language_model import (
+    COMPARED,
+    MIXERS,
+    RATES,
+    SCORE,
+    TUNING_SEED,
+    language_model,
+    language_model_cpu,
+    languages,
+)
 
 LINES = "def {}(x):\n    return x\n"
 SMALL: dict[str, Any] = {
@@ -357,6 +367,23 @@ def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
     sizes = [size(config) for config in configs[::3]]
     assert all(abs(n / sizes[0] - 1) < 0.05 for n in sizes)
     assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
+
+
+def test_languages_are_reported_at_the_best_of_three_rates(tmp_path: Path) -> None:
+    bits = dict(zip(RATES, (1.4, 1.3, 1.5), strict=True))
+    add_runs(
+        tmp_path / "language-tuning",
+        {f"recall-{rate:g}": {"bits_per_byte": {SCORE: n}} for rate, n in bits.items()}
+        | {"lstm-0.001": {"bits_per_byte": {SCORE: 1.6}}},
+    )
+    tuning, reported = languages(tmp_path)
+    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in tuning.runs]
+    assert {config.seed for config in configs} == {TUNING_SEED}
+    assert [config.lr for config in configs] == [*RATES] * len(COMPARED)
+    sizes = [size(config) for config in configs[::3]]
+    assert all(abs(n / sizes[0] - 1) < 0.05 for n in sizes)
+    found = [parse_config(train_lm.PRESETS, run.arguments) for run in reported.runs]
+    assert [(c.mixer_layer, c.lr, c.seed) for c in found] == [("recall", 2e-3, i) for i in range(3)]
 
 
 def test_the_lstm_has_the_size_and_the_steps_of_the_model_of_make_lm() -> None:

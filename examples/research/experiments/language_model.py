@@ -1,5 +1,8 @@
 """A language model of bytes on the source of Python's library, with every layer."""
 
+from pathlib import Path
+
+from common.runs import read_runs
 from research.experiments.plan import Experiment, Run, joined
 
 COMMON = (
@@ -16,6 +19,14 @@ MIXERS = {
 }
 """Widths with equal numbers of parameters, and heads of sizes for which kernels are fast: 128 for
 Bedouin, whose default they are, 64 for the others."""
+COMPARED = {
+    **{name: MIXERS[name] for name in ("bedouin", "mamba", "attention", "lstm")},
+    "recall": "--d-model 384 --mixer-layer recall",
+    "gated_deltanet": "--d-model 432 --mixer-layer gated_deltanet --num-heads 6",
+}
+"""Of equal size, too, each with the best of three learning rates."""
+RATES, TUNING_SEED, SCORE = (1e-3, 2e-3, 4e-3), 100, "1024"
+"""Rates, the seed that chooses among them, and the length whose bits per byte it compares."""
 SEEDS = (0, 1, 2)
 SMALL = {
     "bedouin": "--preset cpu",
@@ -47,4 +58,32 @@ def language_model_cpu() -> Experiment:
             for name, flags in SMALL.items()
             for seed in SEEDS
         ),
+    )
+
+
+def languages(results: Path) -> tuple[Experiment, Experiment]:
+    """The rates of all compared layers, and three seeds of those whose rate is known."""
+    made = read_runs(results / "language-tuning")
+    tuning, reported = [], []
+    for name, flags in COMPARED.items():
+        bits = {}
+        for rate in RATES:
+            run = f"{name}-{rate:g}"
+            options = joined(COMMON, flags, f"--lr {rate:g} --seed {TUNING_SEED}")
+            tuning.append(Run(run, options, "train_lm"))
+            if "bits_per_byte" in made.get(run, {}):
+                bits[rate] = made[run]["bits_per_byte"][SCORE]
+        if len(bits) == len(RATES):
+            best = min(bits, key=lambda rate: bits[rate])
+            reported += [
+                Run(
+                    f"{name}-seed{seed}",
+                    joined(COMMON, flags, f"--lr {best:g} --seed {seed}"),
+                    "train_lm",
+                )
+                for seed in SEEDS
+            ]
+    return (
+        Experiment("language-tuning", "Which learning rate for bytes?", tuple(tuning)),
+        Experiment("language", "How many bits per byte at the best rate?", tuple(reported)),
     )
