@@ -184,6 +184,22 @@ def test_times_of_the_page_are_those_of_the_benchmark() -> None:
         assert line(table, row["title"] + " |")[1:] == shown
 
 
+def test_times_of_one_head_are_those_of_the_benchmark() -> None:
+    def times(run: str, row: str, shape: str) -> str:
+        rows = raw(f"benchmark/{run}")["rows"]
+        found = [r["numbers"] for r in rows if (r["case"], r["shape"]) == (row, shape)]
+        names = "graph_both_ms", "both_ms"
+        return "/".join(f"{found[0][name]:#.3g}".rstrip(".") for name in names) if found else "–"
+
+    block = TEXTS["benchmark"].split("One head since then")[1].split("With more than 64")[0]
+    for shape in ("128x16", "64x256", "16x1024", "8x4096"):
+        assert line(block, f"{shape} ")[1:] == [
+            times("h100_one_head_before", "direct", shape),
+            times("h100_one_head", "direct", shape),
+            times("h100_one_head", "lstm", shape),
+        ]
+
+
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
     source = (ROOT / "examples" / "benchmarks" / "targets.py").read_text()
     few, many = (
