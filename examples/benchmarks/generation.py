@@ -120,22 +120,22 @@ def measure_apart(config: Config, name: str, limit: float) -> list[Numbers]:
     options += ["--tiny"] if config.tiny else []
     options += ["--tasks", *config.tasks] if config.tasks else []
     command = [sys.executable, __file__, "--in-process", "--models", name, *options]
-    said = "the time budget is spent"
+    reason = "the time budget is spent"
     # files, because what a process has started may hold its pipes open after its end
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
         if limit > 0:
             try:
                 done = subprocess.run(command, stdout=output, stderr=errors, timeout=limit)
                 errors.seek(0)
-                told = errors.read().strip().splitlines() or ["no message"]
-                said = f"exit status {done.returncode}: {told[-1][:200]}"
+                messages = errors.read().strip().splitlines() or ["no message"]
+                reason = f"exit status {done.returncode}: {messages[-1][:200]}"
             except subprocess.TimeoutExpired:
-                said = f"the process was ended after {limit:.0f} s"
+                reason = f"the process was ended after {limit:.0f} s"
         output.seek(0)
         found = [json.loads(line) for line in output if line.startswith('{"model"')]
     done_tasks = {row["task"] for row in found}
     rest = [task for task in tasks_of(config, name) if task not in done_tasks]
-    return [*found, *({"model": name, "task": task, "error": said} for task in rest)]
+    return [*found, *({"model": name, "task": task, "error": reason} for task in rest)]
 
 
 def tasks_of(config: Config, name: str) -> Sequence[str]:
