@@ -37,6 +37,17 @@ def test_scripts_learn(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 0.5
 
 
+def test_a_model_of_transformers_is_trained_saved_and_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", minversion="5.16")
+    assert len((FOLDER / "train_transformers.py").read_text().splitlines()) <= 48
+    losses = load("train_transformers").main(tmp_path, steps=30, batch_size=4, length=32)
+    assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5]) - 2.5
+    assert "    def " in capsys.readouterr().out
+    assert (tmp_path / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
 def test_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = re.match(r"# needs: (.*)\n", block)
