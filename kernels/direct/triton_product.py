@@ -16,13 +16,14 @@ from bedouin.kernels.device.sync import await_launch
 
 @triton.jit(do_not_specialize=["t", "batch"])
 def product_kernel(
-    v_ptr,  # (b, t, columns)
+    v_ptr,  # (b, t, columns or more)
     W_ptr,  # (rows, columns), contiguous
-    out_ptr,  # (splits, b, rows), written: W v of token t, as sums over the splits
+    out_ptr,  # (splits, b, width), of which the first rows are written: W v, over the splits
     t,
     batch,
     rows,
     columns,
+    width,
     v_stride_b,
     v_stride_t,
     SAMPLES: tl.constexpr,  # at least the batch
@@ -54,5 +55,5 @@ def product_kernel(
         # rounded to the dtype of W, also where the interpreter multiplies in a wider one
         v = v.to(W_ptr.dtype.element_ty).to(DOT)
         total = tl.dot(v, parts[i], total, input_precision=PRECISION, out_dtype=ACC)
-    to = out_ptr + (split * batch + sample) * rows + row[None, :]
+    to = out_ptr + (split * batch + sample) * width + row[None, :]
     tl.store(to, total, mask=(sample < batch) & in_rows)
