@@ -11,6 +11,8 @@ launch.
 """
 
 from collections.abc import Callable
+from functools import reduce
+from operator import attrgetter, methodcaller, or_
 from typing import Any
 
 import triton
@@ -39,6 +41,13 @@ KEPT_CONSTANTS = 256
 
 LARGEST = 2**31
 """The sum of the integers of a planned launch is below this, so that each has 32 bits."""
+
+
+_ADDRESS, _DEVICE, _DTYPE = (
+    methodcaller("data_ptr"),
+    methodcaller("get_device"),
+    attrgetter("dtype"),
+)
 
 
 def _is_known(version: str) -> bool:
@@ -111,15 +120,16 @@ class PlannedKernel:
         if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
             kernel[grid](*tensors, *integers, **constants)
             return None
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        # by functions of C, which take the host less time than comprehensions
+        addresses = list(map(_ADDRESS, tensors))
         active = driver.active
         device = active.get_current_device()
-        dtypes = tuple([tensor.dtype for tensor in tensors])
+        dtypes = tuple(map(_DTYPE, tensors))
         aligned: tuple[bool, ...] | None = None
-        if any([address % ALIGNMENT for address in addresses]):
+        if reduce(or_, addresses) % ALIGNMENT:
             aligned = tuple([not address % ALIGNMENT for address in addresses])
         # the launcher would refuse the address of a CPU, but no longer sees the tensor
-        devices = tuple([tensor.get_device() for tensor in tensors])
+        devices = tuple(map(_DEVICE, tensors))
         seen = device, constants, integers, dtypes, devices, aligned
         plan = self._seen.get(seen)
         if plan is None:
@@ -197,13 +207,13 @@ class LaunchSeries:
             return
         kernel, grid, tensors, integers, constants = self._given
         plan = kernel.launch(grid, tensors, (first, *integers), constants)
-        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if plan is None or any([hook.calls for hook in hooks]):
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if plan is None or enter.calls or leave.calls:
             return
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
         given = plan.function, plan.metadata, None, None, None
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = map(_ADDRESS, tensors)
         self._before = (*(*grid, 1, 1)[:3], stream, *given, *addresses)
         self._behind = (*integers, *plan.last)
         self._run = plan.run

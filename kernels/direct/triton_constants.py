@@ -67,12 +67,13 @@ def rows_of_channels(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def memory_constants(
     A: Like,  # (n, d)
+    overlaps: bool,
     *,
     always: bool,
 ) -> dict[str, int]:
-    """Of a kernel that holds the memory of a sample: warps, one stage, because it has no loop over
-    tokens to pipeline, and the states in blocks, `always` or where a thread has all states of its
-    channels.
+    """Of a kernel of a token that holds the memory of a sample: warps, one stage, because it has no
+    loop over tokens to pipeline, `overlapping`, and the states in blocks, `always` or where a
+    thread has all states of its channels.
 
     It would otherwise hold all of B and C as well: for 32 states these take 64 registers, and a
     quarter of a token's instructions would move them.
@@ -81,7 +82,7 @@ def memory_constants(
     rows, states = rows_of_channels(d, A), next_power_of_two(n)
     blocks = ceil_div(states, STATES_AT_A_TIME) if rows or always else 1
     sizes = {"ROWS": rows, "BLOCKS": blocks, "BLOCK_N": states // blocks}
-    return {**sizes, "num_warps": num_warps(d, n), "num_stages": 1}
+    return {**sizes, "num_warps": num_warps(d, n), "num_stages": 1, **overlapping(overlaps)}
 
 
 def per_head(

@@ -5,7 +5,6 @@ are meant for CUDA graphs. Letters: b batch, t time, d channels, n state per cha
 r raw values.
 """
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -70,9 +69,9 @@ def launch_sweep(
     product, fed = _product(W_y, normed, r)
     strides = *raw.stride()[:2], r
     like = Like.of(A)
-    how = memory_constants(like, always=False) | overlapping(Device.of(A.device).overlaps)
-    how |= {"KEEP": keep_every, "SPLITS": len(fed)}
-    constants = kernel_constants(SWEEP, like, options, strides, **how)
+    how = memory_constants(like, Device.of(A.device).overlaps, always=False)
+    own = {"KEEP": keep_every, "SPLITS": len(fed), **how}
+    constants = kernel_constants(SWEEP, like, options, strides, **own)
     # read only where the states are in several blocks
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
     tensors = x, raw, fed, A, h, kept, BC, y, normed, statistics
@@ -131,13 +130,13 @@ def launch_reverse(
     product, grad_normed = _product(W.mT, grads.raw, d)
     strides = *raw.stride()[:2], *fed.stride()[:2]
     like = Like.of(A)
-    how = memory_constants(like, always=True) | overlapping(Device.of(A.device).overlaps)
-    how |= {"SPLITS": len(grad_normed)}
+    how = {"SPLITS": len(grad_normed)}
+    how |= memory_constants(like, Device.of(A.device).overlaps, always=True)
     constants = kernel_constants(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
     read = x, raw, fed, grads.y, y, grad_normed, A, *buffers, h0, kept, replayed
     tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
-    inner = x.stride()[:2], strides, grads.y.stride()[:2]
-    sizes = slots, b, t_end, width, d, n, *(v for pair in inner for v in pair), h0.stride(0)
+    inner = *x.stride()[:2], *strides, *grads.y.stride()[:2]
+    sizes = slots, b, t_end, width, d, n, *inner, h0.stride(0)
     for slot in reversed(range(slots + 1)):
         integers = chunk.start, len(chunk), slot, *sizes
         series = LaunchSeries(REVERSE, (b,), tensors, integers, constants)
@@ -167,24 +166,25 @@ def _product(
         parts = W.new_zeros(1, b, width)
         return lambda t: torch.mm(vectors[t].to(W.dtype), whole, out=parts[0]), parts
     W = W.contiguous()
-    splits = ceil_div(columns, math.prod(COLUMNS[W.element_size()]))
+    device = Device.of(W.device)
+    splits, grid, constants = product_launch(Like.of(W), b, uses_tf32(), device.overlaps)
     # A product reads W before the launch in front of it has ended: that is the one of these zeros.
-    parts = W.new_zeros(splits, b, width, dtype=accumulator(W.dtype))
-    samples = max(16, next_power_of_two(b))
-    overlaps = Device.of(W.device).overlaps
-    constants = product_launch(Like.of(W), samples, uses_tf32(), overlaps=overlaps)
+    parts = W.new_zeros(splits, b, width, dtype=torch.promote_types(W.dtype, torch.float32))
     numbers = b, rows, columns, width, *v.stride()[:2]
-    grid = ceil_div(rows, OUT), splits
     return LaunchSeries(PRODUCT, grid, (v, W, parts), numbers, constants).launch, parts
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def product_launch(W: Like, samples: int, tf32: bool, *, overlaps: bool) -> Constants:
-    """The constants of `product_kernel`."""
-    read, parts = COLUMNS[W.dtype.itemsize]
-    sizes = {"SAMPLES": samples, "OUT": OUT, "READ": read, "PARTS": parts}
+def product_launch(
+    W: Like, b: int, tf32: bool, overlaps: bool
+) -> tuple[int, tuple[int, int], Constants]:
+    """The splits, grid and constants of `product_kernel` for a batch."""
+    (rows, columns), (read, parts) = W.shape, COLUMNS[W.dtype.itemsize]
+    splits = ceil_div(columns, read * parts)
+    sizes = {"SAMPLES": max(16, next_power_of_two(b)), "OUT": OUT, "READ": read, "PARTS": parts}
     how = {"ACC": triton_dtype(accumulator(W.dtype)), "num_warps": 8, "num_stages": 1}
-    return Constants(sizes, **how, **product_constants(W, tf32), **overlapping(overlaps))
+    constants = Constants(sizes, **how, **product_constants(W, tf32), **overlapping(overlaps))
+    return splits, (ceil_div(rows, OUT), splits), constants
 
 
 class ChunkBuffers(NamedTuple):
