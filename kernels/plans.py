@@ -12,7 +12,7 @@ launch.
 
 from collections.abc import Callable
 from functools import reduce
-from operator import attrgetter, methodcaller, or_
+from operator import attrgetter, or_
 from typing import Any
 
 import triton
@@ -43,11 +43,7 @@ LARGEST = 2**31
 """The sum of the integers of a planned launch is below this, so that each has 32 bits."""
 
 
-_ADDRESS, _DEVICE, _DTYPE = (
-    methodcaller("data_ptr"),
-    methodcaller("get_device"),
-    attrgetter("dtype"),
-)
+_DTYPE = attrgetter("dtype")
 
 
 def _is_known(version: str) -> bool:
@@ -120,8 +116,8 @@ class PlannedKernel:
         if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
             kernel[grid](*tensors, *integers, **constants)
             return None
-        # by functions of C, which take the host less time than comprehensions
-        addresses = list(map(_ADDRESS, tensors))
+        # `map` of a function of C takes less time than a comprehension
+        addresses = list(map(Tensor.data_ptr, tensors))
         active = driver.active
         device = active.get_current_device()
         dtypes = tuple(map(_DTYPE, tensors))
@@ -129,7 +125,7 @@ class PlannedKernel:
         if reduce(or_, addresses) % ALIGNMENT:
             aligned = tuple([not address % ALIGNMENT for address in addresses])
         # the launcher would refuse the address of a CPU, but no longer sees the tensor
-        devices = tuple(map(_DEVICE, tensors))
+        devices = tuple([tensor.get_device() for tensor in tensors])
         seen = device, constants, integers, dtypes, devices, aligned
         plan = self._seen.get(seen)
         if plan is None:
@@ -213,7 +209,7 @@ class LaunchSeries:
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
         given = plan.function, plan.metadata, None, None, None
-        addresses = map(_ADDRESS, tensors)
+        addresses = map(Tensor.data_ptr, tensors)
         self._before = (*(*grid, 1, 1)[:3], stream, *given, *addresses)
         self._behind = (*integers, *plan.last)
         self._run = plan.run
