@@ -192,7 +192,7 @@ def describe(scores: dict[str, float]) -> str:
 
 @torch.no_grad()
 def write_sample(model: nn.Module, path: Path) -> None:
-    """Print and write the begin of a document from the model."""
+    """Print and write the beginning of a document from the model."""
     assert isinstance(model, SequenceModel)
     device = model.head.weight.device
     begin, generator = torch.tensor([[END]], device=device), torch.Generator(device).manual_seed(0)

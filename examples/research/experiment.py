@@ -45,7 +45,11 @@ from research import ensemble
 from research.experiments.controls import CONTROLS_CPU
 from research.experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TUNING_RUNS
 from research.experiments.heads import heads
-from research.experiments.language_model import language_model, language_model_cpu, languages
+from research.experiments.language_model import (
+    language_model,
+    language_model_cpu,
+    tuned_language_models,
+)
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.table import tables
 from research.summary import figure_of_both, markdown, summarize
@@ -86,7 +90,8 @@ def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
         *(A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TUNING_RUNS, CONTROLS_CPU),
-        *(heads(), language_model(), language_model_cpu(), *languages(RESULTS), *tables(RESULTS)),
+        *(heads(), language_model(), language_model_cpu()),
+        *(*tuned_language_models(RESULTS), *tables(RESULTS)),
     )
     return {experiment.name: experiment for experiment in found}
 

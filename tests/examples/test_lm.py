@@ -38,7 +38,7 @@ from research.experiments.language_model import (
     TUNING_SEED,
     language_model,
     language_model_cpu,
-    languages,
+    tuned_language_models,
 )
 
 LINES = "def {}(x):\n    return x\n"
@@ -376,7 +376,7 @@ def test_languages_are_reported_at_the_best_of_three_rates(tmp_path: Path) -> No
         {f"recall-{rate:g}": {"bits_per_byte": {SCORE: n}} for rate, n in bits.items()}
         | {"lstm-0.001": {"bits_per_byte": {SCORE: 1.6}}},
     )
-    tuning, reported = languages(tmp_path)
+    tuning, reported = tuned_language_models(tmp_path)
     configs = [parse_config(train_lm.PRESETS, run.arguments) for run in tuning.runs]
     assert {config.seed for config in configs} == {TUNING_SEED}
     assert [config.lr for config in configs] == [*RATES] * len(COMPARED)

@@ -1,5 +1,6 @@
 """A language model of bytes on the source of Python's library, with every layer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.runs import read_runs
@@ -35,16 +36,21 @@ SMALL = {
 """What `make lm` trains on a CPU, and an LSTM of its size; 0.01 suits both best (seed 100)."""
 
 
+def _runs(layers: Mapping[str, str]) -> tuple[Run, ...]:
+    """Three seeds of every layer, whose flags are given by name."""
+    return tuple(
+        Run(f"{name}-seed{seed}", joined(flags, f"--seed {seed}"), "train_lm")
+        for name, flags in layers.items()
+        for seed in SEEDS
+    )
+
+
 def language_model() -> Experiment:
     """Every mixer with as many parameters as Bedouin, three seeds each."""
     return Experiment(
         "language-model",
         "How many bits per byte of held-out source files does each layer need?",
-        tuple(
-            Run(f"{name}-seed{seed}", joined(COMMON, flags, f"--seed {seed}"), "train_lm")
-            for name, flags in MIXERS.items()
-            for seed in SEEDS
-        ),
+        _runs({name: joined(COMMON, flags) for name, flags in MIXERS.items()}),
     )
 
 
@@ -53,37 +59,24 @@ def language_model_cpu() -> Experiment:
     return Experiment(
         "language-model-cpu",
         "How many bits per byte does the model of make lm need on two CPU cores?",
-        tuple(
-            Run(f"{name}-seed{seed}", joined(flags, f"--device cpu --seed {seed}"), "train_lm")
-            for name, flags in SMALL.items()
-            for seed in SEEDS
-        ),
+        _runs({name: joined(flags, "--device cpu") for name, flags in SMALL.items()}),
     )
 
 
-def languages(results: Path) -> tuple[Experiment, Experiment]:
+def tuned_language_models(results: Path) -> tuple[Experiment, Experiment]:
     """The rates of all compared layers, and three seeds of those whose rate is known."""
     made = read_runs(results / "language-tuning")
-    tuning, reported = [], []
+    tuning, reported = [], {}
     for name, flags in COMPARED.items():
         bits = {}
         for rate in RATES:
-            run = f"{name}-{rate:g}"
-            options = joined(COMMON, flags, f"--lr {rate:g} --seed {TUNING_SEED}")
-            tuning.append(Run(run, options, "train_lm"))
+            run, options = f"{name}-{rate:g}", joined(COMMON, flags, f"--lr {rate:g}")
+            tuning.append(Run(run, joined(options, f"--seed {TUNING_SEED}"), "train_lm"))
             if "bits_per_byte" in made.get(run, {}):
-                bits[rate] = made[run]["bits_per_byte"][SCORE]
+                bits[options] = made[run]["bits_per_byte"][SCORE]
         if len(bits) == len(RATES):
-            best = min(bits, key=lambda rate: bits[rate])
-            reported += [
-                Run(
-                    f"{name}-seed{seed}",
-                    joined(COMMON, flags, f"--lr {best:g} --seed {seed}"),
-                    "train_lm",
-                )
-                for seed in SEEDS
-            ]
+            reported[name] = min(bits, key=lambda options: bits[options])
     return (
         Experiment("language-tuning", "Which learning rate for bytes?", tuple(tuning)),
-        Experiment("language", "How many bits per byte at the best rate?", tuple(reported)),
+        Experiment("language", "How many bits per byte at the best rate?", _runs(reported)),
     )
