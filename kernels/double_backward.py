@@ -14,9 +14,9 @@ from torch import Tensor
 from bedouin.kernels.backend import is_forward_mode
 
 SECOND_DERIVATIVE = (
-    "the gradient of bedouin's fixed point is once differentiable: second derivatives (double "
-    "backward, create_graph=True, torch.func.hessian) are not supported; for a small problem, use "
-    "finite differences of the gradient"
+    "this gradient, which bedouin computes itself, is once differentiable: second derivatives "
+    "(double backward, create_graph=True, torch.func.hessian) are not supported; for a small "
+    "problem, use finite differences of the gradient"
 )
 
 FORWARD_MODE = (

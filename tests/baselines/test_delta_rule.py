@@ -1,6 +1,7 @@
 """The delta rule: loop, definition, chunks, the Triton kernel and flash-linear-attention agree."""
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from bedouin.baselines.delta_rule import (
     delta_rule_reference,
     fla_is_wrong,
 )
+from bedouin.kernels.operation import OPERATIONS
 
 B, H, P, V = 2, 3, 4, 5
 
@@ -175,7 +177,7 @@ def test_auto_takes_the_kernel_on_a_gpu_where_it_can() -> None:
     for dtype, takes in ((torch.float32, True), (torch.float64, False)):
         inputs, memory = converted(*drawn, dtype, "cuda")
         o, _ = delta_rule(inputs, memory, dtype, "auto")
-        assert o.grad_fn is not None and (o.grad_fn.name() == "RecurrenceBackward") is takes
+        assert o.grad_fn is not None and (o.grad_fn.name() == "delta_ruleBackward") is takes
         mapped, _ = torch.func.vmap(delta_rule, (None, 0, None, None))(
             inputs, memory.unsqueeze(0), dtype, "auto"
         )
@@ -202,6 +204,43 @@ def test_a_layer_with_the_kernel_in_a_graph(no_synchronization: Any) -> None:
     x.copy_(torch.randn_like(x))
     graph.replay()
     torch.testing.assert_close(captured, run(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_compiled_layer_keeps_the_kernel(gated: bool) -> None:
+    torch.compiler.reset()
+    layer = DeltaProduct(16, num_heads=2, gated=gated, backend="triton")
+    x = torch.randn(2, 9, 16)
+
+    def run(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        y = call(x)
+        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled), run(layer))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_operation_of_the_kernel(gated: bool, dtype: torch.dtype) -> None:
+    inputs, memory = converted(*draw(3, 2, gated=gated), dtype)
+    operations = OPERATIONS["bedouin::delta_rule"], OPERATIONS["bedouin::delta_rule_backward"]
+    forward = (*inputs, memory)
+    torch.library.opcheck(operations[0].overload, forward)
+    o, last, error = operations[0](*[None if v is None else v.detach() for v in forward])
+    detached = [None if v is None else v.detach() for v in forward]
+    torch.library.opcheck(operations[1].overload, (o, last, error, *detached))
+
+
+@pytest.mark.interpreter
+def test_the_kernel_has_no_second_derivative() -> None:
+    inputs, memory = converted(*draw(3, 1, gated=False), torch.float32)
+    o, _ = delta_rule(inputs, memory, torch.float32, "triton")
+    (grad,) = torch.autograd.grad(o.square().sum(), inputs.value, create_graph=True)
+    with pytest.raises(RuntimeError, match="once differentiable"):
+        grad.square().sum().backward()
 
 
 def test_full_eigenvalues_keep_the_norm_of_a_memory() -> None:

@@ -73,7 +73,7 @@ class DeltaProduct(Baseline[DeltaState]):
             flash-linear-attention, on a GPU in bfloat16 or float16; "auto": "fla" where that is
             possible and the package is installed, except on Hopper with Triton from 3.4 to before
             3.7.1, which miscompiles its backward pass; else "triton" on a GPU where it can, and
-            "torch" under transforms of torch.func and in torch.compile.
+            "torch" under transforms of torch.func.
     """
 
     state_type = DeltaState

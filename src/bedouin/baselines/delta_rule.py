@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from bedouin.baselines.delta_rule_kernel import delta_rule_operation
 from bedouin.checks import one_of
 from bedouin.kernels.backend import Backend, choose_backend, triton_version
 from bedouin.packing import zero_outside
@@ -70,16 +71,13 @@ def delta_rule(
     float32, token by token; it has no second derivative. "fla" casts query, key, value and beta to
     `dtype`, which must be bfloat16 or float16. "auto" is "fla" for more than one token where that
     is possible, the package is installed, and Triton compiles it correctly (`fla_is_wrong`); else
-    "triton" on a GPU, except in float64, under transforms of torch.func and in torch.compile.
+    "triton" on a GPU, except in float64 and under transforms of torch.func.
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
     """
     if _takes_fla(inputs.query, dtype, backend):
         return delta_rule_fla(inputs, memory, dtype)
     if _takes_kernel(inputs, backend):
-        # only here, because importing Triton is slow
-        from bedouin.baselines.triton_delta_rule import Recurrence
-
-        o, last = Recurrence.apply(*inputs, memory)  # type: ignore[no-untyped-call]
+        o, last, _ = delta_rule_operation(*inputs, memory)
         return o, last
     if inputs.query.shape[1] == 1:
         return delta_rule_reference(inputs, memory)
@@ -107,7 +105,7 @@ def _takes_fla(
 
 def _takes_kernel(inputs: DeltaInputs, backend: DeltaBackend) -> bool:
     """Whether `delta_rule` calls the Triton kernel; ValueError where it must and cannot."""
-    if backend == "torch" or backend == "auto" and torch.compiler.is_compiling():
+    if backend == "torch":
         return False
     unfit, p = None, inputs.key.shape[-1]
     if inputs.key.dtype == torch.float64:

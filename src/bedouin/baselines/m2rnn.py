@@ -143,11 +143,9 @@ class M2RNN(MatrixBaseline[M2RNNState]):
         if choose_backend(self.backend, qkv.device, qkv.dtype, unfit) == "reference":
             return recurrence(qkv, f, W, memory)
         # only here, because importing Triton is slow
-        from bedouin.baselines.triton_m2rnn import Recurrence
+        from bedouin.baselines.triton_m2rnn import launch
 
-        o, memory = Recurrence.apply(  # type: ignore[no-untyped-call]
-            qkv, f, W, memory, torch.is_grad_enabled()
-        )
+        o, memory = launch(qkv, f, W, memory)
         return o, owned(memory)
 
 

@@ -126,11 +126,9 @@ class RecurrentDeltaNet(MatrixBaseline[RecurrentDeltaState]):
         if choose_backend(self.backend, raw.device, raw.dtype, unfit) == "reference":
             return recurrence(raw, R, state.memory, state.y, lengths)
         # only here, because importing Triton is slow
-        from bedouin.baselines.triton_recurrent_delta_net import Recurrence
+        from bedouin.baselines.triton_recurrent_delta_net import launch
 
-        y, memory = Recurrence.apply(  # type: ignore[no-untyped-call]
-            raw, R, state.memory, state.y
-        )
+        y, memory = launch(raw, R, state.memory, state.y)
         return y, memory, y[:, -1].clone()
 
 

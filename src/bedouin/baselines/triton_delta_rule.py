@@ -12,16 +12,14 @@ of a head, n blocks of value channels.
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bedouin.baselines.options import LAUNCH
-from bedouin.kernels.guard import Launching
 
 CELLS = 2048
 """Numbers of a block of S, 64 registers of each thread: one warp sums them without barriers. With
@@ -156,61 +154,76 @@ def backward_kernel(
             product -= tl.sum(grad_q * _row(Q, token, i, P_SIZE), 0)
 
 
-class Recurrence(torch.autograd.Function):
-    """`delta_rule` in float32, from tensors in float32, bfloat16 or float16: S^T query / sqrt(p) of
-    every token (b, t, h, v), and the memory (b, h, p, v) after the last one, in its dtype."""
+class Launch(NamedTuple):
+    """Grid and compile-time constants of both kernels."""
+
+    grid: tuple[int, int]
+    constants: tuple[int, ...]
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,  # (b, t, h, p)
+    def of(
         key: Tensor,  # (b, t, k, h, p)
-        value: Tensor,  # (b, t, k, h, v)
-        beta: Tensor,  # (b, t, k, h)
-        log_decay: Tensor | None,  # (b, t, h)
-        memory: Tensor,  # (b, h, p, v)
-    ) -> tuple[Tensor, Tensor]:
-        gated = log_decay is not None
-        decay = beta if log_decay is None else log_decay  # unread without a decay
-        inputs = [v.contiguous() for v in (query, key, value, beta, decay, memory)]
-        b, t, k, h, p = key.shape
-        v = memory.shape[-1]
+        v: int,
+        *,
+        gated: bool,
+    ) -> "Launch":
+        b, _, k, h, p = key.shape
         P = triton.next_power_of_2(p)
         block = min(triton.next_power_of_2(v), max(1, CELLS // P))
-        constants = gated, k, p, v, P, block
-        grid = b * h, triton.cdiv(v, block)
-        o, last = memory.new_empty(b, t, h, v), torch.empty_like(inputs[-1])
-        error = torch.empty_like(inputs[2], dtype=torch.float32)
-        with Launching(key):
-            forward_kernel[grid](*inputs, o, error, last, t, h, *constants, **LAUNCH, num_warps=1)
-        ctx.save_for_backward(*inputs, error)
-        ctx.grid, ctx.constants = grid, constants
-        return o, last
+        return Launch((b * h, triton.cdiv(v, block)), (gated, k, p, v, P, block))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, error = ctx.saved_tensors
-        query, key, value, beta, decay, memory = inputs
-        b, t, _, h, _ = key.shape
-        n, gated = ctx.grid[1], ctx.constants[0]
-        options = {"dtype": torch.float32, "device": key.device}
-        grad_q, grad_k, grad_beta = (
-            torch.empty(n, *v.shape, **options) for v in (query, key, beta)
-        )
-        grad_decay = torch.empty((n, *decay.shape) if gated else 0, **options)
-        grad_v, grad_memory = torch.empty_like(error), torch.empty_like(memory)
-        with Launching(key):
-            backward_kernel[ctx.grid](
-                *(*inputs, error, *(grad.contiguous() for grad in grads)),
-                *(grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory),
-                *(t, h, *ctx.constants),
-                **LAUNCH,
-                num_warps=1,
-            )
-        grad_q, grad_k, grad_beta = (
-            (grad.sum(0) if n > 1 else grad[0]).to(v.dtype)
-            for grad, v in ((grad_q, query), (grad_k, key), (grad_beta, beta))
-        )
-        of_decay = grad_decay.sum(0).to(decay.dtype) if gated else None
-        return grad_q, grad_k, grad_v.to(value.dtype), grad_beta, of_decay, grad_memory
+
+def launch_forward(
+    query: Tensor,  # (b, t, h, p)
+    key: Tensor,  # (b, t, k, h, p)
+    value: Tensor,  # (b, t, k, h, v)
+    beta: Tensor,  # (b, t, k, h)
+    log_decay: Tensor | None,  # (b, t, h)
+    memory: Tensor,  # (b, h, p, v)
+) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, t, k, h, v)
+    """S^T query / sqrt(p) of every token and the memory after the last one, in the dtype of
+    `memory`, and the errors in float32."""
+    decay = memory if log_decay is None else log_decay  # unread without a decay
+    inputs = [v.contiguous() for v in (query, key, value, beta, decay, memory)]
+    (b, t, _, h, _), v = key.shape, memory.shape[-1]
+    grid, constants = Launch.of(key, v, gated=log_decay is not None)
+    o, last = memory.new_empty(b, t, h, v), torch.empty_like(inputs[-1])
+    error = torch.empty_like(inputs[2], dtype=torch.float32)
+    forward_kernel[grid](*inputs, o, error, last, t, h, *constants, **LAUNCH, num_warps=1)
+    return o, last, error
+
+
+def launch_backward(
+    grad_o: Tensor,  # (b, t, h, v)
+    grad_last: Tensor,  # (b, h, p, v)
+    error: Tensor,  # (b, t, k, h, v), of `launch_forward`
+    query: Tensor,  # (b, t, h, p)
+    key: Tensor,  # (b, t, k, h, p)
+    value: Tensor,  # (b, t, k, h, v)
+    beta: Tensor,  # (b, t, k, h)
+    log_decay: Tensor | None,  # (b, t, h)
+    memory: Tensor,  # (b, h, p, v)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the inputs of `launch_forward`, in their dtypes. That of log_decay is empty
+    where there is no decay, in the dtype of `memory`."""
+    gated = log_decay is not None
+    decay = memory if log_decay is None else log_decay
+    inputs = [v.contiguous() for v in (query, key, value, beta, decay, memory)]
+    t, h = query.shape[1:3]
+    grid, constants = Launch.of(key, memory.shape[-1], gated=gated)
+    n = grid[1]
+    grad_q, grad_k, grad_beta = (error.new_empty(n, *v.shape) for v in (query, key, beta))
+    grad_decay = error.new_empty((n, *decay.shape) if gated else (n, 0))
+    grad_v, grad_memory = torch.empty_like(error), torch.empty_like(inputs[-1])
+    backward_kernel[grid](
+        *(*inputs, error, grad_o.contiguous(), grad_last.contiguous()),
+        *(grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory),
+        *(t, h, *constants),
+        **LAUNCH,
+        num_warps=1,
+    )
+    grad_q, grad_k, grad_beta, grad_decay = (
+        (grad.sum(0) if n > 1 else grad[0]).to(v.dtype)
+        for grad, v in ((grad_q, query), (grad_k, key), (grad_beta, beta), (grad_decay, decay))
+    )
+    return grad_q, grad_k, grad_v.to(value.dtype), grad_beta, grad_decay, grad_memory

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
+from bedouin.kernels.outside import outside_of_graphs
 
 
 @triton.jit
@@ -146,3 +147,16 @@ class Recurrence(torch.autograd.Function):
                 **LAUNCH,
             )
         return grad_qkv, grad_f, grad_W.sum(0), grad_memory, None
+
+
+@outside_of_graphs("the recurrence is a kernel")
+def launch(
+    qkv: Tensor,  # (b, t, h, r)
+    f: Tensor,  # (b, t, h)
+    W: Tensor,  # (h, v, v)
+    memory: Tensor,  # (b, h, p, v)
+) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
+    """The outputs, and the memory after the last token."""
+    wants_grad = torch.is_grad_enabled()  # within an autograd.Function it is not
+    outputs, last = Recurrence.apply(qkv, f, W, memory, wants_grad)
+    return outputs, last

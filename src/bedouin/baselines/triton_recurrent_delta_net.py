@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
+from bedouin.kernels.outside import outside_of_graphs
 
 
 @triton.jit
@@ -160,3 +161,15 @@ class Recurrence(torch.autograd.Function):
             )
         grad_R = torch.einsum("bthv,bthr->hvr", torch.tanh(before), grad_raw)
         return grad_raw, grad_R, grad_memory, grad_y
+
+
+@outside_of_graphs("the recurrence is a kernel")
+def launch(
+    raw: Tensor,  # (b, t, h, r)
+    R: Tensor,  # (h, v, r)
+    memory: Tensor,  # (b, h, p, v)
+    y: Tensor,  # (b, h, v)
+) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
+    """The outputs, and the memory after the last token."""
+    outputs, last = Recurrence.apply(raw, R, memory, y)
+    return outputs, last
