@@ -1,7 +1,8 @@
 """Launches of the split of the projected input.
 
-Letters: b batch, t time, p channels of a head, r raw values of a head, c convolved channels,
-w width of the convolution, H heads; b' = H b folded samples (kernels/heads.py).
+Letters: b batch, t time, p channels of a head, r raw values of a head, q those with a bias,
+c convolved channels, w width of the convolution, H heads; b' = H b folded samples
+(kernels/heads.py).
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ SPLIT, SPLIT_BACKWARD = PlannedKernel(split_kernel), PlannedKernel(split_backwar
 
 def launch_split(
     projected: Tensor,  # (b, t, columns)
-    bias: Tensor,  # (H, r)
+    bias: Tensor,  # (H, q)
     weight: Tensor | None,  # (c, w)
     window: Tensor | None,  # (b, w - 1, c)
     flat: tuple[int, ...],
@@ -48,10 +49,10 @@ def launch_split(
     """x, the raw values and the gate of each head."""
     (b, t, _), H = projected.shape, len(bias)
     projected, bias, parts = last_axis_contiguous(projected), bias.contiguous(), Parts.of(flat, H)
-    given = projected, bias, *_or_other(weight, window, bias), *results
+    given = projected, bias, _read(weight, bias), _read(window, bias), *results
     # as many programs of each part as the widest one has
     grid = ceil_div(t, _tokens(parts.widest)) * len(parts.placed), H, b
-    constants = _constants(parts, 0 if weight is None else weight.shape[1])
+    constants = _constants(parts, _width(weight), window is not None)
     SPLIT.launch(grid, given, (t, *projected.stride()[:2], bias.stride(0)), constants)
 
 
@@ -62,52 +63,53 @@ def launch_split_backward(
     window: Tensor | None,  # (b, w - 1, c)
     flat: tuple[int, ...],
     H: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the projected input, the bias (H, r), the weight (c, w) and the window;
-    float32 but for the first, empty where there is none."""
-    (b, t, columns), parts = projected.shape, Parts.of(flat, H)
-    w = 1 if weight is None else weight.shape[1]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the projected input, of the bias (H, q) and the weight (c, w) one after the
+    other (H q + c w), and of the window, empty where there is none; the last two in float32."""
+    (b, t, columns), parts, w = projected.shape, Parts.of(flat, H), _width(weight)
     projected = last_axis_contiguous(projected)
     x, raw, gate = map(last_axis_contiguous, grads)
     grad_projected = projected.new_empty(b, t, columns)
-    wide = projected.new_empty(0, dtype=torch.float32)
     splits = min(MOST_SPLITS, ceil_div(PROGRAMS, max(1, b * H)))
-    grad_bias = wide.new_zeros(b * splits, H, parts.r)
-    grad_weight = wide.new_zeros(b * splits if weight is not None else 0, w, parts.c)
-    grad_window = wide.new_empty(b, w - 1, parts.c)
-    given = projected, *_or_other(weight, window, projected), x, raw, gate
-    written = grad_projected, grad_window, grad_bias, grad_weight
+    sums = projected.new_zeros(b * splits, H * parts.q + parts.c * w, dtype=torch.float32)
+    grad_window = sums.new_empty(0 if window is None else window.shape)
+    given = projected, _read(weight, projected), _read(window, projected), x, raw, gate
     strides = [v.stride()[:2] for v in (projected, x, raw, gate, grad_projected)]
     grid = splits * len(parts.placed), H, b
-    constants = _backward_constants(parts, 0 if weight is None else w)
-    SPLIT_BACKWARD.launch(grid, (*given, *written), (t, splits, *sum(strides, ())), constants)
-    if weight is None:
-        return grad_projected, grad_bias.sum(0), wide.new_empty(0, parts.c), grad_window[:0]
-    return grad_projected, grad_bias.sum(0), grad_weight.sum(0).mT.contiguous(), grad_window
+    constants = _backward_constants(parts, w, window is not None)
+    tensors = *given, grad_projected, grad_window, sums
+    SPLIT_BACKWARD.launch(grid, tensors, (t, splits, *sum(strides, ())), constants)
+    return grad_projected, sums.sum(0), grad_window
 
 
-def _or_other(
+def _width(
     weight: Tensor | None,  # (c, w)
-    window: Tensor | None,  # (b, w - 1, c)
+) -> int:
+    """w, 0 without a convolution."""
+    return 0 if weight is None else weight.shape[1]
+
+
+def _read(
+    tensor: Tensor | None,  # any shape
     other: Tensor,  # any shape, stands for what is not read
-) -> tuple[Tensor, Tensor]:
-    """Weight and window as the kernels read them."""
-    if weight is None or window is None:
-        return other, other
-    return weight.contiguous(), window.contiguous()
+) -> Tensor:
+    """`tensor` as the kernels read it."""
+    return other if tensor is None else tensor.contiguous()
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _constants(
     parts: Parts,
     width: int,  # 0: no convolution
+    windowed: bool,
 ) -> Constants:
-    return Constants(num_warps=4, **_common_constants(parts, width, _tokens))
+    return Constants(num_warps=4, **_common_constants(parts, width, windowed, _tokens))
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _backward_constants(parts: Parts, width: int) -> Constants:
-    return Constants(LENGTH=LENGTH, num_warps=2, **_common_constants(parts, width, _rows))
+def _backward_constants(parts: Parts, width: int, windowed: bool) -> Constants:
+    common = _common_constants(parts, width, windowed, _rows)
+    return Constants(LENGTH=LENGTH, num_warps=2, **common)
 
 
 def _tokens(size: int) -> int:
@@ -120,14 +122,18 @@ def _rows(size: int) -> int:
     return max(1, ROW_TILE // next_power_of_two(size))
 
 
-def _common_constants(parts: Parts, width: int, rows: Callable[[int], int]) -> dict[str, Any]:
+def _common_constants(
+    parts: Parts, width: int, windowed: bool, rows: Callable[[int], int]
+) -> dict[str, Any]:
     """Those of both kernels; `rows` of a tile for a part of some size."""
     fields: list[int] = []
-    for (size, place, convolved), column, channel in parts.placed:
+    for (size, place, convolved, biased), column, channel, bias in parts.placed:
         fields += size, next_power_of_two(size), place, int(convolved), column, channel, rows(size)
+        fields += size - biased, bias
     return {
         "PARTS": tuple(fields),
-        "SIZES": (parts.p, parts.r, parts.c),
+        "SIZES": (parts.p, parts.r, parts.c, parts.q),
         "WIDTH": width,
+        "WINDOWED": windowed,
         "num_stages": 1,
     }

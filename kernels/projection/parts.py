@@ -1,6 +1,7 @@
 """The parts of the projected input.
 
-Letters: p channels of a head, r raw values of a head, c convolved channels, H heads.
+Letters: p channels of a head, r raw values of a head, q those with a bias, c convolved channels,
+H heads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ class Part(NamedTuple):
     size: int
     place: int  # X, GATE, or where it begins in the raw values of a head
     convolved: bool
+    biased: int = 0  # how many of its values have a bias, the last; none of X and GATE
 
 
 def takes_split(
@@ -34,16 +36,17 @@ def takes_split(
     samples: int,
 ) -> bool:
     """Whether the kernel of the split is made for such parts."""
-    widths = [next_power_of_two(size) * (width if acts else 1) for size, _, acts in parts]
+    widths = [next_power_of_two(size) * (width if acts else 1) for size, _, acts, _ in parts]
     return max(widths) <= MAX_VALUES and samples <= MAX_SAMPLES
 
 
 class Placed(NamedTuple):
-    """A part, its first column, and its first convolved channel."""
+    """A part, its first column, its first convolved channel, and its first bias of a head's."""
 
     part: Part
     column: int
     channel: int
+    bias: int
 
 
 class Parts(NamedTuple):
@@ -53,6 +56,7 @@ class Parts(NamedTuple):
     p: int
     r: int
     c: int
+    q: int
 
     @property
     def widest(self) -> int:
@@ -63,19 +67,23 @@ class Parts(NamedTuple):
     @lru_cache(maxsize=256)
     def of(flat: tuple[int, ...], num_heads: int) -> "Parts":
         """From the fields of all parts one after the other."""
-        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        parts = [Part(size, place, bool(convolved)) for size, place, convolved in triples]
+        fields = zip(*(flat[i :: len(Part._fields)] for i in range(len(Part._fields))), strict=True)
+        parts = [
+            Part(size, place, bool(convolved), biased) for size, place, convolved, biased in fields
+        ]
         placed = tuple(_place(parts, num_heads))
         p = next(part.size for part in parts if part.place == X)
         r = sum(part.size for part in parts if part.place >= 0)
         c = num_heads * sum(part.size for part in parts if part.convolved)
-        return Parts(placed, p, r, c)
+        return Parts(placed, p, r, c, sum(part.biased for part in parts))
 
 
 def _place(parts: list[Part], num_heads: int) -> Iterator[Placed]:
     column, channel = 0, 0
     for part in parts:
         if part.size:
-            yield Placed(part, column, channel)
+            # the biases are in the order of the raw values
+            bias = sum(other.biased for other in parts if other.place < part.place)
+            yield Placed(part, column, channel, bias)
         column += num_heads * part.size
         channel += num_heads * part.size if part.convolved else 0

@@ -4,8 +4,8 @@
     v'_t = v_t + bias                                         of another one
 
 A program has some tokens of one part of one head; programs of all parts are in one launch. Letters:
-b batch, t time, p channels and r raw values of a head, s values of a part of a head, c convolved
-channels of all parts and heads, w width of the convolution, H heads.
+b batch, t time, p channels and r raw values of a head, q those with a bias, s values of a part of a
+head, c convolved channels of all parts and heads, w width of the convolution, H heads.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
@@ -17,10 +17,10 @@ import triton.language as tl
 from bedouin.kernels.device.elementary import sigmoid
 from bedouin.kernels.projection.parts import X
 
-FIELDS = tl.constexpr(7)
+FIELDS = tl.constexpr(9)
 """Numbers of a part in `PARTS`: its size, that as a power of two, its place (parts.py), whether it
-is convolved or at least activated, its first column, its first convolved channel, and the rows of
-a program's tile."""
+is convolved or at least activated, its first column, its first convolved channel, the rows of a
+program's tile, its first value with a bias, and the place of this bias among those of a head."""
 
 AT_X = tl.constexpr(X)
 
@@ -32,14 +32,14 @@ def _load_input(
     time,  # (tokens, 1)
     columns,
     inside, stride_t, c, t_end,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Inputs (tokens, columns), those before the first token from the window, zeros after the last
-    one."""
+    """Inputs (tokens, columns), those before the first token from the window or else zeros, zeros
+    after the last one."""
     here = (time >= 0) & (time < t_end) & inside
     at = row + time.to(tl.int64) * stride_t + columns
     v = tl.load(at, mask=here, other=0.0).to(tl.float32)
-    if WIDTH > 1:
+    if WIDTH > 1 and WINDOWED:
         before = (time < 0) & (time >= 1 - WIDTH) & inside
         v += tl.load(window + (time + WIDTH - 1) * c + columns, mask=before, other=0.0)
     return v
@@ -73,7 +73,7 @@ def _convolve(inputs, weights):
 def _split_part(
     pointers, strides,  # those of `split_kernel`
     t_end, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
-    SIZES: tl.constexpr, WIDTH: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens of the i-th part."""
     from_ptr, bias_ptr, weight_ptr, window_ptr, x_ptr, raw_ptr, gate_ptr = pointers
@@ -88,6 +88,8 @@ def _split_part(
     WEIGHTED: tl.constexpr = ACTIVATED and WIDTH > 0
     W: tl.constexpr = WIDTH if WEIGHTED else 1
     TOKENS: tl.constexpr = PARTS[FIELDS * i + 6]
+    UNBIASED: tl.constexpr = PARTS[FIELDS * i + 7]
+    bias_at: tl.constexpr = PARTS[FIELDS * i + 8]
     begin = block * TOKENS
     folded = head * tl.num_programs(2) + sample
     if begin < t_end:
@@ -101,14 +103,16 @@ def _split_part(
         inputs = ()
         for j in tl.static_range(W):
             at = time - (W - 1 - j)
-            v = _load_input(row, window, at, columns, inside, from_stride_t, C, t_end, W)
+            v = _load_input(row, window, at, columns, inside, from_stride_t, C, t_end, W, WINDOWED)
             inputs = inputs + (v,)
         v = _convolve(inputs, weights)
         if ACTIVATED:
             v *= sigmoid(v)
+        if UNBIASED < s:
+            bias = bias_ptr + head * bias_stride + (bias_at - UNBIASED) + columns
+            here = inside & (columns >= UNBIASED)
+            v += tl.load(bias, mask=here, other=0.0).to(tl.float32)
         if place >= 0:
-            bias = bias_ptr + head * bias_stride + place + columns
-            v += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
             at = raw_ptr + (folded * t_end + time) * R + place + columns
         elif place == AT_X:
             at = x_ptr + (folded * t_end + time) * P + columns
@@ -120,9 +124,9 @@ def _split_part(
 @triton.jit(do_not_specialize=["t_end"])
 def split_kernel(
     from_ptr,  # (b, t, columns)
-    bias_ptr,  # (H, r)
+    bias_ptr,  # (H, q)
     weight_ptr,  # (c, w)
-    window_ptr,  # (b, w - 1, c), float32
+    window_ptr,  # (b, w - 1, c), float32, with WINDOWED, else its inputs are zeros
     x_ptr,  # (H b, t, p), written
     raw_ptr,  # (H b, t, r), written
     gate_ptr,  # (H b, t, p), written
@@ -131,8 +135,9 @@ def split_kernel(
     from_stride_t,
     bias_stride,  # from head to head
     PARTS: tl.constexpr,  # `FIELDS` of each part
-    SIZES: tl.constexpr,  # p, r and c
+    SIZES: tl.constexpr,  # p, r, c and q
     WIDTH: tl.constexpr,  # 0: no convolution
+    WINDOWED: tl.constexpr,
 ):
     COUNT: tl.constexpr = len(PARTS) // FIELDS
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -141,14 +146,16 @@ def split_kernel(
     block = tl.program_id(0) // COUNT
     for i in tl.static_range(COUNT):
         if tl.program_id(0) % COUNT == i:
-            _split_part(pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WIDTH)
+            _split_part(
+                pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WIDTH, WINDOWED
+            )
 
 
 @triton.jit
 def _split_part_vjp(
     pointers, strides,  # those of `split_backward_kernel`
     t_end, splits, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
-    SIZES: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr,
+    SIZES: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens of the i-th part. Each row of a tile walks over tokens of its own, with the
     last inputs and cotangents in registers:
@@ -157,10 +164,10 @@ def _split_part_vjp(
     g_{t + j}
     """
     from_ptr, weight_ptr, window_ptr, grad_ptrs, grad_from_ptr = pointers[0:5]
-    grad_window_ptr, grad_bias_ptr, grad_weight_ptr = pointers[5:8]
+    grad_window_ptr, sums_ptr = pointers[5:7]
     from_stride_b, from_stride_t, grad_strides, to_stride_b, to_stride_t = strides
-    R: tl.constexpr = SIZES[1]
     C: tl.constexpr = SIZES[2]
+    Q: tl.constexpr = SIZES[3]
     s: tl.constexpr = PARTS[FIELDS * i]
     BLOCK: tl.constexpr = PARTS[FIELDS * i + 1]
     place: tl.constexpr = PARTS[FIELDS * i + 2]
@@ -168,6 +175,8 @@ def _split_part_vjp(
     WEIGHTED: tl.constexpr = ACTIVATED and WIDTH > 0
     W: tl.constexpr = WIDTH if WEIGHTED else 1
     ROWS: tl.constexpr = PARTS[FIELDS * i + 6]
+    UNBIASED: tl.constexpr = PARTS[FIELDS * i + 7]
+    bias_at: tl.constexpr = PARTS[FIELDS * i + 8]
     # of x, of the raw values or of the gate
     which: tl.constexpr = 1 if place >= 0 else 0 if place == AT_X else 2
     stride_t = grad_strides[2 * which + 1]
@@ -197,7 +206,7 @@ def _split_part_vjp(
         inputs = (zeros,)
         for j in tl.static_range(W - 1):
             at = start + (j - W + 1)
-            v = _load_input(row, window, at, columns, inside, from_stride_t, C, t_end, W)
+            v = _load_input(row, window, at, columns, inside, from_stride_t, C, t_end, W, WINDOWED)
             inputs = inputs + (v,)
         for step in range(0, length + 2 * (W - 1)):
             time = start + step
@@ -205,10 +214,12 @@ def _split_part_vjp(
             grad = tl.load(grads + time.to(tl.int64) * stride_t, mask=here, other=0.0)
             grad_v = grad.to(tl.float32)
             mine = (time >= begin) & (time < end)
-            if place >= 0:
+            if UNBIASED < s:
                 bias_sum += tl.where(mine, grad_v, 0.0)
             if ACTIVATED:
-                v = _load_input(row, window, time, columns, inside, from_stride_t, C, t_end, W)
+                v = _load_input(
+                    row, window, time, columns, inside, from_stride_t, C, t_end, W, WINDOWED
+                )
                 inputs = inputs[1:W] + (v,)
                 v = _convolve(inputs, weights)
                 share = sigmoid(v)
@@ -228,16 +239,18 @@ def _split_part_vjp(
             tl.store(
                 to + at.to(tl.int64) * to_stride_t, grad_v.to(dtype), mask=complete & (at >= 0)
             )
-            if W > 1:
+            if W > 1 and WINDOWED:
                 at_window = grad_window_ptr + (sample * (W - 1) + at + W - 1) * C + first
                 tl.store(at_window + columns, grad_v, mask=complete & (at < 0))
-        own = sample * splits + block
-        if place >= 0:
-            at_bias = grad_bias_ptr + (own * tl.num_programs(1) + head) * R + place + columns
-            tl.store(at_bias, tl.sum(bias_sum, 0)[None, :], mask=inside)
+        biases = tl.num_programs(1) * Q
+        sums = sums_ptr + (sample * splits + block) * (biases + C * WIDTH)
+        if UNBIASED < s:
+            at_bias = sums + head * Q + (bias_at - UNBIASED) + columns
+            here = inside & (columns >= UNBIASED)
+            tl.store(at_bias, tl.sum(bias_sum, 0)[None, :], mask=here)
         if WEIGHTED:
             for j in tl.static_range(W):
-                at_sum = grad_weight_ptr + (own * W + j) * C + first + columns
+                at_sum = sums + biases + (first + columns) * W + j
                 tl.store(at_sum, tl.sum(grad_weights[j], 0)[None, :], mask=inside)
 
 
@@ -245,14 +258,15 @@ def _split_part_vjp(
 def split_backward_kernel(
     from_ptr,  # (b, t, columns)
     weight_ptr,  # (c, w)
-    window_ptr,  # (b, w - 1, c), float32
+    window_ptr,  # (b, w - 1, c), float32, with WINDOWED
     grad_x_ptr,  # (H b, t, p)
     grad_raw_ptr,  # (H b, t, r)
     grad_gate_ptr,  # (H b, t, p)
     grad_from_ptr,  # (b, t, columns), written
-    grad_window_ptr,  # (b, w - 1, c), written
-    grad_bias_ptr,  # (b splits, H, r), zeros, written where there are tokens
-    grad_weight_ptr,  # (b splits, w, c), likewise
+    grad_window_ptr,  # (b, w - 1, c), written with WINDOWED
+    # (b splits, H q + c w), zeros: parts of the gradients of the biases and weights, written where
+    # there are tokens
+    sums_ptr,
     t_end,
     splits,
     from_stride_b,
@@ -266,8 +280,9 @@ def split_backward_kernel(
     to_stride_b,
     to_stride_t,
     PARTS: tl.constexpr,  # `FIELDS` of each part
-    SIZES: tl.constexpr,  # p, r and c
+    SIZES: tl.constexpr,  # p, r, c and q
     WIDTH: tl.constexpr,  # 0: no convolution
+    WINDOWED: tl.constexpr,
     LENGTH: tl.constexpr,  # fewest tokens of a row of a convolved part
 ):
     COUNT: tl.constexpr = len(PARTS) // FIELDS
@@ -275,12 +290,12 @@ def split_backward_kernel(
     sample = tl.program_id(2).to(tl.int64)
     grad_ptrs = grad_x_ptr, grad_raw_ptr, grad_gate_ptr
     given = from_ptr, weight_ptr, window_ptr, grad_ptrs, grad_from_ptr
-    pointers = given + (grad_window_ptr, grad_bias_ptr, grad_weight_ptr)
+    pointers = given + (grad_window_ptr, sums_ptr)
     grad_strides = x_stride_b, x_stride_t, raw_stride_b, raw_stride_t, gate_stride_b, gate_stride_t
     strides = from_stride_b, from_stride_t, grad_strides, to_stride_b, to_stride_t
     for i in tl.static_range(COUNT):
         if tl.program_id(0) % COUNT == i:
             _split_part_vjp(
                 pointers, strides, t_end, splits, block, head, sample, i, PARTS, SIZES, WIDTH,
-                LENGTH,
+                WINDOWED, LENGTH,
             )  # fmt: skip

@@ -124,9 +124,11 @@ class ProjectedLayer(LayerParameters):
         heads = self.num_heads
         if self._splits_at_once(projected):
             weight, window = None if self.conv is None else self.conv.weight, None
-            if self.conv is not None and weight is not None:
-                window = _window_before(self.conv, projected, before).float()
-            bias = self._input_bias().reshape(heads, -1)
+            if weight is not None and before is not None and before.conv is not None:
+                window = before.conv.float()
+            bias = by_head(self.dt_bias, heads).reshape(heads, -1)
+            if self.raw_bias is not None:
+                bias = torch.cat([bias, self.raw_bias.view(heads, -1)], -1)
             x, raw, gate = split_projection(projected, bias, weight, window, self._parts())
             return x, raw, None, gate
         parts = {name: fold(v, heads) for name, v in self._parts_of(projected).items()}
@@ -145,9 +147,12 @@ class ProjectedLayer(LayerParameters):
         places = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
         places |= {"x": X_PART, "gate": GATE}
         convolved = {} if self.conv is None else self._convolved_sizes()
-        sizes = self.projected_sizes.items()
+        biased = {next(iter(self._sizes)): self.head_dim}
+        if self.raw_bias is not None:
+            biased |= self._biased_sizes()
         return tuple(
-            Part(size // self.num_heads, places[name], name in convolved) for name, size in sizes
+            Part(size // self.num_heads, places[name], name in convolved, biased.get(name, 0))
+            for name, size in self.projected_sizes.items()
         )
 
     def _input_bias(self) -> Tensor:  # (r,) or (H, r)
