@@ -186,7 +186,8 @@ def phase_reverse_kernel(
     H_ptr,  # (b, n, d), written: H before the first token
     edges_ptr,  # (b, ceil(t / KEEP), N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (b, t, 2, P), written: w and the cotangent of `written`
-    fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
+    grad_raw_ptr,  # (b, t, d), written: the cotangent of raw Delta
+    grad_x_ptr,  # (b, t, d), written
     f_ptr,  # (b, t, K), written
     grad_y0_ptr,  # (b, d), written
     start_at,  # the first token of this launch
@@ -205,6 +206,7 @@ def phase_reverse_kernel(
     V: tl.constexpr,
     K: tl.constexpr,
     KEEP: tl.constexpr,
+    ROW: tl.constexpr,  # from token to token in these cotangents
     # 0, or t_end is 1, q is in scratch memory, and the next token's products (b, d) with the
     # transposed W^y, whose sum is its part of the cotangent of norm(y_t), are so many
     SPLITS: tl.constexpr,
@@ -353,8 +355,8 @@ def phase_reverse_kernel(
             grad_x -= added
         put(adjoint_ptr + token * (2 * P), w, channels, inside, True, P, NL)
         put(adjoint_ptr + token * (2 * P) + P, grad_written, channels, inside, True, P, NL)
-        put(fed_ptr + token * (2 * d), grad_raw, channels, inside, d == P, P, NL)
-        put(fed_ptr + token * (2 * d) + d, grad_x, channels, inside, d == P, P, NL)
+        put(grad_raw_ptr + token * ROW, grad_raw, channels, inside, d == P, P, NL)
+        put(grad_x_ptr + token * ROW, grad_x, channels, inside, d == P, P, NL)
         if FEEDS > 0:
             if OF_DELTA and OF_X:
                 rows = tl.join(grad_raw, grad_x)
