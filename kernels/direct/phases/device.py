@@ -230,8 +230,8 @@ def get(ptr, places, inside, ALL: tl.constexpr):
         value = tl.load(at)
     else:
         value = tl.load(at, mask=inside, other=0.0)
-    # the lanes of a channel have the same
-    return tl.max(value.to(tl.float32), 1)
+    # the lanes of a channel have the same; a maximum would ignore NaN
+    return tl.sum(value.to(tl.float32) * (1.0 / value.shape[1]), 1)
 
 
 @triton.jit
