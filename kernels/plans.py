@@ -33,7 +33,7 @@ ALIGNMENT = 16
 MAX_PLANS = 512
 """Plans of a kernel, after which all are dropped: lengths of sequences may vary without end."""
 
-LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg", "launch_cooperative_grid", "launch_pdl"
+LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg", "launch_pdl"
 """What a launch may have beside the parameters of its kernel."""
 
 KEPT_CONSTANTS = 256

@@ -25,26 +25,6 @@ def exp2(v, FAST: tl.constexpr):
 
 
 @triton.jit
-def exp2_of_negative(v):
-    """2^v for float32 v <= 0 without the instruction `ex2`, of which a multiprocessor completes an
-    eighth as many as of other arithmetic; relative error below 2e-7, exact at 0.
-
-    2^v = 2^i 2^f for the nearest integer i >= -126, f in [-1/2, 1/2], by a polynomial.
-    """
-    v = tl.maximum(v, -126.0)
-    # adding 1.5 * 2^23 leaves i in the lowest bits
-    shifted = v + 12582912.0
-    f = v - (shifted - 12582912.0)
-    power = 0.001326472731307149 * f + 0.009671512991189957
-    power = power * f + 0.05550733581185341
-    power = power * f + 0.24022242426872253
-    power = power * f + 0.6931470036506653
-    power = power * f + 1.0
-    exponent = shifted.to(tl.int32, bitcast=True) << 23
-    return (power.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def reciprocal(v, FAST: tl.constexpr):
     """1 / v; FAST: one instruction, exact to one unit in the last place, 0 for 1 / inf."""
     if FAST:

@@ -56,62 +56,6 @@ def sums(values, AXIS: tl.constexpr = 0):
 
 
 @triton.jit
-def _joined(values, LEVELS: tl.constexpr):
-    """Up to 2^LEVELS vectors (d,) and zeros as one tensor (d, 2, ..., 2)."""
-    joined = values
-    for _ in tl.static_range(2**LEVELS - len(values)):
-        joined = joined + (tl.zeros_like(values[0]),)
-    for level in tl.static_range(LEVELS):
-        pairs = ()
-        for i in tl.static_range(2 ** (LEVELS - 1 - level)):
-            pairs = pairs + (tl.join(joined[i], joined[i + 2 ** (LEVELS - 1 - level)]),)
-        joined = pairs
-    return joined[0]
-
-
-@triton.jit
-def joined_sums(values, LEVELS: tl.constexpr):
-    """Sums of up to 2^LEVELS vectors (d,) and zeros, as one vector (2^LEVELS,), LEVELS > 0."""
-    return tl.reshape(tl.sum(_joined(values, LEVELS), axis=0), [2**LEVELS])
-
-
-@triton.jit
-def store_sums(pointer, values):
-    """Store the sums of vectors (d,) at consecutive addresses, 32 in one exchange."""
-    N: tl.constexpr = len(values)
-    for i in tl.static_range(N // 32):
-        at = tl.arange(0, 32)
-        tl.store(pointer + 32 * i + at, joined_sums(values[32 * i : 32 * i + 32], 5))
-    REST: tl.constexpr = N % 32
-    if REST == 1:
-        tl.store(pointer + N - 1, tl.sum(values[N - 1], axis=0))
-    elif REST > 1:
-        LEVELS: tl.constexpr = 1 + (REST > 2) + (REST > 4) + (REST > 8) + (REST > 16)
-        last = tl.arange(0, 2**LEVELS)
-        total = joined_sums(values[N - REST : N], LEVELS)
-        tl.store(pointer + N - REST + last, total, mask=last < REST)
-
-
-@triton.jit
-def take_apart(vector, LEVELS: tl.constexpr):
-    """The entries of a vector (2^LEVELS,), LEVELS > 0."""
-    parts = (vector,)
-    for level in tl.static_range(LEVELS):
-        firsts = ()
-        seconds = ()
-        for i in tl.static_range(2**level):
-            if level < LEVELS - 1:
-                pairs = tl.reshape(parts[i], [2 ** (LEVELS - 1 - level), 2])
-            else:
-                pairs = parts[i]
-            first, second = tl.split(pairs)
-            firsts = firsts + (first,)
-            seconds = seconds + (second,)
-        parts = firsts + seconds
-    return parts
-
-
-@triton.jit
 def products(a, b, K: tl.constexpr):
     """a_i b_j for i <= j, packed, of two tuples of rows (d,)."""
     out = ()

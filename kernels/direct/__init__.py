@@ -5,10 +5,10 @@
 `reverse`       its adjoint, likewise
 `buffered`      both for Householder layouts, with few calls of torch for each token
 `registered`    both as operations of torch.library, which choose one of these families of kernels:
-`phases`        heads with at most 64 channels and 64 states, with `erase` and feedback of x, too
+`phases`        heads with at most 64 channels and 64 states, without feedback 256 channels; with
+                `erase` and feedback of x, too
 `heads`         several heads with feedback, in programs that hold the rows of a sample
-`triton_*.py`   one head with feedback
-`open_loop`     any heads without feedback
+`triton_*.py`   one head after the other
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -100,7 +100,7 @@ def direct_sweep(
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
-    together = is_small_head(operands.A)
+    together = operands.W_y is not None and is_small_head(operands.A)
     keep_every = CHUNK if plain else choose_chunk(operands, together=together)
     if y_star is None and not plain and takes_phases(operands, parameterization):
         wants_gradient = any(v is not None and v.requires_grad for v in operands)

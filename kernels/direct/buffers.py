@@ -38,9 +38,8 @@ class SweepBuffers(NamedTuple):
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
     def heads(self) -> list["SweepBuffers"]:
-        """The buffers of each head by itself, views but for `statistics`, which are new; without
-        feedback those of all heads, which the kernels take at once."""
-        if self.A.dim() == 2 or self.W_y is None:
+        """The buffers of each head by itself, views but for `statistics`, which are new."""
+        if self.A.dim() == 2:
             return [self]
         heads = len(self.A)
         weights = split_weights(self.W_y, heads)
@@ -63,12 +62,13 @@ class SolvedBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
 
     def heads(self) -> list["SolvedBuffers"]:
-        """The buffers of each head by itself, views; without feedback those of all heads."""
-        if self.A.dim() == 2 or self.fed is None:
+        """The buffers of each head by itself, views."""
+        if self.A.dim() == 2:
             return [self]
         heads = len(self.A)
         x, y, raw, h0, kept = (v.chunk(heads) for v in (self.x, self.y, self.raw, *self[5:]))
-        parts = zip(x, y, raw, self.fed.chunk(heads), self.A, h0, kept, strict=True)
+        fed = [None] * heads if self.fed is None else self.fed.chunk(heads)
+        parts = zip(x, y, raw, fed, self.A, h0, kept, strict=True)
         return [SolvedBuffers(*part) for part in parts]
 
 
@@ -110,15 +110,15 @@ def join_samples(
 
 
 def choose_chunk(operands: Operands, *, together: bool) -> int:
-    """Tokens between two kept h: CHUNK, or with feedback fewer, but at least 4, if the workspace
-    would otherwise exceed WORKSPACE. Without feedback there is none of this size.
+    """Tokens between two kept h: CHUNK, or fewer, but at least 4, if the workspace would otherwise
+    exceed WORKSPACE.
 
     The kernels hold the h of the samples that they take at once for a chunk: those of one head, or
     of all heads (`together`). But the h of all heads that are kept for smaller chunks would take
     more memory than the workspace if there are more tokens than CHUNK.
     """
     (samples, t_end, _), A = operands.x.shape, operands.A
-    if operands.W_y is None or (together and t_end > CHUNK):
+    if together and t_end > CHUNK:
         return CHUNK
     d, n = A.shape[-2:]
     size = (samples if together else samples // count_heads(A)) * d * n

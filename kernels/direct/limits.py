@@ -45,9 +45,8 @@ def takes_heads_together(
     """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
     with feedback.
 
-    The kernels of one head take other heads one after the other, those without feedback all heads
-    of any size at once. `shared_memory`: bytes that one program can have; None: those of the
-    device.
+    The kernels of one head take other heads one after the other. `shared_memory`: bytes that one
+    program can have; None: those of the device.
     """
     W_y, A = operands.W_y, operands.A
     if W_y is None or not is_small_head(A):

@@ -75,7 +75,7 @@ class ForwardBuffers(NamedTuple):
 
     fed_ptr: Pointer  # (SPLITS, b, width), W^y norm(y_{t-1}), as a sum
     fed_stride: Integer  # from sample to sample
-    SPLITS: Constant
+    SPLITS: Constant  # 0: no feedback
     A_ptr: Pointer  # (n, d), log2(e) A
     BC_ptr: Pointer  # (b, 2 n): B and C of the present token, if there are several blocks of states
     y_ptr: Pointer  # (b, t, d)
@@ -103,7 +103,7 @@ class ReverseBuffers(NamedTuple):
 
     y_ptr: Pointer  # (b, t, d)
     grad_normed_ptr: Pointer  # (SPLITS, b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
-    SPLITS: Constant
+    SPLITS: Constant  # 0: no feedback
     A_ptr: Pointer  # (n, d), log2(e) A
     H_ptr: Pointer  # (b, n, d): cotangent of h_t, replaced by that of h_{t-1}
     grad_x_ptr: Pointer  # (b, t, d)

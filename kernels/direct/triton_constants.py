@@ -43,9 +43,6 @@ CHANNELS_OF_ROW = 128
 """Most channels of a warp that holds all their states, four neighbours in each thread; it may also
 hold a half or a quarter. See triton_sums.py."""
 
-LINE = 32
-"""float32 of a line of cache."""
-
 STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
@@ -182,33 +179,11 @@ def alignment(*strides: int) -> dict[str, int]:
     return {"ALIGNED": math.gcd(8, *strides)}
 
 
-def solver_size(k: int) -> int:
-    """Scalars of a token without feedback before B and C, which begin at 16 bytes: see
-    open_loop/triton_prepare.py."""
-    return ceil_div(k * k + k * (k + 1) + k + 1, 4) * 4
-
-
-def solver_width(k: int, n: int) -> int:
-    """Entries of a token's row of scalars, B and C: whole lines of cache of 32 float32."""
-    return ceil_div(solver_size(k) + 2 * n, LINE) * LINE
-
-
-def solver_constants(n: int, options: Parameterization) -> dict[str, int]:
-    """The layout of such a row."""
-    k = layout_of(options).num_householder
-    return {"WIDTH": solver_width(k, n), "BC_AT": solver_size(k)}
-
-
 def num_warps(d: int, rows: int) -> int:
     """Warps such that a tile (rows, d) takes at most 64 registers a thread, and one row 4."""
     elements = next_power_of_two(d) * next_power_of_two(rows)
     few = max(4, elements // WARP_ELEMENTS, next_power_of_two(d) // 128)
     return int(min(MOST_WARPS, few))
-
-
-def cooperative() -> dict[str, bool]:
-    """For kernels whose programs wait for each other, so that all must run at the same time."""
-    return {} if interpreter_is_on() else {"launch_cooperative_grid": True}
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
@@ -226,7 +201,6 @@ def kernel_constants(
         **scan_constants(d, A, options),
         **norm_constants(options),
         **mixer_constants(options),
-        **solver_constants(n, options),
         **alignment(*strides),
         **own,
     }

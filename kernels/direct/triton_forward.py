@@ -1,7 +1,7 @@
-"""A token of the direct sweep with feedback: y_t and h_t from h_{t-1}, y_{t-1} and the raw values.
+"""A token of the direct sweep of one head: y_t and h_t from h_{t-1}, y_{t-1} and the raw values.
 
 One launch a token, one program a sample. The raw values are raw^x_t + W^y norm(y_{t-1}); this
-product is the launch before (triton_product.py).
+product is the launch before (triton_product.py). Without feedback there is none.
 
     (I - diag(sigma) (I - Q)) y = p + sigma * Q x    p = (lambda * h_{t-1}) C, sigma = sum of s B C
     h_t = lambda * h_{t-1} + (s * (x + (I - Q) (y - x))) B^T
@@ -84,13 +84,16 @@ def _total(parts, BLOCKS: tl.constexpr):
 @triton.jit
 def _add_fed(value, fed, at, mask, buffers, sizes):
     """`value`, of raw^x, and what is fed back at the columns `at` of a sample's row, rounded to the
-    dtype of W^y as in the reverse sweep."""
-    split = sizes.batch * buffers.fed_stride
-    total = tl.load(fed + at, mask=mask, other=0.0)
-    for i in tl.static_range(1, buffers.SPLITS):
-        total += tl.load(fed + i * split + at, mask=mask, other=0.0)
-    kind: tl.constexpr = buffers.normed_ptr.dtype.element_ty
-    return value + total.to(kind).to(value.dtype)
+    dtype of W^y as in the reverse sweep; without feedback `value`."""
+    if buffers.SPLITS == 0:
+        return value
+    else:
+        split = sizes.batch * buffers.fed_stride
+        total = tl.load(fed + at, mask=mask, other=0.0)
+        for i in tl.static_range(1, buffers.SPLITS):
+            total += tl.load(fed + i * split + at, mask=mask, other=0.0)
+        kind: tl.constexpr = buffers.normed_ptr.dtype.element_ty
+        return value + total.to(kind).to(value.dtype)
 
 
 @triton.jit
@@ -198,9 +201,10 @@ def solve_token(
         square = channel_sums((y * y,), sizes)
         rms = over_channels((inverse_norm(square[0] / d, options.NORM_EPS),), sizes)
         normed = y * rms[0]
-    at = buffers.normed_ptr + (token + 1) * d + cols
-    in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
-    tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
+    if buffers.SPLITS > 0:
+        at = buffers.normed_ptr + (token + 1) * d + cols
+        in_time = cols < tl.where(t + 1 < sizes.t_end, d, 0)
+        tl.store(at, normed.to(buffers.normed_ptr.dtype.element_ty), mask=in_time)
     tl.store(buffers.y_ptr + token * d + cols, y.to(buffers.y_ptr.dtype.element_ty), mask=in_d)
 
     # h_t, and F(y)_t = h_t C with defect, scale and magnitude
@@ -278,13 +282,14 @@ def _sweep(
 def sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), raw^x
-    fed_ptr,  # (SPLITS, b, width), W^y norm(y_{t-1}), as a sum
+    fed_ptr,  # (SPLITS, b, width), W^y norm(y_{t-1}), as a sum, if there is feedback
     A_ptr,  # (n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     BC_ptr,  # (b, 2 n): B and C of the present token, if BLOCKS > 1
     y_ptr,  # (b, t, d)
-    normed_ptr,  # (b, t, d): norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    # (b, t, d), with feedback: norm(y_{t-1}), in the dtype of W^y; that of y0 is there
+    normed_ptr,
     statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
     t,
     batch,
@@ -296,7 +301,7 @@ def sweep_kernel(
     raw_stride_b,
     raw_stride_t,
     fed_stride,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # 0: no feedback
     K: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK_D: tl.constexpr,

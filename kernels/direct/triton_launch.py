@@ -1,6 +1,6 @@
 """Launches of the direct sweep's Triton kernels.
 
-With feedback a token is two launches, of which one is the product with W^y: calls of many tokens
+A token is a launch, and with feedback another one for the product with W^y: calls of many tokens
 are meant for CUDA graphs. Letters: b batch, t time, d channels, n state per channel, k reflections,
 r raw values.
 """
@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from bedouin.kernels.direct.buffers import GradBuffers, SolvedBuffers, SweepBuffers
 from bedouin.kernels.direct.limits import MAX_HEAD
-from bedouin.kernels.direct.open_loop.launch import launch_open_reverse, launch_open_sweep
 from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     REPLAY_CHANNELS,
@@ -60,26 +59,38 @@ def launch_sweep(
 ) -> None:
     """The whole forward sweep, in place."""
     x, raw, W_y, A, h, kept, y, normed, statistics = buffers
-    if W_y is None:
-        launch_open_sweep(buffers, options, keep_every)
-        return
     (b, t_end, d), n = x.shape, A.shape[0]
     # some more columns, so that the product is aligned
-    r = W_y.shape[0] + padding(W_y.shape[0])
-    product, fed = _product(W_y, normed, r)
+    r = 0 if W_y is None else W_y.shape[0] + padding(W_y.shape[0])
+    product, fed = (None, None) if W_y is None else _product(W_y, normed, r)
     strides = *raw.stride()[:2], r
-    like = Like.of(A)
-    how = memory_constants(like, Device.of(A.device).overlaps, always=False)
-    own = {"KEEP": keep_every, "SPLITS": len(fed), **how}
-    constants = kernel_constants(SWEEP, like, options, strides, **own)
+    own = {"KEEP": keep_every, **_token_constants(A, options, fed, always=False)}
+    constants = kernel_constants(SWEEP, Like.of(A), options, strides, **own)
     # read only where the states are in several blocks
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
-    tensors = x, raw, fed, A, h, kept, BC, y, normed, statistics
+    tensors = x, raw, A if fed is None else fed, A, h, kept, BC, y, normed, statistics
     sizes = b, t_end, d, n, *x.stride()[:2], *strides
     series = LaunchSeries(SWEEP, (b,), tensors, sizes, constants)
     for t in range(t_end):
-        product(t)
+        if product is not None:
+            product(t)
         series.launch(t)
+
+
+def _token_constants(
+    A: Tensor,  # (n, d)
+    options: Parameterization,
+    fed: Tensor | None,  # (splits, ...), the parts of a token's product; None: no feedback
+    *,
+    always: bool,
+) -> dict[str, int]:
+    """Of a kernel of a token. Without a product between them launches do not overlap: a token reads
+    the memory of the one before at once (`await_launch`)."""
+    memory = memory_constants(
+        Like.of(A), fed is not None and Device.of(A.device).overlaps, always=always
+    )
+    has_norm = fed is not None and options.feedback_norm_eps is not None
+    return {**memory, "SPLITS": 0 if fed is None else len(fed), "NORM": has_norm}
 
 
 def launch_memory(
@@ -107,11 +118,8 @@ def launch_reverse(
     keep_every: int,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d), None without W^y."""
-    if W is None:
-        launch_open_reverse(known, grads, options, keep_every)
-        return None
     x, y, raw, fed, A, h0, kept = known
-    assert fed is not None
+    given = raw if fed is None else fed
     (b, t_end, d), n, width = x.shape, A.shape[0], grads.raw.shape[2]
     slots, count = kept.shape[1], min(keep_every, t_end)
     buffers = chunk_buffers(known, keep_every, options)
@@ -128,13 +136,12 @@ def launch_reverse(
     # The reverse kernel reads results of `enter` before the preceding launch has ended
     # (`await_launch`). That launch is therefore never one of `enter`: it is the product, or for the
     # last token the one that fills the zeros of the product.
-    product, grad_normed = _product(W.mT, grads.raw, d)
-    strides = *raw.stride()[:2], *fed.stride()[:2]
-    like = Like.of(A)
-    how = {"SPLITS": len(grad_normed)}
-    how |= memory_constants(like, Device.of(A.device).overlaps, always=True)
-    constants = kernel_constants(REVERSE, like, options, (*strides, *grads.raw.stride()[:2]), **how)
-    read = x, raw, fed, grads.y, y, grad_normed, A, *buffers, h0, kept, replayed
+    product, parts = (None, None) if W is None else _product(W.mT, grads.raw, d)
+    strides = *raw.stride()[:2], *given.stride()[:2]
+    how = _token_constants(A, options, parts, always=True)
+    rows = *strides, *grads.raw.stride()[:2]
+    constants = kernel_constants(REVERSE, Like.of(A), options, rows, **how)
+    read = x, raw, given, grads.y, y, A if parts is None else parts, A, *buffers, h0, kept, replayed
     tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
     inner = *x.stride()[:2], *strides, *grads.y.stride()[:2]
     sizes = slots, b, t_end, width, d, n, *inner, h0.stride(0)
@@ -145,8 +152,9 @@ def launch_reverse(
             series.launch(t - chunk.start)
             if t == chunk.start and slot:
                 chunk = enter(slot - 1)
-            product(t)
-    return grad_normed.sum(0).to(A.dtype)
+            if product is not None:
+                product(t)
+    return None if parts is None else parts.sum(0).to(A.dtype)
 
 
 def _product(

@@ -1,9 +1,9 @@
-"""A token of the reverse sweep with feedback: the adjoint of `sweep_kernel`.
+"""A token of the reverse sweep of one head: the adjoint of `sweep_kernel`.
 
 One launch a token, one program a sample, the last token first. What follows from y alone is
 computed before for all tokens of a chunk (triton_prepare.py), and so is the memory before each
 (triton_replay.py). The product (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), is a launch
-between two of these (triton_product.py).
+between two of these (triton_product.py). Without feedback there is none.
 
 With H the cotangent of h_t and g that of y_t from the loss and from the token after it, the
 cotangent w of F(y)_t solves the transposed local equation:
@@ -95,6 +95,7 @@ def _reverse_token(
     sample = tl.program_id(0).to(tl.int64)
     t = chunk.start + i_token
     COUPLED: tl.constexpr = options.INPUT_SCALE == "one_minus_decay"
+    FEEDBACK: tl.constexpr = buffers.SPLITS > 0
     PAIRS: tl.constexpr = K * (K + 1) // 2
     cols = tl.arange(0, BLOCK_D)
     in_d = cols < d
@@ -119,11 +120,11 @@ def _reverse_token(
     mixed = tl.load(chunk.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
     grad_y = token_row(tokens.grad_y, sample, t)
     g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
-    raw_delta = load_raw(raw, fed, cols, in_d, True, ACC, ".cg")
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
     delta = activate(raw_delta, options.ACTIVATION)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, True, ACC, ".cg"),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC, ".cg"),)
     if not COUPLED:
         s = input_scale(delta, options.INPUT_SCALE)
         written = s * mixed
@@ -268,7 +269,7 @@ def _reverse_token(
 def reverse_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), raw^x
-    fed_ptr,  # (b, t, r), W^y norm(y_{t-1})
+    fed_ptr,  # (b, t, r), W^y norm(y_{t-1}), if there is feedback
     grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
     grad_normed_ptr,  # (SPLITS, b, d): (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), as a sum
@@ -302,7 +303,7 @@ def reverse_kernel(
     grad_y_stride_b,
     grad_y_stride_t,
     h0_stride_b,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # 0: no feedback
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # states at a time

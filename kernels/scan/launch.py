@@ -5,8 +5,7 @@ of b/H samples each (kernels/heads.py).
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from bedouin.kernels.launch import (
     next_power_of_two,
     triton_dtype,
 )
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 from bedouin.kernels.scan.triton_backward import backward_kernel
 from bedouin.kernels.scan.triton_forward import forward_kernel
 from bedouin.kernels.scan.triton_segments import carry_kernel, segment_kernel
@@ -31,8 +29,6 @@ from bedouin.kernels.scan.types import (
     ScanOptions,
     ScanResult,
 )
-
-OF_SWEEP = PlannedKernel(backward_kernel)
 
 MOST_WARPS = 8
 BACKWARD_CHANNELS = 16
@@ -113,11 +109,10 @@ def plan_scan(
     *,
     reverse: bool,
     heads: int = 1,
-    chunk: int = SCAN_CHUNK,
     limits: ScanLimits = LIMITS,
 ) -> ScanPlan:
     """The plan of the forward kernel or, with `reverse`, of the backward kernel, for segments of
-    whole chunks of so many tokens."""
+    whole chunks."""
     b, t, d = x.shape
     block_n = next_power_of_two(n)
 
@@ -135,8 +130,8 @@ def plan_scan(
         if programs(block_d) < wanted:
             block_d = max(1, block_d // 2)
     segments = max(1, min(ceil_div(wanted, programs(block_d)), t // shortest))
-    segment_chunks = ceil_div(ceil_div(t, segments), chunk)
-    segments = ceil_div(t, segment_chunks * chunk)
+    segment_chunks = ceil_div(ceil_div(t, segments), SCAN_CHUNK)
+    segments = ceil_div(t, segment_chunks * SCAN_CHUNK)
     return ScanPlan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks, limits)
 
 
@@ -209,16 +204,15 @@ def scan_backward(
     grad_h0 = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
     grad_D = A.new_empty(b, plan.segments, d if D is not None else 0, dtype=acc)
     backward_kernel[(plan.programs,)](
-        *(grad_y, end, x, delta, A, B, C, skip, h0, kept, work),
+        *(grad_y, end, x, delta, A, B, C, skip, kept, work),
         *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
         *plan.sizes,
         *_strides(grad_y, x, delta, B, C),
-        *(0, plan.head_samples),
+        plan.head_samples,
         **_flags(options, acc),
         EXCLUSIVE=options.exclusive,
         HEADS=plan.heads > 1,
         HAS_D=D is not None,
-        OF_SWEEP=False,
         CHUNK=SCAN_CHUNK,
         **plan.blocks,
     )
@@ -228,68 +222,6 @@ def scan_backward(
     summed_B, summed_C = summed_B.to(B.dtype, copy=True), summed_C.to(C.dtype, copy=True)
     summed_D = A.new_empty(0) if D is None else _sum_samples(grad_D, D)
     return ScanCotangents(grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D)
-
-
-class SweepScan(NamedTuple):
-    """The scan of a sweep, as `sweep_scan_backward` reads it."""
-
-    grad_y: Tensor  # (b, t, d)
-    ends: Tensor  # (b, s, n, d), cotangents of h after each segment of the plan
-    x: Tensor  # (b, t, d), overwritten by its cotangent
-    delta: Tensor  # (b, t, d), likewise
-    A: Tensor  # (n, d) or (H, n, d), log2(e) A
-    B: Tensor  # (b, t, n)
-    C: Tensor  # (b, t, n)
-    h0: Tensor  # (b, n, d), possibly expanded
-    kept: Tensor  # (b, chunks - 1, n, d), h before each chunk but the first
-
-
-def sweep_scan_backward(
-    scan: SweepScan,
-    grad_A: Tensor,  # (b, s, n, d), written: the cotangent of A, in parts of segments
-    options: ScanOptions,
-    plan: ScanPlan,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """The cotangents of B and C (b, t, blocks, n), in parts of blocks of channels; those of x and
-    delta are written over them. `chunk`: tokens between two kept h, for which the plan was made.
-    All tensors have one dtype."""
-    A = scan.A
-    work = A.new_empty(plan.programs, chunk, plan.block_d * plan.block_n)
-    grad_B, grad_C = A.new_empty(2, plan.b, plan.t, plan.channel_blocks, plan.n)
-    OF_SWEEP.launch(
-        (plan.programs,),
-        (
-            *(scan.grad_y, scan.ends, scan.x, scan.delta, A, scan.B, scan.C, A, scan.h0, scan.kept),
-            *(work, scan.x, scan.delta, grad_A, grad_B, grad_C, A, A),
-        ),
-        (
-            *plan.sizes,
-            *_strides(scan.grad_y, scan.x, scan.delta, scan.B, scan.C),
-            *(scan.h0.stride(0), plan.head_samples),
-        ),
-        _sweep_constants(options, A.dtype, chunk, plan.heads > 1, tuple(plan.blocks.items())),
-    )
-    return grad_B, grad_C
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _sweep_constants(
-    options: ScanOptions,
-    dtype: torch.dtype,
-    chunk: int,
-    has_heads: bool,
-    blocks: tuple[tuple[str, int], ...],
-) -> Constants:
-    return Constants(
-        **_flags(options, dtype),
-        EXCLUSIVE=False,
-        HEADS=has_heads,
-        HAS_D=False,
-        OF_SWEEP=True,
-        CHUNK=chunk,
-        **dict(blocks),
-    )
 
 
 def _sum_samples(

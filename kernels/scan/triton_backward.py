@@ -34,32 +34,17 @@ def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FA
         return decay, input_scale(delta, INPUT_SCALE)[:, None]
 
 
-@triton.jit
-def _load_transposed(source, slots, channel, state, d, n):
-    """The block's part of a matrix (n, d) as a tile (BLOCK_D, BLOCK_N).
-
-    By way of the first slot: otherwise the compiler would spread the states over threads as this
-    load does, throughout the kernel.
-    """
-    mask = (state < n)[:, None] & (channel < d)[None, :]
-    tile = tl.load(source + state[:, None] * d + channel[None, :], mask=mask, other=0.0)
-    tl.store(tl.trans(slots), tile)
-    tl.debug_barrier()
-    return tl.load(slots)
-
-
 @triton.jit(do_not_specialize=["head_samples"])
 def backward_kernel(
     grad_y_ptr,  # (b, t, d)
     grad_end_ptr,  # (b, s, d, n), cotangent of h after each segment
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
-    A_ptr,  # (H, d, n), or log2(e) A if OF_SWEEP
+    A_ptr,  # (H, d, n)
     B_ptr,  # (b, t, n)
     C_ptr,  # (b, t, n)
     D_ptr,  # (H, d)
-    h0_ptr,  # (b, d, n), read if OF_SWEEP
-    kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk, or each but the first if OF_SWEEP
+    kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk
     work_ptr,  # (programs, CHUNK, BLOCK_D, BLOCK_N)
     grad_x_ptr,  # (b, t, d)
     grad_delta_ptr,  # (b, t, d)
@@ -83,22 +68,18 @@ def backward_kernel(
     B_stride_t,
     C_stride_b,
     C_stride_t,
-    h0_stride_b,
     head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
-    OF_SWEEP: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """OF_SWEEP: A, h0, `kept`, `grad_end` and `grad_A` are (..., n, d), as a sweep has them, A is
-    log2(e) A, and the cotangent of h0 is not stored."""
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
     block, segment, batch = program % blocks, program // blocks % segments, program // blocks
@@ -117,13 +98,8 @@ def backward_kernel(
         head = batch // head_samples
         A_ptr += head * size
         D_ptr += head * d
-    if OF_SWEEP:
-        A_log2 = _load_transposed(A_ptr, slots, channel, state, d, n)
-        tl.debug_barrier()
-        g = _load_transposed(grad_end_ptr + own * size, slots, channel, state, d, n)
-    else:
-        A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
-        g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
+    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
+    g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
     grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
@@ -134,14 +110,8 @@ def backward_kernel(
         chunk = last - 1 - back
         # The last chunk's walk has read what is overwritten here.
         tl.debug_barrier()
-        if OF_SWEEP:
-            kept = kept_ptr + (batch * (chunks - 1) + chunk - 1) * size
-            if chunk == 0:
-                kept = h0_ptr + batch * h0_stride_b
-            h = _load_transposed(kept, slots, channel, state, d, n)
-        else:
-            kept = kept_ptr + (batch * chunks + chunk) * size
-            h = tl.load(kept + cell, mask=in_cell, other=0.0).to(ACC)
+        kept = kept_ptr + (batch * chunks + chunk) * size
+        h = tl.load(kept + cell, mask=in_cell, other=0.0).to(ACC)
         t = chunk * CHUNK
         x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
         delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
@@ -235,19 +205,9 @@ def backward_kernel(
             part = (token * blocks + block) * n + state
             tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
             tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)
-    if OF_SWEEP:
-        tl.debug_barrier()
-        tl.store(slots, grad_A)
-        tl.debug_barrier()
-        in_tile = in_n[:, None] & in_d[None, :]
-        tile = tl.load(tl.trans(slots))
-        transposed = state[:, None] * d + channel[None, :]
-        tl.store(grad_A_ptr + own * size + transposed, tile, mask=in_tile)
-    else:
-        tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
+    tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
     if HAS_D:
         tl.store(grad_D_ptr + own * d + channel, grad_D, mask=in_d)
     in_d = channel < tl.where(segment == 0, d, 0)
-    if not OF_SWEEP:
-        grad_h0 = g.to(grad_h0_ptr.dtype.element_ty)
-        tl.store(grad_h0_ptr + batch * size + cell, grad_h0, mask=in_d[:, None] & in_n[None, :])
+    grad_h0 = g.to(grad_h0_ptr.dtype.element_ty)
+    tl.store(grad_h0_ptr + batch * size + cell, grad_h0, mask=in_d[:, None] & in_n[None, :])

@@ -280,7 +280,8 @@ def test_chunks_in_one_launch_of_the_reverse_sweep_and_in_several(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(b=1, t=1, p=160, n=1, k=1, feedback=False),
+        Case(b=1, t=1, p=160, n=1, k=1, input_scale="one_minus_decay", feedback=False),
+        Case(heads=3, b=2, t=18, n=2, k=5, feedback=False, low=torch.bfloat16),
         Case(b=1, t=2, n=2, k=1, dtype=torch.float64),
     ],
     ids=str,

@@ -148,6 +148,16 @@ CASES = [
     Case(heads=1, t=3, n=5, k=3, fed="d", beta_max=2.0, eigenvalues="full"),
     Case(heads=1, t=3, k=4, fed="x", norm_eps=None, activation="sigmoid", starts=False),
     Case(heads=1, t=3, p=24, k=2, fed="", input_scale="bounded_delta"),
+    # without feedback
+    Case(fed="", erase=0.0, t=18, b=2),
+    Case(heads=1, fed="", erase=0.0, t=1, p=1, n=1, k=1, starts=False),
+    Case(fed="", erase=0.0, t=3, k=2, beta_max=2.0, activation="sigmoid", eigenvalues="full"),
+    Case(heads=1, b=2, fed="", erase=0.0, t=3, p=64, n=64, k=4, input_scale="bounded_delta"),
+    Case(heads=1, b=2, fed="", erase=0.0, t=2, p=100, n=5, input_scale="bounded_delta"),
+    Case(heads=1, fed="", erase=0.0, t=17, p=128, n=32, k=1, dtype=torch.bfloat16),
+    Case(heads=1, fed="", t=2, p=100, n=20, k=4, eigenvalues="full", input_scale="bounded_delta"),
+    Case(heads=1, fed="", erase=0.0, t=3, p=256, n=16, k=2, input_scale="bounded_delta"),
+    Case(heads=3, fed="", erase=0.5, t=2, p=200, n=3, dtype=torch.bfloat16, starts=False),
     Case(heads=1, t=17, n=5, k=2, dtype=torch.bfloat16, input_scale="bounded_delta"),
     # W^y reads the outputs of all heads
     Case(scope="layer", t=18, b=2),
@@ -166,19 +176,22 @@ def test_values_and_gradients(case: Case) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("fed", ["dx", ""])
 @pytest.mark.parametrize("shape", [(0, 3), (1, 0)])
-def test_without_tokens(shape: tuple[int, int]) -> None:
-    check(Case(b=shape[0], t=shape[1]))
+def test_without_tokens(shape: tuple[int, int], fed: str) -> None:
+    check(Case(b=shape[0], t=shape[1], fed=fed))
 
 
 @needs_triton
-def test_operands_that_are_not_contiguous() -> None:
-    case = Case(b=2, t=3)
+@pytest.mark.parametrize(("fed", "p"), [("dx", 16), ("", 70)])
+def test_operands_that_are_not_contiguous(fed: str, p: int) -> None:
+    case = Case(b=2, t=3, p=p, fed=fed)
     x, raw, W_y, A, h0, y0 = case.operands()
-    assert W_y is not None and h0 is not None and y0 is not None
+    assert h0 is not None and y0 is not None
     strided = [torch.stack([v, v], -1)[..., 0] for v in (x, raw, y0)]
-    turned = [v.mT.contiguous().mT for v in (W_y, A, h0)]
-    check(case, Operands(strided[0], strided[1], turned[0], turned[1], turned[2], strided[2]))
+    turned = [v.mT.contiguous().mT for v in (A, h0)]
+    W_y = None if W_y is None else W_y.mT.contiguous().mT
+    check(case, Operands(strided[0], strided[1], W_y, turned[0], turned[1], strided[2]))
 
 
 @needs_triton
@@ -194,9 +207,9 @@ def test_a_sample_alone_is_the_same() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("k", [0, 1])
-def test_a_token_that_is_not_finite_is_reported_by_its_own_sample(k: int) -> None:
-    case = Case(heads=1, b=3, t=4, k=k, input_scale="bounded_delta")
+@pytest.mark.parametrize(("k", "fed"), [(0, "dx"), (1, "dx"), (0, ""), (1, "")])
+def test_a_token_that_is_not_finite_is_reported_by_its_own_sample(k: int, fed: str) -> None:
+    case = Case(heads=1, b=3, t=4, k=k, fed=fed, input_scale="bounded_delta")
     operands = case.operands()
     operands.x[1, 2, 3] = float("nan")
     sweep = direct_sweep(operands, case.options(), backend="triton")
@@ -218,10 +231,15 @@ def test_without_a_gradient(k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (64, 16, 2), (33, 40, 1), (16, 1, 0)]
+    ("p", "n", "k", "fed"),
+    [
+        *((p, n, k, "d") for p, n, k in ((64, 64, 1), (64, 64, 0), (64, 16, 2), (33, 40, 1))),
+        *((16, 1, 0, fed) for fed in ("d", "")),
+        *((p, n, k, "") for p, n in ((128, 32), (100, 17), (256, 16), (256, 1)) for k in (0, 2, 4)),
+    ],
 )
-def test_many_samples_compiled(p: int, n: int, k: int, dtype: torch.dtype) -> None:
-    options: dict[str, Any] = {"input_scale": "bounded_delta", "fed": "d", "erase": 0.0}
+def test_many_samples_compiled(p: int, n: int, k: int, fed: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"input_scale": "bounded_delta", "fed": fed, "erase": 0.0}
     case = Case(heads=16, b=20, t=35, p=p, n=n, k=k, dtype=dtype, starts=False, **options)
     if dtype == torch.float32:
         check(case)
@@ -244,8 +262,10 @@ def test_what_they_do_not_take() -> None:
     assert not takes_phases(given._replace(W_y=given.W_y[:, :-1]), options)
     assert not takes_phases(given._replace(A=given.A.double()), options)
     assert not takes_phases(given._replace(x=given.x.double()), options)
-    # those of kernels/direct/open_loop
-    assert not takes_phases(*other(fed="", erase=0.0))
+    # without W^y its registers are free for larger heads
+    assert takes_phases(*other(fed="", p=256)) and takes_phases(*other(fed="", p=65, n=32))
+    assert not takes_phases(*other(fed="", p=257)) and not takes_phases(*other(fed="", p=65, n=33))
+    assert not takes_phases(*other(fed="", n=65)) and not takes_phases(*other(fed="", k=5))
 
 
 def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,13 +311,14 @@ def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype)
 
 
 @needs_triton
-def test_opcheck() -> None:
+@pytest.mark.parametrize("fed", ["d", ""])
+def test_opcheck(fed: str) -> None:
     """Of the solve, of its gradient, and of the gradient of a y that was given."""
-    case = Case(b=1, t=3, n=2, k=1, fed="d", erase=0.0, input_scale="bounded_delta")
+    case = Case(b=1, t=3, n=2, k=1, fed=fed, erase=0.0, input_scale="bounded_delta")
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops, fields = torch.ops.bedouin, (*case.options().scalars(), False, 16)
     values: Any = case.operands()
-    operands = [v.detach().requires_grad_() for v in values]
+    operands = [v if v is None else v.detach().requires_grad_() for v in values]
     for keep_every in (0, 16):
         given = (*operands, *fields[:-1], keep_every)
         torch.library.opcheck(ops.direct_sweep, given, test_utils=utils)

@@ -69,13 +69,22 @@ def compiled(
 
 
 def launched(
-    kernel: PlannedKernel, V: int, size: int, k: int, capability: int, *, tile: int = 0
+    kernel: PlannedKernel,
+    V: int,
+    channels: int,
+    k: int,
+    capability: int,
+    *,
+    tile: int = 0,
+    states: int = 64,
+    feedback: bool = True,
 ) -> CompiledKernel:
-    """A kernel of the phases, for heads of `size` channels and states with k reflections."""
-    layout = RawLayout("softplus", True, k, 1.0, 1.0)
-    options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=True)
-    sizes = Sizes(1, 1, size, size, size, size, V, 5 if tile else 7, k)[2:]
-    fed = True, True
+    """A kernel of the phases, for heads with k reflections, and with erase if with feedback."""
+    layout = RawLayout("softplus", True, k, 1.0, float(feedback))
+    options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=feedback)
+    rows = 4 + (1 if tile else 3) * feedback
+    sizes = Sizes(1, 1, channels, states, channels, states, V, rows, k)[2:]
+    fed = feedback, feedback
     splits = SPLITS if tile else 0
     products = tile, 4, splits, capability >= 90
     how = LaunchSpec(sizes, fed, options, True, tile > 0, False, *products)
@@ -132,6 +141,28 @@ REFLECTIONS = PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS
 @pytest.mark.parametrize("kernel", [SWEEP, REVERSE, *REFLECTIONS])
 def test_reflections(kernel: PlannedKernel) -> None:
     assert spilled(launched(kernel, 4, 64, 2, 90)) <= (SPILLED if kernel is SWEEP else 64)
+
+
+@pytest.mark.parametrize(("channels", "states"), [(128, 32), (256, 16)])
+@pytest.mark.parametrize("V", [2, 4])
+@pytest.mark.parametrize("kernel", [SWEEP, REVERSE, GRADIENTS, *REFLECTIONS])
+def test_large_heads_without_feedback(
+    kernel: PlannedKernel, V: int, channels: int, states: int
+) -> None:
+    found = launched(kernel, V, channels, 2, 90, states=states, feedback=False)
+    assert found.metadata.shared <= 4096
+    assert spilled(found) <= 288
+
+
+@pytest.mark.parametrize(("channels", "states"), [(64, 64), (128, 32), (256, 16)])
+@pytest.mark.parametrize("V", [2, 4])
+@pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 0), (REVERSE, 1), (GRADIENTS, 0)])
+def test_no_barrier_of_a_token_without_feedback(
+    kernel: PlannedKernel, barriers: int, V: int, channels: int, states: int
+) -> None:
+    """R has one before its tokens; sums over channels of G stay within a warp."""
+    found = launched(kernel, V, channels, 0, 90, states=states, feedback=False)
+    assert found.asm["ptx"].count("bar.sync") <= barriers
 
 
 @pytest.mark.parametrize("capability", [80, 89])

@@ -222,6 +222,19 @@ def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def get(ptr, places, inside, ALL: tl.constexpr):
+    """A vector (P,) as float32, read as `put` stores it: in the layout of sums over the states,
+    where no product with W^y makes the compiler choose that."""
+    at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
+    if ALL:
+        value = tl.load(at)
+    else:
+        value = tl.load(at, mask=inside, other=0.0)
+    # the lanes of a channel have the same; a maximum would ignore NaN
+    return tl.sum(value.to(tl.float32) * (1.0 / value.shape[1]), 1)
+
+
+@triton.jit
 def load_reflections(
     u_ptr,  # (K, d), raw
     scalars_ptr,  # of a token: two others, 1 / |u| (K,), T, G, beta (K,)

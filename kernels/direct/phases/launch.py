@@ -218,8 +218,8 @@ class PhaseGradients(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r + padding)
-    fed: Tensor  # (b, t, 2 d), of raw Delta and x, in the dtype of x
-    A: Tensor  # (b, n, d), of each sample
+    fed: Tensor  # (b, t, FEEDS d), of those of raw Delta and x that are fed, in the dtype of x
+    A: Tensor  # (b, splits, n, d), of each sample, in parts
     h0: Tensor  # (b, n, d)
     y0: Tensor  # (b, d)
     statistics: Tensor  # (2, b, t): defect and scale of the adjoint equation
@@ -230,7 +230,9 @@ class _Solved(NamedTuple):
 
     edges: Tensor  # (b, chunks, N P), H after the last token of each chunk
     adjoint: Tensor  # (b, t, 2, P), w and the cotangent of `written`
-    fed: Tensor  # (b, t, 2 d), the cotangents of raw Delta and of x
+    delta: Tensor  # (b, t, d), the cotangent of raw Delta
+    x: Tensor  # (b, t, d), that of x; beside that of raw Delta if both are fed
+    fed: Tensor  # (b, t, FEEDS d), those of them that are fed
     f: Tensor  # (b, t, k)
     H: Tensor  # (b, n, d), of h0
     y0: Tensor  # (b, d)
@@ -255,7 +257,7 @@ def launch_reverse_phases(
     r = inputs.raw.shape[2]
     grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
     statistics = inputs.A.new_empty(2, b, t)
-    given = inputs.raw, solved.fed, grad_B, grad_C, parts.rows, solved.adjoint
+    given = inputs.raw, solved.delta, grad_B, grad_C, parts.rows, solved.adjoint
     numbers = b * t, t, *inputs.raw.stride()[:2]
     constants = phase_constants(FINISH, spec)
     FINISH.launch(_by_tokens(sizes), (*given, grad_raw, statistics), numbers, constants)
@@ -264,8 +266,8 @@ def launch_reverse_phases(
         numbers = b * t, t, *inputs.strides
         constants = phase_constants(FINISH_REFLECTIONS, spec)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
-    fed, grad_h0, grad_y0 = solved.fed, solved.H, solved.y0
-    return PhaseGradients(fed[..., d:], grad_raw, fed, grad_A, grad_h0, grad_y0, statistics)
+    rows = solved.x, grad_raw, solved.fed
+    return PhaseGradients(*rows, grad_A, solved.H, solved.y0, statistics)
 
 
 def _reverse(
@@ -281,17 +283,22 @@ def _reverse(
     b, t, d, n, P, N, V, _, k = sizes
     A, chunks = inputs.A, sizes.chunks
     edges, adjoint = A.new_empty(b, chunks, N * P), A.new_empty(b, t, 2, P)
-    fed, f = inputs.x.new_empty(b, t, 2 * d), A.new_empty(b, t, k)
-    solved = _Solved(edges, adjoint, fed, f, A.new_empty(b, n, d), A.new_empty(b, d))
+    if all(spec.fed):
+        fed = inputs.x.new_empty(b, t, 2 * d)
+        delta, x = fed.split(d, -1)
+    else:
+        delta, x = inputs.x.new_empty(b, t, d), inputs.x.new_empty(b, t, d)
+        fed = x if spec.fed[1] else delta
+    f, H = A.new_empty(b, t, k), A.new_empty(b, n, d)
+    solved = _Solved(edges, adjoint, delta, x, fed, f, H, A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
     if spec.by_token:
         _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, spec)
         return solved
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
-    H = solved.H
     first = H if last is None else last
-    results = scratch, first, H, edges, adjoint, fed, f, solved.y0
+    results = scratch, first, H, edges, adjoint, delta, x, f, solved.y0
     numbers = *inputs.numbers, *inputs.raw.stride()[:2]
     REVERSE.launch((b,), (*known, *values, *results), numbers, phase_constants(REVERSE, spec))
     return solved
@@ -327,13 +334,13 @@ def _reverse_by_token(
     # Phase R reads q before it waits for the launch before it (`await_launch`). That one is
     # therefore never a replay, but the product, and for the last token what makes products zeros.
     enter(sizes.chunks - 1)
-    fed = solved.fed[..., 0 if spec.fed[0] else d :]
     W = inputs.W.view(-1, sum(spec.fed), d, sizes.b // inputs.per_head, d)
     transposed = W.permute(3, 1, 4, 0, 2).contiguous()
-    adjoint, products = _products(FEED_ADJOINT, fed, transposed, inputs, sizes, spec)
+    adjoint, products = _products(FEED_ADJOINT, solved.fed, transposed, inputs, sizes, spec)
     known = grad_y, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
     values = inputs.scalars, inputs.B, inputs.C, products, A, kept.states
-    results = scratch, H, H, solved.edges, solved.adjoint, solved.fed, solved.f, solved.y0
+    rows = solved.delta, solved.x, solved.f, solved.y0
+    results = scratch, H, H, solved.edges, solved.adjoint, *rows
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
     reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, phase_constants(REVERSE, spec))
@@ -349,7 +356,7 @@ def _reverse_by_token(
 def _gradients(
     inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, spec: LaunchSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Phase G: the gradients of the unit B and C (b, t, N), and of A for each sample (b, n, d)."""
+    """Phase G: the gradients of the unit B and C (b, t, N), and of A in parts (b, splits, n, d)."""
     b, t, d, n, P, N = sizes[:6]
     A = inputs.A
     units = 1 if interpreter_is_on() else multiprocessors(A.device)
@@ -365,7 +372,7 @@ def _gradients(
     tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, 1, each
     GRADIENTS.launch((b, splits, blocks), tensors, numbers, phase_constants(GRADIENTS, spec))
-    return grad_B, grad_C, grad_A.sum(1)
+    return grad_B, grad_C, grad_A
 
 
 def _by_tokens(sizes: Sizes) -> tuple[int]:

@@ -1,7 +1,7 @@
 """Which sweeps the phases take; does not import Triton.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel; P and N: d and n
-rounded up to powers of two.
+rounded up to powers of two, at least 16.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,16 @@ from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 PHASE_CHANNELS = 64
-"""Most channels of a head: W^y of Delta and of x is in the registers of one program."""
+"""Most channels of a head with feedback: W^y of Delta and of x is in the registers of one
+program."""
+
+UNFED_CHANNELS, UNFED_MEMORY = 256, 4096
+"""Most channels of a head without feedback, and most values of its memory, P N."""
 
 PHASE_REFLECTIONS = 4
 
 PHASE_STATES = 64
-"""Most states of a channel: its memory and the cotangent of that are, too."""
+"""Most states of a channel: its memory and the cotangent of that are in registers, too."""
 
 
 def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bool]:
@@ -38,36 +42,34 @@ def feeds_all_heads(operands: Operands) -> bool:
 
 
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
-    """Whether the phases solve this call: `fits_phases`, with feedback of nothing but all of Delta
-    and x, and without reflections where W^y reads all heads. Without feedback they take calls with
-    erase alone: the others need no sweep over the tokens (kernels/direct/open_loop)."""
+    """Whether the phases solve this call: they hold its heads, feedback is of nothing but all of
+    Delta and x, and there are no reflections where W^y reads all heads."""
     (d, n), W_y, layout = operands.A.shape[-2:], operands.W_y, options.layout
-    if layout is None or not fits_phases(d, n, operands.A.dtype, options):
-        return False
-    if torch.float64 in (operands.x.dtype, operands.raw.dtype):
-        return False
-    if W_y is None:
-        return layout.erase > 0
-    rows = W_y.shape[-2] - (d if options.feeds_x else 0)
-    return rows in (0, d) and not (layout.num_householder and reads_all_heads(W_y, d))
-
-
-def fits_phases(d: int, n: int, dtype: torch.dtype, options: Parameterization) -> bool:
-    """Whether the phases hold heads of d channels with n states; `dtype` is that of A."""
-    layout = options.layout
     if layout is None or not layout.selective or layout.num_householder > PHASE_REFLECTIONS:
         return False
-    if d > PHASE_CHANNELS or n > PHASE_STATES or options.input_scale == "one_minus_decay":
+    if n > PHASE_STATES or options.input_scale == "one_minus_decay":
         return False
-    return dtype == torch.float32
+    if operands.A.dtype != torch.float32 or torch.float64 in (operands.x.dtype, operands.raw.dtype):
+        return False
+    if W_y is None:
+        return d <= UNFED_CHANNELS and padded_size(d) * padded_size(n) <= UNFED_MEMORY
+    rows = W_y.shape[-2] - (d if options.feeds_x else 0)
+    reads_all = layout.num_householder > 0 and reads_all_heads(W_y, d)
+    return d <= PHASE_CHANNELS and rows in (0, d) and not reads_all
+
+
+def padded_size(size: int) -> int:
+    """P or N."""
+    return max(16, next_power_of_two(size))
 
 
 def describe_limits() -> str:
     """What `takes_phases` requires of erase and feedback of x, as a part of an error message."""
     return (
-        f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels, {PHASE_STATES} "
-        f"states and {PHASE_REFLECTIONS} reflections, none with feedback of all heads, which feed "
-        "back y to Delta and x alone, with another input scale than 'one_minus_decay'"
+        f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels (without feedback "
+        f"{UNFED_CHANNELS}, with {UNFED_MEMORY} states of all of them), {PHASE_STATES} states and "
+        f"{PHASE_REFLECTIONS} reflections, none with feedback of all heads, which feed back y to "
+        "Delta and x alone, with another input scale than 'one_minus_decay'"
     )
 
 
@@ -112,7 +114,7 @@ class Sizes(NamedTuple):
 def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     """The sizes of a call that `takes_phases`."""
     (b, t, d), n = operands.x.shape, operands.A.shape[-1]
-    P, N = (max(16, next_power_of_two(size)) for size in (d, n))
+    P, N = padded_size(d), padded_size(n)
     layout, V = options.known_layout(), 4 if operands.x.dtype == torch.bfloat16 else 2
     fed = 0 if feeds_all_heads(operands) else sum(fed_vectors(operands, options))
     rows = 4 + fed + (layout.erase > 0)

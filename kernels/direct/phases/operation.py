@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffers import normed_past, state_major
-from bedouin.kernels.direct.phases.limits import fed_vectors, sizes_of
+from bedouin.kernels.direct.phases.limits import sizes_of
 from bedouin.kernels.feedback import feedback_weight_gradient
+from bedouin.kernels.heads import count_heads
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -41,7 +42,7 @@ def phase_reverse(
     """The gradients of x, raw, W_y (empty without feedback), A, h0, y0 (empty if not wanted), and
     the statistics (2, b, t) of the adjoint equation: defect and scale."""
     x, raw, W_y, A, _, _ = operands
-    d, r = x.shape[2], raw.shape[2]
+    r = raw.shape[2]
     if not x.numel():
         return _of_nothing(known[1], operands, wants_y0=wants_y0)
     from bedouin.kernels.direct.phases.launch import launch_reverse_phases
@@ -49,11 +50,9 @@ def phase_reverse(
     grads = launch_reverse_phases(*known, operands, options)
     grad_W_y = A.new_empty(0)
     if W_y is not None:
-        feeds_delta, feeds_x = fed_vectors(operands, options)
-        rows = grads.fed[..., 0 if feeds_delta else d : 2 * d if feeds_x else d]
         past = normed_past(known[2], operands, W_y, options)
-        grad_W_y = feedback_weight_gradient(rows, past, W_y)
-    grad_A = grads.A.unflatten(0, (-1, len(x) // (len(A) if A.dim() == 3 else 1))).sum(1)
+        grad_W_y = feedback_weight_gradient(grads.fed, past, W_y)
+    grad_A = grads.A.unflatten(0, (count_heads(A), -1)).sum((1, 2))
     grad_A = (grad_A if A.dim() == 3 else grad_A.squeeze(0)).mT
     last = grads.h0.mT, grads.y0[: None if wants_y0 else 0], grads.statistics
     return grads.x.contiguous(), grads.raw[..., :r], grad_W_y, grad_A, *last

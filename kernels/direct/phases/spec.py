@@ -140,7 +140,7 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
-        **{"S": min(N, STATES), "SUB": GROUP},
+        **{"S": min(N, STATES), "SUB": GROUP, "ROW": d * max(vectors, 1)},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
         **{"START": starts, "LAST": ends, "SPLITS": splits * (vectors if kernel is REVERSE else 1)},
         **{"VECTORS": vectors, "SAMPLES": tile, "GROUP": heads_at_once(P)},
@@ -156,10 +156,12 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
         },
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
-    # a thread has one channel in phases S and R, and four of four states in phase G
+    # a thread has one channel in phases S and R, and of up to 64 channels four of four states in
+    # phase G
     channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
     by_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
-    warps = {**by_channels, GRADIENTS: state_warps, FEED: 8, FEED_ADJOINT: 8}
+    warps = {**by_channels, GRADIENTS: state_warps * ceil_div(P, 64), FEED: 8, FEED_ADJOINT: 8}
+    warps[PREPARE_REFLECTIONS] = max(4, P // 16)
     one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     every["num_warps"] = max(1, warps.get(kernel, 1 if one_warp else 4))
     # pipelined, the transposed product of all heads took more than twice as long

@@ -107,7 +107,7 @@ def _unit_vjp(row, grad_row, state, inside, EPS: tl.constexpr, n: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "t_end"])
 def finish_phases_kernel(
     raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, 2, d), the cotangents of raw Delta and of x
+    grad_delta_ptr,  # (b, t, d), of raw Delta
     grad_B_ptr,  # (b, t, N)
     grad_C_ptr,  # (b, t, N)
     kept_ptr,  # (b, t, ROWS, P), whose last row is r = a B
@@ -124,6 +124,7 @@ def finish_phases_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    ROW: tl.constexpr,  # from token to token in `grad_delta_ptr`
     WIDE: tl.constexpr,
     ERASE_AT: tl.constexpr,
     ERASE_MAX: tl.constexpr,
@@ -136,7 +137,7 @@ def finish_phases_kernel(
     to = grad_raw_ptr + token[:, None] * WIDE
     dtype = grad_raw_ptr.dtype.element_ty
     channels = here[:, None] & (p < d)
-    grad_delta = tl.load(fed_ptr + token[:, None] * (2 * d) + p, mask=channels, other=0.0)
+    grad_delta = tl.load(grad_delta_ptr + token[:, None] * ROW + p, mask=channels, other=0.0)
     tl.store(to + p, grad_delta.to(dtype), mask=channels)
     states = here[:, None] & (state < n)
     grad = _unit_vjp(row + d, grad_B_ptr + token * N, state, states, EPS, n)

@@ -41,6 +41,7 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
+    get,
     load_reflections,
     load_states,
     load_words,
@@ -146,7 +147,8 @@ def load_replayed(
 @triton.jit
 def load_past(
     grad_y_ptr, y_ptr, y0_ptr,
-    sample, token, first, p, d: tl.constexpr, NORM: tl.constexpr, START: tl.constexpr,
+    sample, token, first, p, channels, d: tl.constexpr, FEEDS: tl.constexpr, NORM: tl.constexpr,
+    START: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of y before a token but for what is fed back, and that y in two parts, of which
     one is 0: their sum would wait for the loads."""
@@ -154,10 +156,13 @@ def load_past(
     at_start = token <= first
     earlier = tl.maximum(token - 1, first)
     real = p < tl.where(at_start, 0, d)
-    w = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
+    if FEEDS > 0:
+        w = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
+    else:
+        w = get(grad_y_ptr + earlier * d, channels, channels < tl.where(at_start, 0, d), False)
     y = w
     start = w
-    if NORM:
+    if FEEDS > 0 and NORM:
         y = tl.load(y_ptr + earlier * d + p, mask=real, other=0.0)
         if START:
             start = tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
@@ -186,7 +191,8 @@ def phase_reverse_kernel(
     H_ptr,  # (b, n, d), written: H before the first token
     edges_ptr,  # (b, ceil(t / KEEP), N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (b, t, 2, P), written: w and the cotangent of `written`
-    fed_ptr,  # (b, t, 2, d), written: the cotangents of raw Delta and of x
+    grad_raw_ptr,  # (b, t, d), written: the cotangent of raw Delta
+    grad_x_ptr,  # (b, t, d), written
     f_ptr,  # (b, t, K), written
     grad_y0_ptr,  # (b, d), written
     start_at,  # the first token of this launch
@@ -205,6 +211,7 @@ def phase_reverse_kernel(
     V: tl.constexpr,
     K: tl.constexpr,
     KEEP: tl.constexpr,
+    ROW: tl.constexpr,  # from token to token in these cotangents
     # 0, or t_end is 1, q is in scratch memory, and the next token's products (b, d) with the
     # transposed W^y, whose sum is its part of the cotangent of norm(y_t), are so many
     SPLITS: tl.constexpr,
@@ -295,7 +302,7 @@ def phase_reverse_kernel(
             kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
         )
     w_next, y, y_start = load_past(
-        grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, d, (FEEDS > 0) and NORM, START
+        grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, channels, d, FEEDS, NORM, START
     )
     if ONE:
         own_y = row_of(y_ptr + token * d, p, d, P)
@@ -321,7 +328,7 @@ def phase_reverse_kernel(
         B_next = tl.load(B_ptr + earlier * WORDS + words)
         C_next = tl.load(C_ptr + earlier * WORDS + words)
         w_later, y_later, start_later = load_past(
-            grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, d, (FEEDS > 0) and NORM, START
+            grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, channels, d, FEEDS, NORM, START
         )
         if not ONE:
             replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
@@ -353,8 +360,8 @@ def phase_reverse_kernel(
             grad_x -= added
         put(adjoint_ptr + token * (2 * P), w, channels, inside, True, P, NL)
         put(adjoint_ptr + token * (2 * P) + P, grad_written, channels, inside, True, P, NL)
-        put(fed_ptr + token * (2 * d), grad_raw, channels, inside, d == P, P, NL)
-        put(fed_ptr + token * (2 * d) + d, grad_x, channels, inside, d == P, P, NL)
+        put(grad_raw_ptr + token * ROW, grad_raw, channels, inside, d == P, P, NL)
+        put(grad_x_ptr + token * ROW, grad_x, channels, inside, d == P, P, NL)
         if FEEDS > 0:
             if OF_DELTA and OF_X:
                 rows = tl.join(grad_raw, grad_x)

@@ -33,6 +33,7 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
+    get,
     load_reflections,
     load_states,
     no_states,
@@ -96,6 +97,15 @@ def load_products(
             total += row_of(at + split * VECTORS * size, p, d, P)
         out = out + (total,)
     return out
+
+
+@triton.jit
+def _row(ptr, p, channels, d: tl.constexpr, P: tl.constexpr, FEEDS: tl.constexpr):
+    """x or raw Delta of a token (P,)."""
+    if FEEDS > 0:
+        return row_of(ptr, p, d, P)
+    else:
+        return get(ptr, channels, channels < d, d == P)
 
 
 @triton.jit(do_not_specialize=["start", "one", "t_end", "tokens", "per_head"])
@@ -176,7 +186,7 @@ def phase_sweep_kernel(
     token = sample * tokens + start
     x_at = x_ptr + sample * x_stride_b + start * x_stride_t
     raw_at = raw_ptr + sample * raw_stride_b + start * raw_stride_t
-    x, raw = row_of(x_at, p, d, P), row_of(raw_at, p, d, P)
+    x, raw = _row(x_at, p, channels, d, P, FEEDS), _row(raw_at, p, channels, d, P, FEEDS)
     B_C = tl.load(scalars_ptr + token * SCALARS)
     beta = tl.load(scalars_ptr + token * SCALARS + 1)
     u, T = load_reflections(raw_at + u_at, scalars_ptr + token * SCALARS, p, d, P, K)
@@ -193,8 +203,8 @@ def phase_sweep_kernel(
         # loads of a token are issued while the one before it is computed
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
         later = sample * tokens + start + step
-        x_next = row_of(x_at + step * x_stride_t, p, d, P)
-        raw_next = row_of(raw_at + step * raw_stride_t, p, d, P)
+        x_next = _row(x_at + step * x_stride_t, p, channels, d, P, FEEDS)
+        raw_next = _row(raw_at + step * raw_stride_t, p, channels, d, P, FEEDS)
         B_C_next = tl.load(scalars_ptr + later * SCALARS)
         beta_next = tl.load(scalars_ptr + later * SCALARS + 1)
         u_next, T_next = load_reflections(
