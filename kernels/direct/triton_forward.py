@@ -1,7 +1,7 @@
 """A token of the direct sweep of one head: y_t and h_t from h_{t-1}, y_{t-1} and the raw values.
 
 One launch a token, one program a sample. The raw values are raw^x_t + W^y norm(y_{t-1}); this
-product is the launch before (triton_product.py). Without feedback there is none.
+product is the launch before (triton_product.py). Without feedback one launch has all tokens.
 
     (I - diag(sigma) (I - Q)) y = p + sigma * Q x    p = (lambda * h_{t-1}) C, sigma = sum of s B C
     h_t = lambda * h_{t-1} + (s * (x + (I - Q) (y - x))) B^T
@@ -252,7 +252,7 @@ def solve_token(
 
 
 @triton.jit
-def _sweep(
+def _sweep_token(
     h_ptr,  # (b, n, d)
     kept_ptr,  # (b, slots, n, d)
     tokens,  # Tokens
@@ -276,6 +276,27 @@ def _sweep(
     # perhaps by other threads than those that have read it
     tl.debug_barrier()
     store_blocks(h_ptr, h, n, sizes)
+
+
+@triton.jit
+def _sweep(
+    h_ptr,  # (b, n, d)
+    kept_ptr,  # (b, slots, n, d)
+    tokens,  # Tokens
+    buffers,  # ForwardBuffers
+    sizes,  # BundleSizes
+    options,  # Options
+    t,
+    KEEP: tl.constexpr,
+):
+    """Token t of the program's sample, or without feedback all tokens from it on."""
+    if buffers.SPLITS > 0:
+        _sweep_token(h_ptr, kept_ptr, tokens, buffers, sizes, options, t, KEEP)
+    else:
+        for present in range(t, sizes.t_end):
+            _sweep_token(h_ptr, kept_ptr, tokens, buffers, sizes, options, present, KEEP)
+            # h is perhaps read by other threads than those that have stored it
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["t", "batch", "t_end"])
@@ -321,7 +342,8 @@ def sweep_kernel(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Token t of all samples, a program each, as the module's docstring says."""
+    """Token t of all samples, or without feedback all tokens from it on, a program a sample, as the
+    module's docstring says."""
     _sweep(
         h_ptr,
         kept_ptr,

@@ -1,8 +1,8 @@
 """Launches of the direct sweep's Triton kernels.
 
-A token is a launch, and with feedback another one for the product with W^y: calls of many tokens
-are meant for CUDA graphs. Letters: b batch, t time, d channels, n state per channel, k reflections,
-r raw values.
+With feedback a token is two launches, of which one is the product with W^y: calls of many tokens
+are meant for CUDA graphs. Without feedback a launch has all tokens, or in the backward a chunk.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
 from collections.abc import Callable
@@ -71,9 +71,11 @@ def launch_sweep(
     tensors = x, raw, A if fed is None else fed, A, h, kept, BC, y, normed, statistics
     sizes = b, t_end, d, n, *x.stride()[:2], *strides
     series = LaunchSeries(SWEEP, (b,), tensors, sizes, constants)
+    if product is None:
+        series.launch(0)
+        return
     for t in range(t_end):
-        if product is not None:
-            product(t)
+        product(t)
         series.launch(t)
 
 
@@ -84,7 +86,7 @@ def _token_constants(
     *,
     always: bool,
 ) -> dict[str, int]:
-    """Of a kernel of a token. Without a product between them launches do not overlap: a token reads
+    """Of a kernel of tokens. Without a product between them launches do not overlap: a token reads
     the memory of the one before at once (`await_launch`)."""
     memory = memory_constants(
         Like.of(A), fed is not None and Device.of(A.device).overlaps, always=always
@@ -125,14 +127,15 @@ def launch_reverse(
     buffers = chunk_buffers(known, keep_every, options)
     replayed = A.new_empty(b, count - 1, n, d)
 
-    def enter(slot: int) -> range:
-        """Prepare the tokens of a chunk."""
-        chunk = range(slot * keep_every, min((slot + 1) * keep_every, t_end))
-        prepare(known, buffers, chunk, options)
-        _replay(known, buffers, replayed, chunk, slot, options, keeps_all=True)
-        return chunk
+    def chunk_of(slot: int) -> range:
+        return range(slot * keep_every, min((slot + 1) * keep_every, t_end))
 
-    chunk = enter(slots)
+    def enter(slot: int) -> None:
+        """Prepare the tokens of a chunk."""
+        prepare(known, buffers, chunk_of(slot), options)
+        _replay(known, buffers, replayed, chunk_of(slot), slot, options, keeps_all=True)
+
+    enter(slots)
     # The reverse kernel reads results of `enter` before the preceding launch has ended
     # (`await_launch`). That launch is therefore never one of `enter`: it is the product, or for the
     # last token the one that fills the zeros of the product.
@@ -146,14 +149,15 @@ def launch_reverse(
     inner = *x.stride()[:2], *strides, *grads.y.stride()[:2]
     sizes = slots, b, t_end, width, d, n, *inner, h0.stride(0)
     for slot in reversed(range(slots + 1)):
+        chunk = chunk_of(slot)
         integers = chunk.start, len(chunk), slot, *sizes
         series = LaunchSeries(REVERSE, (b,), tensors, integers, constants)
-        for t in reversed(chunk):
-            series.launch(t - chunk.start)
-            if t == chunk.start and slot:
-                chunk = enter(slot - 1)
+        for i in (0,) if product is None else reversed(range(len(chunk))):
+            series.launch(i)
+            if i == 0 and slot:
+                enter(slot - 1)
             if product is not None:
-                product(t)
+                product(chunk.start + i)
     return None if parts is None else parts.sum(0).to(A.dtype)
 
 

@@ -3,7 +3,7 @@
 One launch a token, one program a sample, the last token first. What follows from y alone is
 computed before for all tokens of a chunk (triton_prepare.py), and so is the memory before each
 (triton_replay.py). The product (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t), is a launch
-between two of these (triton_product.py). Without feedback there is none.
+between two of these (triton_product.py). Without feedback one launch has all tokens of a chunk.
 
 With H the cotangent of h_t and g that of y_t from the loss and from the token after it, the
 cotangent w of F(y)_t solves the transposed local equation:
@@ -265,6 +265,25 @@ def _reverse_token(
         store_block(H_ptr, total * decay, block, n, sizes)
 
 
+@triton.jit
+def _reverse(
+    tokens,  # Tokens
+    buffers,  # ReverseBuffers
+    chunk,  # Chunk
+    sizes,  # BundleSizes
+    options,  # Options
+    i_token,
+):
+    """A token of the program's sample, or without feedback all from the chunk's last one to it."""
+    if buffers.SPLITS > 0:
+        _reverse_token(tokens, buffers, chunk, sizes, options, i_token)
+    else:
+        for passed in range(chunk.count - i_token):
+            _reverse_token(tokens, buffers, chunk, sizes, options, chunk.count - 1 - passed)
+            # H is perhaps read by other threads than those that have stored it
+            tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["i_token", "start", "count", "slot", "slots", "batch", "t_end"])
 def reverse_kernel(
     x_ptr,  # (b, t, d)
@@ -322,9 +341,9 @@ def reverse_kernel(
     FAST: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The adjoint of token start + i_token of all samples, a program each, as the module's
-    docstring says."""
-    _reverse_token(
+    """The adjoint of token start + i_token of all samples, or without feedback of the tokens from
+    the chunk's last one to it, a program a sample, as the module's docstring says."""
+    _reverse(
         Tokens(
             TokenRows(x_ptr, x_stride_b, x_stride_t),
             TokenRows(raw_ptr, raw_stride_b, raw_stride_t),
