@@ -82,14 +82,15 @@ def launched(
     """A kernel of the phases, for heads with k reflections, and with erase if with feedback."""
     layout = RawLayout("softplus", True, k, 1.0, float(feedback))
     options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=feedback)
-    rows = 4 + (1 if tile else 3) * feedback
-    sizes = Sizes(1, 1, channels, states, channels, states, V, rows, k)[2:]
+    factors = 2 + (1 if tile else 3) * feedback
+    sizes = Sizes(1, 1, channels, states, channels, states, V, factors, k)
     fed = feedback, feedback
     splits = SPLITS if tile else 0
     products = tile, 4, splits, capability >= 90
-    how = LaunchSpec(sizes, fed, options, True, tile > 0, False, *products)
+    how = LaunchSpec(sizes[2:], fed, options, True, tile > 0, False, *products)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
+    types["factors_ptr"] = "bf16" if sizes.factor_type == torch.bfloat16 else "fp32"
     if tile and kernel in (SWEEP, REVERSE):
         types["W_ptr"] = "fp32"  # the products
     elif kernel is FEED_ADJOINT:

@@ -104,7 +104,8 @@ class _Inputs(NamedTuple):
 class _Kept(NamedTuple):
     """Views of what phase S keeps."""
 
-    rows: Tensor  # (b t rows P)
+    rows: Tensor  # (b t 2 P): Delta and `written`
+    factors: Tensor  # (b t factors P): g, read, what was fed, and r = a B
     states: Tensor  # (b chunks N P)
     inverse: Tensor  # (b t)
     solved: Tensor  # (b t `Sizes.solved`)
@@ -114,9 +115,12 @@ class _Kept(NamedTuple):
         kept: Tensor,  # (b, `Sizes.kept`)
         sizes: Sizes,
     ) -> "_Kept":
-        tokens, states = sizes.b * sizes.t, sizes.b * sizes.chunks * sizes.N * sizes.P
-        sections = tokens * sizes.rows * sizes.P, states, tokens, tokens * sizes.solved
-        return _Kept(*kept.view(-1).split(sections))
+        tokens, dtype = sizes.b * sizes.t, sizes.factor_type
+        factors = tokens * sizes.factors * sizes.P * dtype.itemsize // 4
+        states = sizes.b * sizes.chunks * sizes.N * sizes.P
+        sections = tokens * 2 * sizes.P, factors, states, tokens, tokens * sizes.solved
+        rows, low, *others = kept.view(-1).split(sections)
+        return _Kept(rows, low.view(dtype), *others)
 
 
 def launch_phases(
@@ -134,7 +138,7 @@ def launch_phases(
         first = A.new_zeros(b, n, d) if h0 is None else h0.mT.contiguous()
     y, kept = A.new_empty(b, t, d), A.new_empty(b, sizes.kept if keeps or sizes.k else 0)
     # where nothing is kept, the kernels write none of these and take any tensor in their place
-    parts = _Kept.of(kept, sizes) if len(kept[0]) else _Kept(y, y, y, y)
+    parts = _Kept.of(kept, sizes) if len(kept[0]) else _Kept(y, y, y, y, y)
     if spec.by_token:
         _sweep_by_token(inputs, h.copy_(first), y, parts, sizes, spec)
     else:
@@ -144,6 +148,7 @@ def launch_phases(
             h,
             y,
             parts.rows,
+            parts.factors,
             parts.inverse,
             parts.states,
             parts.solved,
@@ -152,7 +157,7 @@ def launch_phases(
         SWEEP.launch((b,), tensors, numbers, phase_constants(SWEEP, spec))
     statistics = A.new_empty(4, b, t)
     if sizes.k:
-        solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, parts.rows, statistics
+        solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, *parts[:2], statistics
         numbers = b * t, t, *inputs.strides
         constants = phase_constants(SOLVED_STATISTICS, spec)
         SOLVED_STATISTICS.launch((b * t,), solved, numbers, constants)
@@ -173,7 +178,7 @@ def _sweep_by_token(
     """Phase S token by token, each after its product with W^y."""
     feed, products = _products(FEED, y, inputs.W, inputs, sizes, spec)
     read = inputs._replace(W=products).read_by_sweep
-    tensors = *read, h, h, y, parts.rows, parts.inverse, parts.states, parts.solved
+    tensors = *read, h, h, y, *parts[:2], parts.inverse, parts.states, parts.solved
     numbers = *inputs.numbers_of_token, *inputs.strides
     sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, phase_constants(SWEEP, spec))
     states = _memories(parts.states, sizes) if spec.keeps else ()
@@ -257,12 +262,12 @@ def launch_reverse_phases(
     r = inputs.raw.shape[2]
     grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
     statistics = inputs.A.new_empty(2, b, t)
-    given = inputs.raw, solved.delta, grad_B, grad_C, parts.rows, solved.adjoint
+    given = inputs.raw, solved.delta, grad_B, grad_C, parts.factors, solved.adjoint
     numbers = b * t, t, *inputs.raw.stride()[:2]
     constants = phase_constants(FINISH, spec)
     FINISH.launch(_by_tokens(sizes), (*given, grad_raw, statistics), numbers, constants)
     if sizes.k:
-        known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, parts.rows, solved.adjoint
+        known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, *parts[:2], solved.adjoint
         numbers = b * t, t, *inputs.strides
         constants = phase_constants(FINISH_REFLECTIONS, spec)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
@@ -295,7 +300,7 @@ def _reverse(
     if spec.by_token:
         _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, spec)
         return solved
-    known = grad_y, y, inputs.y0, inputs.raw, parts.solved, parts.rows, parts.inverse
+    known = grad_y, y, inputs.y0, inputs.raw, parts.solved, *parts[:2], parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
     first = H if last is None else last
     results = scratch, first, H, edges, adjoint, delta, x, f, solved.y0
@@ -337,7 +342,7 @@ def _reverse_by_token(
     W = inputs.W.view(-1, sum(spec.fed), d, sizes.b // inputs.per_head, d)
     transposed = W.permute(3, 1, 4, 0, 2).contiguous()
     adjoint, products = _products(FEED_ADJOINT, solved.fed, transposed, inputs, sizes, spec)
-    known = grad_y, y, inputs.y0, inputs.raw, kept.solved, kept.rows, kept.inverse
+    known = grad_y, y, inputs.y0, inputs.raw, kept.solved, *kept[:2], kept.inverse
     values = inputs.scalars, inputs.B, inputs.C, products, A, kept.states
     rows = solved.delta, solved.x, solved.f, solved.y0
     results = scratch, H, H, solved.edges, solved.adjoint, *rows

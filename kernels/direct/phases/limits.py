@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
     P: int
     N: int
     V: int  # values of a word: 4 bfloat16 or 2 float32
-    rows: int  # vectors that phase S keeps of a token
+    factors: int  # vectors that phase S keeps of a token beside Delta and `written`
     k: int
 
     @property
@@ -96,9 +96,16 @@ class Sizes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What phase S keeps of a sample: vectors of each token, h of each chunk, 1 / rms, and the
-        solutions of the local equation."""
-        return self.t * (self.rows * self.P + 1 + self.solved) + self.chunks * self.P * self.N
+        """What phase S keeps of a sample, in float32: vectors of each token, h of each chunk,
+        1 / rms, and the solutions of the local equation."""
+        vectors = 2 * self.P + self.factors * self.P * self.factor_type.itemsize // 4
+        return self.t * (vectors + 1 + self.solved) + self.chunks * self.P * self.N
+
+    @property
+    def factor_type(self) -> torch.dtype:
+        """Of the vectors that only multiply cotangents, which gradients in bfloat16 then round
+        anyway. With reflections they are also what the defect of the solution is measured with."""
+        return torch.bfloat16 if self.V == 4 and not self.k else torch.float32
 
     @property
     def solved(self) -> int:
@@ -117,5 +124,5 @@ def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     P, N = padded_size(d), padded_size(n)
     layout, V = options.known_layout(), 4 if operands.x.dtype == torch.bfloat16 else 2
     fed = 0 if feeds_all_heads(operands) else sum(fed_vectors(operands, options))
-    rows = 4 + fed + (layout.erase > 0)
-    return Sizes(b, t, d, n, P, N, V, rows, layout.num_householder)
+    factors = 2 + fed + (layout.erase > 0)
+    return Sizes(b, t, d, n, P, N, V, factors, layout.num_householder)

@@ -130,7 +130,7 @@ def heads_at_once(P: int) -> int:
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     """The constants of a kernel: those of its parameters' names, and its launch options."""
-    (d, n, P, N, V, rows, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = spec
+    (d, n, P, N, V, factors, k), fed, options, keeps, starts, ends, tile, _, splits, overlaps = spec
     by_token, (feeds_delta, feeds_x) = spec.by_token, fed
     vectors = feeds_delta + feeds_x
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
@@ -138,7 +138,7 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
     r = layout.size(d, n)
     every: dict[str, Any] = {
-        **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "ROWS": rows, "LOW": V == 4},
+        **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "FACTORS": factors, "LOW": V == 4},
         **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
         **{"S": min(N, STATES), "SUB": GROUP, "ROW": d * max(vectors, 1)},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},

@@ -111,7 +111,7 @@ def feed_kernel(
 
 @triton.jit(do_not_specialize=["chunk", "tokens", "per_head", "one"])
 def replay_chunk_kernel(
-    kept_ptr,  # (b, t, ROWS, P)
+    kept_ptr,  # (b, t, 2, P)
     B_ptr,  # (b, t, N / V), words
     A_ptr,  # (H, n, d), log2(e) A
     states_ptr,  # (b, ceil(t / KEEP), N, P)
@@ -126,7 +126,6 @@ def replay_chunk_kernel(
     N: tl.constexpr,
     NL: tl.constexpr,
     V: tl.constexpr,
-    ROWS: tl.constexpr,
     KEEP: tl.constexpr,
     FULL: tl.constexpr,
     FAST: tl.constexpr,
@@ -146,7 +145,7 @@ def replay_chunk_kernel(
     scratch = scratch_ptr + sample * KEEP * (SIZE // V)
     for i in range(tl.maximum(-start, 0), KEEP):
         delta, written, B_words = load_replayed(
-            kept_ptr, B_ptr, sample * tokens + start + i, True, words, p, P, ROWS, WORDS
+            kept_ptr, B_ptr, sample * tokens + start + i, True, words, p, P, WORDS
         )
         h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
         store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))

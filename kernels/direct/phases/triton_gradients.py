@@ -63,11 +63,11 @@ def load_pair(
 def load_replayed_pair(
     kept_ptr, B_ptr,
     first, t, words, state,
-    HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
+    HALF: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Delta, written and B of a token; zeros, which leave h as it is, for t < 0."""
     token = first + tl.maximum(t, 0)
-    delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
+    delta, written = load_pair(kept_ptr + token * (2 * HALF), words, t >= 0, HALF)
     return delta, written, load_values(B_ptr + token * INTS, state, V)
 
 
@@ -75,13 +75,13 @@ def load_replayed_pair(
 def load_gradient_token(
     kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr,
     first, t, words, state,
-    HALF: tl.constexpr, ROWS: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr,
+    HALF: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
     """Delta, written, w, the cotangent of `written`, beta^e, B and C of a token; without vectors
     for t < 0."""
     token = first + tl.maximum(t, 0)
-    delta, written = load_pair(kept_ptr + token * (ROWS * HALF), words, t >= 0, HALF)
+    delta, written = load_pair(kept_ptr + token * (2 * HALF), words, t >= 0, HALF)
     w, grad_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
     beta = tl.load(scalars_ptr + token * SCALARS + 1)
     B = load_values(B_ptr + token * INTS, state, V)
@@ -105,7 +105,7 @@ def replay_pair(
 
 @triton.jit(do_not_specialize=["one", "t_end", "per_head", "per_program"])
 def gradient_kernel(
-    kept_ptr,  # (b, t, ROWS, P / 2), int64
+    kept_ptr,  # (b, t, 2, P / 2), int64
     adjoint_ptr,  # (b, t, 2, P / 2), int64
     scalars_ptr,  # (b, t, SCALARS): B C, beta^e and others
     B_ptr,  # (b, t, N / V 2), int32
@@ -130,7 +130,6 @@ def gradient_kernel(
     V: tl.constexpr,
     KEEP: tl.constexpr,
     SUB: tl.constexpr,  # tokens whose h are in registers
-    ROWS: tl.constexpr,
     SCALARS: tl.constexpr,
     FULL: tl.constexpr,
     ERASE: tl.constexpr,
@@ -172,19 +171,17 @@ def gradient_kernel(
             edge = slot + hidden[None, :, None] * P + (channel + u)
             h, H = h + (load_words(states_ptr, edge),), H + (load_words(edges_ptr, edge),)
         # loads of a token are issued while another one is computed
-        row = load_replayed_pair(kept_ptr, B_ptr, first, start, words, state, HALF, ROWS, INTS, V)
+        row = load_replayed_pair(kept_ptr, B_ptr, first, start, words, state, HALF, INTS, V)
         for group in range(0, KEEP // SUB):
             store_places(scratch + group * (S * P), h, places, S * P, 2)
             for i in tl.static_range(SUB):
                 t = tl.minimum(start + group * SUB + i + 1, t_end - 1)
-                after = load_replayed_pair(
-                    kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V
-                )
+                after = load_replayed_pair(kept_ptr, B_ptr, first, t, words, state, HALF, INTS, V)
                 h = replay_pair(h, A, row, FULL, FAST)
                 row = after
         token = load_gradient_token(
             kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, start + KEEP - 1, words, state,
-            HALF, ROWS, INTS, SCALARS, V,
+            HALF, INTS, SCALARS, V,
         )  # fmt: skip
         for turn in range(0, KEEP // SUB):
             group = KEEP // SUB - 1 - turn
@@ -192,16 +189,14 @@ def gradient_kernel(
             history = (h,)
             for i in tl.static_range(SUB - 1):
                 t = start + group * SUB + i
-                row = load_replayed_pair(
-                    kept_ptr, B_ptr, first, t, words, state, HALF, ROWS, INTS, V
-                )
+                row = load_replayed_pair(kept_ptr, B_ptr, first, t, words, state, HALF, INTS, V)
                 h = replay_pair(h, A, row, FULL, FAST)
                 history = history + (h,)
             for i in tl.static_range(SUB):
                 t = start + group * SUB + SUB - 1 - i
                 earlier = load_gradient_token(
                     kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, t - 1, words, state,
-                    HALF, ROWS, INTS, SCALARS, V,
+                    HALF, INTS, SCALARS, V,
                 )  # fmt: skip
                 delta, written, w, grad_written, beta, B, C = token
                 B, C = B[None, :, None], C[None, :, None]

@@ -110,7 +110,7 @@ def finish_phases_kernel(
     grad_delta_ptr,  # (b, t, d), of raw Delta
     grad_B_ptr,  # (b, t, N)
     grad_C_ptr,  # (b, t, N)
-    kept_ptr,  # (b, t, ROWS, P), whose last row is r = a B
+    factors_ptr,  # (b, t, FACTORS, P), whose last row is r = a B
     adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
     grad_raw_ptr,  # (b, t, WIDE), written but for reflections, zeros from r on, fewer than 64
     statistics_ptr,  # (2, b, t), written without reflections: defect and scale of the adjoint
@@ -122,7 +122,7 @@ def finish_phases_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
-    ROWS: tl.constexpr,
+    FACTORS: tl.constexpr,
     K: tl.constexpr,
     ROW: tl.constexpr,  # from token to token in `grad_delta_ptr`
     WIDE: tl.constexpr,
@@ -146,8 +146,8 @@ def finish_phases_kernel(
     tl.store(to + d + n + state, grad.to(dtype), mask=states)
     SIZE: tl.constexpr = ERASE_AT + (1 if ERASE_MAX > 0 else 0)
     if ERASE_MAX > 0:
-        at = kept_ptr + token[:, None] * (ROWS * P) + (ROWS - 1) * P + p
-        erased = tl.load(at, mask=channels, other=0.0)
+        at = factors_ptr + token[:, None] * (FACTORS * P) + (FACTORS - 1) * P + p
+        erased = tl.load(at, mask=channels, other=0.0).to(tl.float32)
         at = adjoint_ptr + token[:, None] * (2 * P) + P + p
         grad_erased = tl.load(at, mask=channels, other=0.0)
         share = sigmoid(tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32))

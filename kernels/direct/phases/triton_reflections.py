@@ -73,13 +73,13 @@ def prepare_reflections_kernel(
 
 @triton.jit
 def _fixed_point(
-    x_row, y_row, kept_row, p,
+    x_row, y_row, fed, p,
     d: tl.constexpr, P: tl.constexpr, FEEDS: tl.constexpr, OF_X: tl.constexpr,
 ):  # fmt: skip
     """x^ with its feedback, and y - x^, of a token."""
     x = row_of(x_row, p, d, P)
     if OF_X:
-        x += tl.load(kept_row + (3 + FEEDS) * P + p)
+        x += tl.load(fed + (FEEDS - 1) * P + p)
     return x, row_of(y_row, p, d, P) - x
 
 
@@ -90,7 +90,8 @@ def solved_statistics_kernel(
     raw_ptr,  # (b, t, r)
     scalars_ptr,  # (b, t, SCALARS)
     solved_ptr,  # (b, t, K + 1 + PAIRS)
-    kept_ptr,  # (b, t, ROWS, P)
+    kept_ptr,  # (b, t, 2, P)
+    factors_ptr,  # (b, t, FACTORS, P)
     statistics_ptr,  # (4, b, t), written: defect, scale, magnitude, pivot
     count,  # b t
     t_end,
@@ -102,7 +103,7 @@ def solved_statistics_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    FACTORS: tl.constexpr,
     FEEDS: tl.constexpr,
     OF_X: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
@@ -112,9 +113,9 @@ def solved_statistics_kernel(
     sample, time = token // t_end, token % t_end
     scalars = scalars_ptr + token * (2 + 2 * (K + PAIRS))
     solved = solved_ptr + token * (K + 1 + PAIRS)
-    kept = kept_ptr + token * (ROWS * P)
+    kept, fed = kept_ptr + token * (2 * P), factors_ptr + token * (FACTORS * P) + 2 * P
     x_row = x_ptr + sample * x_stride_b + time * x_stride_t
-    x, v = _fixed_point(x_row, y_ptr + token * d, kept, p, d, P, FEEDS, OF_X)
+    x, v = _fixed_point(x_row, y_ptr + token * d, fed, p, d, P, FEEDS, OF_X)
     raw = raw_ptr + sample * raw_stride_b + time * raw_stride_t + d + 2 * n
     u, T = load_reflections(raw, scalars, p, d, P, K)
     s = input_scale(tl.load(kept + p), INPUT_SCALE)
@@ -137,7 +138,8 @@ def finish_reflections_kernel(
     raw_ptr,  # (b, t, r)
     scalars_ptr,  # (b, t, SCALARS)
     f_ptr,  # (b, t, K)
-    kept_ptr,  # (b, t, ROWS, P)
+    kept_ptr,  # (b, t, 2, P)
+    factors_ptr,  # (b, t, FACTORS, P)
     adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
     grad_raw_ptr,  # (b, t, WIDE), written where u and alpha are
     statistics_ptr,  # (2, b, t), written: defect and scale of the adjoint equation
@@ -151,7 +153,7 @@ def finish_reflections_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    FACTORS: tl.constexpr,
     FEEDS: tl.constexpr,
     OF_X: tl.constexpr,
     WIDE: tl.constexpr,
@@ -162,9 +164,9 @@ def finish_reflections_kernel(
     token, p = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     sample, time = token // t_end, token % t_end
     scalars = scalars_ptr + token * (2 + 2 * (K + PAIRS)) + 2
-    kept = kept_ptr + token * (ROWS * P)
+    kept, fed = kept_ptr + token * (2 * P), factors_ptr + token * (FACTORS * P) + 2 * P
     x_row = x_ptr + sample * x_stride_b + time * x_stride_t
-    _, v = _fixed_point(x_row, y_ptr + token * d, kept, p, d, P, FEEDS, OF_X)
+    _, v = _fixed_point(x_row, y_ptr + token * d, fed, p, d, P, FEEDS, OF_X)
     raw = raw_ptr + sample * raw_stride_b + time * raw_stride_t + d + 2 * n
     u = ()
     for i in tl.static_range(K):

@@ -80,14 +80,16 @@ def load_transposed(
 
 @triton.jit
 def load_kept(
-    row,  # (ROWS, P) of a token
+    row,  # (2, P) of a token
+    factors,  # (FACTORS, P) of it
     p, P: tl.constexpr, FEEDS: tl.constexpr,
 ):  # fmt: skip
     """Delta, g, read, and what was fed, of a token."""
     fed = ()
     for i in tl.static_range(FEEDS):
-        fed = fed + (tl.load(row + (4 + i) * P + p),)
-    return tl.load(row + p), tl.load(row + 2 * P + p), tl.load(row + 3 * P + p), fed
+        fed = fed + (tl.load(factors + (2 + i) * P + p).to(tl.float32),)
+    g, read = tl.load(factors + p).to(tl.float32), tl.load(factors + P + p).to(tl.float32)
+    return tl.load(row + p), g, read, fed
 
 
 @triton.jit
@@ -134,11 +136,11 @@ def with_memory(
 @triton.jit
 def load_replayed(
     kept_ptr, B_ptr,
-    token, real, words, p, P: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    token, real, words, p, P: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Delta, written and B of a token that is replayed; zeros, which leave h as it is, unless it is
     `real`."""
-    row = kept_ptr + token * (ROWS * P)
+    row = kept_ptr + token * (2 * P)
     delta = tl.load(row + p, mask=p < tl.where(real, P, 0), other=0.0)
     written = tl.load(row + P + p, mask=p < tl.where(real, P, 0), other=0.0)
     return delta, written, tl.load(B_ptr + token * WORDS + words)
@@ -178,7 +180,8 @@ def phase_reverse_kernel(
     y0_ptr,  # (b, d), with START
     raw_ptr,  # (b, t, r), of which the reflections are read
     solved_ptr,  # (b, t, K + 1 + PAIRS), from phase S
-    kept_ptr,  # (b, t, ROWS, P)
+    kept_ptr,  # (b, t, 2, P)
+    factors_ptr,  # (b, t, FACTORS, P)
     inverse_ptr,  # (b, t)
     scalars_ptr,  # (b, t, SCALARS)
     B_ptr,  # (b, t, N / V), words
@@ -232,7 +235,7 @@ def phase_reverse_kernel(
     one."""
     ONE: tl.constexpr = SPLITS > 0
     FEEDS: tl.constexpr = 0 if ONE else OF_DELTA + OF_X
-    ROWS: tl.constexpr = 4 + FEEDS + ERASE
+    FACTORS: tl.constexpr = 2 + FEEDS + ERASE
     SLOTS: tl.constexpr = FEEDS * (2 if NORM else 1)
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
@@ -265,12 +268,12 @@ def phase_reverse_kernel(
         h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, one, P, N, P, N, NL, V)
         for i in range(tl.maximum(-start, 0), KEEP):
             delta, written, B_words = load_replayed(
-                kept_ptr, B_ptr, first + start + i, True, words, p, P, ROWS, WORDS
+                kept_ptr, B_ptr, first + start + i, True, words, p, P, WORDS
             )
             h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
             store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
-    row = kept_ptr + token * (ROWS * P)
-    delta, g, read, fed = load_kept(row, p, P, FEEDS)
+    row, factors = kept_ptr + token * (2 * P), factors_ptr + token * (FACTORS * P)
+    delta, g, read, fed = load_kept(row, factors, p, P, FEEDS)
     scalars = scalars_ptr + token * SCALARS
     B_C, beta = tl.load(scalars), tl.load(scalars + 1)
     u, T = load_reflections(raw_at + (t_end - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K)
@@ -291,7 +294,7 @@ def phase_reverse_kernel(
         h = load_states(states_ptr + slot * SIZE, one, P, N, P, N, NL, V)
         replayed = first + tl.maximum(start - KEEP, 0)
         delta_replay, written, B_replay = load_replayed(
-            kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, ROWS, WORDS
+            kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, WORDS
         )
         h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
         store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
@@ -299,7 +302,7 @@ def phase_reverse_kernel(
         replayed = start - KEEP + 1
         at = first + tl.maximum(replayed, 0)
         delta_replay, written, B_replay = load_replayed(
-            kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
+            kept_ptr, B_ptr, at, replayed >= 0, words, p, P, WORDS
         )
     w_next, y, y_start = load_past(
         grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, channels, d, FEEDS, NORM, START
@@ -316,8 +319,8 @@ def phase_reverse_kernel(
         token = first + t_end - 1 - step
         earlier = tl.maximum(token - 1, first)
         next_step = step + 1
-        row = kept_ptr + earlier * (ROWS * P)
-        delta_next, g_next, read_next, fed_next = load_kept(row, p, P, FEEDS)
+        row, factors = kept_ptr + earlier * (2 * P), factors_ptr + earlier * (FACTORS * P)
+        delta_next, g_next, read_next, fed_next = load_kept(row, factors, p, P, FEEDS)
         scalars = scalars_ptr + earlier * SCALARS
         B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
         u_next, T_next = load_reflections(
@@ -334,7 +337,7 @@ def phase_reverse_kernel(
             replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
             at = first + tl.maximum(replayed, 0)
             delta_later, written_later, B_later = load_replayed(
-                kept_ptr, B_ptr, at, replayed >= 0, words, p, P, ROWS, WORDS
+                kept_ptr, B_ptr, at, replayed >= 0, words, p, P, WORDS
             )
             if next_step % KEEP == 0:
                 replay_slot = tl.maximum(chunks - 2 - next_step // KEEP, 0)

@@ -121,7 +121,8 @@ def phase_sweep_kernel(
     h0_ptr,  # (b, n, d), with START
     h_ptr,  # (b, n, d), written
     y_ptr,  # (b, t, d)
-    kept_ptr,  # (b, t, ROWS, P), written with KEEP
+    kept_ptr,  # (b, t, 2, P), written with KEEP_ROWS: Delta and `written`
+    factors_ptr,  # (b, t, FACTORS, P), likewise: g, read, what was fed, and r
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
     states_ptr,  # (b, ceil(t / KEEP), N, P), likewise: h before each chunk
     solved_ptr,  # (b, t, K + 1 + PAIRS), written: e, the smallest pivot, and S
@@ -160,7 +161,7 @@ def phase_sweep_kernel(
 ):
     """Tokens of a sample of a head, from `start` on."""
     FEEDS: tl.constexpr = 0 if SPLITS else OF_DELTA + OF_X
-    ROWS: tl.constexpr = 4 + FEEDS + ERASE
+    FACTORS: tl.constexpr = 2 + FEEDS + ERASE
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     PAIRS: tl.constexpr = K * (K + 1) // 2
@@ -277,16 +278,17 @@ def phase_sweep_kernel(
             if ERASE:
                 g -= LN2 * beta * over_states(slope_B)
             g = slope_raw * g
-            row = kept_ptr + token * (ROWS * P)
+            row = kept_ptr + token * (2 * P)
             put(row, delta, channels, inside, True, P, NL)
             put(row + P, written, channels, inside, True, P, NL)
-            put(row + 2 * P, g, channels, inside, True, P, NL)
+            row = factors_ptr + token * (FACTORS * P)
+            put(row, g, channels, inside, True, P, NL)
             read = B_C * g + slope_raw * LN2 * over_states(slope_C)
-            put(row + 3 * P, read, channels, inside, True, P, NL)
+            put(row + P, read, channels, inside, True, P, NL)
             for i in tl.static_range(FEEDS):
-                put(row + (4 + i) * P, fed[i], channels, inside, True, P, NL)
+                put(row + (2 + i) * P, fed[i], channels, inside, True, P, NL)
             if ERASE:
-                put(row + (4 + FEEDS) * P, erased, channels, inside, True, P, NL)
+                put(row + (2 + FEEDS) * P, erased, channels, inside, True, P, NL)
             if FEEDS > 0:
                 # all channels have the same
                 put(inverse_ptr + token, inverse, channels * (1 - one), inside, True, P, NL)
