@@ -13,54 +13,39 @@ from torch import Tensor
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.operation import operation
 
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor beta, Tensor? log_decay, Tensor memory"
 
-@operation("delta_rule")
+
+@operation("delta_rule", f"({_INPUTS}) -> (Tensor, Tensor, Tensor)")
 def delta_rule_operation(
-    query: Tensor,  # (b, t, h, p)
-    key: Tensor,  # (b, t, k, h, p)
-    value: Tensor,  # (b, t, k, h, v)
-    beta: Tensor,  # (b, t, k, h)
-    log_decay: Tensor | None,  # (b, t, h)
-    memory: Tensor,  # (b, h, p, v)
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, t, k, h, v)
     """The outputs and the last memory of `delta_rule`, computed in float32 from tensors in float32,
     bfloat16 or float16, and the errors value - S^T key, which have no gradient."""
     from bedouin.baselines.triton_delta_rule import launch_forward
 
-    return launch_forward(query, key, value, beta, log_decay, memory)
+    return launch_forward(inputs)
 
 
 @delta_rule_operation.register_fake
-def _fake(
-    query: Tensor,  # (b, t, h, p)
-    key: Tensor,  # (b, t, k, h, p)
-    value: Tensor,  # (b, t, k, h, v)
-    beta: Tensor,  # (b, t, k, h)
-    log_decay: Tensor | None,  # (b, t, h)
-    memory: Tensor,  # (b, h, p, v)
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, _, value, _, _, memory = inputs
     o = memory.new_empty(*query.shape[:3], value.shape[-1])
     error = value.new_empty(value.shape, dtype=torch.float32)
     return o, memory.new_empty(memory.shape), error
 
 
-@operation("delta_rule_backward")
-def _backward_operation(
-    grad_o: Tensor,  # (b, t, h, v)
-    grad_last: Tensor,  # (b, h, p, v)
-    error: Tensor,  # (b, t, k, h, v)
-    query: Tensor,  # (b, t, h, p)
-    key: Tensor,  # (b, t, k, h, p)
-    value: Tensor,  # (b, t, k, h, v)
-    beta: Tensor,  # (b, t, k, h)
-    log_decay: Tensor | None,  # (b, t, h)
-    memory: Tensor,  # (b, h, p, v)
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operation(
+    "delta_rule_backward",
+    f"(Tensor grad_o, Tensor grad_last, Tensor error, {_INPUTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_operation(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, beta, log_decay (empty for None) and memory."""
     from bedouin.baselines.triton_delta_rule import launch_backward
 
-    inputs = query, key, value, beta, log_decay, memory
-    return launch_backward(grad_o, grad_last, error, *inputs)
+    grad_o, grad_last, error, *inputs = given
+    return launch_backward(grad_o, grad_last, error, tuple(inputs))
 
 
 @_backward_operation.register_fake

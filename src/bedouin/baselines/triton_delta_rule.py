@@ -173,23 +173,22 @@ class Launch(NamedTuple):
         return Launch((b * h, triton.cdiv(v, block)), (gated, k, p, v, P, block))
 
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+"""query, key, value, beta and log_decay as in `DeltaInputs`, and the memory (b, h, p, v)."""
+
+
 def launch_forward(
-    query: Tensor,  # (b, t, h, p)
-    key: Tensor,  # (b, t, k, h, p)
-    value: Tensor,  # (b, t, k, h, v)
-    beta: Tensor,  # (b, t, k, h)
-    log_decay: Tensor | None,  # (b, t, h)
-    memory: Tensor,  # (b, h, p, v)
+    inputs: Inputs,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, t, k, h, v)
-    """S^T query / sqrt(p) of every token and the memory after the last one, in the dtype of
-    `memory`, and the errors in float32."""
-    decay = memory if log_decay is None else log_decay  # unread without a decay
-    inputs = [v.contiguous() for v in (query, key, value, beta, decay, memory)]
-    (b, t, _, h, _), v = key.shape, memory.shape[-1]
-    grid, constants = Launch.of(key, v, gated=log_decay is not None)
-    o, last = memory.new_empty(b, t, h, v), torch.empty_like(inputs[-1])
-    error = torch.empty_like(inputs[2], dtype=torch.float32)
-    forward_kernel[grid](*inputs, o, error, last, t, h, *constants, **LAUNCH, num_warps=1)
+    """S^T query / sqrt(p) of every token and the memory after the last one, in the dtype of the
+    memory, and the errors in float32."""
+    query, key, value, _, _, memory = inputs
+    (b, t, h, _), v = query.shape, memory.shape[-1]
+    grid, constants = Launch.of(key, v, gated=inputs[4] is not None)
+    read = _read(inputs)
+    o, last = memory.new_empty(b, t, h, v), torch.empty_like(read[-1])
+    error = value.new_empty(value.shape, dtype=torch.float32)
+    forward_kernel[grid](*read, o, error, last, t, h, *constants, **LAUNCH, num_warps=1)
     return o, last, error
 
 
@@ -197,26 +196,20 @@ def launch_backward(
     grad_o: Tensor,  # (b, t, h, v)
     grad_last: Tensor,  # (b, h, p, v)
     error: Tensor,  # (b, t, k, h, v), of `launch_forward`
-    query: Tensor,  # (b, t, h, p)
-    key: Tensor,  # (b, t, k, h, p)
-    value: Tensor,  # (b, t, k, h, v)
-    beta: Tensor,  # (b, t, k, h)
-    log_decay: Tensor | None,  # (b, t, h)
-    memory: Tensor,  # (b, h, p, v)
+    inputs: Inputs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the inputs of `launch_forward`, in their dtypes. That of log_decay is empty
-    where there is no decay, in the dtype of `memory`."""
-    gated = log_decay is not None
-    decay = memory if log_decay is None else log_decay
-    inputs = [v.contiguous() for v in (query, key, value, beta, decay, memory)]
-    t, h = query.shape[1:3]
+    """The gradients of the inputs, in their dtypes. That of log_decay is empty where there is no
+    decay, in the dtype of the memory."""
+    query, key, value, beta, log_decay, memory = inputs
+    gated, (t, h) = log_decay is not None, query.shape[1:3]
     grid, constants = Launch.of(key, memory.shape[-1], gated=gated)
-    n = grid[1]
+    n, read = grid[1], _read(inputs)
+    decay = read[4]
     grad_q, grad_k, grad_beta = (error.new_empty(n, *v.shape) for v in (query, key, beta))
     grad_decay = error.new_empty((n, *decay.shape) if gated else (n, 0))
-    grad_v, grad_memory = torch.empty_like(error), torch.empty_like(inputs[-1])
+    grad_v, grad_memory = torch.empty_like(error), torch.empty_like(read[-1])
     backward_kernel[grid](
-        *(*inputs, error, grad_o.contiguous(), grad_last.contiguous()),
+        *(*read, error, grad_o.contiguous(), grad_last.contiguous()),
         *(grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory),
         *(t, h, *constants),
         **LAUNCH,
@@ -227,3 +220,8 @@ def launch_backward(
         for grad, v in ((grad_q, query), (grad_k, key), (grad_beta, beta), (grad_decay, decay))
     )
     return grad_q, grad_k, grad_v.to(value.dtype), grad_beta, grad_decay, grad_memory
+
+
+def _read(inputs: Inputs) -> list[Tensor]:
+    """The inputs as the kernels read them; without a decay the memory is in its place, unread."""
+    return [(inputs[-1] if v is None else v).contiguous() for v in inputs]
