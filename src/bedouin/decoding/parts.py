@@ -86,8 +86,8 @@ class FixedPointPart:
         self._copy(fold_state(check_state(state, self._b, self._size, self.state.y), self._heads))
 
     def _copy(self, state: BedouinState) -> None:
-        for to, value in zip(self.state, state, strict=True):
-            to.copy_(value)
+        # one launch for all of them
+        torch._foreach_copy_(list(self.state), list(state))
 
     def begin(self, layer: DecodedLayer) -> None:
         """What comes before a token."""
