@@ -132,8 +132,7 @@ def _common_constants(
         fields += size - biased, bias
     return {
         "PARTS": tuple(fields),
-        "SIZES": (parts.p, parts.r, parts.c, parts.q),
-        "WIDTH": width,
+        "SIZES": (parts.p, parts.r, parts.c, parts.q, width),
         "WINDOWED": windowed,
         "num_stages": 1,
     }

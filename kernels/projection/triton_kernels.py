@@ -73,7 +73,7 @@ def _convolve(inputs, weights):
 def _split_part(
     pointers, strides,  # those of `split_kernel`
     t_end, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
-    SIZES: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
+    SIZES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens of the i-th part."""
     from_ptr, bias_ptr, weight_ptr, window_ptr, x_ptr, raw_ptr, gate_ptr = pointers
@@ -81,6 +81,7 @@ def _split_part(
     P: tl.constexpr = SIZES[0]
     R: tl.constexpr = SIZES[1]
     C: tl.constexpr = SIZES[2]
+    WIDTH: tl.constexpr = SIZES[4]
     s: tl.constexpr = PARTS[FIELDS * i]
     BLOCK: tl.constexpr = PARTS[FIELDS * i + 1]
     place: tl.constexpr = PARTS[FIELDS * i + 2]
@@ -135,8 +136,7 @@ def split_kernel(
     from_stride_t,
     bias_stride,  # from head to head
     PARTS: tl.constexpr,  # `FIELDS` of each part
-    SIZES: tl.constexpr,  # p, r, c and q
-    WIDTH: tl.constexpr,  # 0: no convolution
+    SIZES: tl.constexpr,  # p, r, c, q, and w, 0 for no convolution
     WINDOWED: tl.constexpr,
 ):
     COUNT: tl.constexpr = len(PARTS) // FIELDS
@@ -146,16 +146,14 @@ def split_kernel(
     block = tl.program_id(0) // COUNT
     for i in tl.static_range(COUNT):
         if tl.program_id(0) % COUNT == i:
-            _split_part(
-                pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WIDTH, WINDOWED
-            )
+            _split_part(pointers, strides, t_end, block, head, sample, i, PARTS, SIZES, WINDOWED)
 
 
 @triton.jit
 def _split_part_vjp(
     pointers, strides,  # those of `split_backward_kernel`
     t_end, splits, block, head, sample, i: tl.constexpr, PARTS: tl.constexpr,
-    SIZES: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, LENGTH: tl.constexpr,
+    SIZES: tl.constexpr, WINDOWED: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens of the i-th part. Each row of a tile walks over tokens of its own, with the
     last inputs and cotangents in registers:
@@ -168,6 +166,7 @@ def _split_part_vjp(
     from_stride_b, from_stride_t, grad_strides, to_stride_b, to_stride_t = strides
     C: tl.constexpr = SIZES[2]
     Q: tl.constexpr = SIZES[3]
+    WIDTH: tl.constexpr = SIZES[4]
     s: tl.constexpr = PARTS[FIELDS * i]
     BLOCK: tl.constexpr = PARTS[FIELDS * i + 1]
     place: tl.constexpr = PARTS[FIELDS * i + 2]
@@ -280,8 +279,7 @@ def split_backward_kernel(
     to_stride_b,
     to_stride_t,
     PARTS: tl.constexpr,  # `FIELDS` of each part
-    SIZES: tl.constexpr,  # p, r, c and q
-    WIDTH: tl.constexpr,  # 0: no convolution
+    SIZES: tl.constexpr,  # p, r, c, q, and w, 0 for no convolution
     WINDOWED: tl.constexpr,
     LENGTH: tl.constexpr,  # fewest tokens of a row of a convolved part
 ):
@@ -296,6 +294,6 @@ def split_backward_kernel(
     for i in tl.static_range(COUNT):
         if tl.program_id(0) % COUNT == i:
             _split_part_vjp(
-                pointers, strides, t_end, splits, block, head, sample, i, PARTS, SIZES, WIDTH,
+                pointers, strides, t_end, splits, block, head, sample, i, PARTS, SIZES,
                 WINDOWED, LENGTH,
             )  # fmt: skip

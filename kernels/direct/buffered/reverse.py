@@ -11,9 +11,8 @@ cotangent of h, and with v = -beta^e B H, which is that of B a, follow those of 
 
     H (s * x~ - beta^e B a) + a v;    H <- H + B v^T
 
-Everything that does not depend on cotangents is computed for a chunk of tokens at once; so are the
-cotangents of B, C, u, alpha and beta^e, if these have no feedback. As in forward.py beside this
-module, h and H are stored as (b, n, d).
+What does not depend on cotangents is computed for a chunk of tokens at once; so are the cotangents
+of B, C, u, alpha and beta^e, if these have no feedback. h and H are stored as (b, n, d).
 
 Letters: b batch, t time, i rows of a chunk (token by token), d channels, n state per channel,
 k reflections, k' values of the maps (maps.py), r raw values, H heads (kernels/heads.py).
@@ -42,8 +41,7 @@ from bedouin.kernels.heads import count_heads, sum_samples
 
 
 class _Known(NamedTuple):
-    """What no cotangent enters, for the rows of a chunk, and memory for what the adjoint of its
-    tokens computes."""
+    """What no cotangent enters, for the rows of a chunk, and memory for what its tokens compute."""
 
     delta: Tensor  # (i, 1, d), of `Rows`, as all up to U_columns
     B: Tensor  # (i, 1, n)
