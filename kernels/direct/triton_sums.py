@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.reflections import load_tuple, sums
-from bedouin.kernels.direct.heads.device import column_sums, lanes_of, sum_states
+from bedouin.kernels.direct.heads.device import column_sums, lanes_of, stack_states, sum_states
 
 LANES = tl.constexpr(32)
 
@@ -59,7 +59,8 @@ def sums_of_rows(lanes, ROWS: tl.constexpr):
     LEVELS: tl.constexpr = (N > 1) + (N > 2) + (N > 4) + (N > 8) + (N > 16)
     for _ in tl.static_range(2**LEVELS - N):
         lanes = lanes + (tl.zeros_like(lanes[0]),)
-    return column_sums(lanes, 2**LEVELS, ROWS, LANES)
+    V: tl.constexpr = 2**LEVELS
+    return column_sums(stack_states(lanes, ROWS, LANES, V), V, ROWS, LANES)
 
 
 @triton.jit

@@ -14,6 +14,11 @@ Letters: d channels of a head, n state per channel, k reflections, s samples of 
 import triton
 import triton.language as tl
 
+STATE_AXIS = tl.constexpr(1 if triton.__version__.startswith("3.6.") else 0)
+"""Where the states are in pointers to memory: (N, s, d) or (s, N, d). Warps shall have different
+samples, but Triton 3.6 gives them different indices of the first axis, and later ones of the last,
+of those without contiguous values."""
+
 
 @triton.jit
 def samples_of(per_head, S: tl.constexpr, PARTS: tl.constexpr):
@@ -166,58 +171,50 @@ def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constex
 
 
 @triton.jit
+def _states_at(rows_at, inside, count, d: tl.constexpr, N: tl.constexpr):
+    """Pointers and masks of N states as STATE_AXIS says, from those of state 0."""
+    D: tl.constexpr = rows_at.shape[1]
+    number = tl.expand_dims(tl.arange(0, N)[:, None], 1 - STATE_AXIS)
+    at = tl.expand_dims(rows_at, STATE_AXIS) + number * d
+    # a thread shall have as many channels as of a row, 1 or D // 32: less is said of addresses than
+    # the compiler can prove, which would give it as many as one instruction loads
+    if D > 32:
+        at = tl.max_contiguous(at, [1, 1, D // 32])
+    else:
+        at = tl.multiple_of(at, [1, 1, 4])
+    mask = tl.expand_dims(inside, STATE_AXIS)
+    if count is not None:
+        mask &= number < count
+    return at, mask
+
+
+@triton.jit
 def load_head_states(
     rows_at,  # pointers (s, d) to state 0
-    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr, UNROLLED: tl.constexpr = True,
+    inside,
+    count,  # states that there are, None: N or more
+    d: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """n states, d elements apart, as (s, d, N), zeros past the last one.
+    """States d elements apart as (s, d, N), zeros past the last one.
 
-    Once a kernel not UNROLLED: the compiler takes long for every load of a tensor.
+    In one load, because the compiler takes long for every load of a tensor.
     """
-    zero = tl.zeros([S, BLOCK_D], tl.float32)
-    if UNROLLED:
-        rows = ()
-        for i in tl.static_range(N):
-            if i < n:
-                rows = rows + (tl.load(rows_at + i * d, mask=inside, other=0.0),)
-            else:
-                rows = rows + (zero,)
-        states = stack_states(rows, S, BLOCK_D, N)
-    else:
-        number = tl.arange(0, N)[None, None, :]
-        states = spread(zero, S, BLOCK_D, N)
-        for i in tl.range(0, n):
-            row = tl.load(rows_at + i * d, mask=inside, other=0.0)
-            states = tl.where(number == i, spread(row, S, BLOCK_D, N), states)
-    return states
+    at, mask = _states_at(rows_at, inside, count, d, N)
+    return tl.permute(tl.load(at, mask=mask, other=0.0), (1 - STATE_AXIS, 2, STATE_AXIS))
 
 
 @triton.jit
 def store_head_states(
     rows_at,  # pointers (s, d) to state 0
     states,  # (s, d, N)
-    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr,
+    inside,
+    count,  # states that there are, None: N or more
+    d: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_head_states`."""
-    for i in tl.range(0, n):
-        tl.store(rows_at + i * d, state_of(states, i, S, BLOCK_D, N), mask=inside)
-
-
-@triton.jit
-def _state_of(states, i, N: tl.constexpr):
-    if N == 1:
-        return states
-    else:
-        even, odd = tl.split(states)
-        return _state_of(tl.where(i % 2 == 1, odd, even), i // 2, N // 2)
-
-
-@triton.jit
-def state_of(states, i, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """State i of (s, d, N), (s, d)."""
-    return _state_of(split_axis(states, S, BLOCK_D, N), i, N)
+    at, mask = _states_at(rows_at, inside, count, d, N)
+    states = tl.permute(states, (0, 2, 1) if STATE_AXIS == 1 else (2, 0, 1))
+    tl.store(at, states, mask=mask)
 
 
 @triton.jit
@@ -330,18 +327,18 @@ def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
     Threads exchange half of their rows, then half of the rest, and so on: V - 1 exchanges, where a
     sum that every thread needs takes log2(L) for each row.
     """
-    columns = tl.arange(0, L)
-    if V > 1:
-        HALF: tl.constexpr = V // 2
-        upper = ((columns & HALF) != 0)[None, :]
-        rows = ()
-        for i in tl.static_range(HALF):
-            given = tl.where(upper, values[i], values[i + HALF])
-            kept = tl.where(upper, values[i + HALF], values[i])
-            rows = rows + (kept + exchange(given, columns, HALF, S, L),)
-        return transposed_sums(rows, HALF, S, L)
+    if V == 1:
+        return tl.reshape(values, [S, L])
     else:
-        return values[0]
+        HALF: tl.constexpr = V // 2
+        columns = tl.arange(0, L)
+        upper = ((columns & HALF) != 0)[None, :, None]
+        pairs = tl.permute(tl.reshape(values, [S, L, 2, HALF]), (0, 1, 3, 2))
+        low, high = tl.split(pairs)
+        given = tl.where(upper, low, high)
+        other = tl.broadcast_to((columns ^ HALF)[None, :, None], [S, L, HALF])
+        total = tl.where(upper, high, low) + tl.gather(given, other, 1)
+        return transposed_sums(total, HALF, S, L)
 
 
 @triton.jit
@@ -352,6 +349,17 @@ def column_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
         if V * 2**i < L:
             total += exchange(total, tl.arange(0, L), V * 2**i, S, L)
     return total
+
+
+@triton.jit
+def _lanes_of_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr):
+    """`lanes_of` of every state of (s, d, V)."""
+    if BLOCK_D <= 32:
+        return states
+    else:
+        pairs = tl.permute(tl.reshape(states, [S, BLOCK_D // 2, 2, V]), (0, 1, 3, 2))
+        even, odd = tl.split(pairs)
+        return _lanes_of_states(even + odd, S, BLOCK_D // 2, V)
 
 
 @triton.jit
@@ -371,11 +379,7 @@ def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr
         high = sum_channels(high, S, BLOCK_D, V // 2)
         return concatenated(low, high, S, V // 2)
     else:
-        rows = unstack_states(states, S, BLOCK_D, V)
-        lanes = ()
-        for i in tl.static_range(V):
-            lanes = lanes + (lanes_of(rows[i], S, BLOCK_D),)
-        return column_sums(lanes, V, S, L)
+        return column_sums(_lanes_of_states(states, S, BLOCK_D, V), V, S, L)
 
 
 @triton.jit

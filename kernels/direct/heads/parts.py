@@ -15,7 +15,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.device.reflections import sums
-from bedouin.kernels.direct.heads.device import column_sums, lanes_of, unstack_states
+from bedouin.kernels.direct.heads.device import column_sums, lanes_of, stack_states, unstack_states
 
 FEW_SUMS = tl.constexpr(8)
 """As many sums over the lanes of a warp, as many exchanges each as lanes have bits; more are summed
@@ -91,7 +91,7 @@ def over_channels_of_parts(
         lanes = ()
         for i in tl.static_range(V):
             lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, D),)
-        total = column_sums(lanes, V, ROWS, L)
+        total = column_sums(stack_states(lanes, ROWS, L, V), V, ROWS, L)
         columns = tl.arange(0, L)[None, :]
         for i in tl.static_range(M):
             total = tl.where(columns == N + i, maxima[i], total)

@@ -25,25 +25,23 @@ from bedouin.kernels.direct.heads.device import (
 @triton.jit
 def load_head_block(
     rows_at,  # pointers (s, d) to state 0
-    block: tl.constexpr, inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr,
-    BLOCK_D: tl.constexpr, N: tl.constexpr, UNROLLED: tl.constexpr = True,
+    block: tl.constexpr, inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """States N block to N block + N - 1, as far as there are n, by `load_head_states`."""
-    COUNT: tl.constexpr = min(N, n - block * N)
-    return load_head_states(rows_at + block * N * d, inside, d, COUNT, S, BLOCK_D, N, UNROLLED)
+    COUNT: tl.constexpr = n - block * N
+    count = None if COUNT >= N else COUNT
+    return load_head_states(rows_at + block * N * d, inside, count, d, N)
 
 
 @triton.jit
 def load_head_blocks(
     rows_at,  # pointers (s, d) to state 0
-    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr, UNROLLED: tl.constexpr = True,
+    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """n states, d elements apart, in blocks of N, (s, d, N) each."""
     blocks = ()
     for i in tl.static_range((n + N - 1) // N):
-        block = load_head_block(rows_at, i, inside, d, n, S, BLOCK_D, N, UNROLLED)
-        blocks = blocks + (block,)
+        blocks = blocks + (load_head_block(rows_at, i, inside, d, n, N),)
     return blocks
 
 
@@ -51,13 +49,12 @@ def load_head_blocks(
 def store_head_blocks(
     rows_at,  # pointers (s, d) to state 0
     blocks,  # (s, d, N) each
-    inside, d: tl.constexpr, n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    N: tl.constexpr,
+    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_head_blocks`."""
     for i in tl.static_range((n + N - 1) // N):
-        at = rows_at + i * N * d
-        store_head_states(at, blocks[i], inside, d, min(N, n - i * N), S, BLOCK_D, N)
+        count = None if n - i * N >= N else n - i * N
+        store_head_states(rows_at + i * N * d, blocks[i], inside, count, d, N)
 
 
 @triton.jit

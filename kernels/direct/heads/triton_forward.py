@@ -209,9 +209,9 @@ def head_sweep_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = load_head_blocks(A_at, in_row, d, n, ROWS, D, N, False)
+        A = load_head_blocks(A_at, in_row, d, n, N)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
-    h = load_head_blocks(h_at, in_row, d, n, ROWS, D, N, False)
+    h = load_head_blocks(h_at, in_row, d, n, N)
     row_of = rows_of_statistics(per_head, t_end, S)
     is_first_part = first_parts(here, ROWS, PARTS)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
@@ -259,7 +259,7 @@ def head_sweep_kernel(
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
-            store_head_blocks(kept_at, h, inside, d, n, ROWS, D, N)
+            store_head_blocks(kept_at, h, inside, d, n, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         values = small_next[0].to(tl.float32)
@@ -299,7 +299,7 @@ def head_sweep_kernel(
         gains = ()
         for i in tl.static_range(BLOCKS):
             B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
-            A_block = A[i] if HOLD_A else load_head_block(A_at, i, in_row, d, n, ROWS, D, N)
+            A_block = A[i] if HOLD_A else load_head_block(A_at, i, in_row, d, n, N)
             decay, scale_of = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             decayed = decayed + (decay * h[i],)
             reads = reads + (sum_states(decayed[i] * C, ROWS, D, N),)
@@ -378,4 +378,4 @@ def head_sweep_kernel(
     store_statistics(
         statistics_ptr + token, maxima + (pivot[:, None],), row_of, is_first_part, ROWS
     )
-    store_head_blocks(h_at, h, inside, d, n, ROWS, D, N)
+    store_head_blocks(h_at, h, inside, d, n, N)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.activations import fast_activate
 from bedouin.kernels.device.discretize import fast_scale
-from bedouin.kernels.direct.heads.device import spread, stack_states, unstack_states
+from bedouin.kernels.direct.heads.device import load_head_states, spread, store_head_states
 from bedouin.kernels.direct.heads.parts import columns_of_rows
 from bedouin.kernels.direct.heads.triton_blocks import discretize_head
 
@@ -74,32 +74,17 @@ def fetch_chunk(
 
 
 @triton.jit
-def _load_states(
-    rows_at,  # pointers (s, d) to the first one
-    count,  # states that there are, at most N matter
-    in_row, d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """States d elements apart as (s, d, N), zeros past the last one."""
-    rows = ()
-    for i in tl.static_range(N):
-        # no part of a block is left over if they have the same size
-        mask = in_row if n % N == 0 else in_row & (i < count)
-        rows = rows + (tl.load(rows_at + i * d, mask=mask, other=0.0),)
-    return stack_states(rows, ROWS, D, N)
-
-
-@triton.jit
 def _load_step(
     mixed_row, raw_row, fed_row, B_row,  # pointers (s,)
     count, cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """x~, raw Delta and B of a block of states of a token."""
     mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
     delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
     delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
     at = tl.arange(0, N)[None, :]
-    if n % N == 0:
+    if count is None:
         B = tl.load(B_row[:, None] + at)
     else:
         B = tl.load(B_row[:, None] + at, mask=at < count, other=0.0)
@@ -124,21 +109,21 @@ def replay_tokens(
     """
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     for block in tl.range(0, (n + N - 1) // N):
-        count, state = n - block * N, block * N * d
-        h = _load_states(from_row[:, None] + state + cols, count, in_row, d, n, ROWS, D, N)
-        A = _load_states(A_at + state, count, in_row, d, n, ROWS, D, N)
+        state = block * N * d
+        # no part of a block is left over if they have the same size
+        count = None if n % N == 0 else n - block * N
+        h = load_head_states(from_row[:, None] + state + cols, in_row, count, d, N)
+        A = load_head_states(A_at + state, in_row, count, d, N)
         B_at = B_row + block * N
         # loads of a token are issued while the one before it is computed
-        loaded = _load_step(
-            mixed_row, raw_row, fed_row, B_at, count, cols, in_row, n, ROWS, D, N
-        )  # fmt: skip
+        loaded = _load_step(mixed_row, raw_row, fed_row, B_at, count, cols, in_row, N)
         for i in range(1, tokens):
             mixed, delta, B = loaded
             step = tl.minimum(i, tokens - 2)
             far = step.to(tl.int64)
             loaded = _load_step(
                 mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
-                B_at + step * B_stride, count, cols, in_row, n, ROWS, D, N,
+                B_at + step * B_stride, count, cols, in_row, N,
             )  # fmt: skip
             delta = fast_activate(delta, ACTIVATION, FAST)
             s = delta if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
@@ -148,11 +133,8 @@ def replay_tokens(
             else:
                 written = spread(scales * mixed, ROWS, D, N)
             h = decay * h + written * tl.broadcast_to(B[:, None, :], [ROWS, D, N])
-            rows = unstack_states(h, ROWS, D, N)
             at = to_row[:, None] + ((i - 1) * (n * d) + state) + cols
-            for j in tl.static_range(N):
-                mask = inside if n % N == 0 else inside & (j < count)
-                tl.store(at + j * d, rows[j], mask=mask)
+            store_head_states(at, h, inside, count, d, N)
 
 
 @triton.jit

@@ -156,7 +156,7 @@ def reverse_head_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
-        A = load_head_blocks(A_at, in_row, d, n, ROWS, D, N, False)
+        A = load_head_blocks(A_at, in_row, d, n, N)
     # the cotangents of the raw values of the token after these
     W_at = W_ptr + head * W_stride_h
     W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
@@ -184,8 +184,8 @@ def reverse_head_kernel(
     last_chunk = (start + count - 1) // KEEP
     fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
-    H = load_head_blocks(H_ptr + at, in_row, d, n, ROWS, D, N, False)
-    grad_A = load_head_blocks(grad_A_ptr + at, in_row, d, n, ROWS, D, N, False)
+    H = load_head_blocks(H_ptr + at, in_row, d, n, N)
+    grad_A = load_head_blocks(grad_A_ptr + at, in_row, d, n, N)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -261,7 +261,7 @@ def reverse_head_kernel(
         if in_chunk == 0:
             h_row = kept_memory(h0_row, kept_row, (start + first) // KEEP, d, n)
         h_at = h_row[:, None] + cols
-        h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), ROWS, D, N)
+        h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed = loaded
@@ -282,7 +282,7 @@ def reverse_head_kernel(
         for i in tl.static_range(BLOCKS):
             B, C = load_both(row + AT_B, i, n, ROWS, D, N)
             if HOLD or COUPLED:
-                A_block = A[i] if HOLD else load_head_block(A_at, i, in_row, d, n, ROWS, D, N)
+                A_block = A[i] if HOLD else load_head_block(A_at, i, in_row, d, n, N)
                 decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             if COUPLED:
                 reads = reads + (sum_states(H[i] * scales * B, ROWS, D, N),)
@@ -407,8 +407,8 @@ def reverse_head_kernel(
                 # without it the compiler loads the values of all blocks first, and spills them
                 keep_order(FAST)
                 if i + AHEAD < BLOCKS:
-                    h = h + (load_head_block(h_at, i + AHEAD, in_row, d, n, ROWS, D, N),)
-                A_block = load_head_block(A_at, i, in_row, d, n, ROWS, D, N)
+                    h = h + (load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
+                A_block = load_head_block(A_at, i, in_row, d, n, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
                 decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
                 reach, written = effects(
@@ -454,8 +454,8 @@ def reverse_head_kernel(
             to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
         )  # fmt: skip
     at = sample[:, None] * (n * d) + cols
-    store_head_blocks(H_ptr + at, H, inside, d, n, ROWS, D, N)
-    store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, ROWS, D, N)
+    store_head_blocks(H_ptr + at, H, inside, d, n, N)
+    store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
     if PARTS > 1:
         whole = over_channels_of_parts((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
         at = statistics_ptr + sample * t_end + start
