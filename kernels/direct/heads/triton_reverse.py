@@ -274,7 +274,7 @@ def reverse_head_kernel(
         for i in tl.static_range(K):
             u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        rms, BC = tl.load(row + AT_LAST)[:, None], tl.load(row + AT_LAST + 1)[:, None]
+        rms, BC, _, _ = load_scalars(row + AT_LAST, 4, ROWS, D)
         s = x if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
         held = ()
         reads = ()
@@ -323,9 +323,10 @@ def reverse_head_kernel(
             along_y = rms * rms * rms * dots[K] / d
             g -= along_y * y
             q = ()
+            if K > 0:
+                u_y = load_scalars(row + AT_KNOWN + 4 * K, K, ROWS, D)
             for i in tl.static_range(K):
-                u_y = tl.load(row + AT_KNOWN + 4 * K + i)[:, None]
-                q = q + (dots[i] - along_y * u_y,)
+                q = q + (dots[i] - along_y * u_y[i],)
         else:
             q = dots[0:K]
         loaded = load_kept_token(
@@ -357,17 +358,15 @@ def reverse_head_kernel(
         grad_mixed = from_memory + sigma * w
         if K > 0:
             G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
-            T_v = load_scalars(row + AT_KNOWN, K, ROWS, D)
-            c = load_scalars(row + AT_KNOWN + K, K, ROWS, D)
-            rest = load_scalars(row + AT_KNOWN + 2 * K, K, ROWS, D)
-            squares = load_scalars(row + AT_KNOWN + 3 * K, K, ROWS, D)
+            own = load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
+            T_v, c, rest, squares = own[:K], own[K : 2 * K], own[2 * K : 3 * K], own[3 * K :]
         # before the exchange that they follow
         units = ()
         for i in tl.static_range(BLOCKS):
             states_at, given = state_columns(AT_B, i, n, N, D)
             unit_at = row[:, None] + states_at[None, :]
             units = units + (tl.load(unit_at, mask=given[None, :], other=0.0),)
-        inv_B, inv_C = tl.load(row + AT_LAST + 2), tl.load(row + AT_LAST + 3)
+        _, _, inv_B, inv_C = load_scalars(row + AT_LAST, 4, ROWS, units[0].shape[1])
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
@@ -444,7 +443,7 @@ def reverse_head_kernel(
             rounded = ()
             for i in tl.static_range(BLOCKS):
                 states_at, given = state_columns(d, i, n, N, D)
-                inv = tl.where((states_at < d + n)[None, :], inv_B[:, None], inv_C[:, None])
+                inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
                 to_states = (inv * (states[i] - units[i] * along)).to(kind)
                 in_states = is_first_part[:, None] & given[None, :]
                 tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
