@@ -150,8 +150,14 @@ def test_auto_takes_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_places() -> None:
-    flat = (8, X, 1, 8, 0, 0, 4, 8, 1, 8, GATE, 0)
-    parts = Parts.of(flat, 2)
-    assert (parts.p, parts.r, parts.c) == (8, 12, 24)
-    assert [placed.column for placed in parts.placed] == [0, 16, 32, 40]
-    assert [p.channel for p in parts.placed if p.part.convolved] == [0, 16]
+    parts = (
+        *(Part(8, X, True), Part(1, 12, False, 1), Part(8, 0, False, 6), Part(4, 8, True)),
+        Part(8, GATE, False),
+    )
+    placed = Parts.of(tuple(int(value) for part in parts for value in part), 2)
+    assert (placed.p, placed.r, placed.c, placed.q) == (8, 13, 24, 7)
+    assert [p.part for p in placed.placed] == list(parts)
+    assert [p.column for p in placed.placed] == [0, 16, 18, 34, 42]
+    assert [p.channel for p in placed.placed if p.part.convolved] == [0, 16]
+    # the biases are in the order of the raw values
+    assert [p.bias for p in placed.placed if p.part.biased] == [6, 0]
