@@ -16,8 +16,8 @@ import triton.language as tl
 
 STATE_AXIS = tl.constexpr(1 if triton.__version__.startswith("3.6.") else 0)
 """Where the states are in pointers to memory: (N, s, d) or (s, N, d). Warps shall have different
-samples, but Triton 3.6 gives them different indices of the first axis, and later ones of the last,
-of those without contiguous values."""
+samples. Of the axes whose values are not contiguous, Triton 3.6 spreads the warps over the first
+one, and later versions over the last one."""
 
 
 @triton.jit
