@@ -167,6 +167,18 @@ def upper_transposed_times(T, v, K: tl.constexpr):
 
 
 @triton.jit
+def square_times(M, v, K: tl.constexpr):
+    """M v (k,), the K K entries of M row by row."""
+    out = ()
+    for i in tl.static_range(K):
+        total = M[i * K] * v[0]
+        for j in tl.static_range(1, K):
+            total += M[i * K + j] * v[j]
+        out = out + (total,)
+    return out
+
+
+@triton.jit
 def symmetric_times(S, v, K: tl.constexpr):
     """S v (k,), S packed, symmetric."""
     out = ()

@@ -35,6 +35,7 @@ from bedouin.kernels.device.reflections import (
     reflections_vjp,
     reflections_vjp_scalars,
     rows_times,
+    square_times,
     symmetric_times,
     upper_transposed_times,
 )
@@ -192,14 +193,7 @@ def _reverse_token(
             q = q + (dots[i] - along_y * with_y[i],)
     else:
         q = channel_sums(q, sizes)
-    solver = some_scalars(row, held, 3 * PAIRS, K * K, sizes)
-    T_g = ()
-    for i in tl.static_range(K):
-        total = solver[i * K] * q[0]
-        for j in tl.static_range(K):
-            if j > 0:
-                total += solver[i * K + j] * q[j]
-        T_g = T_g + (total,)
+    T_g = square_times(some_scalars(row, held, 3 * PAIRS, K * K, sizes), q, K)
     T_g_rows = over_channels(T_g, sizes)
     w = g + combine(T_g_rows, u, K)
 

@@ -1,9 +1,8 @@
 """The reverse sweep of heads that fit a multiprocessor: one program a head and a few samples.
 
 It takes tokens back, the last first, from what `prepare_kernel` computed for all of them at once.
-Before a chunk of them, a program computes the memories of its samples in the chunk and stores them
-where they remain in the second-level cache. The equations, and the scalars of a token's local
-system, are those of `../triton_reverse.py` and `triton_prepare.py`.
+A program first computes the memories in a chunk of them and stores them where they remain in the
+second-level cache. Equations and scalars are those of `../triton_reverse.py` and triton_prepare.py.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
@@ -21,7 +20,9 @@ from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     add,
+    reflections_vjp_scalars,
     rows_times,
+    square_times,
     symmetric_times,
     upper_transposed_times,
 )
@@ -276,8 +277,7 @@ def reverse_head_kernel(
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = load_scalars(row + AT_LAST, 4, ROWS, D)
         s = x if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
-        held = ()
-        reads = ()
+        held, reads = (), ()
         gains = ()
         for i in tl.static_range(BLOCKS):
             B, C = load_both(row + AT_B, i, n, ROWS, D, N)
@@ -334,16 +334,9 @@ def reverse_head_kernel(
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K,
         )  # fmt: skip
-        w = g
-        applied = g
+        w, applied = g, g
         if K > 0:
-            N_rows = load_scalars(row + AT_N, K * K, ROWS, D)
-            T_g = ()
-            for i in tl.static_range(K):
-                total = N_rows[i * K] * q[0]
-                for j in tl.static_range(1, K):
-                    total += N_rows[i * K + j] * q[j]
-                T_g = T_g + (total,)
+            T_g = square_times(load_scalars(row + AT_N, K * K, ROWS, D), q, K)
             w += combine_of_samples(T_g, u, K)
             # x~ = x + U^T T U v, one reflection after the other
             U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
@@ -359,7 +352,8 @@ def reverse_head_kernel(
         if K > 0:
             G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
             own = load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
-            T_v, c, rest, squares = own[:K], own[K : 2 * K], own[2 * K : 3 * K], own[3 * K :]
+            T_v = own[:K]
+            along_u, grad_alpha = reflections_vjp_scalars(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
         units = ()
         for i in tl.static_range(BLOCKS):
@@ -376,16 +370,11 @@ def reverse_head_kernel(
         for i in tl.static_range(K):
             if i > 0:
                 v += T_v[i] * u[i]
-            along = U_g[i]
-            for j in tl.static_range(K):
-                if j < i:
-                    along -= T_g[j] * G[i * (i + 1) // 2 + j]
-            along = squares[i] * T_v[i] * along + T_g[i] * rest[i]
             # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-            grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along * u[i]).to(kind)
+            grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along_u[i] * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols, grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            one = in_lanes(T_g[i] * c[i], ROWS, D)
+            one = in_lanes(grad_alpha[i], ROWS, D)
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
