@@ -57,15 +57,15 @@ def _does_the_work(frame: FrameType) -> bool:
     name = frame.f_code.co_name
     if name in LOOPS:
         return _module(frame).startswith("bedouin.")
-    # kernel[grid](...): a frame of Triton that the launching function calls; its name comes first,
-    # because Triton's interpreter calls very many functions
+    # kernel[grid](...): a frame of Triton that the launching function calls, other than those of an
+    # index within a kernel; its name comes first, because Triton's interpreter calls very many
+    # functions
     caller = frame.f_back
     return (
         name == "__getitem__"
         and caller is not None
-        and (
-            _module(frame).startswith("triton.") and _module(caller).startswith("bedouin.kernels.")
-        )
+        and _module(frame) == "triton.runtime.jit"
+        and _module(caller).startswith("bedouin.kernels.")
     )
 
 
