@@ -89,8 +89,8 @@ class Bedouin(FixedPointLayer):
             share of what the memory holds under the token's key B that it gives up before the token
             is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase.
             0: none, and no raw value. Kernels for erase and for feedback of x are those of the
-            exact sweep of heads with at most 64 channels (without feedback 256, at most 4,096
-            states of all of them) and 64 states, k <= 4, another input scale than "one_minus_decay"
+            exact sweep of heads with at most 64 channels (without feedback 256, and a memory of at
+            most 4,096 values) and 64 states, k <= 4, another input scale than "one_minus_decay"
             and feedback of nothing but Delta and x, and with feedback_scope="layer" without
             reflections; other layers with these options run in plain PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the

@@ -126,7 +126,7 @@ class ProjectedLayer(LayerParameters):
             weight, window = None if self.conv is None else self.conv.weight, None
             if weight is not None and before is not None and before.conv is not None:
                 window = before.conv.float()
-            bias = by_head(self.dt_bias, heads).reshape(heads, -1)
+            bias = self.dt_bias.view(heads, -1)
             if self.raw_bias is not None:
                 bias = torch.cat([bias, self.raw_bias.view(heads, -1)], -1)
             x, raw, gate = split_projection(projected, bias, weight, window, self._parts())

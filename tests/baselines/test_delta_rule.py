@@ -229,8 +229,8 @@ def test_the_operation_of_the_kernel(gated: bool, dtype: torch.dtype) -> None:
     operations = OPERATIONS["bedouin::delta_rule"], OPERATIONS["bedouin::delta_rule_backward"]
     forward = (*inputs, memory)
     torch.library.opcheck(operations[0].overload, forward)
-    o, last, error = operations[0](*[None if v is None else v.detach() for v in forward])
     detached = [None if v is None else v.detach() for v in forward]
+    o, last, error = operations[0](*detached)
     torch.library.opcheck(operations[1].overload, (o, last, error, *detached))
 
 

@@ -322,7 +322,8 @@ def exchange(v, columns, BIT: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
-    """Sums of V <= L rows (s, L) over the columns c of one c % V: column c has that of row c % V.
+    """Sums of V <= L rows, (s, L, V), over the columns c of one c % V: column c has that of row
+    c % V.
 
     Threads exchange half of their rows, then half of the rest, and so on: V - 1 exchanges, where a
     sum that every thread needs takes log2(L) for each row.
@@ -343,7 +344,7 @@ def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def column_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
-    """Sums of V = 1, 2, 4, ... <= L rows (s, L): column c has that of row c % V."""
+    """Sums of V = 1, 2, 4, ... <= L rows, (s, L, V): column c has that of row c % V."""
     total = transposed_sums(values, V, S, L)
     for i in tl.static_range(5):
         if V * 2**i < L:

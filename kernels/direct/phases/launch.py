@@ -116,11 +116,11 @@ class _Kept(NamedTuple):
         sizes: Sizes,
     ) -> "_Kept":
         tokens, dtype = sizes.b * sizes.t, sizes.factor_type
-        factors = tokens * sizes.factors * sizes.P * dtype.itemsize // 4
+        words = tokens * sizes.factors * sizes.P * dtype.itemsize // 4
         states = sizes.b * sizes.chunks * sizes.N * sizes.P
-        sections = tokens * 2 * sizes.P, factors, states, tokens, tokens * sizes.solved
-        rows, low, *others = kept.view(-1).split(sections)
-        return _Kept(rows, low.view(dtype), *others)
+        sections = tokens * 2 * sizes.P, words, states, tokens, tokens * sizes.solved
+        rows, factors, *others = kept.view(-1).split(sections)
+        return _Kept(rows, factors.view(dtype), *others)
 
 
 def launch_phases(

@@ -67,7 +67,7 @@ def describe_limits() -> str:
     """What `takes_phases` requires of erase and feedback of x, as a part of an error message."""
     return (
         f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels (without feedback "
-        f"{UNFED_CHANNELS}, with {UNFED_MEMORY} states of all of them), {PHASE_STATES} states and "
+        f"{UNFED_CHANNELS}, and a memory of {UNFED_MEMORY} values), {PHASE_STATES} states and "
         f"{PHASE_REFLECTIONS} reflections, none with feedback of all heads, which feed back y to "
         "Delta and x alone, with another input scale than 'one_minus_decay'"
     )
@@ -103,8 +103,8 @@ class Sizes(NamedTuple):
 
     @property
     def factor_type(self) -> torch.dtype:
-        """Of the vectors that only multiply cotangents, which gradients in bfloat16 then round
-        anyway. With reflections they are also what the defect of the solution is measured with."""
+        """The dtype of these vectors. They only multiply cotangents, and gradients in bfloat16 are
+        rounded anyway. With reflections the defect of the solution is measured with them, too."""
         return torch.bfloat16 if self.V == 4 and not self.k else torch.float32
 
     @property
