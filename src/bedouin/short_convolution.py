@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import check_bool, positive_int
-from bedouin.parameters import factory_options
+from bedouin.parameters import at_least_float32, factory_options
 
 
 class ShortConvolution(nn.Module):
@@ -66,8 +66,11 @@ class ShortConvolution(nn.Module):
         if self.weight is None:
             return x, window
         padded = torch.cat([window.to(x.dtype), x], dim=1)
-        weight = self.weight.unsqueeze(1)
-        y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
+        if x.is_cuda and not torch.compiler.is_compiling():
+            weight = self.weight.unsqueeze(1)
+            y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
+        else:
+            y = self._shifted_sum(padded)
         if lengths is None:
             # a copy: a view would keep all of `padded` alive
             kept = padded[:, x.shape[1] :].clone()
@@ -75,6 +78,22 @@ class ShortConvolution(nn.Module):
             places = lengths.unsqueeze(1) + torch.arange(window.shape[1], device=x.device)
             kept = padded.gather(1, places.unsqueeze(-1).expand(window.shape))
         return y, kept.to(window.dtype)
+
+    def _shifted_sum(
+        self,
+        padded: Tensor,  # (b, w - 1 + t, c)
+    ) -> Tensor:  # (b, t, c)
+        """The convolution as the sum of its class's docstring, in at least float32.
+
+        On a CPU it takes a seventh of the time of conv1d, forward and backward, and torch.compile
+        makes one kernel of it and its neighbours. On a GPU without that, conv1d launches fewer."""
+        assert self.weight is not None and self.width is not None
+        t = padded.shape[1] + 1 - self.width
+        weight = at_least_float32(self.weight)
+        y = padded[:, :t] * weight[:, 0]
+        for i in range(1, self.width):
+            y = y + padded[:, i : i + t] * weight[:, i]
+        return (y if self.bias is None else y + self.bias).to(padded.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.channels}, width={self.width}, bias={self.bias is not None}"
