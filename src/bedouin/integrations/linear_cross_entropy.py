@@ -116,18 +116,20 @@ class _Chunked(torch.autograd.Function):
             logs = F.log_softmax(F.linear(part, weight, bias), -1, dtype=dtype)
             found = logs.gather(1, aim)
             total -= found.where(real, 0).sum()
-            if any(wants):
-                # softmax minus one at the label, in the memory of its logarithm
-                grads = logs.exp_().scatter_(1, aim, found.expm1()).mul_(real)
-                if db is not None:
-                    db += grads.sum(0)
-                grads = grads.to(x.dtype)
-                if dx is not None:
-                    torch.mm(grads, weight, out=dx[start : start + size])
-                if dw is not None:
-                    dw += grads.mT @ part
-                del grads
-            del logs  # before those of the next chunk
+            if not any(wants):
+                del logs  # before those of the next chunk
+                continue
+            # softmax minus one at the label, in the memory of its logarithm
+            grads = logs.exp_().scatter_(1, aim, found.expm1()).mul_(real)
+            del logs
+            if db is not None:
+                db += grads.sum(0)
+            grads = grads.to(x.dtype)
+            if dx is not None:
+                torch.mm(grads, weight, out=dx[start : start + size])
+            if dw is not None:
+                dw += grads.mT @ part
+            del grads
         ctx.save_for_backward(dx, dw, db)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -140,5 +142,11 @@ class _Chunked(torch.autograd.Function):
                 "the loss from logits"
             )
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        grads = (None if saved is None else (saved * grad).to(dtype) for saved, dtype in pairs)
+        # written in the dtype of the result, since that of the weight is large in another
+        grads = (
+            None
+            if saved is None
+            else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
+            for saved, dtype in pairs
+        )
         return (*grads, None, None, None)
