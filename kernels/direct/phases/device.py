@@ -6,11 +6,12 @@ warp, the next channels on the warps, and NR into registers. A sum over the stat
 a thread and log2(NL) shuffles, without a barrier. B and C are read as words of V values.
 
 The compiler would choose other layouts from the addresses of large loads and stores, and a tie
-between two orders is broken differently in Triton 3.6 and 3.9. So these addresses contain a factor
-`one` that is no constant for it, and carry hints (`tl.max_contiguous`) that only order the axes:
-with `tl.multiple_of` 1 every access is still of single values. The hints stand at each access
-because an argument of a function does not keep them. Vectors of channels are stored by (P, NL)
-addresses of which all lanes of a channel store the same: those of (P,) would cost a barrier each.
+between two orders is broken differently in Triton 3.6 and 3.9. So these addresses carry hints
+(`tl.max_contiguous`) that only order the axes: with `tl.multiple_of` 1 every access is still of
+single values. The hints stand at each access because an argument of a function does not keep them.
+What a thread's values differ in is added last to their addresses, as an offset that is constant:
+one address for all of them is then computed. Vectors of channels are stored by (P, NL) addresses
+of which all lanes of a channel store the same: those of (P,) would cost a barrier each.
 
 Letters: P channels, N states, both rounded up to powers of two.
 """
@@ -109,11 +110,11 @@ def reach_of(decay, FULL: tl.constexpr):
 @triton.jit
 def load_states(
     ptr,  # (n, d)
-    one, d: tl.constexpr, n: tl.constexpr,
+    d: tl.constexpr, n: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """A or a memory, zeros beyond its d channels and n states."""
-    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P), tl.arange(0, NL)
     out = ()
     for v in tl.static_range(V):
         state = ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
@@ -139,11 +140,11 @@ def no_states(A, V: tl.constexpr):
 @triton.jit
 def store_states(
     ptr,  # (n, d)
-    h, one, d: tl.constexpr, n: tl.constexpr,
+    h, d: tl.constexpr, n: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_states`."""
-    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P), tl.arange(0, NL)
     for v in tl.static_range(V):
         state = ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
         at = tl.multiple_of(
@@ -156,23 +157,31 @@ def store_states(
 
 
 @triton.jit
-def places_of_states(one, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
-    """The places (NR, P, NL) of a part of the memory in memory that only the phases read."""
-    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P) * one, tl.arange(0, NL) * one
-    return (nr * (P * NL))[:, None, None] + p[None, :, None] * NL + nl[None, None, :]
+def places_of_states(P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
+    """The places (NR, P, NL) of a part of the memory in memory that only the phases read, as a sum
+    of two tensors, those of a thread and the offsets of its values."""
+    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P), tl.arange(0, NL)
+    return p[None, :, None] * NL + nl[None, None, :], (nr * (P * NL))[:, None, None]
+
+
+@triton.jit
+def load_row(ptr, WORDS: tl.constexpr, NL: tl.constexpr):
+    """The words (WORDS / NL, NL) of B or C of a token."""
+    at = ptr + tl.arange(0, NL)[None, :]
+    return tl.load(at + (tl.arange(0, WORDS // NL) * NL)[:, None])
 
 
 @triton.jit
 def load_words(ptr, places):
     """The words at places (NR, P, NL), in the layout of the memory."""
-    at = ptr + places
+    at = ptr + places[0] + places[1]
     return tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
 
 
 @triton.jit
 def store_words(ptr, places, word):
     """The inverse of `load_words`."""
-    at = ptr + places
+    at = ptr + places[0] + places[1]
     tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), word)
 
 
@@ -193,11 +202,10 @@ def store_places(ptr, h, places, SIZE: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def places_of_channels(one, P: tl.constexpr, NL: tl.constexpr):
+def places_of_channels(P: tl.constexpr, NL: tl.constexpr):
     """The channels (P, NL)."""
-    p, nl = tl.arange(0, P) * one, tl.arange(0, NL) * one
-    # zeros, which are no constant for the compiler, keep the second axis
-    return p[:, None] + (nl * (one - 1))[None, :]
+    # zeros, of which the compiler does not know that they are, keep the second axis
+    return tl.arange(0, P)[:, None] + (tl.arange(0, NL) // NL)[None, :]
 
 
 @triton.jit

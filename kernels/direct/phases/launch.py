@@ -85,15 +85,14 @@ class _Inputs(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """Those that phases S and R of all tokens need: the first token, samples of a head, tokens
-        of the launch and of a sample, a one that is no compile-time constant, and the distance of
-        the W^y of two heads."""
+        of the launch and of a sample, and the distance of the W^y of two heads."""
         t = self.x.shape[1]
-        return 0, self.per_head, t, t, 1, self.W.stride(0)
+        return 0, self.per_head, t, t, self.W.stride(0)
 
     @property
     def numbers_of_token(self) -> tuple[int, ...]:
         """The same for a launch of one token, without the first of them, which is the token."""
-        return self.per_head, 1, self.x.shape[1], 1, self.W.stride(0)
+        return self.per_head, 1, self.x.shape[1], self.W.stride(0)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -327,7 +326,7 @@ def _reverse_by_token(
     else:
         H.copy_(last)
     read = kept.rows, inputs.B, A, kept.states, scratch
-    numbers: tuple[int, ...] = sizes.t, inputs.per_head, 1
+    numbers: tuple[int, ...] = sizes.t, inputs.per_head
     replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, phase_constants(REPLAY, spec))
     edges = _memories(solved.edges, sizes)
 
@@ -375,7 +374,7 @@ def _gradients(
     pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64), inputs.scalars
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
-    numbers = inputs.per_head, t, 1, each
+    numbers = inputs.per_head, t, each
     GRADIENTS.launch((b, splits, blocks), tensors, numbers, phase_constants(GRADIENTS, spec))
     return grad_B, grad_C, grad_A
 

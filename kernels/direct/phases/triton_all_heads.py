@@ -109,7 +109,7 @@ def feed_kernel(
     tl.store(product_ptr + to, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["chunk", "tokens", "per_head", "one"])
+@triton.jit(do_not_specialize=["chunk", "tokens", "per_head"])
 def replay_chunk_kernel(
     kept_ptr,  # (b, t, 2, P)
     B_ptr,  # (b, t, N / V), words
@@ -119,7 +119,6 @@ def replay_chunk_kernel(
     chunk,
     tokens,
     per_head,
-    one,
     d: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -135,17 +134,16 @@ def replay_chunk_kernel(
     WORDS: tl.constexpr = N // V
     sample = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, P)
-    words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
-    A = load_states(A_ptr + sample // per_head * n * d, one, d, n, P, N, NL, V)
-    places = places_of_states(one, P, N, NL, V)
+    A = load_states(A_ptr + sample // per_head * n * d, d, n, P, N, NL, V)
+    places = places_of_states(P, N, NL, V)
     chunks = tl.cdiv(tokens, KEEP)
     # chunks are counted from the end: the first may be shorter than the others
     start = tokens - (chunks - chunk) * KEEP
-    h = load_states(states_ptr + (sample * chunks + chunk) * SIZE, one, P, N, P, N, NL, V)
+    h = load_states(states_ptr + (sample * chunks + chunk) * SIZE, P, N, P, N, NL, V)
     scratch = scratch_ptr + sample * KEEP * (SIZE // V)
     for i in range(tl.maximum(-start, 0), KEEP):
         delta, written, B_words = load_replayed(
-            kept_ptr, B_ptr, sample * tokens + start + i, True, words, p, P, WORDS
+            kept_ptr, B_ptr, sample * tokens + start + i, True, p, P, WORDS, NL
         )
         h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
         store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))

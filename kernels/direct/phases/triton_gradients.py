@@ -103,7 +103,7 @@ def replay_pair(
     return after
 
 
-@triton.jit(do_not_specialize=["one", "t_end", "per_head", "per_program"])
+@triton.jit(do_not_specialize=["t_end", "per_head", "per_program"])
 def gradient_kernel(
     kept_ptr,  # (b, t, 2, P / 2), int64
     adjoint_ptr,  # (b, t, 2, P / 2), int64
@@ -119,7 +119,6 @@ def gradient_kernel(
     grad_A_ptr,  # (b, splits, n, d), written
     per_head,
     t_end,
-    one,
     per_program,  # chunks
     d: tl.constexpr,
     n: tl.constexpr,
@@ -143,13 +142,16 @@ def gradient_kernel(
     sample, split, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     head, own = sample // per_head, sample * tl.num_programs(1) + split
     chunks = tl.cdiv(t_end, KEEP)
-    state, pr, pl = part * S + tl.arange(0, S), tl.arange(0, PR), tl.arange(0, PL)
+    state, pr, pl = tl.arange(0, S), tl.arange(0, PR), tl.arange(0, PL)
     words = (pr * PL)[:, None] + pl[None, :]
-    inner, lane_of = tl.arange(0, S) * one, pl * one
-    hidden = part * S + inner
-    states = places_of_channels(one, S, PL)
-    channel = ((pr * PL)[:, None, None] + lane_of[None, None, :]) * 2
-    places = (pr * (S * PL))[:, None, None] + inner[None, :, None] * PL + lane_of[None, None, :]
+    hidden = part * S + state
+    # to the states of this program
+    B_ptr += part * (S * INTS // N)
+    C_ptr += part * (S * INTS // N)
+    states = places_of_channels(S, PL)
+    channel = ((pr * PL)[:, None, None] + pl[None, None, :]) * 2
+    places = state[None, :, None] * PL + pl[None, None, :], (pr * (S * PL))[:, None, None]
+    edges = hidden[None, :, None] * P + 2 * pl[None, None, :], (pr * (2 * PL))[:, None, None]
     A = ()
     grad_A = ()
     for u in tl.static_range(2):
@@ -168,8 +170,8 @@ def gradient_kernel(
         h = ()
         H = ()
         for u in tl.static_range(2):
-            edge = slot + hidden[None, :, None] * P + (channel + u)
-            h, H = h + (load_words(states_ptr, edge),), H + (load_words(edges_ptr, edge),)
+            h = h + (load_words(states_ptr + (slot + u), edges),)
+            H = H + (load_words(edges_ptr + (slot + u), edges),)
         # loads of a token are issued while another one is computed
         row = load_replayed_pair(kept_ptr, B_ptr, first, start, words, state, HALF, INTS, V)
         for group in range(0, KEEP // SUB):

@@ -43,6 +43,7 @@ from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
     get,
     load_reflections,
+    load_row,
     load_states,
     load_words,
     no_states,
@@ -64,13 +65,13 @@ from bedouin.kernels.direct.phases.triton_sweep import load_products
 @triton.jit
 def load_transposed(
     ptr,  # (FEEDS d, d)
-    one, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
+    d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     """W^y by outputs, (P / NL, SLOTS, P, NL) for output jr NL + jl of input p; slot s belongs to
     the fed vector s % FEEDS."""
     jr, slot = tl.arange(0, P // NL), tl.arange(0, SLOTS)
-    p, jl = tl.arange(0, P) * one, tl.arange(0, NL) * one
+    p, jl = tl.arange(0, P), tl.arange(0, NL)
     output_at = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
     at = output_at * d + (slot % FEEDS * (d * d))[None, :, None, None] + p[None, None, :, None]
     at = tl.multiple_of(tl.max_contiguous(ptr + at, [1, 1, 2, 4]), [1, 1, 1, 1])
@@ -136,14 +137,14 @@ def with_memory(
 @triton.jit
 def load_replayed(
     kept_ptr, B_ptr,
-    token, real, words, p, P: tl.constexpr, WORDS: tl.constexpr,
+    token, real, p, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     """Delta, written and B of a token that is replayed; zeros, which leave h as it is, unless it is
     `real`."""
     row = kept_ptr + token * (2 * P)
     delta = tl.load(row + p, mask=p < tl.where(real, P, 0), other=0.0)
     written = tl.load(row + P + p, mask=p < tl.where(real, P, 0), other=0.0)
-    return delta, written, tl.load(B_ptr + token * WORDS + words)
+    return delta, written, load_row(B_ptr + token * WORDS, WORDS, NL)
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def load_past(
     return w, y, start
 
 
-@triton.jit(do_not_specialize=["start_at", "one", "t_end", "tokens", "per_head"])
+@triton.jit(do_not_specialize=["start_at", "t_end", "tokens", "per_head"])
 def phase_reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
@@ -202,7 +203,6 @@ def phase_reverse_kernel(
     per_head,
     t_end,  # tokens of this launch
     tokens,  # of a sample
-    one,
     W_stride,  # from head to head
     raw_stride_b,
     raw_stride_t,
@@ -245,15 +245,14 @@ def phase_reverse_kernel(
     raw_at = raw_ptr + sample * raw_stride_b + start_at * raw_stride_t + d + 2 * n
     head = sample // per_head
     p = tl.arange(0, P)
-    words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
-    A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
-    places = places_of_states(one, P, N, NL, V)
-    channels = places_of_channels(one, P, NL)
+    A = load_states(A_ptr + head * n * d, d, n, P, N, NL, V)
+    places = places_of_states(P, N, NL, V)
+    channels = places_of_channels(P, NL)
     inside = channels < d
     if FEEDS > 0:
-        W = load_transposed(W_ptr + head * W_stride, one, d, P, NL, FEEDS, SLOTS)
+        W = load_transposed(W_ptr + head * W_stride, d, P, NL, FEEDS, SLOTS)
     if LAST:
-        H = load_states(last_ptr + sample * n * d, one, d, n, P, N, NL, V)
+        H = load_states(last_ptr + sample * n * d, d, n, P, N, NL, V)
     else:
         H = no_states(A, V)
     chunks = tl.cdiv(t_end, KEEP)
@@ -265,10 +264,10 @@ def phase_reverse_kernel(
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
     if not ONE:
-        h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, one, P, N, P, N, NL, V)
+        h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, P, N, P, N, NL, V)
         for i in range(tl.maximum(-start, 0), KEEP):
             delta, written, B_words = load_replayed(
-                kept_ptr, B_ptr, first + start + i, True, words, p, P, WORDS
+                kept_ptr, B_ptr, first + start + i, True, p, P, WORDS, NL
             )
             h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
             store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
@@ -279,8 +278,8 @@ def phase_reverse_kernel(
     u, T = load_reflections(raw_at + (t_end - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K)
     S = load_tuple(solved_ptr + token * (K + 1 + PAIRS) + K + 1, PAIRS)
     inverse = tl.load(inverse_ptr + token)
-    B_words = tl.load(B_ptr + token * WORDS + words)
-    C_words = tl.load(C_ptr + token * WORDS + words)
+    B_words = load_row(B_ptr + token * WORDS, WORDS, NL)
+    C_words = load_row(C_ptr + token * WORDS, WORDS, NL)
     place = KEEP - 1
     if ONE:
         place -= (tokens - 1 - start_at) % KEEP
@@ -291,10 +290,10 @@ def phase_reverse_kernel(
     if not ONE:
         # the replay is one token ahead of the place in its chunk that the sweep has in its own
         slot = sample * chunks + tl.maximum(chunks - 2, 0)
-        h = load_states(states_ptr + slot * SIZE, one, P, N, P, N, NL, V)
+        h = load_states(states_ptr + slot * SIZE, P, N, P, N, NL, V)
         replayed = first + tl.maximum(start - KEEP, 0)
         delta_replay, written, B_replay = load_replayed(
-            kept_ptr, B_ptr, replayed, start >= KEEP, words, p, P, WORDS
+            kept_ptr, B_ptr, replayed, start >= KEEP, p, P, WORDS, NL
         )
         h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
         store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
@@ -302,7 +301,7 @@ def phase_reverse_kernel(
         replayed = start - KEEP + 1
         at = first + tl.maximum(replayed, 0)
         delta_replay, written, B_replay = load_replayed(
-            kept_ptr, B_ptr, at, replayed >= 0, words, p, P, WORDS
+            kept_ptr, B_ptr, at, replayed >= 0, p, P, WORDS, NL
         )
     w_next, y, y_start = load_past(
         grad_y_ptr, y_ptr, y0_ptr, sample, token, first, p, channels, d, FEEDS, NORM, START
@@ -328,8 +327,8 @@ def phase_reverse_kernel(
         )
         S_next = load_tuple(solved_ptr + earlier * (K + 1 + PAIRS) + K + 1, PAIRS)
         inverse_next = tl.load(inverse_ptr + earlier)
-        B_next = tl.load(B_ptr + earlier * WORDS + words)
-        C_next = tl.load(C_ptr + earlier * WORDS + words)
+        B_next = load_row(B_ptr + earlier * WORDS, WORDS, NL)
+        C_next = load_row(C_ptr + earlier * WORDS, WORDS, NL)
         w_later, y_later, start_later = load_past(
             grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, channels, d, FEEDS, NORM, START
         )
@@ -337,16 +336,16 @@ def phase_reverse_kernel(
             replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
             at = first + tl.maximum(replayed, 0)
             delta_later, written_later, B_later = load_replayed(
-                kept_ptr, B_ptr, at, replayed >= 0, words, p, P, WORDS
+                kept_ptr, B_ptr, at, replayed >= 0, p, P, WORDS, NL
             )
             if next_step % KEEP == 0:
                 replay_slot = tl.maximum(chunks - 2 - next_step // KEEP, 0)
                 h = load_states(
-                    states_ptr + (sample * chunks + replay_slot) * SIZE, one, P, N, P, N, NL, V
+                    states_ptr + (sample * chunks + replay_slot) * SIZE, P, N, P, N, NL, V
                 )
             if step % KEEP == 0:
                 slot = (sample + 1) * chunks - 1 - step // KEEP
-                store_states(edges_ptr + slot * SIZE, H, one, P, N, P, N, NL, V)
+                store_states(edges_ptr + slot * SIZE, H, P, N, P, N, NL, V)
         B, C = unpack(B_words, V, True), unpack(C_words, V, True)
         s = fast_scale(delta, INPUT_SCALE, FAST)
         if K > 0:
@@ -404,4 +403,4 @@ def phase_reverse_kernel(
         B_C, beta, inverse, u, T, S = B_C_next, beta_next, inverse_next, u_next, T_next, S_next
         B_words, C_words = B_next, C_next
     put(grad_y0_ptr + sample * d, w, channels, inside, d == P, P, NL)
-    store_states(H_ptr + sample * n * d, H, one, d, n, P, N, NL, V)
+    store_states(H_ptr + sample * n * d, H, d, n, P, N, NL, V)

@@ -35,6 +35,7 @@ from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
     get,
     load_reflections,
+    load_row,
     load_states,
     no_states,
     over_states,
@@ -50,10 +51,10 @@ from bedouin.kernels.direct.phases.device import (
 @triton.jit
 def load_weights(
     ptr,  # (d, d)
-    one, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
+    d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     """W^y of one fed vector, (P / NL, P, NL) for input ir NL + il of output p."""
-    ir, p, il = tl.arange(0, P // NL), tl.arange(0, P) * one, tl.arange(0, NL) * one
+    ir, p, il = tl.arange(0, P // NL), tl.arange(0, P), tl.arange(0, NL)
     input_at = (ir * NL)[:, None, None] + il[None, None, :]
     at = tl.multiple_of(
         tl.max_contiguous(ptr + (p[None, :, None] * d + input_at), [1, 2, 4]), [1, 1, 1]
@@ -108,7 +109,7 @@ def _row(ptr, p, channels, d: tl.constexpr, P: tl.constexpr, FEEDS: tl.constexpr
         return get(ptr, channels, channels < d, d == P)
 
 
-@triton.jit(do_not_specialize=["start", "one", "t_end", "tokens", "per_head"])
+@triton.jit(do_not_specialize=["start", "t_end", "tokens", "per_head"])
 def phase_sweep_kernel(
     x_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r), of which the first d are those of Delta
@@ -130,7 +131,6 @@ def phase_sweep_kernel(
     per_head,  # samples of a head, b / H
     t_end,  # tokens of this launch
     tokens,  # of a sample
-    one,
     W_stride,  # from head to head
     x_stride_b,
     x_stride_t,
@@ -170,16 +170,15 @@ def phase_sweep_kernel(
     sample = tl.program_id(0).to(tl.int64)
     head = sample // per_head
     p = tl.arange(0, P)
-    words = (tl.arange(0, WORDS // NL) * NL)[:, None] + tl.arange(0, NL)[None, :]
-    A = load_states(A_ptr + head * n * d, one, d, n, P, N, NL, V)
-    channels = places_of_channels(one, P, NL)
+    A = load_states(A_ptr + head * n * d, d, n, P, N, NL, V)
+    channels = places_of_channels(P, NL)
     inside = channels < d
     W_at = W_ptr + head * W_stride
     W = ()
     for i in tl.static_range(FEEDS):
-        W = W + (load_weights(W_at + i * d * d, one, d, P, NL),)
+        W = W + (load_weights(W_at + i * d * d, d, P, NL),)
     if START:
-        h = load_states(h0_ptr + sample * n * d, one, d, n, P, N, NL, V)
+        h = load_states(h0_ptr + sample * n * d, d, n, P, N, NL, V)
         y = row_of(y0_ptr + sample * d, p, d, P)
     else:
         h = no_states(A, V)
@@ -191,8 +190,8 @@ def phase_sweep_kernel(
     B_C = tl.load(scalars_ptr + token * SCALARS)
     beta = tl.load(scalars_ptr + token * SCALARS + 1)
     u, T = load_reflections(raw_at + u_at, scalars_ptr + token * SCALARS, p, d, P, K)
-    B_words = tl.load(B_ptr + token * WORDS + words)
-    C_words = tl.load(C_ptr + token * WORDS + words)
+    B_words = load_row(B_ptr + token * WORDS, WORDS, NL)
+    C_words = load_row(C_ptr + token * WORDS, WORDS, NL)
     fed = ()
     inverse = y
     if FEEDS > 0:
@@ -211,12 +210,12 @@ def phase_sweep_kernel(
         u_next, T_next = load_reflections(
             raw_at + step * raw_stride_t + u_at, scalars_ptr + later * SCALARS, p, d, P, K
         )
-        B_next = tl.load(B_ptr + later * WORDS + words)
-        C_next = tl.load(C_ptr + later * WORDS + words)
+        B_next = load_row(B_ptr + later * WORDS, WORDS, NL)
+        C_next = load_row(C_ptr + later * WORDS, WORDS, NL)
         if KEEP > 0:
             if (t == 0) | ((t_end - t) % KEEP == 0):
                 slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
-                store_states(states_ptr + slot * SIZE, h, one, P, N, P, N, NL, V)
+                store_states(states_ptr + slot * SIZE, h, P, N, P, N, NL, V)
         if OF_DELTA:
             raw += fed[0]
         if OF_X:
@@ -291,8 +290,8 @@ def phase_sweep_kernel(
                 put(row + (2 + FEEDS) * P, erased, channels, inside, True, P, NL)
             if FEEDS > 0:
                 # all channels have the same
-                put(inverse_ptr + token, inverse, channels * (1 - one), inside, True, P, NL)
+                put(inverse_ptr + token, inverse, channels // P, inside, True, P, NL)
         fed, inverse = fed_next, inverse_next
         x, raw, B_C, beta, B_words, C_words = x_next, raw_next, B_C_next, beta_next, B_next, C_next
         u, T = u_next, T_next
-    store_states(h_ptr + sample * n * d, h, one, d, n, P, N, NL, V)
+    store_states(h_ptr + sample * n * d, h, d, n, P, N, NL, V)
