@@ -12,8 +12,6 @@ of a head, n blocks of value channels.
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -141,10 +139,8 @@ def forward_kernel(
     i, j = tl.arange(0, PART), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     S = _memory(S0, program, i, j, P_SIZE, V_SIZE)
     first, last = b * t * STEPS * H + h, t * STEPS - 1
-    ahead, next_decay = (
-        _step(V, K, BETA, first, i, j, P_SIZE, V_SIZE),
-        _decay(DECAY, b * t * H + h, GATED),
-    )
+    ahead = _step(V, K, BETA, first, i, j, P_SIZE, V_SIZE)
+    next_decay = _decay(DECAY, b * t * H + h, GATED)
     for place in range(t):
         token = (b * t + place) * H + h
         q, decay = _parts(Q, token, i, P_SIZE), next_decay
@@ -255,22 +251,15 @@ def backward_kernel(
                 product -= tl.sum(grad_q[n_part] * q[n_part], 0)
 
 
-class Launch(NamedTuple):
+def _launch(
+    key: Tensor,  # (b, t, k, h, p)
+    v: int,
+    gated: bool,
+) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Grid and compile-time constants of both kernels."""
-
-    grid: tuple[int, int]
-    constants: tuple[int, ...]
-
-    @staticmethod
-    def of(
-        key: Tensor,  # (b, t, k, h, p)
-        v: int,
-        *,
-        gated: bool,
-    ) -> "Launch":
-        b, _, k, h, p = key.shape
-        block = min(triton.next_power_of_2(v), max(1, CELLS // triton.next_power_of_2(p)))
-        return Launch((b * h, triton.cdiv(v, block)), (gated, k, p, v, block))
+    b, _, k, h, p = key.shape
+    block = min(triton.next_power_of_2(v), max(1, CELLS // triton.next_power_of_2(p)))
+    return (b * h, triton.cdiv(v, block)), (gated, k, p, v, block)
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
@@ -284,7 +273,7 @@ def launch_forward(
     memory, and the errors in float32."""
     query, key, value, _, _, memory = inputs
     (b, t, h, _), v = query.shape, memory.shape[-1]
-    grid, constants = Launch.of(key, v, gated=inputs[4] is not None)
+    grid, constants = _launch(key, v, inputs[4] is not None)
     read = _read(inputs)
     o, last = memory.new_empty(b, t, h, v), torch.empty_like(read[-1])
     error = value.new_empty(value.shape, dtype=torch.float32)
@@ -307,7 +296,7 @@ def launch_backward(
     decay, in the dtype of the memory."""
     query, key, value, beta, log_decay, memory = inputs
     gated, (t, h) = log_decay is not None, query.shape[1:3]
-    grid, constants = Launch.of(key, memory.shape[-1], gated=gated)
+    grid, constants = _launch(key, memory.shape[-1], gated)
     n, read = grid[1], _read(inputs)
     decay = read[4]
     grad_q, grad_k, grad_beta = (error.new_empty(n, *v.shape) for v in (query, key, beta))
@@ -325,14 +314,8 @@ def launch_backward(
         (grad.sum(0) if n > 1 else grad[0]).to(v.dtype)
         for grad, v in ((grad_q, query), (grad_k, key), (grad_beta, beta), (grad_decay, decay))
     )
-    return (
-        grad_q,
-        grad_k,
-        grad_v.to(value.dtype),
-        grad_beta,
-        grad_decay,
-        grad_memory.mT.contiguous(),
-    )
+    grad_v, grad_memory = grad_v.to(value.dtype), grad_memory.mT.contiguous()
+    return grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory
 
 
 def _read(inputs: Inputs) -> list[Tensor]:

@@ -122,10 +122,6 @@ def backward_kernel(
     tl.store(GW + program * V * V + square, grad_W)
 
 
-def _warps(p: int, v: int) -> int:
-    return min(max(p * v // CELLS, 1), 8)
-
-
 class Recurrence(torch.autograd.Function):
     """S^T q of every token (b, t, h, v), and the memory (b, h, p, v) after the last one."""
 
@@ -148,7 +144,7 @@ class Recurrence(torch.autograd.Function):
             forward_kernel[b * h,](
                 *(qkv, f, W, memory, o, memories, last, t, h, p, v, keep),
                 **LAUNCH,
-                num_warps=_warps(p, v),
+                num_warps=min(max(p * v // CELLS, 1), 8),
             )
         ctx.save_for_backward(qkv, f, W, memories)
         return o, last
@@ -166,7 +162,7 @@ class Recurrence(torch.autograd.Function):
                 *(qkv, f, W, memories, grad_o, grad_last),
                 *(grad_qkv, grad_f, grad_W, grad_memory, t, h, p, v),
                 **LAUNCH,
-                num_warps=_warps(p, v),
+                num_warps=min(max(p * v // CELLS, 1), 8),
                 maxnreg=REGISTERS,
             )
         return grad_qkv, grad_f, grad_W.sum(0), grad_memory, None
