@@ -10,9 +10,7 @@ Letters: b batch, t time, k Householder steps a token, h heads, p key channels a
 of a head, n blocks of value channels.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
-from typing import NamedTuple
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 import torch
 import triton
@@ -22,14 +20,98 @@ from torch import Tensor
 from bedouin.baselines.options import LAUNCH
 
 CELLS = 2048
-"""Numbers of a block of S, 64 registers of each thread: one warp sums them without barriers. With
-half as many, the steps of a head of 68 channels have 9 % more instructions, compiled for sm_90."""
+"""Numbers of a block of S whose key channels are padded to a power of two."""
+
+FORWARD_PART, BACKWARD_PART = 8, 16
+"""Key channels of a part of S, of which the last is padded. A part of a key has fewer numbers than
+a warp has threads: it is loaded as it is used, and the threads exchange none of it."""
+
+REGISTERS = 168
+"""Of a thread, at most: 12 warps, each a program, fit on a multiprocessor of sm_90."""
 
 
 @triton.jit
 def _row(X, at, i, SIZE: tl.constexpr):
-    """Row `at` of rows of SIZE numbers, and zeros after its end."""
+    """Numbers i of row `at` of rows of SIZE numbers, and zeros after its end."""
     return tl.load(X + at * SIZE + i, i < SIZE, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _parts(X, at, i, SIZE: tl.constexpr):
+    """Row `at` in parts of the length of i."""
+    parts = ()
+    for start in tl.static_range(0, SIZE, i.shape[0]):
+        parts = parts + (_row(X, at, start + i, SIZE),)
+    return parts
+
+
+@triton.jit
+def _step(X, K, BETA, at, i, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr):
+    """Key and beta of a step, and numbers j of its row of X."""
+    return _parts(K, at, i, P_SIZE), tl.load(BETA + at).to(tl.float32), _row(X, at, j, V_SIZE)
+
+
+@triton.jit
+def _decay(DECAY, token, GATED: tl.constexpr):
+    return tl.load(DECAY + token).to(tl.float32) if GATED else 0.0
+
+
+@triton.jit
+def _cells(X, program, row, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr):
+    """Places of rows of a memory, which is transposed, and which of them exist."""
+    row = row[:, None]
+    cells = X + (program * V_SIZE + j[None, :]) * P_SIZE + row
+    # the hint forbids vectors of rows: neighbouring threads hold neighbouring rows, as of a key
+    return tl.multiple_of(cells, (1, 1)), (row < P_SIZE) & (j[None, :] < V_SIZE)
+
+
+@triton.jit
+def _memory(X, program, i, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr):
+    """Columns j of a memory, in parts of its rows."""
+    parts = ()
+    for start in tl.static_range(0, P_SIZE, i.shape[0]):
+        cells, inside = _cells(X, program, start + i, j, P_SIZE, V_SIZE)
+        parts = parts + (tl.load(cells, inside, 0.0).to(tl.float32),)
+    return parts
+
+
+@triton.jit
+def _store_memory(X, S, program, i, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr):
+    for n in tl.static_range(len(S)):
+        cells, inside = _cells(X, program, i + n * i.shape[0], j, P_SIZE, V_SIZE)
+        tl.store(cells, S[n], inside)
+
+
+@triton.jit
+def _add(S, k, v):
+    """S + k v^T."""
+    parts = ()
+    for n in tl.static_range(len(S)):
+        parts = parts + (S[n] + k[n][:, None] * v[None, :],)
+    return parts
+
+
+@triton.jit
+def _recall(S, k):
+    """S^T k."""
+    cells = S[0] * k[0][:, None]
+    for n in tl.static_range(1, len(S)):
+        cells += S[n] * k[n][:, None]
+    return tl.sum(cells, 0)
+
+
+@triton.jit
+def _times(S, v, X, at, i, SIZE: tl.constexpr, ADD: tl.constexpr):
+    """S v in parts, written to row `at` of X, or added to it."""
+    products = ()
+    for n in tl.static_range(len(S)):
+        product, channel = tl.sum(S[n] * v[None, :], 1), i + n * i.shape[0]
+        if ADD:  # without waiting for what is there
+            tl.atomic_add(X + at * SIZE + channel, product, channel < SIZE, sem="relaxed")
+        else:
+            tl.store(X + at * SIZE + channel, product, channel < SIZE)
+        products = products + (product,)
+    return products
 
 
 @triton.jit
@@ -49,28 +131,32 @@ def forward_kernel(
     STEPS: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
-    P: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     b, h = program // H, program % H
-    i, j = tl.arange(0, P), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    cell = (program * P_SIZE + i[:, None]) * V_SIZE + j[None, :]
-    inside = (i[:, None] < P_SIZE) & (j[None, :] < V_SIZE)
-    S = tl.load(S0 + cell, inside, 0.0).to(tl.float32)
+    i, j = tl.arange(0, PART), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    S = _memory(S0, program, i, j, P_SIZE, V_SIZE)
+    first, last = b * t * STEPS * H + h, t * STEPS - 1
+    ahead = _step(V, K, BETA, first, i, j, P_SIZE, V_SIZE)
+    next_decay = _decay(DECAY, b * t * H + h, GATED)
     for place in range(t):
         token = (b * t + place) * H + h
+        q, decay = _parts(Q, token, i, P_SIZE), next_decay
+        next_decay = _decay(DECAY, (b * t + tl.minimum(place + 1, t - 1)) * H + h, GATED)
         if GATED:
-            S *= tl.exp(tl.load(DECAY + token).to(tl.float32))
+            S = [part * tl.exp(decay) for part in S]
         for step in range(STEPS):
-            at = ((b * t + place) * STEPS + step) * H + h
-            k, beta = _row(K, at, i, P_SIZE), tl.load(BETA + at).to(tl.float32)
-            error = _row(V, at, j, V_SIZE) - tl.sum(k[:, None] * S, 0)
-            tl.store(ERROR + at * V_SIZE + j, error, j < V_SIZE)
-            S += k[:, None] * (beta * error)[None, :]
-        q = _row(Q, token, i, P_SIZE) * P_SIZE**-0.5
-        tl.store(Y + token * V_SIZE + j, tl.sum(q[:, None] * S, 0), j < V_SIZE)
-    tl.store(S_LAST + cell, S, inside)
+            n = place * STEPS + step
+            k, beta, v = ahead
+            next_at = first + tl.minimum(n + 1, last) * H
+            ahead = _step(V, K, BETA, next_at, i, j, P_SIZE, V_SIZE)  # awaited in the next step
+            error = v - _recall(S, k)
+            tl.store(ERROR + (first + n * H) * V_SIZE + j, error, j < V_SIZE)
+            S = _add(S, k, beta * error)
+        tl.store(Y + token * V_SIZE + j, _recall(S, q) * P_SIZE**-0.5, j < V_SIZE)
+    _store_memory(S_LAST, S, program, i, j, P_SIZE, V_SIZE)
 
 
 @triton.jit
@@ -96,81 +182,84 @@ def backward_kernel(
     STEPS: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
-    P: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """GQ, GK, GBETA and GDECAY are the parts of their gradients that a block of channels gives."""
     program = tl.program_id(0).to(tl.int64)
     b, h = program // H, program % H
-    i, j = tl.arange(0, P), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    cell = (program * P_SIZE + i[:, None]) * V_SIZE + j[None, :]
-    inside = (i[:, None] < P_SIZE) & (j[None, :] < V_SIZE)
-    part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * t  # in tokens
-    grad_S = tl.load(GS_LAST + cell, inside, 0.0).to(tl.float32)
+    i, j = tl.arange(0, PART), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.program_id(1).to(tl.int64) * tl.num_programs(0) * t  # in tokens
+    first, last = b * t * STEPS * H + h, t * STEPS - 1
+    grad_S = _memory(GS_LAST, program, i, j, P_SIZE, V_SIZE)
+    ahead = _step(ERROR, K, BETA, first + last * H, i, j, P_SIZE, V_SIZE)
+    token = (b * t + t - 1) * H + h
+    q, grad_o = _parts(Q, token, i, P_SIZE), _row(GY, token, j, V_SIZE)
     for passed in range(t):
-        place = t - 1 - passed
-        token = (b * t + place) * H + h
-        q, grad_o = _row(Q, token, i, P_SIZE) * P_SIZE**-0.5, _row(GY, token, j, V_SIZE)
-        grad_S += q[:, None] * grad_o[None, :]
+        token = (b * t + t - 1 - passed) * H + h
+        grad_S = _add(grad_S, q, grad_o * P_SIZE**-0.5)
+        before = (b * t + tl.maximum(t - 2 - passed, 0)) * H + h
+        q, grad_o = _parts(Q, before, i, P_SIZE), _row(GY, before, j, V_SIZE)
+        decay = _decay(DECAY, token, GATED)
         for back in range(STEPS):
-            at = ((b * t + place) * STEPS + STEPS - 1 - back) * H + h
-            k, beta = _row(K, at, i, P_SIZE), tl.load(BETA + at).to(tl.float32)
-            error = _row(ERROR, at, j, V_SIZE)
-            grad_k = tl.sum(grad_S * (beta * error)[None, :], 1)
-            tl.store(GK + (part * STEPS + at) * P_SIZE + i, grad_k, i < P_SIZE)
-            grad_step = tl.sum(grad_S * k[:, None], 0)
-            tl.store(GBETA + part * STEPS + at, tl.sum(grad_step * error, 0))
+            n = last - passed * STEPS - back
+            k, beta, error = ahead
+            next_at, at = first + tl.maximum(n - 1, 0) * H, first + n * H
+            ahead = _step(ERROR, K, BETA, next_at, i, j, P_SIZE, V_SIZE)
+            _times(grad_S, beta * error, GK, own * STEPS + at, i, P_SIZE, False)
+            grad_step = _recall(grad_S, k)
+            tl.store(GBETA + own * STEPS + at, tl.sum(grad_step * error, 0))
             grad_v = beta * grad_step
             tl.store(GV + at * V_SIZE + j, grad_v, j < V_SIZE)
-            grad_S -= k[:, None] * grad_v[None, :]
+            grad_S = _add(grad_S, k, -grad_v)
         if GATED:
-            grad_S *= tl.exp(tl.load(DECAY + token).to(tl.float32))
-    tl.store(GS0 + cell, grad_S, inside)
+            grad_S = [part * tl.exp(decay) for part in grad_S]
+    _store_memory(GS0, grad_S, program, i, j, P_SIZE, V_SIZE)
 
-    tl.debug_barrier()  # before a thread reads of GK and GV what another has written
-    S = tl.load(S0 + cell, inside, 0.0).to(tl.float32)
+    tl.debug_barrier()  # before a thread reads of GV, or adds to GK, what another has written
+    S = _memory(S0, program, i, j, P_SIZE, V_SIZE)
     # The gradient of a log decay is the sum of S times its cotangent. A decay leaves that sum, a
     # step adds value * grad_value to it, and an output takes o * grad_o = query * grad_query.
-    product = tl.sum(tl.sum(S * grad_S, 1), 0)
+    product = 0.0
+    for n_part in tl.static_range(len(S)):
+        product += tl.sum(tl.sum(S[n_part] * grad_S[n_part], 1), 0)
+    ahead = _step(ERROR, K, BETA, first, i, j, P_SIZE, V_SIZE)
+    next_v, next_grad_v = _row(V, first, j, V_SIZE), _row(GV, first, j, V_SIZE)
+    next_decay = _decay(DECAY, b * t * H + h, GATED)
     for place in range(t):
         token = (b * t + place) * H + h
+        q, grad_o = _parts(Q, token, i, P_SIZE), _row(GY, token, j, V_SIZE)
+        decay = next_decay
+        next_decay = _decay(DECAY, (b * t + tl.minimum(place + 1, t - 1)) * H + h, GATED)
         if GATED:
-            tl.store(GDECAY + part + token, product)
-            S *= tl.exp(tl.load(DECAY + token).to(tl.float32))
+            tl.store(GDECAY + own + token, product)
+            S = [part * tl.exp(decay) for part in S]
         for step in range(STEPS):
-            at = ((b * t + place) * STEPS + step) * H + h
-            k, beta = _row(K, at, i, P_SIZE), tl.load(BETA + at).to(tl.float32)
-            error, grad_v = _row(ERROR, at, j, V_SIZE), _row(GV, at, j, V_SIZE)
-            own = part * STEPS + at
-            grad_k = _row(GK, own, i, P_SIZE) - tl.sum(S * grad_v[None, :], 1)
-            tl.store(GK + own * P_SIZE + i, grad_k, i < P_SIZE)
-            S += k[:, None] * (beta * error)[None, :]
+            n = place * STEPS + step
+            k, beta, error = ahead
+            v, grad_v = next_v, next_grad_v
+            next_at = first + tl.minimum(n + 1, last) * H
+            ahead = _step(ERROR, K, BETA, next_at, i, j, P_SIZE, V_SIZE)
+            next_v, next_grad_v = _row(V, next_at, j, V_SIZE), _row(GV, next_at, j, V_SIZE)
+            _times(S, -grad_v, GK, own * STEPS + first + n * H, i, P_SIZE, True)
+            S = _add(S, k, beta * error)
             if GATED:
-                product += tl.sum(grad_v * _row(V, at, j, V_SIZE), 0)
-        grad_o = _row(GY, token, j, V_SIZE)
-        grad_q = tl.sum(S * grad_o[None, :], 1) * P_SIZE**-0.5
-        tl.store(GQ + (part + token) * P_SIZE + i, grad_q, i < P_SIZE)
+                product += tl.sum(grad_v * v, 0)
+        grad_q = _times(S, grad_o * P_SIZE**-0.5, GQ, own + token, i, P_SIZE, False)
         if GATED:
-            product -= tl.sum(grad_q * _row(Q, token, i, P_SIZE), 0)
+            for n_part in tl.static_range(len(S)):
+                product -= tl.sum(grad_q[n_part] * q[n_part], 0)
 
 
-class Launch(NamedTuple):
+def _launch(
+    key: Tensor,  # (b, t, k, h, p)
+    v: int,
+    gated: bool,
+) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Grid and compile-time constants of both kernels."""
-
-    grid: tuple[int, int]
-    constants: tuple[int, ...]
-
-    @staticmethod
-    def of(
-        key: Tensor,  # (b, t, k, h, p)
-        v: int,
-        *,
-        gated: bool,
-    ) -> "Launch":
-        b, _, k, h, p = key.shape
-        P = triton.next_power_of_2(p)
-        block = min(triton.next_power_of_2(v), max(1, CELLS // P))
-        return Launch((b * h, triton.cdiv(v, block)), (gated, k, p, v, P, block))
+    b, _, k, h, p = key.shape
+    block = min(triton.next_power_of_2(v), max(1, CELLS // triton.next_power_of_2(p)))
+    return (b * h, triton.cdiv(v, block)), (gated, k, p, v, block)
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
@@ -184,12 +273,17 @@ def launch_forward(
     memory, and the errors in float32."""
     query, key, value, _, _, memory = inputs
     (b, t, h, _), v = query.shape, memory.shape[-1]
-    grid, constants = Launch.of(key, v, gated=inputs[4] is not None)
+    grid, constants = _launch(key, v, inputs[4] is not None)
     read = _read(inputs)
     o, last = memory.new_empty(b, t, h, v), torch.empty_like(read[-1])
     error = value.new_empty(value.shape, dtype=torch.float32)
-    forward_kernel[grid](*read, o, error, last, t, h, *constants, **LAUNCH, num_warps=1)
-    return o, last, error
+    forward_kernel[grid](
+        *(*read, o, error, last, t, h, *constants, FORWARD_PART),
+        **LAUNCH,
+        num_warps=1,
+        maxnreg=REGISTERS,
+    )
+    return o, last.mT.contiguous(), error
 
 
 def launch_backward(
@@ -202,26 +296,30 @@ def launch_backward(
     decay, in the dtype of the memory."""
     query, key, value, beta, log_decay, memory = inputs
     gated, (t, h) = log_decay is not None, query.shape[1:3]
-    grid, constants = Launch.of(key, memory.shape[-1], gated=gated)
+    grid, constants = _launch(key, memory.shape[-1], gated)
     n, read = grid[1], _read(inputs)
     decay = read[4]
     grad_q, grad_k, grad_beta = (error.new_empty(n, *v.shape) for v in (query, key, beta))
     grad_decay = error.new_empty((n, *decay.shape) if gated else (n, 0))
     grad_v, grad_memory = torch.empty_like(error), torch.empty_like(read[-1])
     backward_kernel[grid](
-        *(*read, error, grad_o.contiguous(), grad_last.contiguous()),
+        *(*read, error, grad_o.contiguous(), grad_last.mT.contiguous()),
         *(grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory),
-        *(t, h, *constants),
+        *(t, h, *constants, BACKWARD_PART),
         **LAUNCH,
         num_warps=1,
+        maxnreg=REGISTERS,
     )
     grad_q, grad_k, grad_beta, grad_decay = (
         (grad.sum(0) if n > 1 else grad[0]).to(v.dtype)
         for grad, v in ((grad_q, query), (grad_k, key), (grad_beta, beta), (grad_decay, decay))
     )
-    return grad_q, grad_k, grad_v.to(value.dtype), grad_beta, grad_decay, grad_memory
+    grad_v, grad_memory = grad_v.to(value.dtype), grad_memory.mT.contiguous()
+    return grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory
 
 
 def _read(inputs: Inputs) -> list[Tensor]:
-    """The inputs as the kernels read them; without a decay the memory is in its place, unread."""
-    return [(inputs[-1] if v is None else v).contiguous() for v in inputs]
+    """The inputs as the kernels read them, with the memory transposed; without a decay the memory
+    is in its place, unread."""
+    memory = inputs[-1].mT.contiguous()
+    return [memory if v is None else v.contiguous() for v in (*inputs[:-1], memory)]

@@ -21,6 +21,20 @@ from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
 from bedouin.kernels.outside import outside_of_graphs
 
+CELLS = 1024
+"""Numbers of a memory for each warp of a program, of which there are at most 8."""
+
+REGISTERS = 224
+"""Of a thread in backward, at most: 9 warps fit on a multiprocessor of sm_90."""
+
+
+@triton.jit
+def _token(QKV, F, token, P: tl.constexpr, V: tl.constexpr):
+    """q, k, v and f of a token."""
+    i, j = tl.arange(0, P), tl.arange(0, V)
+    qkv = QKV + token * (2 * P + V)
+    return tl.load(qkv + i), tl.load(qkv + P + i), tl.load(qkv + 2 * P + j), tl.load(F + token)
+
 
 @triton.jit
 def _candidate(S, W, k, v):
@@ -50,13 +64,13 @@ def forward_kernel(
     cell = i[:, None] * V + j[None, :]
     weight = tl.load(W + (h * V + row[:, None]) * V + j[None, :])
     S = tl.load(S0 + program * P * V + cell)
+    ahead = _token(QKV, F, b * t * H + h, P, V)
     for place in range(t):
         token = (b * t + place) * H + h
         if KEEP:
             tl.store(MEMORY + (program * t + place) * P * V + cell, S)
-        qkv = QKV + token * (2 * P + V)
-        q, k = tl.load(qkv + i), tl.load(qkv + P + i)
-        v, f = tl.load(qkv + 2 * P + j), tl.load(F + token)
+        q, k, v, f = ahead
+        ahead = _token(QKV, F, (b * t + tl.minimum(place + 1, t - 1)) * H + h, P, V)
         S = f * S + (1 - f) * _candidate(S, weight, k, v)
         tl.store(Y + token * V + j, tl.sum(q[:, None] * S, 0))
     tl.store(S_LAST + program * P * V + cell, S)
@@ -90,9 +104,8 @@ def backward_kernel(
     for passed in range(t):
         place = t - 1 - passed
         token = (b * t + place) * H + h
-        qkv, grads = QKV + token * (2 * P + V), GQKV + token * (2 * P + V)
-        q, k = tl.load(qkv + i), tl.load(qkv + P + i)
-        v, f = tl.load(qkv + 2 * P + j), tl.load(F + token)
+        q, k, v, f = _token(QKV, F, token, P, V)
+        grads = GQKV + token * (2 * P + V)
         before = tl.load(MEMORY + (program * t + place) * P * V + cell)
         candidate = _candidate(before, weight, k, v)
         grad_y = tl.load(GY + token * V + j)
@@ -128,7 +141,11 @@ class Recurrence(torch.autograd.Function):
         o, last = qkv.new_empty(b, t, h, v), torch.empty_like(memory)
         memories = qkv.new_empty((b, h, t, p, v) if keep else (0,))
         with Launching(qkv):
-            forward_kernel[b * h,](qkv, f, W, memory, o, memories, last, t, h, p, v, keep, **LAUNCH)
+            forward_kernel[b * h,](
+                *(qkv, f, W, memory, o, memories, last, t, h, p, v, keep),
+                **LAUNCH,
+                num_warps=min(max(p * v // CELLS, 1), 8),
+            )
         ctx.save_for_backward(qkv, f, W, memories)
         return o, last
 
@@ -145,6 +162,8 @@ class Recurrence(torch.autograd.Function):
                 *(qkv, f, W, memories, grad_o, grad_last),
                 *(grad_qkv, grad_f, grad_W, grad_memory, t, h, p, v),
                 **LAUNCH,
+                num_warps=min(max(p * v // CELLS, 1), 8),
+                maxnreg=REGISTERS,
             )
         return grad_qkv, grad_f, grad_W.sum(0), grad_memory, None
 
