@@ -38,12 +38,18 @@ def scan(*heads: int) -> Callable[[], None]:
     return run
 
 
-def layer(b: int = BATCH, t: int = TIME, m: int = WIDTH, **options: object) -> Callable[[], None]:
+def layer(
+    b: int = BATCH,
+    t: int = TIME,
+    m: int = WIDTH,
+    make: Callable[..., Bedouin] = Bedouin,
+    **options: object,
+) -> Callable[[], None]:
     """A layer, forward and backward: sweep or iteration, and the output stage."""
 
     def run() -> None:
         torch.manual_seed(0)
-        made = Bedouin(m, device="cuda", dtype=torch.bfloat16, backend="triton", **options)  # type: ignore[arg-type]
+        made = make(m, device="cuda", dtype=torch.bfloat16, backend="triton", **options)
         made(draw(b, t, m)).float().sum().backward()
 
     return run
@@ -85,6 +91,11 @@ def main() -> None:
         "direct, heads without feedback": layer(num_heads=2, feedback=()),
         "direct, heads of one sample": layer(1, 34, 128, num_heads=2),
         "direct, heads one by one": layer(2, 6, 256, num_heads=2),
+        "recall": layer(make=Bedouin.recall),
+        "recall, many states and reflections": layer(
+            3, make=Bedouin.recall, d_state=64, num_householder=2, input_scale="bounded_delta"
+        ),
+        "recall, feedback of all heads": layer(3, make=Bedouin.recall, feedback_scope="layer"),
         "jacobi, heads": layer(num_heads=2, solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
         "picard": layer(solver=Picard(), max_steps=4, on_unconverged="ignore"),
         "jacobi": layer(solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
