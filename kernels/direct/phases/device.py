@@ -138,6 +138,16 @@ def no_states(A, V: tl.constexpr):
 
 
 @triton.jit
+def wait_for(h, V: tl.constexpr):
+    """h, which has been loaded in a branch, with products that have to wait for it there: else
+    every pass of the loop around the branch waits for whatever it has loaded itself."""
+    out = ()
+    for v in tl.static_range(V):
+        out = out + (2.0 * (0.5 * h[v]),)
+    return out
+
+
+@triton.jit
 def store_states(
     ptr,  # (n, d)
     h, d: tl.constexpr, n: tl.constexpr,
@@ -183,22 +193,6 @@ def store_words(ptr, places, word):
     """The inverse of `load_words`."""
     at = ptr + places[0] + places[1]
     tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), word)
-
-
-@triton.jit
-def load_places(ptr, places, SIZE: tl.constexpr, V: tl.constexpr):
-    """A memory of SIZE values from memory that only the phases read."""
-    out = ()
-    for v in tl.static_range(V):
-        out = out + (load_words(ptr + v * (SIZE // V), places),)
-    return out
-
-
-@triton.jit
-def store_places(ptr, h, places, SIZE: tl.constexpr, V: tl.constexpr):
-    """The inverse of `load_places`."""
-    for v in tl.static_range(V):
-        store_words(ptr + v * (SIZE // V), places, h[v])
 
 
 @triton.jit
@@ -260,3 +254,11 @@ def load_reflections(
 def over_states(v):
     """The sum of (NR, P, NL) over the states, (P,)."""
     return tl.sum(tl.sum(v, 0), 1)
+
+
+@triton.jit
+def over_channels(v, P: tl.constexpr, NL: tl.constexpr):
+    """The sum of a vector (P,) by each thread for its channel: one of all threads together would
+    cost barriers."""
+    rows = tl.reshape(v, (P // NL, NL))[:, None, :]
+    return over_states(tl.broadcast_to(rows, (P // NL, P, NL)))

@@ -18,7 +18,6 @@ from bedouin.kernels.direct.phases.spec import (
     FINISH,
     FINISH_REFLECTIONS,
     GRADIENTS,
-    GROUP,
     PREPARE,
     PREPARE_REFLECTIONS,
     PROGRAMS,
@@ -232,7 +231,6 @@ class PhaseGradients(NamedTuple):
 class _Solved(NamedTuple):
     """What phase R leaves to the other phases."""
 
-    edges: Tensor  # (b, chunks, N P), H after the last token of each chunk
     adjoint: Tensor  # (b, t, 2, P), w and the cotangent of `written`
     delta: Tensor  # (b, t, d), the cotangent of raw Delta
     x: Tensor  # (b, t, d), that of x; beside that of raw Delta if both are fed
@@ -256,8 +254,11 @@ def launch_reverse_phases(
     inputs, parts = _Inputs.of(operands, sizes, spec), _Kept.of(kept, sizes)
     b, t, d = sizes[:3]
     last = None if grad_h is None else grad_h.mT.contiguous()
-    solved = _reverse(grad_y.contiguous(), last, y, inputs, parts, sizes, spec)
-    grad_B, grad_C, grad_A = _gradients(inputs, parts, solved, sizes, spec)
+    # H after the last token of each chunk
+    edges = inputs.A.new_empty(b, sizes.chunks, sizes.N * sizes.P)
+    solved = _reverse(grad_y.contiguous(), last, y, inputs, parts, edges, sizes, spec)
+    grad_B, grad_C, grad_A = _gradients(inputs, parts, solved, edges, sizes, spec)
+    del edges  # which is as large as the gradients of the raw values, allocated next
     r = inputs.raw.shape[2]
     grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
     statistics = inputs.A.new_empty(2, b, t)
@@ -280,13 +281,14 @@ def _reverse(
     y: Tensor,  # (b, t, d)
     inputs: _Inputs,
     parts: _Kept,
+    edges: Tensor,  # (b, chunks, N P), written
     sizes: Sizes,
     spec: LaunchSpec,
 ) -> _Solved:
     """Phase R."""
     b, t, d, n, P, N, V, _, k = sizes
-    A, chunks = inputs.A, sizes.chunks
-    edges, adjoint = A.new_empty(b, chunks, N * P), A.new_empty(b, t, 2, P)
+    A = inputs.A
+    adjoint = A.new_empty(b, t, 2, P)
     if all(spec.fed):
         fed = inputs.x.new_empty(b, t, 2 * d)
         delta, x = fed.split(d, -1)
@@ -294,10 +296,10 @@ def _reverse(
         delta, x = inputs.x.new_empty(b, t, d), inputs.x.new_empty(b, t, d)
         fed = x if spec.fed[1] else delta
     f, H = A.new_empty(b, t, k), A.new_empty(b, n, d)
-    solved = _Solved(edges, adjoint, delta, x, fed, f, H, A.new_empty(b, d))
+    solved = _Solved(adjoint, delta, x, fed, f, H, A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
     if spec.by_token:
-        _reverse_by_token(grad_y, last, y, inputs, parts, solved, scratch, sizes, spec)
+        _reverse_by_token(grad_y, last, y, inputs, parts, solved, edges, scratch, sizes, spec)
         return solved
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, *parts[:2], parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
@@ -315,6 +317,7 @@ def _reverse_by_token(
     inputs: _Inputs,
     kept: _Kept,
     solved: _Solved,  # written
+    edges: Tensor,  # (b, chunks, N P), written
     scratch: Tensor,  # (b, CHUNK, N P / V)
     sizes: Sizes,
     spec: LaunchSpec,
@@ -328,11 +331,11 @@ def _reverse_by_token(
     read = kept.rows, inputs.B, A, kept.states, scratch
     numbers: tuple[int, ...] = sizes.t, inputs.per_head
     replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, phase_constants(REPLAY, spec))
-    edges = _memories(solved.edges, sizes)
+    memories = _memories(edges, sizes)
 
     def enter(chunk: int) -> None:
         """Keep H after a chunk, and compute q of its tokens."""
-        edges[chunk].copy_(H)
+        memories[chunk].copy_(H)
         replay.launch(chunk)
 
     # Phase R reads q before it waits for the launch before it (`await_launch`). That one is
@@ -344,7 +347,7 @@ def _reverse_by_token(
     known = grad_y, y, inputs.y0, inputs.raw, kept.solved, *kept[:2], kept.inverse
     values = inputs.scalars, inputs.B, inputs.C, products, A, kept.states
     rows = solved.delta, solved.x, solved.f, solved.y0
-    results = scratch, H, H, solved.edges, solved.adjoint, *rows
+    results = scratch, H, H, edges, solved.adjoint, *rows
     numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
     tensors = *known, *values, *results
     reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, phase_constants(REVERSE, spec))
@@ -358,7 +361,12 @@ def _reverse_by_token(
 
 
 def _gradients(
-    inputs: _Inputs, parts: _Kept, solved: _Solved, sizes: Sizes, spec: LaunchSpec
+    inputs: _Inputs,
+    parts: _Kept,
+    solved: _Solved,
+    edges: Tensor,  # (b, chunks, N P)
+    sizes: Sizes,
+    spec: LaunchSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Phase G: the gradients of the unit B and C (b, t, N), and of A in parts (b, splits, n, d)."""
     b, t, d, n, P, N = sizes[:6]
@@ -368,12 +376,12 @@ def _gradients(
     wanted = ceil_div(PROGRAMS * units, b * blocks)
     each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
-    scratch = A.new_empty(b, splits, CHUNK // GROUP, N * P)
+    scratch = A.new_empty(b, splits, CHUNK, N * P // sizes.V, dtype=torch.int64)
     grad_B, grad_C = A.new_empty(2, b, t, N).unbind()
     grad_A = A.new_empty(b, splits, n, d)
     pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64), inputs.scalars
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
-    tensors = *pairs, *values, parts.states, solved.edges, scratch, grad_B, grad_C, grad_A
+    tensors = *pairs, *values, parts.states, edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, each
     GRADIENTS.launch((b, splits, blocks), tensors, numbers, phase_constants(GRADIENTS, spec))
     return grad_B, grad_C, grad_A

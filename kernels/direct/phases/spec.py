@@ -40,14 +40,11 @@ takes 1.1 ms at 64x256 on an H100, with four lanes 1.8."""
 REVERSE_LANES = 4
 """Those of phase R with more than 32 states, of which it holds more values than S."""
 
-CHANNEL_LANES = 16
-"""Lanes of a warp that share the channels of a state in phase G."""
+CHANNELS = 8
+"""Those of a thread of phase G, which has two states of each."""
 
 STATES = 16
 """States of a program of phase G: small programs, so that several share a multiprocessor."""
-
-GROUP = 2
-"""Tokens whose memory phase G has in registers at once; a divisor of CHUNK."""
 
 TOKENS = 16
 """Tokens of a program of phase P and of its adjoint."""
@@ -139,8 +136,8 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "FACTORS": factors, "LOW": V == 4},
-        **{"NL": lanes, "PL": min(CHANNEL_LANES, P // 2), "TOKENS": TOKENS, "EPS": UNIT_EPS},
-        **{"S": min(N, STATES), "SUB": GROUP, "ROW": d * max(vectors, 1)},
+        **{"NL": lanes, "PL": P // CHANNELS, "TOKENS": TOKENS, "EPS": UNIT_EPS},
+        **{"S": min(N, STATES), "ROW": d * max(vectors, 1)},
         **{"KEEP": chunk, "KEEP_ROWS": keeps or k > 0},
         **{"START": starts, "LAST": ends, "SPLITS": splits * (vectors if kernel is REVERSE else 1)},
         **{"VECTORS": vectors, "SAMPLES": tile, "GROUP": heads_at_once(P)},
@@ -156,11 +153,10 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
         },
         **{"BETA_MAX": layout.beta_max, "SCALARS": 2 + k * (k + 3), "WIDE": r + padding(r)},
     }
-    # a thread has one channel in phases S and R, and of up to 64 channels four of four states in
-    # phase G
-    channel_warps, state_warps = P * lanes // 32, min(N, STATES) * CHANNEL_LANES // 128
-    by_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), channel_warps)
-    warps = {**by_channels, GRADIENTS: state_warps * ceil_div(P, 64), FEED: 8, FEED_ADJOINT: 8}
+    # a thread has one channel in phases S and R
+    by_channels = dict.fromkeys((SWEEP, REVERSE, REPLAY), P * lanes // 32)
+    gradient_warps = P // CHANNELS * min(N, STATES) // 2 // 32
+    warps = {**by_channels, GRADIENTS: gradient_warps, FEED: 8, FEED_ADJOINT: 8}
     warps[PREPARE_REFLECTIONS] = max(4, P // 16)
     one_warp = kernel in (SOLVED_STATISTICS, FINISH_REFLECTIONS)
     every["num_warps"] = max(1, warps.get(kernel, 1 if one_warp else 4))

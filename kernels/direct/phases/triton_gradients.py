@@ -8,27 +8,28 @@ pass of an ordinary scan. With dH = H + w C^T the cotangent of h_t, and `erased`
     A_ += (dH + erased B^T) * Delta (d lambda / d (A Delta)) h_{t-1}
 
 A program has a sample of a head, some chunks and S of the states. It goes through a chunk once to
-keep h before every SUB tokens in scratch memory, and then back, SUB tokens at a time, whose h fit
-its registers. Its memory is a tuple of two tensors (PR, S, PL) for channel (pr PL + pl) 2 + u: sums
-over channels are sums in a thread and log2(PL) shuffles.
+keep the h before every token in scratch memory, in the dtype of x, and then back. Its memory is a
+tuple of V tensors (PR, S, PL) for channel (pr PL + pl) V + v: sums over channels are sums in a
+thread and log2(PL) shuffles.
 Letters as in `triton_sweep.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="untyped-decorator, var-annotated"
 
 import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_decay
 from bedouin.kernels.direct.phases.device import (
-    load_places,
     load_words,
     over_states,
+    pack,
     places_of_channels,
     put,
     reach_of,
-    store_places,
+    store_words,
     unpack,
 )
 
@@ -47,60 +48,51 @@ def load_values(
 
 
 @triton.jit
-def load_pair(
+def load_vector(
     ptr,  # words of two float32
-    words, real, HALF: tl.constexpr,
+    places, real, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Two vectors of a token that lie side by side, each a tuple of two (PR, PL); zeros unless the
-    token is `real`."""
-    here = words < tl.where(real, HALF, 0)
-    one = tl.load(ptr + words, mask=here, other=0)
-    other = tl.load(ptr + HALF + words, mask=here, other=0)
-    return unpack(one, 2, False), unpack(other, 2, False)
+    """A vector of a token, a tuple of V parts (PR, PL); zeros unless the token is `real`."""
+    PAIRS: tl.constexpr = V // 2
+    out = ()
+    for i in tl.static_range(PAIRS):
+        word = tl.load(ptr + places * PAIRS + i, mask=places < tl.where(real, P // V, 0), other=0)
+        out = out + unpack(word, 2, False)
+    return out
 
 
 @triton.jit
-def load_replayed_pair(
-    kept_ptr, B_ptr,
-    first, t, words, state,
-    HALF: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
+def load_replayed(
+    rows,  # pointers to kept rows and to B, of the first token of a sample
+    t, t_end, places, state,
+    P: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Delta, written and B of a token; zeros, which leave h as it is, for t < 0."""
-    token = first + tl.maximum(t, 0)
-    delta, written = load_pair(kept_ptr + token * (2 * HALF), words, t >= 0, HALF)
-    return delta, written, load_values(B_ptr + token * INTS, state, V)
+    """Delta, written and B of a token; zeros, which leave h as it is, before the first token. Of
+    those behind the last one nothing is needed."""
+    token = tl.minimum(tl.maximum(t, 0), t_end - 1).to(tl.int64)
+    row = rows[0] + token * P
+    delta = load_vector(row, places, t >= 0, P, V)
+    written = load_vector(row + P // 2, places, t >= 0, P, V)
+    return delta, written, load_values(rows[1] + token * INTS, state, V)
 
 
 @triton.jit
-def load_gradient_token(
-    kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr,
-    first, t, words, state,
-    HALF: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr,
-    V: tl.constexpr,
+def load_token(
+    rows,  # pointers to kept rows, adjoint rows, scalars, B and C, of the first token of a sample
+    t, places, state,
+    P: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Delta, written, w, the cotangent of `written`, beta^e, B and C of a token; without vectors
-    for t < 0."""
-    token = first + tl.maximum(t, 0)
-    delta, written = load_pair(kept_ptr + token * (2 * HALF), words, t >= 0, HALF)
-    w, grad_written = load_pair(adjoint_ptr + token * (2 * HALF), words, t >= 0, HALF)
-    beta = tl.load(scalars_ptr + token * SCALARS + 1)
-    B = load_values(B_ptr + token * INTS, state, V)
-    return delta, written, w, grad_written, beta, B, load_values(C_ptr + token * INTS, state, V)
-
-
-@triton.jit
-def replay_pair(
-    h, A,
-    row,  # of `load_replayed_pair`
-    FULL: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """h_t from h_{t-1}."""
-    delta, written, B = row
-    after = ()
-    for u in tl.static_range(2):
-        decay = build_decay(A[u] * delta[u][:, None, :], FULL, FAST)
-        after = after + (decay * h[u] + written[u][:, None, :] * B[None, :, None],)
-    return after
+    """Delta, written, w, the cotangent of `written`, beta^e, B and C of a token; zeros in place of
+    vectors before the first token."""
+    token = tl.maximum(t, 0).to(tl.int64)
+    row, adjoint = rows[0] + token * P, rows[1] + token * P
+    delta = load_vector(row, places, t >= 0, P, V)
+    written = load_vector(row + P // 2, places, t >= 0, P, V)
+    w = load_vector(adjoint, places, t >= 0, P, V)
+    grad_written = load_vector(adjoint + P // 2, places, t >= 0, P, V)
+    beta = tl.load(rows[2] + token * SCALARS + 1)
+    B = load_values(rows[3] + token * INTS, state, V)
+    return delta, written, w, grad_written, beta, B, load_values(rows[4] + token * INTS, state, V)
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head", "per_program"])
@@ -113,7 +105,7 @@ def gradient_kernel(
     A_ptr,  # (H, n, d), log2(e) A
     states_ptr,  # (b, ceil(t / KEEP), N, P)
     edges_ptr,  # likewise
-    scratch_ptr,  # (programs, KEEP / SUB, S P)
+    scratch_ptr,  # (programs, KEEP, S P / V), int64
     grad_B_ptr,  # (b, t, N), written
     grad_C_ptr,  # (b, t, N), written
     grad_A_ptr,  # (b, splits, n, d), written
@@ -128,40 +120,45 @@ def gradient_kernel(
     PL: tl.constexpr,
     V: tl.constexpr,
     KEEP: tl.constexpr,
-    SUB: tl.constexpr,  # tokens whose h are in registers
     SCALARS: tl.constexpr,
     FULL: tl.constexpr,
     ERASE: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Some chunks of a sample of a head, and S of the states."""
-    PR: tl.constexpr = P // (PL * 2)
+    PR: tl.constexpr = P // (PL * V)
     SIZE: tl.constexpr = P * N
-    HALF: tl.constexpr = P // 2
+    WORDS: tl.constexpr = S * P // V
     INTS: tl.constexpr = N // V * 2  # int32 words of B
+    AHEAD: tl.constexpr = 2
     sample, split, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     head, own = sample // per_head, sample * tl.num_programs(1) + split
     chunks = tl.cdiv(t_end, KEEP)
     state, pr, pl = tl.arange(0, S), tl.arange(0, PR), tl.arange(0, PL)
-    words = (pr * PL)[:, None] + pl[None, :]
+    vector = (pr * PL)[:, None] + pl[None, :]
     hidden = part * S + state
-    # to the states of this program
-    B_ptr += part * (S * INTS // N)
-    C_ptr += part * (S * INTS // N)
     states = places_of_channels(S, PL)
-    channel = ((pr * PL)[:, None, None] + pl[None, None, :]) * 2
+    channel = ((pr * PL)[:, None, None] + pl[None, None, :]) * V
     places = state[None, :, None] * PL + pl[None, None, :], (pr * (S * PL))[:, None, None]
-    edges = hidden[None, :, None] * P + 2 * pl[None, None, :], (pr * (2 * PL))[:, None, None]
+    edges = hidden[None, :, None] * P + V * pl[None, None, :], (pr * (V * PL))[:, None, None]
     A = ()
     grad_A = ()
-    for u in tl.static_range(2):
-        at = A_ptr + head * n * d + hidden[None, :, None] * d + (channel + u)
+    for v in tl.static_range(V):
+        at = A_ptr + head * n * d + hidden[None, :, None] * d + (channel + v)
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
-        inside = (hidden[None, :, None] < n) & (channel + u < d)
+        inside = (hidden[None, :, None] < n) & (channel + v < d)
         A = A + (tl.load(at, mask=inside, other=0.0),)
         grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
-    scratch = scratch_ptr + (own * tl.num_programs(2) + part) * (KEEP // SUB) * (S * P)
+    scratch = scratch_ptr + (own * tl.num_programs(2) + part) * KEEP * WORDS
     first = sample * t_end
+    rows = (
+        kept_ptr + first * P,
+        adjoint_ptr + first * P,
+        scalars_ptr + first * SCALARS,
+        B_ptr + first * INTS + part * (S * INTS // N),  # those of the states of this program
+        C_ptr + first * INTS + part * (S * INTS // N),
+    )
+    replayed = (rows[0], rows[3])
     for chunk in range(split * per_program, tl.minimum(split * per_program + per_program, chunks)):
         # Chunks are counted from the end, so that the first may be shorter than the others: rows
         # before it are read as zeros, which change nothing.
@@ -169,66 +166,77 @@ def gradient_kernel(
         slot = (sample * chunks + chunk) * SIZE
         h = ()
         H = ()
-        for u in tl.static_range(2):
-            h = h + (load_words(states_ptr + (slot + u), edges),)
-            H = H + (load_words(edges_ptr + (slot + u), edges),)
-        # loads of a token are issued while another one is computed
-        row = load_replayed_pair(kept_ptr, B_ptr, first, start, words, state, HALF, INTS, V)
-        for group in range(0, KEEP // SUB):
-            store_places(scratch + group * (S * P), h, places, S * P, 2)
-            for i in tl.static_range(SUB):
-                t = tl.minimum(start + group * SUB + i + 1, t_end - 1)
-                after = load_replayed_pair(kept_ptr, B_ptr, first, t, words, state, HALF, INTS, V)
-                h = replay_pair(h, A, row, FULL, FAST)
-                row = after
-        token = load_gradient_token(
-            kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, start + KEEP - 1, words, state,
-            HALF, INTS, SCALARS, V,
-        )  # fmt: skip
-        for turn in range(0, KEEP // SUB):
-            group = KEEP // SUB - 1 - turn
-            h = load_places(scratch + group * (S * P), places, S * P, 2)
-            history = (h,)
-            for i in tl.static_range(SUB - 1):
-                t = start + group * SUB + i
-                row = load_replayed_pair(kept_ptr, B_ptr, first, t, words, state, HALF, INTS, V)
-                h = replay_pair(h, A, row, FULL, FAST)
-                history = history + (h,)
-            for i in tl.static_range(SUB):
-                t = start + group * SUB + SUB - 1 - i
-                earlier = load_gradient_token(
-                    kept_ptr, adjoint_ptr, scalars_ptr, B_ptr, C_ptr, first, t - 1, words, state,
-                    HALF, INTS, SCALARS, V,
-                )  # fmt: skip
-                delta, written, w, grad_written, beta, B, C = token
+        for v in tl.static_range(V):
+            h = h + (load_words(states_ptr + (slot + v), edges),)
+            H = H + (load_words(edges_ptr + (slot + v), edges),)
+        # A token's rows are loaded into the registers of the one AHEAD tokens before, as soon as
+        # that has been computed.
+        ahead = ()
+        for i in tl.static_range(AHEAD):
+            row = load_replayed(replayed, start + i, t_end, vector, state, P, INTS, V)
+            ahead = ahead + (row,)
+        for group in range(0, KEEP // AHEAD):
+            later = ()
+            for i in tl.static_range(AHEAD):
+                place = group * AHEAD + i
+                store_words(scratch + place * WORDS, places, pack(h, V, FAST))
+                delta, written, B = ahead[i]
+                after = ()
+                for v in tl.static_range(V):
+                    decay = build_decay(A[v] * delta[v][:, None, :], FULL, FAST)
+                    after = after + (decay * h[v] + written[v][:, None, :] * B[None, :, None],)
+                h = after
+                t = start + place + AHEAD
+                later = later + (load_replayed(replayed, t, t_end, vector, state, P, INTS, V),)
+            ahead = later
+        tokens = ()
+        memories = ()
+        for i in tl.static_range(AHEAD):
+            place = KEEP - 1 - i
+            token = load_token(rows, start + place, vector, state, P, INTS, SCALARS, V)
+            tokens, memories = (
+                tokens + (token,),
+                memories + (load_words(scratch + place * WORDS, places),),
+            )
+        for group in range(0, KEEP // AHEAD):
+            tokens_later = ()
+            memories_later = ()
+            for i in tl.static_range(AHEAD):
+                place = KEEP - 1 - i - group * AHEAD
+                t = start + place
+                h = unpack(memories[i], V, False)
+                delta, written, w, grad_written, beta, B, C = tokens[i]
                 B, C = B[None, :, None], C[None, :, None]
                 grad_B = tl.zeros((PR, S, PL), tl.float32)
                 grad_C = grad_B
-                before_it = ()
+                before = ()
                 sums = ()
-                for u in tl.static_range(2):
-                    before = history[SUB - 1 - i][u]
-                    w_u, by = w[u][:, None, :], written[u][:, None, :]
-                    delta_u = delta[u][:, None, :]
-                    decay = build_decay(A[u] * delta_u, FULL, FAST)
-                    a = decay * before
-                    grad_h = H[u] + w_u * C
+                for v in tl.static_range(V):
+                    w_v, by = w[v][:, None, :], written[v][:, None, :]
+                    delta_v = delta[v][:, None, :]
+                    decay = build_decay(A[v] * delta_v, FULL, FAST)
+                    a = decay * h[v]
+                    grad_h = H[v] + w_v * C
                     grad_B += grad_h * by
-                    grad_C += (a + by * B) * w_u
+                    grad_C += (a + by * B) * w_v
                     if ERASE:
-                        grad_r = grad_written[u][:, None, :] * -beta
+                        grad_r = grad_written[v][:, None, :] * -beta
                         grad_B += a * grad_r
                         grad_h += grad_r * B
-                    reached = reach_of(decay, FULL) * before if FULL else a
-                    sums = sums + (grad_A[u] + grad_h * reached * delta_u,)
-                    before_it = before_it + (grad_h * decay,)
-                H, grad_A = before_it, sums
+                    reached = reach_of(decay, FULL) * h[v] if FULL else a
+                    sums = sums + (grad_A[v] + grad_h * reached * delta_v,)
+                    before = before + (grad_h * decay,)
+                H, grad_A = before, sums
                 to = (first + tl.maximum(t, 0)) * N + part * S
                 real = states < tl.where(t >= 0, S, 0)
                 put(grad_B_ptr + to, over_states(grad_B), states, real, False, S, PL)
                 put(grad_C_ptr + to, over_states(grad_C), states, real, False, S, PL)
-                token = earlier
-    for u in tl.static_range(2):
-        at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + u)
+                token = load_token(rows, t - AHEAD, vector, state, P, INTS, SCALARS, V)
+                word_at = scratch + tl.maximum(place - AHEAD, 0) * WORDS
+                tokens_later = tokens_later + (token,)
+                memories_later = memories_later + (load_words(word_at, places),)
+            tokens, memories = tokens_later, memories_later
+    for v in tl.static_range(V):
+        at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + v)
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
-        tl.store(at, grad_A[u], mask=(hidden[None, :, None] < n) & (channel + u < d))
+        tl.store(at, grad_A[v], mask=(hidden[None, :, None] < n) & (channel + v < d))

@@ -15,8 +15,8 @@ The chain is w -> raw_, x_ -> one product with W^y -> w; sums over states with H
 computed for a chunk of tokens from its first h, without any sum, and kept in scratch memory: every
 thread reads what it wrote. This replay of a chunk runs beside the tokens of the next later chunk,
 one token of each in turns, since the chain alone leaves most of the multiprocessor idle. The norm's
-adjoint subtracts norm(y) <raw_, W^y norm(y)> / d, whose inner product is a further row of the
-product.
+adjoint subtracts norm(y) <raw_, W^y norm(y)> / d, with an inner product that every thread computes
+by itself.
 Letters as in `triton_sweep.py`.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
@@ -47,6 +47,7 @@ from bedouin.kernels.direct.phases.device import (
     load_states,
     load_words,
     no_states,
+    over_channels,
     over_states,
     pack,
     places_of_channels,
@@ -58,6 +59,7 @@ from bedouin.kernels.direct.phases.device import (
     store_states,
     store_words,
     unpack,
+    wait_for,
 )
 from bedouin.kernels.direct.phases.triton_sweep import load_products
 
@@ -66,17 +68,16 @@ from bedouin.kernels.direct.phases.triton_sweep import load_products
 def load_transposed(
     ptr,  # (FEEDS d, d)
     d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """W^y by outputs, (P / NL, SLOTS, P, NL) for output jr NL + jl of input p; slot s belongs to
-    the fed vector s % FEEDS."""
-    jr, slot = tl.arange(0, P // NL), tl.arange(0, SLOTS)
+    """W^y of the fed vectors by outputs, (P / NL, FEEDS, P, NL) for output jr NL + jl of input
+    p."""
+    jr, vector = tl.arange(0, P // NL), tl.arange(0, FEEDS)
     p, jl = tl.arange(0, P), tl.arange(0, NL)
     output_at = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
-    at = output_at * d + (slot % FEEDS * (d * d))[None, :, None, None] + p[None, None, :, None]
+    at = output_at * d + (vector * (d * d))[None, :, None, None] + p[None, None, :, None]
     at = tl.multiple_of(tl.max_contiguous(ptr + at, [1, 1, 2, 4]), [1, 1, 1, 1])
     inside = (output_at < d) & (p[None, None, :, None] < d)
-    return tl.load(at, mask=inside & (slot >= 0)[None, :, None, None], other=0.0).to(tl.float32)
+    return tl.load(at, mask=inside & (vector >= 0)[None, :, None, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -236,7 +237,6 @@ def phase_reverse_kernel(
     ONE: tl.constexpr = SPLITS > 0
     FEEDS: tl.constexpr = 0 if ONE else OF_DELTA + OF_X
     FACTORS: tl.constexpr = 2 + FEEDS + ERASE
-    SLOTS: tl.constexpr = FEEDS * (2 if NORM else 1)
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     PAIRS: tl.constexpr = K * (K + 1) // 2
@@ -250,7 +250,7 @@ def phase_reverse_kernel(
     channels = places_of_channels(P, NL)
     inside = channels < d
     if FEEDS > 0:
-        W = load_transposed(W_ptr + head * W_stride, d, P, NL, FEEDS, SLOTS)
+        W = load_transposed(W_ptr + head * W_stride, d, P, NL, FEEDS)
     if LAST:
         H = load_states(last_ptr + sample * n * d, d, n, P, N, NL, V)
     else:
@@ -343,6 +343,7 @@ def phase_reverse_kernel(
                 h = load_states(
                     states_ptr + (sample * chunks + replay_slot) * SIZE, P, N, P, N, NL, V
                 )
+                h = wait_for(h, V)
             if step % KEEP == 0:
                 slot = (sample + 1) * chunks - 1 - step // KEEP
                 store_states(edges_ptr + slot * SIZE, H, P, N, P, N, NL, V)
@@ -366,23 +367,14 @@ def phase_reverse_kernel(
         put(grad_x_ptr + token * ROW, grad_x, channels, inside, d == P, P, NL)
         if FEEDS > 0:
             if OF_DELTA and OF_X:
-                rows = tl.join(grad_raw, grad_x)
-                if NORM:
-                    rows = tl.join(
-                        tl.join(grad_raw, grad_raw * fed[0]), tl.join(grad_x, grad_x * fed[1])
-                    )
+                rows, terms = tl.join(grad_raw, grad_x), grad_raw * fed[0] + grad_x * fed[1]
             else:
                 rows = grad_raw if OF_DELTA else grad_x
-                if NORM:
-                    rows = tl.join(rows, rows * fed[0])
-            rows = tl.permute(tl.reshape(rows, (P // NL, NL, SLOTS)), (0, 2, 1))[:, :, None, :]
-            weights = W
+                terms = rows * fed[0]
+            rows = tl.permute(tl.reshape(rows, (P // NL, NL, FEEDS)), (0, 2, 1))[:, :, None, :]
+            fed_back = tl.sum(tl.sum(tl.sum(W * rows, 0), 0), 1)
             if NORM:
-                is_weight = (tl.arange(0, SLOTS) < FEEDS)[None, :, None, None]
-                weights = tl.where(
-                    is_weight, W, -((y + y_start) * (inverse / d))[None, None, :, None]
-                )
-            fed_back = tl.sum(tl.sum(tl.sum(weights * rows, 0), 0), 1)
+                fed_back -= (y + y_start) * (over_channels(terms, P, NL) * (inverse / d))
             w_next += fed_back * inverse if NORM else fed_back
         # beside this product, on which the earlier token depends
         after = ()

@@ -109,6 +109,27 @@ def _row(ptr, p, channels, d: tl.constexpr, P: tl.constexpr, FEEDS: tl.constexpr
         return get(ptr, channels, channels < d, d == P)
 
 
+@triton.jit
+def load_inputs(
+    first,  # pointers to the rows of x, raw, scalars, B and C of a token
+    strides,  # of x and raw
+    step,  # tokens after it
+    d: tl.constexpr, n: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, FEEDS: tl.constexpr,
+):  # fmt: skip
+    """x, raw Delta, B C, beta^e, B, C, the reflections and T of a token."""
+    WORDS: tl.constexpr = N // V
+    p, channels = tl.arange(0, P), places_of_channels(P, NL)
+    raw_at = first[1] + step * strides[1]
+    scalars = first[2] + step * (2 + K * (K + 3))
+    x = _row(first[0] + step * strides[0], p, channels, d, P, FEEDS)
+    raw = _row(raw_at, p, channels, d, P, FEEDS)
+    B = load_row(first[3] + step * WORDS, WORDS, NL)
+    C = load_row(first[4] + step * WORDS, WORDS, NL)
+    u, T = load_reflections(raw_at + d + 2 * n, scalars, p, d, P, K)
+    return x, raw, tl.load(scalars), tl.load(scalars + 1), B, C, u, T
+
+
 @triton.jit(do_not_specialize=["start", "t_end", "tokens", "per_head"])
 def phase_sweep_kernel(
     x_ptr,  # (b, t, d)
@@ -165,8 +186,6 @@ def phase_sweep_kernel(
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    SCALARS: tl.constexpr = 2 + 2 * (K + PAIRS)
-    u_at: tl.constexpr = d + 2 * n
     sample = tl.program_id(0).to(tl.int64)
     head = sample // per_head
     p = tl.arange(0, P)
@@ -184,14 +203,17 @@ def phase_sweep_kernel(
         h = no_states(A, V)
         y = tl.zeros((P,), tl.float32)
     token = sample * tokens + start
-    x_at = x_ptr + sample * x_stride_b + start * x_stride_t
-    raw_at = raw_ptr + sample * raw_stride_b + start * raw_stride_t
-    x, raw = _row(x_at, p, channels, d, P, FEEDS), _row(raw_at, p, channels, d, P, FEEDS)
-    B_C = tl.load(scalars_ptr + token * SCALARS)
-    beta = tl.load(scalars_ptr + token * SCALARS + 1)
-    u, T = load_reflections(raw_at + u_at, scalars_ptr + token * SCALARS, p, d, P, K)
-    B_words = load_row(B_ptr + token * WORDS, WORDS, NL)
-    C_words = load_row(C_ptr + token * WORDS, WORDS, NL)
+    first = (
+        x_ptr + sample * x_stride_b + start * x_stride_t,
+        raw_ptr + sample * raw_stride_b + start * raw_stride_t,
+        scalars_ptr + token * (2 + K * (K + 3)),
+        B_ptr + token * WORDS,
+        C_ptr + token * WORDS,
+    )
+    strides = (x_stride_t, raw_stride_t)
+    row = load_inputs(first, strides, 0, d, n, P, N, NL, V, K, FEEDS)
+    step = tl.minimum(1, t_end - 1).to(tl.int64)
+    later = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
     fed = ()
     inverse = y
     if FEEDS > 0:
@@ -200,18 +222,7 @@ def phase_sweep_kernel(
         await_launch(OVERLAP)
         fed = load_products(W_ptr, sample, p, d, P, SPLITS, OF_DELTA + OF_X)
     for t in range(0, 1 if SPLITS > 0 else t_end):
-        # loads of a token are issued while the one before it is computed
-        step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
-        later = sample * tokens + start + step
-        x_next = _row(x_at + step * x_stride_t, p, channels, d, P, FEEDS)
-        raw_next = _row(raw_at + step * raw_stride_t, p, channels, d, P, FEEDS)
-        B_C_next = tl.load(scalars_ptr + later * SCALARS)
-        beta_next = tl.load(scalars_ptr + later * SCALARS + 1)
-        u_next, T_next = load_reflections(
-            raw_at + step * raw_stride_t + u_at, scalars_ptr + later * SCALARS, p, d, P, K
-        )
-        B_next = load_row(B_ptr + later * WORDS, WORDS, NL)
-        C_next = load_row(C_ptr + later * WORDS, WORDS, NL)
+        x, raw, B_C, beta, B_words, C_words, u, T = row
         if KEEP > 0:
             if (t == 0) | ((t_end - t) % KEEP == 0):
                 slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
@@ -292,6 +303,9 @@ def phase_sweep_kernel(
                 # all channels have the same
                 put(inverse_ptr + token, inverse, channels // P, inside, True, P, NL)
         fed, inverse = fed_next, inverse_next
-        x, raw, B_C, beta, B_words, C_words = x_next, raw_next, B_C_next, beta_next, B_next, C_next
-        u, T = u_next, T_next
+        # Two tokens ahead, because the compiler moves the next line up, and with it the wait for
+        # what has been loaded last.
+        row = later
+        step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
+        later = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
     store_states(h_ptr + sample * n * d, h, d, n, P, N, NL, V)
