@@ -127,9 +127,7 @@ def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    layers = numbers("benchmark/h100_layers") | numbers("benchmark/h100_layers_before")
-    wide = numbers("benchmark/h100_wide")
-    layers |= {key: wide[key] for key in wide if key[0] == "recall-wide"}
+    layers = numbers("benchmark/h100_layers")
     starts = {
         "direct": "d_model 512, 1 head",
         "direct-heads8": "8 heads of 128",
@@ -182,22 +180,6 @@ def test_times_of_the_page_are_those_of_the_benchmark() -> None:
         n = row["numbers"]
         shown = [row["shape"], f"{n['both_ms']:.3g}", f"{n['over_padded']:.2f}"]
         assert line(table, row["title"] + " |")[1:] == shown
-
-
-def test_times_of_one_head_are_those_of_the_benchmark() -> None:
-    def times(run: str, row: str, shape: str) -> str:
-        rows = raw(f"benchmark/{run}")["rows"]
-        found = [r["numbers"] for r in rows if (r["case"], r["shape"]) == (row, shape)]
-        names = "graph_both_ms", "both_ms"
-        return "/".join(f"{found[0][name]:#.3g}".rstrip(".") for name in names) if found else "–"
-
-    block = TEXTS["benchmark"].split("One head since then")[1].split("With more than 64")[0]
-    for shape in ("128x16", "64x256", "16x1024", "8x4096"):
-        assert line(block, f"{shape} ")[1:] == [
-            times("h100_one_head_before", "direct", shape),
-            times("h100_one_head", "direct", shape),
-            times("h100_one_head", "lstm", shape),
-        ]
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
@@ -270,7 +252,10 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         assert line(README, f"bound {group}, feedback of all heads")[1:] == shown
     copies = summary["copy"]["gated_deltanet_l1"]["characters_200"]
     assert f"(at 200: {' '.join(f'{value:.2f}' for value in copies)})" in README
-    assert set(summary["a5"]["gated_deltanet_l1"]["sequence_128"]) == {0.0}
+    copies = summary["copy"]["recall_no_feedback"]["characters_200"]
+    assert f"({' '.join(f'{value:.2f}' for value in copies)})" in README.replace("\n", " ")
+    for model in ("gated_deltanet_l1", "recall_no_feedback"):
+        assert set(summary["a5"][model]["sequence_128"]) == {0.0}
 
 
 def test_the_table_of_rivals_is_that_of_the_summary() -> None:
