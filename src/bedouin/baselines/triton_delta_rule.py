@@ -26,8 +26,8 @@ FORWARD_PART, BACKWARD_PART = 8, 16
 """Key channels of a part of S, of which the last is padded. A part of a key has fewer numbers than
 a warp has threads: it is loaded as it is used, and the threads exchange none of it."""
 
-REGISTERS = 168
-"""Of a thread, at most: 12 warps, each a program, fit on a multiprocessor of sm_90."""
+REGISTERS = 128
+"""Of a thread, at most: 16 warps, each a program, fit on a multiprocessor of sm_90."""
 
 
 @triton.jit

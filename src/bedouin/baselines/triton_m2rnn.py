@@ -24,8 +24,8 @@ from bedouin.kernels.outside import outside_of_graphs
 CELLS = 1024
 """Numbers of a memory for each warp of a program, of which there are at most 8."""
 
-REGISTERS = 224
-"""Of a thread in backward, at most: 9 warps fit on a multiprocessor of sm_90."""
+REGISTERS = 168
+"""Of a thread in backward, at most: 12 warps fit on a multiprocessor of sm_90."""
 
 
 @triton.jit
