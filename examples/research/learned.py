@@ -367,7 +367,8 @@ def main(options: Options) -> None:
         for trained in load(folder, device):
             models.append(measure(trained, options))
             print(folder.name, json.dumps(models[-1]), flush=True)
-        add_runs(options.out, {folder.name: {"models": models, "device": str(device)}})
+            # after each, because a model takes minutes
+            add_runs(options.out, {folder.name: {"models": models, "device": str(device)}})
     draw(options.out)
 
 
