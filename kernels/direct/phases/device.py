@@ -139,8 +139,10 @@ def no_states(A, V: tl.constexpr):
 
 @triton.jit
 def wait_for(h, V: tl.constexpr):
-    """h, which has been loaded in a branch, with products that have to wait for it there: else
-    every pass of the loop around the branch waits for whatever it has loaded itself."""
+    """h itself, which has been loaded in a branch of a loop, by products that wait for it there.
+
+    Without them the wait stands behind the branch, and at each pass of the loop it includes the
+    loads of that pass, because one counter is kept for all of them."""
     out = ()
     for v in tl.static_range(V):
         out = out + (2.0 * (0.5 * h[v]),)

@@ -41,7 +41,7 @@ REVERSE_LANES = 4
 """Those of phase R with more than 32 states, of which it holds more values than S."""
 
 CHANNELS = 8
-"""Those of a thread of phase G, which has two states of each."""
+"""Channels of a thread of phase G, which has two states of each of them."""
 
 STATES = 16
 """States of a program of phase G: small programs, so that several share a multiprocessor."""

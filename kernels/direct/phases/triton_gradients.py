@@ -130,7 +130,7 @@ def gradient_kernel(
     SIZE: tl.constexpr = P * N
     WORDS: tl.constexpr = S * P // V
     INTS: tl.constexpr = N // V * 2  # int32 words of B
-    AHEAD: tl.constexpr = 2
+    AHEAD: tl.constexpr = 2  # a divisor of KEEP
     sample, split, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     head, own = sample // per_head, sample * tl.num_programs(1) + split
     chunks = tl.cdiv(t_end, KEEP)
@@ -194,10 +194,8 @@ def gradient_kernel(
         for i in tl.static_range(AHEAD):
             place = KEEP - 1 - i
             token = load_token(rows, start + place, vector, state, P, INTS, SCALARS, V)
-            tokens, memories = (
-                tokens + (token,),
-                memories + (load_words(scratch + place * WORDS, places),),
-            )
+            memory = load_words(scratch + place * WORDS, places)
+            tokens, memories = tokens + (token,), memories + (memory,)
         for group in range(0, KEEP // AHEAD):
             tokens_later = ()
             memories_later = ()
@@ -232,9 +230,8 @@ def gradient_kernel(
                 put(grad_B_ptr + to, over_states(grad_B), states, real, False, S, PL)
                 put(grad_C_ptr + to, over_states(grad_C), states, real, False, S, PL)
                 token = load_token(rows, t - AHEAD, vector, state, P, INTS, SCALARS, V)
-                word_at = scratch + tl.maximum(place - AHEAD, 0) * WORDS
-                tokens_later = tokens_later + (token,)
-                memories_later = memories_later + (load_words(word_at, places),)
+                memory = load_words(scratch + tl.maximum(place - AHEAD, 0) * WORDS, places)
+                tokens_later, memories_later = tokens_later + (token,), memories_later + (memory,)
             tokens, memories = tokens_later, memories_later
     for v in tl.static_range(V):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + v)
