@@ -39,25 +39,30 @@ def load_values(
     ptr,  # int32 words of B or C
     n, V: tl.constexpr,
 ):  # fmt: skip
-    """B or C of the states n, from words that `unpack` reads."""
-    if V == 2:
-        return tl.load(ptr + n).to(tl.float32, bitcast=True)
-    else:
-        word = tl.load(ptr + n // 2)
-        return tl.where(n % 2 == 0, word << 16, word).to(tl.float32, bitcast=True)
+    """The words of B or C that have the states n."""
+    return tl.load(ptr + (n if V == 2 else n // 2))
+
+
+@triton.jit
+def values_of(
+    word,  # of `load_values`
+    n, V: tl.constexpr,
+):  # fmt: skip
+    """B or C of the states n, (1, S, 1)."""
+    if V == 4:
+        word = tl.where(n % 2 == 0, word << 16, word)
+    return word.to(tl.float32, bitcast=True)[None, :, None]
 
 
 @triton.jit
 def load_vector(
     ptr,  # words of two float32
-    places, real, P: tl.constexpr, V: tl.constexpr,
+    places, V: tl.constexpr,
 ):  # fmt: skip
-    """A vector of a token, a tuple of V parts (PR, PL); zeros unless the token is `real`."""
-    PAIRS: tl.constexpr = V // 2
+    """A vector of a token, a tuple of V parts (PR, PL)."""
     out = ()
-    for i in tl.static_range(PAIRS):
-        word = tl.load(ptr + places * PAIRS + i, mask=places < tl.where(real, P // V, 0), other=0)
-        out = out + unpack(word, 2, False)
+    for i in tl.static_range(V // 2):
+        out = out + unpack(tl.load(ptr + places * (V // 2) + i), 2, False)
     return out
 
 
@@ -67,12 +72,10 @@ def load_replayed(
     t, t_end, places, state,
     P: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Delta, written and B of a token; zeros, which leave h as it is, before the first token. Of
-    those behind the last one nothing is needed."""
+    """Delta, written and words of B of the token t, or of the next one that there is."""
     token = tl.minimum(tl.maximum(t, 0), t_end - 1).to(tl.int64)
     row = rows[0] + token * P
-    delta = load_vector(row, places, t >= 0, P, V)
-    written = load_vector(row + P // 2, places, t >= 0, P, V)
+    delta, written = load_vector(row, places, V), load_vector(row + P // 2, places, V)
     return delta, written, load_values(rows[1] + token * INTS, state, V)
 
 
@@ -82,14 +85,12 @@ def load_token(
     t, places, state,
     P: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Delta, written, w, the cotangent of `written`, beta^e, B and C of a token; zeros in place of
-    vectors before the first token."""
+    """Delta, written, w, the cotangent of `written`, beta^e, and words of B and C of the token t,
+    or of the first one."""
     token = tl.maximum(t, 0).to(tl.int64)
     row, adjoint = rows[0] + token * P, rows[1] + token * P
-    delta = load_vector(row, places, t >= 0, P, V)
-    written = load_vector(row + P // 2, places, t >= 0, P, V)
-    w = load_vector(adjoint, places, t >= 0, P, V)
-    grad_written = load_vector(adjoint + P // 2, places, t >= 0, P, V)
+    delta, written = load_vector(row, places, V), load_vector(row + P // 2, places, V)
+    w, grad_written = load_vector(adjoint, places, V), load_vector(adjoint + P // 2, places, V)
     beta = tl.load(rows[2] + token * SCALARS + 1)
     B = load_values(rows[3] + token * INTS, state, V)
     return delta, written, w, grad_written, beta, B, load_values(rows[4] + token * INTS, state, V)
@@ -130,7 +131,6 @@ def gradient_kernel(
     SIZE: tl.constexpr = P * N
     WORDS: tl.constexpr = S * P // V
     INTS: tl.constexpr = N // V * 2  # int32 words of B
-    AHEAD: tl.constexpr = 2  # a divisor of KEEP
     sample, split, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     head, own = sample // per_head, sample * tl.num_programs(1) + split
     chunks = tl.cdiv(t_end, KEEP)
@@ -160,8 +160,7 @@ def gradient_kernel(
     )
     replayed = (rows[0], rows[3])
     for chunk in range(split * per_program, tl.minimum(split * per_program + per_program, chunks)):
-        # Chunks are counted from the end, so that the first may be shorter than the others: rows
-        # before it are read as zeros, which change nothing.
+        # Chunks are counted from the end: the first may begin before the first token.
         start = t_end - (chunks - chunk) * KEEP
         slot = (sample * chunks + chunk) * SIZE
         h = ()
@@ -169,70 +168,69 @@ def gradient_kernel(
         for v in tl.static_range(V):
             h = h + (load_words(states_ptr + (slot + v), edges),)
             H = H + (load_words(edges_ptr + (slot + v), edges),)
-        # A token's rows are loaded into the registers of the one AHEAD tokens before, as soon as
-        # that has been computed.
-        ahead = ()
-        for i in tl.static_range(AHEAD):
-            row = load_replayed(replayed, start + i, t_end, vector, state, P, INTS, V)
-            ahead = ahead + (row,)
-        for group in range(0, KEEP // AHEAD):
-            later = ()
-            for i in tl.static_range(AHEAD):
-                place = group * AHEAD + i
-                store_words(scratch + place * WORDS, places, pack(h, V, FAST))
-                delta, written, B = ahead[i]
-                after = ()
-                for v in tl.static_range(V):
-                    decay = build_decay(A[v] * delta[v][:, None, :], FULL, FAST)
-                    after = after + (decay * h[v] + written[v][:, None, :] * B[None, :, None],)
-                h = after
-                t = start + place + AHEAD
-                later = later + (load_replayed(replayed, t, t_end, vector, state, P, INTS, V),)
-            ahead = later
-        tokens = ()
-        memories = ()
-        for i in tl.static_range(AHEAD):
-            place = KEEP - 1 - i
-            token = load_token(rows, start + place, vector, state, P, INTS, SCALARS, V)
-            memory = load_words(scratch + place * WORDS, places)
-            tokens, memories = tokens + (token,), memories + (memory,)
-        for group in range(0, KEEP // AHEAD):
-            tokens_later = ()
-            memories_later = ()
-            for i in tl.static_range(AHEAD):
-                place = KEEP - 1 - i - group * AHEAD
+        # Rows are loaded two tokens ahead, in turns into two places, as soon as what was there has
+        # been read: to move them from one to the other would wait for them.
+        even = load_replayed(replayed, start, t_end, vector, state, P, INTS, V)
+        odd = load_replayed(replayed, start + 1, t_end, vector, state, P, INTS, V)
+        for pair in range(0, KEEP // 2):
+            for i in tl.static_range(2):
+                place = 2 * pair + i
+                if start + place >= 0:
+                    store_words(scratch + place * WORDS, places, pack(h, V, FAST))
+                    delta, written, word = even if i == 0 else odd
+                    B = values_of(word, state, V)
+                    after = ()
+                    for v in tl.static_range(V):
+                        decay = build_decay(A[v] * delta[v][:, None, :], FULL, FAST)
+                        after = after + (decay * h[v] + written[v][:, None, :] * B,)
+                    h = after
+                row = load_replayed(replayed, start + place + 2, t_end, vector, state, P, INTS, V)
+                if i == 0:
+                    even = row
+                else:
+                    odd = row
+        t = start + KEEP - 1
+        even = load_token(rows, t, vector, state, P, INTS, SCALARS, V)
+        odd = load_token(rows, t - 1, vector, state, P, INTS, SCALARS, V)
+        even_h = load_words(scratch + (KEEP - 1) * WORDS, places)
+        odd_h = load_words(scratch + (KEEP - 2) * WORDS, places)
+        for pair in range(0, KEEP // 2):
+            for i in tl.static_range(2):
+                place = KEEP - 1 - 2 * pair - i
                 t = start + place
-                h = unpack(memories[i], V, False)
-                delta, written, w, grad_written, beta, B, C = tokens[i]
-                B, C = B[None, :, None], C[None, :, None]
-                grad_B = tl.zeros((PR, S, PL), tl.float32)
-                grad_C = grad_B
-                before = ()
-                sums = ()
-                for v in tl.static_range(V):
-                    w_v, by = w[v][:, None, :], written[v][:, None, :]
-                    delta_v = delta[v][:, None, :]
-                    decay = build_decay(A[v] * delta_v, FULL, FAST)
-                    a = decay * h[v]
-                    grad_h = H[v] + w_v * C
-                    grad_B += grad_h * by
-                    grad_C += (a + by * B) * w_v
-                    if ERASE:
-                        grad_r = grad_written[v][:, None, :] * -beta
-                        grad_B += a * grad_r
-                        grad_h += grad_r * B
-                    reached = reach_of(decay, FULL) * h[v] if FULL else a
-                    sums = sums + (grad_A[v] + grad_h * reached * delta_v,)
-                    before = before + (grad_h * decay,)
-                H, grad_A = before, sums
-                to = (first + tl.maximum(t, 0)) * N + part * S
-                real = states < tl.where(t >= 0, S, 0)
-                put(grad_B_ptr + to, over_states(grad_B), states, real, False, S, PL)
-                put(grad_C_ptr + to, over_states(grad_C), states, real, False, S, PL)
-                token = load_token(rows, t - AHEAD, vector, state, P, INTS, SCALARS, V)
-                memory = load_words(scratch + tl.maximum(place - AHEAD, 0) * WORDS, places)
-                tokens_later, memories_later = tokens_later + (token,), memories_later + (memory,)
-            tokens, memories = tokens_later, memories_later
+                if t >= 0:
+                    delta, written, w, grad_written, beta, B, C = even if i == 0 else odd
+                    h = unpack(even_h if i == 0 else odd_h, V, False)
+                    B, C = values_of(B, state, V), values_of(C, state, V)
+                    grad_B = tl.zeros((PR, S, PL), tl.float32)
+                    grad_C = grad_B
+                    before = ()
+                    sums = ()
+                    for v in tl.static_range(V):
+                        w_v, by = w[v][:, None, :], written[v][:, None, :]
+                        delta_v = delta[v][:, None, :]
+                        decay = build_decay(A[v] * delta_v, FULL, FAST)
+                        a = decay * h[v]
+                        grad_h = H[v] + w_v * C
+                        grad_B += grad_h * by
+                        grad_C += (a + by * B) * w_v
+                        if ERASE:
+                            grad_r = grad_written[v][:, None, :] * -beta
+                            grad_B += a * grad_r
+                            grad_h += grad_r * B
+                        reached = reach_of(decay, FULL) * h[v] if FULL else a
+                        sums = sums + (grad_A[v] + grad_h * reached * delta_v,)
+                        before = before + (grad_h * decay,)
+                    H, grad_A = before, sums
+                    to = (first + t) * N + part * S
+                    put(grad_B_ptr + to, over_states(grad_B), states, states < S, True, S, PL)
+                    put(grad_C_ptr + to, over_states(grad_C), states, states < S, True, S, PL)
+                token = load_token(rows, t - 2, vector, state, P, INTS, SCALARS, V)
+                memory = load_words(scratch + tl.maximum(place - 2, 0) * WORDS, places)
+                if i == 0:
+                    even, even_h = token, memory
+                else:
+                    odd, odd_h = token, memory
     for v in tl.static_range(V):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + v)
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
