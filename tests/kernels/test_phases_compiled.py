@@ -120,8 +120,8 @@ def spilled(kernel: CompiledKernel) -> int:
 @pytest.mark.parametrize(
     ("kernel", "V", "barriers", "stack"),
     [
-        (SWEEP, 4, 2, SPILLED),
-        (SWEEP, 2, 2, SPILLED),
+        (SWEEP, 4, 4, SPILLED),
+        (SWEEP, 2, 4, SPILLED),
         (REVERSE, 4, 5, 0),
         # a thread has at most 255 registers, and float32 needs twice as many words as bfloat16
         (REVERSE, 2, 5, 288),
@@ -131,8 +131,8 @@ def spilled(kernel: CompiledKernel) -> int:
     ],
 )
 def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, stack: int) -> None:
-    """Two barriers a token where a token's values cross the warps, in R with those of the norm's
-    adjoint four, and one before."""
+    """Two barriers a token where a token's values cross the warps, of which S computes two at each
+    pass, in R with those of the norm's adjoint four, and one before."""
     found = launched(kernel, V, 64, 0, 90)
     assert found.asm["ptx"].count("bar.sync") <= barriers
     assert spilled(found) <= stack

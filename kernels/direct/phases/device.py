@@ -226,16 +226,24 @@ def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def load_lanes(ptr, places, inside, ALL: tl.constexpr):
+    """The values of a vector at places (P, NL), where each lane of a channel reads the same."""
+    at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
+    return tl.load(at) if ALL else tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def of_lanes(value):  # (P, NL)
+    """What `load_lanes` has read, as float32 (P,)."""
+    # a maximum would ignore NaN
+    return tl.sum(value.to(tl.float32) * (1.0 / value.shape[1]), 1)
+
+
+@triton.jit
 def get(ptr, places, inside, ALL: tl.constexpr):
     """A vector (P,) as float32, read as `put` stores it: in the layout of sums over the states,
     where no product with W^y makes the compiler choose that."""
-    at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
-    if ALL:
-        value = tl.load(at)
-    else:
-        value = tl.load(at, mask=inside, other=0.0)
-    # the lanes of a channel have the same; a maximum would ignore NaN
-    return tl.sum(value.to(tl.float32) * (1.0 / value.shape[1]), 1)
+    return of_lanes(load_lanes(ptr, places, inside, ALL))
 
 
 @triton.jit

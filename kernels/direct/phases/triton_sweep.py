@@ -33,11 +33,12 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
-    get,
+    load_lanes,
     load_reflections,
     load_row,
     load_states,
     no_states,
+    of_lanes,
     over_states,
     places_of_channels,
     put,
@@ -101,12 +102,21 @@ def load_products(
 
 
 @triton.jit
-def _row(ptr, p, channels, d: tl.constexpr, P: tl.constexpr, FEEDS: tl.constexpr):
-    """x or raw Delta of a token (P,)."""
-    if FEEDS > 0:
-        return row_of(ptr, p, d, P)
+def _load(ptr, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr):
+    """x or raw Delta of a token, as `_vector` takes it."""
+    p, channels = tl.arange(0, P), places_of_channels(P, NL)
+    if FEEDS == 0:
+        return load_lanes(ptr, channels, channels < d, d == P)
+    elif d == P:
+        return tl.load(ptr + p)
     else:
-        return get(ptr, channels, channels < d, d == P)
+        return tl.load(ptr + p, mask=p < d, other=0.0)
+
+
+@triton.jit
+def _vector(value):  # (P,) or (P, NL)
+    """float32 (P,)."""
+    return value.to(tl.float32) if len(value.shape) == 1 else of_lanes(value)
 
 
 @triton.jit
@@ -117,16 +127,16 @@ def load_inputs(
     d: tl.constexpr, n: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr,
     V: tl.constexpr, K: tl.constexpr, FEEDS: tl.constexpr,
 ):  # fmt: skip
-    """x, raw Delta, B C, beta^e, B, C, the reflections and T of a token."""
+    """x, raw Delta, B C, beta^e, B, C, the reflections and T of a token, as they are in memory: a
+    conversion would wait for them."""
     WORDS: tl.constexpr = N // V
-    p, channels = tl.arange(0, P), places_of_channels(P, NL)
     raw_at = first[1] + step * strides[1]
     scalars = first[2] + step * (2 + K * (K + 3))
-    x = _row(first[0] + step * strides[0], p, channels, d, P, FEEDS)
-    raw = _row(raw_at, p, channels, d, P, FEEDS)
+    x = _load(first[0] + step * strides[0], d, P, NL, FEEDS)
+    raw = _load(raw_at, d, P, NL, FEEDS)
     B = load_row(first[3] + step * WORDS, WORDS, NL)
     C = load_row(first[4] + step * WORDS, WORDS, NL)
-    u, T = load_reflections(raw_at + d + 2 * n, scalars, p, d, P, K)
+    u, T = load_reflections(raw_at + d + 2 * n, scalars, tl.arange(0, P), d, P, K)
     return x, raw, tl.load(scalars), tl.load(scalars + 1), B, C, u, T
 
 
@@ -211,9 +221,11 @@ def phase_sweep_kernel(
         C_ptr + token * WORDS,
     )
     strides = (x_stride_t, raw_stride_t)
-    row = load_inputs(first, strides, 0, d, n, P, N, NL, V, K, FEEDS)
+    # Two tokens ahead, in turns into two places: to move rows from one to the other would wait for
+    # them.
+    even = load_inputs(first, strides, 0, d, n, P, N, NL, V, K, FEEDS)
     step = tl.minimum(1, t_end - 1).to(tl.int64)
-    later = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
+    odd = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
     fed = ()
     inverse = y
     if FEEDS > 0:
@@ -221,91 +233,102 @@ def phase_sweep_kernel(
     if SPLITS > 0:
         await_launch(OVERLAP)
         fed = load_products(W_ptr, sample, p, d, P, SPLITS, OF_DELTA + OF_X)
-    for t in range(0, 1 if SPLITS > 0 else t_end):
-        x, raw, B_C, beta, B_words, C_words, u, T = row
-        if KEEP > 0:
-            if (t == 0) | ((t_end - t) % KEEP == 0):
-                slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
-                store_states(states_ptr + slot * SIZE, h, P, N, P, N, NL, V)
-        if OF_DELTA:
-            raw += fed[0]
-        if OF_X:
-            x += fed[OF_DELTA]
-        delta = fast_activate(raw, ACTIVATION, FAST)
-        s = fast_scale(delta, INPUT_SCALE, FAST)
-        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
-        decayed = ()
-        r = tl.zeros((WORDS // NL, P, NL), tl.float32)
-        q = r
-        for v in tl.static_range(V):
-            a = build_decay(A[v] * delta[None, :, None], FULL, FAST) * h[v]
-            decayed = decayed + (a,)
-            if ERASE:
-                r += a * B[v][:, None, :]
-            q += a * C[v][:, None, :]
-        written = s * x
-        if ERASE:
-            erased = over_states(r)
-            written -= beta * erased
-        y = over_states(q) + B_C * written
-        token = sample * tokens + start + t
-        mixed = x
-        if K > 0:
-            sigma = s * B_C
-            dots = products(rows_times(u, sigma, K), u, K) + rows_times(u, y - x, K)
-            dots = sums(dots)
-            S = dots[0:PAIRS]
-            z, pivot = eliminate(local_system(S, T, False, K), dots[PAIRS:], K, 1, True, FAST)
-            e = upper_times(T, z, K)
-            added = combine(e, u, K)
-            mixed += added
-            written += s * added
-            y += sigma * added
-            to = solved_ptr + token * (K + 1 + PAIRS)
-            store_tuple(to, e + (pivot,) + S, K + 1 + PAIRS)
-        # the next token depends on this product, and on nothing below
-        fed_next = fed
-        inverse_next = inverse
-        if FEEDS > 0:
-            fed_next, inverse_next = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
-        put(y_ptr + token * d, y, channels, inside, d == P, P, NL)
-        if KEEP_ROWS:
-            # d a / d Delta = ln 2 A reach h, read out by B and C
-            slope_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
-            slope_C = slope_B
-            for v in tl.static_range(V):
-                slope = A[v] * (decayed[v] + h[v] if FULL else decayed[v])
+    for turn in range(0, 1 if SPLITS > 0 else tl.cdiv(t_end, 2)):
+        for half in tl.static_range(1 if SPLITS > 0 else 2):
+            t = 2 * turn + half
+            if t < t_end:
+                x, raw, B_C, beta, B_words, C_words, u, T = even if half == 0 else odd
+                x, raw = _vector(x), _vector(raw)
+                if KEEP > 0:
+                    if (t == 0) | ((t_end - t) % KEEP == 0):
+                        slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
+                        store_states(states_ptr + slot * SIZE, h, P, N, P, N, NL, V)
+                if OF_DELTA:
+                    raw += fed[0]
+                if OF_X:
+                    x += fed[OF_DELTA]
+                delta = fast_activate(raw, ACTIVATION, FAST)
+                s = fast_scale(delta, INPUT_SCALE, FAST)
+                B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+                decayed = ()
+                r = tl.zeros((WORDS // NL, P, NL), tl.float32)
+                q = r
+                for v in tl.static_range(V):
+                    a = build_decay(A[v] * delta[None, :, None], FULL, FAST) * h[v]
+                    decayed = decayed + (a,)
+                    if ERASE:
+                        r += a * B[v][:, None, :]
+                    q += a * C[v][:, None, :]
+                written = s * x
                 if ERASE:
-                    slope_B += slope * B[v][:, None, :]
-                slope_C += slope * C[v][:, None, :]
-        after = ()
-        for v in tl.static_range(V):
-            after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
-        h = after
-        if KEEP_ROWS:
-            slope_raw = slope_of(delta, ACTIVATION)
-            g = mixed / ((1.0 + delta) * (1.0 + delta)) if INPUT_SCALE == "bounded_delta" else mixed
-            if ERASE:
-                g -= LN2 * beta * over_states(slope_B)
-            g = slope_raw * g
-            row = kept_ptr + token * (2 * P)
-            put(row, delta, channels, inside, True, P, NL)
-            put(row + P, written, channels, inside, True, P, NL)
-            row = factors_ptr + token * (FACTORS * P)
-            put(row, g, channels, inside, True, P, NL)
-            read = B_C * g + slope_raw * LN2 * over_states(slope_C)
-            put(row + P, read, channels, inside, True, P, NL)
-            for i in tl.static_range(FEEDS):
-                put(row + (2 + i) * P, fed[i], channels, inside, True, P, NL)
-            if ERASE:
-                put(row + (2 + FEEDS) * P, erased, channels, inside, True, P, NL)
-            if FEEDS > 0:
-                # all channels have the same
-                put(inverse_ptr + token, inverse, channels // P, inside, True, P, NL)
-        fed, inverse = fed_next, inverse_next
-        # Two tokens ahead, because the compiler moves the next line up, and with it the wait for
-        # what has been loaded last.
-        row = later
-        step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
-        later = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
+                    erased = over_states(r)
+                    written -= beta * erased
+                y = over_states(q) + B_C * written
+                token = sample * tokens + start + t
+                mixed = x
+                if K > 0:
+                    sigma = s * B_C
+                    dots = products(rows_times(u, sigma, K), u, K) + rows_times(u, y - x, K)
+                    dots = sums(dots)
+                    S = dots[0:PAIRS]
+                    z, pivot = eliminate(
+                        local_system(S, T, False, K), dots[PAIRS:], K, 1, True, FAST
+                    )
+                    e = upper_times(T, z, K)
+                    added = combine(e, u, K)
+                    mixed += added
+                    written += s * added
+                    y += sigma * added
+                    to = solved_ptr + token * (K + 1 + PAIRS)
+                    store_tuple(to, e + (pivot,) + S, K + 1 + PAIRS)
+                # the next token depends on this product, and on nothing below
+                fed_next = fed
+                inverse_next = inverse
+                if FEEDS > 0:
+                    fed_next, inverse_next = feed_back(y, W, d, P, NL, FEEDS, NORM, NORM_EPS)
+                put(y_ptr + token * d, y, channels, inside, d == P, P, NL)
+                if KEEP_ROWS:
+                    # d a / d Delta = ln 2 A reach h, read out by B and C
+                    slope_B = tl.zeros((WORDS // NL, P, NL), tl.float32)
+                    slope_C = slope_B
+                    for v in tl.static_range(V):
+                        slope = A[v] * (decayed[v] + h[v] if FULL else decayed[v])
+                        if ERASE:
+                            slope_B += slope * B[v][:, None, :]
+                        slope_C += slope * C[v][:, None, :]
+                after = ()
+                for v in tl.static_range(V):
+                    after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
+                h = after
+                if KEEP_ROWS:
+                    slope_raw = slope_of(delta, ACTIVATION)
+                    g = (
+                        mixed / ((1.0 + delta) * (1.0 + delta))
+                        if INPUT_SCALE == "bounded_delta"
+                        else mixed
+                    )
+                    if ERASE:
+                        g -= LN2 * beta * over_states(slope_B)
+                    g = slope_raw * g
+                    at = kept_ptr + token * (2 * P)
+                    put(at, delta, channels, inside, True, P, NL)
+                    put(at + P, written, channels, inside, True, P, NL)
+                    at = factors_ptr + token * (FACTORS * P)
+                    put(at, g, channels, inside, True, P, NL)
+                    read = B_C * g + slope_raw * LN2 * over_states(slope_C)
+                    put(at + P, read, channels, inside, True, P, NL)
+                    for i in tl.static_range(FEEDS):
+                        put(at + (2 + i) * P, fed[i], channels, inside, True, P, NL)
+                    if ERASE:
+                        put(at + (2 + FEEDS) * P, erased, channels, inside, True, P, NL)
+                    if FEEDS > 0:
+                        # all channels have the same
+                        put(inverse_ptr + token, inverse, channels // P, inside, True, P, NL)
+                fed, inverse = fed_next, inverse_next
+            step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
+            row = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
+            if half == 0:
+                even = row
+            else:
+                odd = row
     store_states(h_ptr + sample * n * d, h, d, n, P, N, NL, V)
