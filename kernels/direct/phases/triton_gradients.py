@@ -60,10 +60,12 @@ def load_vector(
     places, V: tl.constexpr,
 ):  # fmt: skip
     """A vector of a token, a tuple of V parts (PR, PL)."""
-    out = ()
-    for i in tl.static_range(V // 2):
-        out = out + unpack(tl.load(ptr + places * (V // 2) + i), 2, False)
-    return out
+    if V == 2:
+        return unpack(tl.load(ptr + places), 2, False)
+    else:
+        words = tl.load((ptr + places * 2)[:, :, None] + tl.arange(0, 2)[None, None, :])
+        first, second = tl.split(words)
+        return unpack(first, 2, False) + unpack(second, 2, False)
 
 
 @triton.jit
