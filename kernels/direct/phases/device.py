@@ -217,12 +217,18 @@ def put(ptr, v, places, inside, ALL: tl.constexpr, P: tl.constexpr, NL: tl.const
 
 
 @triton.jit
+def load_channels(ptr, p, d: tl.constexpr, P: tl.constexpr):
+    """A vector of d channels (P,), in its dtype."""
+    if d == P:
+        return tl.load(ptr + p)
+    else:
+        return tl.load(ptr + p, mask=p < d, other=0.0)
+
+
+@triton.jit
 def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
     """A vector of d channels as float32 (P,)."""
-    if d == P:
-        return tl.load(ptr + p).to(tl.float32)
-    else:
-        return tl.load(ptr + p, mask=p < d, other=0.0).to(tl.float32)
+    return load_channels(ptr, p, d, P).to(tl.float32)
 
 
 @triton.jit

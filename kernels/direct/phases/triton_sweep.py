@@ -33,6 +33,7 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
+    load_channels,
     load_lanes,
     load_reflections,
     load_row,
@@ -104,18 +105,16 @@ def load_products(
 @triton.jit
 def _load(ptr, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr):
     """x or raw Delta of a token, as `_vector` takes it."""
-    p, channels = tl.arange(0, P), places_of_channels(P, NL)
-    if FEEDS == 0:
-        return load_lanes(ptr, channels, channels < d, d == P)
-    elif d == P:
-        return tl.load(ptr + p)
+    if FEEDS > 0:
+        return load_channels(ptr, tl.arange(0, P), d, P)
     else:
-        return tl.load(ptr + p, mask=p < d, other=0.0)
+        channels = places_of_channels(P, NL)
+        return load_lanes(ptr, channels, channels < d, d == P)
 
 
 @triton.jit
 def _vector(value):  # (P,) or (P, NL)
-    """float32 (P,)."""
+    """What `_load` has read, as float32 (P,)."""
     return value.to(tl.float32) if len(value.shape) == 1 else of_lanes(value)
 
 
