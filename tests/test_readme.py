@@ -182,6 +182,30 @@ def test_times_of_the_page_are_those_of_the_benchmark() -> None:
         assert line(table, row["title"] + " |")[1:] == shown
 
 
+def test_whole_models_are_those_of_the_page() -> None:
+    report = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
+    rows = {(row["model"], row["task"]): row for row in report["rows"]}
+    names = {
+        "bedouin": "`Bedouin.recall`, 15",
+        "mamba": "Mamba of this library, 24",
+        "lstm": "LSTM (cuDNN)",
+        "attention": "attention, 13",
+    }
+    for model, start in names.items():
+        speeds = [
+            f"{rows[model, task]['tokens_per_second']:,.0f}"
+            for task in ("train", "captured", "compiled", "decode-1", "decode-64")
+        ]
+        train = rows[model, "train"]
+        size, peak = f"{train['parameters'] / 1e6:.1f} M", f"{train['peak_gib']:.1f}"
+        shown = [size, *speeds[:3], peak, *speeds[3:]]
+        assert line(TEXTS["benchmark"], start)[1:] == shown
+    for model, start in (("bedouin", "`Bedouin.recall` |"), ("mamba", "Mamba of this library |")):
+        of = [rows.get((model, f"vocabulary-{loss}"), {}) for loss in ("liger", "torch", "fla")]
+        shown = [f"{row['peak_gib']:.2f}" if "peak_gib" in row else "not measured" for row in of]
+        assert line(TEXTS["benchmark"], start)[1:] == shown
+
+
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
     source = (ROOT / "examples" / "benchmarks" / "targets.py").read_text()
     few, many = (
@@ -252,8 +276,11 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         assert line(README, f"bound {group}, feedback of all heads")[1:] == shown
     copies = summary["copy"]["gated_deltanet_l1"]["characters_200"]
     assert f"(at 200: {' '.join(f'{value:.2f}' for value in copies)})" in README
-    copies = summary["copy"]["recall_no_feedback"]["characters_200"]
-    assert f"({' '.join(f'{value:.2f}' for value in copies)})" in README.replace("\n", " ")
+    for model in ("recall_no_feedback", "recall_no_erase"):
+        copies = summary["copy"][model]["characters_200"]
+        assert f"({' '.join(f'{value:.2f}' for value in copies)})" in README.replace("\n", " ")
+    found = summary["mqar"]["recall_no_erase"]["accuracy_256"]
+    assert f"MQAR {' '.join(f'{value:.2f}' for value in found)}" in README.replace("\n", " ")
     for model in ("gated_deltanet_l1", "recall_no_feedback"):
         assert set(summary["a5"][model]["sequence_128"]) == {0.0}
 

@@ -107,3 +107,16 @@ def test_ratios_are_those_of_the_best_rows() -> None:
         {"model": "mamba", "task": "vocabulary-fla", "tokens_per_second": 1.0, "peak_gib": 4.0},
     ]
     assert list(ratios(rows).values()) == [0.5, 3.0, 0.75]
+    liger = {"model": "bedouin", "task": "vocabulary-liger", "tokens_per_second": 1.0}
+    found = ratios([*rows, {**liger, "peak_gib": 2.0}])
+    memory = {title: value for title, value in found.items() if title.startswith("memory")}
+    assert [("Liger's loss" in title, value) for title, value in memory.items()] == [
+        (True, 0.5),
+        (False, 0.75),
+    ]
+    assert ratios([*rows, {**liger, "error": "not installed"}]) == ratios(rows)
+
+
+def test_recorded_ratios_are_those_of_the_recorded_rows() -> None:
+    report = json.loads(generation.RECORDED.read_text(encoding="utf-8"))
+    assert report["ratios"] == ratios(report["rows"])
