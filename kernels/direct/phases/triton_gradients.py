@@ -31,6 +31,7 @@ from bedouin.kernels.direct.phases.device import (
     reach_of,
     store_words,
     unpack,
+    wait_for,
 )
 
 
@@ -79,6 +80,16 @@ def load_replayed(
     row = rows[0] + token * P
     delta, written = load_vector(row, places, V), load_vector(row + P // 2, places, V)
     return delta, written, load_values(rows[1] + token * INTS, state, V)
+
+
+@triton.jit
+def load_pair(
+    rows, t, t_end, places, state,
+    P: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """`load_replayed` of the tokens t and t + 1."""
+    first = load_replayed(rows, t, t_end, places, state, P, INTS, V)
+    return first, load_replayed(rows, t + 1, t_end, places, state, P, INTS, V)
 
 
 @triton.jit
@@ -170,40 +181,56 @@ def gradient_kernel(
         for v in tl.static_range(V):
             h = h + (load_words(states_ptr + (slot + v), edges),)
             H = H + (load_words(edges_ptr + (slot + v), edges),)
-        # Rows are loaded two tokens ahead, in turns into two places, as soon as what was there has
-        # been read: to move them from one to the other would wait for them.
-        even = load_replayed(replayed, start, t_end, vector, state, P, INTS, V)
-        odd = load_replayed(replayed, start + 1, t_end, vector, state, P, INTS, V)
-        for pair in range(0, KEEP // 2):
+        h = wait_for(h, V)
+        # Rows of the next token are loaded as soon as those of a token have been read, in turns into
+        # two places: a thread that waits for one load waits for all that it has issued before.
+        even = load_pair(replayed, start, t_end, vector, state, P, INTS, V)
+        odd = even
+        for four in range(0, KEEP // 4):
             for i in tl.static_range(2):
-                place = 2 * pair + i
-                if start + place >= 0:
-                    store_words(scratch + place * WORDS, places, pack(h, V, FAST))
-                    delta, written, word = even if i == 0 else odd
-                    B = values_of(word, state, V)
-                    after = ()
-                    for v in tl.static_range(V):
-                        decay = build_decay(A[v] * delta[v][:, None, :], FULL, FAST)
-                        after = after + (decay * h[v] + written[v][:, None, :] * B,)
-                    h = after
-                row = load_replayed(replayed, start + place + 2, t_end, vector, state, P, INTS, V)
-                if i == 0:
-                    even = row
-                else:
-                    odd = row
+                place = 4 * four + 2 * i
+                pair = even if i == 0 else odd
+                decayed = build_decay(A[0] * pair[0][0][0][:, None, :], FULL, FAST) * h[0]
+                # a condition, before which the compiler does not move the loads
+                if start + place + 2 < t_end:
+                    loaded = load_pair(
+                        replayed, start + place + 2, t_end, vector, state, P, INTS, V
+                    )
+                    if i == 0:
+                        odd = loaded
+                    else:
+                        even = loaded
+                for j in tl.static_range(2):
+                    if start + place + j >= 0:
+                        store_words(scratch + (place + j) * WORDS, places, pack(h, V, FAST))
+                        delta, written, word = pair[j]
+                        B = values_of(word, state, V)
+                        after = ()
+                        for v in tl.static_range(V):
+                            if v + j > 0:
+                                decayed = build_decay(A[v] * delta[v][:, None, :], FULL, FAST) * h[v]
+                            after = after + (decayed + written[v][:, None, :] * B,)
+                        h = after
         t = start + KEEP - 1
         even = load_token(rows, t, vector, state, P, INTS, SCALARS, V)
-        odd = load_token(rows, t - 1, vector, state, P, INTS, SCALARS, V)
         even_h = load_words(scratch + (KEEP - 1) * WORDS, places)
-        odd_h = load_words(scratch + (KEEP - 2) * WORDS, places)
+        odd, odd_h = even, even_h
         for pair in range(0, KEEP // 2):
             for i in tl.static_range(2):
                 place = KEEP - 1 - 2 * pair - i
                 t = start + place
+                delta, written, w, grad_written, beta, B, C = even if i == 0 else odd
+                h = unpack(even_h if i == 0 else odd_h, V, False)
+                B, C = values_of(B, state, V), values_of(C, state, V)
+                first_decay = build_decay(A[0] * delta[0][:, None, :], FULL, FAST)
+                if t > 0:
+                    token = load_token(rows, t - 1, vector, state, P, INTS, SCALARS, V)
+                    memory = load_words(scratch + tl.maximum(place - 1, 0) * WORDS, places)
+                    if i == 0:
+                        odd, odd_h = token, memory
+                    else:
+                        even, even_h = token, memory
                 if t >= 0:
-                    delta, written, w, grad_written, beta, B, C = even if i == 0 else odd
-                    h = unpack(even_h if i == 0 else odd_h, V, False)
-                    B, C = values_of(B, state, V), values_of(C, state, V)
                     grad_B = tl.zeros((PR, S, PL), tl.float32)
                     grad_C = grad_B
                     before = ()
@@ -211,7 +238,9 @@ def gradient_kernel(
                     for v in tl.static_range(V):
                         w_v, by = w[v][:, None, :], written[v][:, None, :]
                         delta_v = delta[v][:, None, :]
-                        decay = build_decay(A[v] * delta_v, FULL, FAST)
+                        decay = first_decay
+                        if v > 0:
+                            decay = build_decay(A[v] * delta_v, FULL, FAST)
                         a = decay * h[v]
                         grad_h = H[v] + w_v * C
                         grad_B += grad_h * by
@@ -227,12 +256,6 @@ def gradient_kernel(
                     to = (first + t) * N + part * S
                     put(grad_B_ptr + to, over_states(grad_B), states, states < S, True, S, PL)
                     put(grad_C_ptr + to, over_states(grad_C), states, states < S, True, S, PL)
-                token = load_token(rows, t - 2, vector, state, P, INTS, SCALARS, V)
-                memory = load_words(scratch + tl.maximum(place - 2, 0) * WORDS, places)
-                if i == 0:
-                    even, even_h = token, memory
-                else:
-                    odd, odd_h = token, memory
     for v in tl.static_range(V):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + v)
         at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
