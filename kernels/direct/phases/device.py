@@ -246,10 +246,36 @@ def of_lanes(value):  # (P, NL)
 
 
 @triton.jit
+def vector_of(value):  # (P,), or (P, NL) of `load_lanes`
+    """What has been read as it is in memory, as float32 (P,)."""
+    return value.to(tl.float32) if len(value.shape) == 1 else of_lanes(value)
+
+
+@triton.jit
 def get(ptr, places, inside, ALL: tl.constexpr):
     """A vector (P,) as float32, read as `put` stores it: in the layout of sums over the states,
     where no product with W^y makes the compiler choose that."""
     return of_lanes(load_lanes(ptr, places, inside, ALL))
+
+
+@triton.jit
+def load_scalars(
+    ptr,  # B C and beta^e of a token
+    P: tl.constexpr, NL: tl.constexpr,
+):  # fmt: skip
+    """B C and beta^e (P, NL), each by one lane of a channel: the compiler would move what all
+    threads load from one address into registers of a warp, which waits for it at once."""
+    # zeros, of which the compiler does not know that they are, keep the first axis
+    lane = (tl.arange(0, P) // P)[:, None] + tl.arange(0, NL)[None, :]
+    at = tl.multiple_of(tl.max_contiguous(ptr + lane, [2, 4]), [1, 1])
+    return tl.load(at) if NL == 2 else tl.load(at, mask=lane < 2, other=0.0)
+
+
+@triton.jit
+def scalars_of(pair):  # (P, NL)
+    """B C and beta^e (P,), of each channel the same."""
+    lane = tl.arange(0, pair.shape[1])[None, :]
+    return tl.sum(tl.where(lane == 0, pair, 0.0), 1), tl.sum(tl.where(lane == 1, pair, 0.0), 1)
 
 
 @triton.jit
@@ -258,12 +284,22 @@ def load_reflections(
     scalars_ptr,  # of a token: two others, 1 / |u| (K,), T, G, beta (K,)
     p, d: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The unit vectors of the reflections and T, packed, as tuples; empty without reflections."""
+    """The raw vectors of the reflections, 1 / |u|, and T, packed, as tuples; empty without
+    reflections."""
     u = ()
     for i in tl.static_range(K):
-        inverse = tl.load(scalars_ptr + 2 + i)
-        u = u + (row_of(u_ptr + i * d, p, d, P) * inverse,)
-    return u, load_tuple(scalars_ptr + 2 + K, K * (K + 1) // 2)
+        u = u + (load_channels(u_ptr + i * d, p, d, P),)
+    inverse = load_tuple(scalars_ptr + 2, K)
+    return u, inverse, load_tuple(scalars_ptr + 2 + K, K * (K + 1) // 2)
+
+
+@triton.jit
+def unit_vectors(u, inverse, K: tl.constexpr):
+    """The unit vectors (P,) of the reflections, a tuple."""
+    out = ()
+    for i in tl.static_range(K):
+        out = out + (u[i].to(tl.float32) * inverse[i],)
+    return out
 
 
 @triton.jit

@@ -182,8 +182,8 @@ def gradient_kernel(
             h = h + (load_words(states_ptr + (slot + v), edges),)
             H = H + (load_words(edges_ptr + (slot + v), edges),)
         h = wait_for(h, V)
-        # Rows of the next token are loaded as soon as those of a token have been read, in turns into
-        # two places: a thread that waits for one load waits for all that it has issued before.
+        # What comes next is loaded as soon as what is there has been read, in turns in two places:
+        # a thread that waits for one load waits for all that it has issued before.
         even = load_pair(replayed, start, t_end, vector, state, P, INTS, V)
         odd = even
         for four in range(0, KEEP // 4):
@@ -191,7 +191,7 @@ def gradient_kernel(
                 place = 4 * four + 2 * i
                 pair = even if i == 0 else odd
                 decayed = build_decay(A[0] * pair[0][0][0][:, None, :], FULL, FAST) * h[0]
-                # a condition, before which the compiler does not move the loads
+                # The compiler does not move the loads before this condition.
                 if start + place + 2 < t_end:
                     loaded = load_pair(
                         replayed, start + place + 2, t_end, vector, state, P, INTS, V
@@ -208,7 +208,9 @@ def gradient_kernel(
                         after = ()
                         for v in tl.static_range(V):
                             if v + j > 0:
-                                decayed = build_decay(A[v] * delta[v][:, None, :], FULL, FAST) * h[v]
+                                decayed = (
+                                    build_decay(A[v] * delta[v][:, None, :], FULL, FAST) * h[v]
+                                )
                             after = after + (decayed + written[v][:, None, :] * B,)
                         h = after
         t = start + KEEP - 1

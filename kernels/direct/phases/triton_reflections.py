@@ -32,7 +32,7 @@ from bedouin.kernels.device.reflections import (
     upper_transposed_times,
     wy_upper,
 )
-from bedouin.kernels.direct.phases.device import load_reflections, row_of
+from bedouin.kernels.direct.phases.device import load_reflections, row_of, unit_vectors
 
 
 @triton.jit(do_not_specialize=["count", "t_end"])
@@ -117,7 +117,8 @@ def solved_statistics_kernel(
     x_row = x_ptr + sample * x_stride_b + time * x_stride_t
     x, v = _fixed_point(x_row, y_ptr + token * d, fed, p, d, P, FEEDS, OF_X)
     raw = raw_ptr + sample * raw_stride_b + time * raw_stride_t + d + 2 * n
-    u, T = load_reflections(raw, scalars, p, d, P, K)
+    u, inverse, T = load_reflections(raw, scalars, p, d, P, K)
+    u = unit_vectors(u, inverse, K)
     s = input_scale(tl.load(kept + p), INPUT_SCALE)
     e = load_tuple(solved, K)
     rest = subtract(upper_times(T, sums(rows_times(u, v, K)), K), e, K)

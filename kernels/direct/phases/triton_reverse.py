@@ -41,7 +41,7 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
-    get,
+    load_lanes,
     load_reflections,
     load_row,
     load_states,
@@ -58,7 +58,9 @@ from bedouin.kernels.direct.phases.device import (
     slope_of,
     store_states,
     store_words,
+    unit_vectors,
     unpack,
+    vector_of,
     wait_for,
 )
 from bedouin.kernels.direct.phases.triton_sweep import load_products
@@ -86,12 +88,12 @@ def load_kept(
     factors,  # (FACTORS, P) of it
     p, P: tl.constexpr, FEEDS: tl.constexpr,
 ):  # fmt: skip
-    """Delta, g, read, and what was fed, of a token."""
+    """Delta, g, read, and what was fed, of a token, as they are in memory: a conversion would wait
+    for them."""
     fed = ()
     for i in tl.static_range(FEEDS):
-        fed = fed + (tl.load(factors + (2 + i) * P + p).to(tl.float32),)
-    g, read = tl.load(factors + p).to(tl.float32), tl.load(factors + P + p).to(tl.float32)
-    return tl.load(row + p), g, read, fed
+        fed = fed + (tl.load(factors + (2 + i) * P + p),)
+    return tl.load(row + p), tl.load(factors + p), tl.load(factors + P + p), fed
 
 
 @triton.jit
@@ -155,15 +157,16 @@ def load_past(
     START: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of y before a token but for what is fed back, and that y in two parts, of which
-    one is 0: their sum would wait for the loads."""
+    one is 0; as they are in memory, because a conversion or a sum would wait for the loads."""
     # before the first token there is y0, whose cotangent is that of its norm alone
     at_start = token <= first
     earlier = tl.maximum(token - 1, first)
     real = p < tl.where(at_start, 0, d)
     if FEEDS > 0:
-        w = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0).to(tl.float32)
+        w = tl.load(grad_y_ptr + earlier * d + p, mask=real, other=0.0)
     else:
-        w = get(grad_y_ptr + earlier * d, channels, channels < tl.where(at_start, 0, d), False)
+        own = channels < tl.where(at_start, 0, d)
+        w = load_lanes(grad_y_ptr + earlier * d, channels, own, False)
     y = w
     start = w
     if FEEDS > 0 and NORM:
@@ -171,7 +174,7 @@ def load_past(
         if START:
             start = tl.load(y0_ptr + sample * d + p, mask=p < tl.where(at_start, d, 0), other=0.0)
         else:
-            start = tl.zeros_like(w)
+            start = tl.zeros_like(w).to(tl.float32)
     return w, y, start
 
 
@@ -275,7 +278,8 @@ def phase_reverse_kernel(
     delta, g, read, fed = load_kept(row, factors, p, P, FEEDS)
     scalars = scalars_ptr + token * SCALARS
     B_C, beta = tl.load(scalars), tl.load(scalars + 1)
-    u, T = load_reflections(raw_at + (t_end - 1).to(tl.int64) * raw_stride_t, scalars, p, d, P, K)
+    raw_row = raw_at + (t_end - 1).to(tl.int64) * raw_stride_t
+    reflections = load_reflections(raw_row, scalars, p, d, P, K)
     S = load_tuple(solved_ptr + token * (K + 1 + PAIRS) + K + 1, PAIRS)
     inverse = tl.load(inverse_ptr + token)
     B_words = load_row(B_ptr + token * WORDS, WORDS, NL)
@@ -288,6 +292,7 @@ def phase_reverse_kernel(
     q_words = load_words(scratch + place * (SIZE // V), places)
     H_B, H_q = with_memory(H, unpack(B_words, V, True), unpack(q_words, V, False), V)
     if not ONE:
+        store_states(edges_ptr + ((sample + 1) * chunks - 1) * SIZE, H, P, N, P, N, NL, V)
         # the replay is one token ahead of the place in its chunk that the sweep has in its own
         slot = sample * chunks + tl.maximum(chunks - 2, 0)
         h = load_states(states_ptr + slot * SIZE, P, N, P, N, NL, V)
@@ -297,7 +302,6 @@ def phase_reverse_kernel(
         )
         h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
         store_words(scratch + (KEEP - 1) * (SIZE // V), places, pack(q, V, FAST))
-        q_words = load_words(place_of(scratch, 1, SIZE // V, KEEP), places)
         replayed = start - KEEP + 1
         at = first + tl.maximum(replayed, 0)
         delta_replay, written, B_replay = load_replayed(
@@ -322,9 +326,8 @@ def phase_reverse_kernel(
         delta_next, g_next, read_next, fed_next = load_kept(row, factors, p, P, FEEDS)
         scalars = scalars_ptr + earlier * SCALARS
         B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
-        u_next, T_next = load_reflections(
-            raw_at + (earlier - first) * raw_stride_t, scalars, p, d, P, K
-        )
+        raw_row = raw_at + (earlier - first) * raw_stride_t
+        reflections_next = load_reflections(raw_row, scalars, p, d, P, K)
         S_next = load_tuple(solved_ptr + earlier * (K + 1 + PAIRS) + K + 1, PAIRS)
         inverse_next = tl.load(inverse_ptr + earlier)
         B_next = load_row(B_ptr + earlier * WORDS, WORDS, NL)
@@ -333,23 +336,18 @@ def phase_reverse_kernel(
             grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, channels, d, FEEDS, NORM, START
         )
         if not ONE:
+            # The last load of a token: a thread that waits for one waits for all before it.
+            q_words = load_words(place_of(scratch, next_step, SIZE // V, KEEP), places)
             replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
             at = first + tl.maximum(replayed, 0)
             delta_later, written_later, B_later = load_replayed(
                 kept_ptr, B_ptr, at, replayed >= 0, p, P, WORDS, NL
             )
-            if next_step % KEEP == 0:
-                replay_slot = tl.maximum(chunks - 2 - next_step // KEEP, 0)
-                h = load_states(
-                    states_ptr + (sample * chunks + replay_slot) * SIZE, P, N, P, N, NL, V
-                )
-                h = wait_for(h, V)
-            if step % KEEP == 0:
-                slot = (sample + 1) * chunks - 1 - step // KEEP
-                store_states(edges_ptr + slot * SIZE, H, P, N, P, N, NL, V)
         B, C = unpack(B_words, V, True), unpack(C_words, V, True)
         s = fast_scale(delta, INPUT_SCALE, FAST)
         if K > 0:
+            u, sizes, T = reflections
+            u = unit_vectors(u, sizes, K)
             dots = sums(rows_times(u, s * (H_B + B_C * w), K))
             right = upper_transposed_times(T, dots, K)
             f, _ = eliminate(local_system(S, T, True, K), right, K, 1, True, FAST)
@@ -357,7 +355,8 @@ def phase_reverse_kernel(
             added = combine(f, u, K)
             w += added
         grad_written = H_B + B_C * w
-        grad_raw = g * H_B + slope_of(delta, ACTIVATION) * LN2 * H_q + read * w
+        grad_raw = g.to(tl.float32) * H_B + slope_of(delta, ACTIVATION) * LN2 * H_q
+        grad_raw += read.to(tl.float32) * w
         grad_x = s * grad_written
         if K > 0:
             grad_x -= added
@@ -365,17 +364,19 @@ def phase_reverse_kernel(
         put(adjoint_ptr + token * (2 * P) + P, grad_written, channels, inside, True, P, NL)
         put(grad_raw_ptr + token * ROW, grad_raw, channels, inside, d == P, P, NL)
         put(grad_x_ptr + token * ROW, grad_x, channels, inside, d == P, P, NL)
+        w_before = vector_of(w_next)
         if FEEDS > 0:
             if OF_DELTA and OF_X:
-                rows, terms = tl.join(grad_raw, grad_x), grad_raw * fed[0] + grad_x * fed[1]
+                rows, terms = tl.join(grad_raw, grad_x), grad_raw * fed[0].to(tl.float32)
+                terms += grad_x * fed[1].to(tl.float32)
             else:
                 rows = grad_raw if OF_DELTA else grad_x
-                terms = rows * fed[0]
+                terms = rows * fed[0].to(tl.float32)
             rows = tl.permute(tl.reshape(rows, (P // NL, NL, FEEDS)), (0, 2, 1))[:, :, None, :]
             fed_back = tl.sum(tl.sum(tl.sum(W * rows, 0), 0), 1)
             if NORM:
                 fed_back -= (y + y_start) * (over_channels(terms, P, NL) * (inverse / d))
-            w_next += fed_back * inverse if NORM else fed_back
+            w_before += fed_back * inverse if NORM else fed_back
         # beside this product, on which the earlier token depends
         after = ()
         for v in tl.static_range(V):
@@ -385,14 +386,21 @@ def phase_reverse_kernel(
             after = after + (grad_h * build_decay(A[v] * delta[None, :, None], FULL, FAST),)
         H = after
         if not ONE:
+            # The compiler does not move what reads the loads before this condition.
+            if (next_step % KEEP == 0) & (next_step < t_end):
+                slot = (sample + 1) * chunks - 1 - next_step // KEEP
+                store_states(edges_ptr + slot * SIZE, H, P, N, P, N, NL, V)
+                replayed_slot = sample * chunks + tl.maximum(chunks - 2 - next_step // KEEP, 0)
+                h = load_states(states_ptr + replayed_slot * SIZE, P, N, P, N, NL, V)
+                h = wait_for(h, V)
             H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
             h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
             store_words(place_of(scratch, next_step, SIZE // V, KEEP), places, pack(q, V, FAST))
-            q_words = load_words(place_of(scratch, step + 2, SIZE // V, KEEP), places)
             delta_replay, written, B_replay = delta_later, written_later, B_later
-        w, w_next, y, y_start = w_next, w_later, y_later, start_later
+        w, w_next, y, y_start = w_before, w_later, y_later, start_later
         delta, g, read, fed = delta_next, g_next, read_next, fed_next
-        B_C, beta, inverse, u, T, S = B_C_next, beta_next, inverse_next, u_next, T_next, S_next
+        B_C, beta, inverse, S = B_C_next, beta_next, inverse_next, S_next
+        reflections = reflections_next
         B_words, C_words = B_next, C_next
     put(grad_y0_ptr + sample * d, w, channels, inside, d == P, P, NL)
     store_states(H_ptr + sample * n * d, H, d, n, P, N, NL, V)

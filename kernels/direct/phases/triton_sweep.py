@@ -37,16 +37,19 @@ from bedouin.kernels.direct.phases.device import (
     load_lanes,
     load_reflections,
     load_row,
+    load_scalars,
     load_states,
     no_states,
-    of_lanes,
     over_states,
     places_of_channels,
     put,
     row_of,
+    scalars_of,
     slope_of,
     store_states,
+    unit_vectors,
     unpack,
+    vector_of,
 )
 
 
@@ -104,18 +107,12 @@ def load_products(
 
 @triton.jit
 def _load(ptr, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr):
-    """x or raw Delta of a token, as `_vector` takes it."""
+    """x or raw Delta of a token, as `vector_of` takes it."""
     if FEEDS > 0:
         return load_channels(ptr, tl.arange(0, P), d, P)
     else:
         channels = places_of_channels(P, NL)
         return load_lanes(ptr, channels, channels < d, d == P)
-
-
-@triton.jit
-def _vector(value):  # (P,) or (P, NL)
-    """What `_load` has read, as float32 (P,)."""
-    return value.to(tl.float32) if len(value.shape) == 1 else of_lanes(value)
 
 
 @triton.jit
@@ -135,8 +132,8 @@ def load_inputs(
     raw = _load(raw_at, d, P, NL, FEEDS)
     B = load_row(first[3] + step * WORDS, WORDS, NL)
     C = load_row(first[4] + step * WORDS, WORDS, NL)
-    u, T = load_reflections(raw_at + d + 2 * n, scalars, tl.arange(0, P), d, P, K)
-    return x, raw, tl.load(scalars), tl.load(scalars + 1), B, C, u, T
+    u, inverse, T = load_reflections(raw_at + d + 2 * n, scalars, tl.arange(0, P), d, P, K)
+    return x, raw, load_scalars(scalars, P, NL), B, C, u, inverse, T
 
 
 @triton.jit(do_not_specialize=["start", "t_end", "tokens", "per_head"])
@@ -220,11 +217,10 @@ def phase_sweep_kernel(
         C_ptr + token * WORDS,
     )
     strides = (x_stride_t, raw_stride_t)
-    # Two tokens ahead, in turns into two places: to move rows from one to the other would wait for
-    # them.
+    # The next token's rows are loaded as soon as those of a token have been read, in turns into two
+    # places: a thread that waits for one load waits for all that it has issued before.
     even = load_inputs(first, strides, 0, d, n, P, N, NL, V, K, FEEDS)
-    step = tl.minimum(1, t_end - 1).to(tl.int64)
-    odd = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
+    odd = even
     fed = ()
     inverse = y
     if FEEDS > 0:
@@ -236,18 +232,27 @@ def phase_sweep_kernel(
         for half in tl.static_range(1 if SPLITS > 0 else 2):
             t = 2 * turn + half
             if t < t_end:
-                x, raw, B_C, beta, B_words, C_words, u, T = even if half == 0 else odd
-                x, raw = _vector(x), _vector(raw)
-                if KEEP > 0:
-                    if (t == 0) | ((t_end - t) % KEEP == 0):
-                        slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
-                        store_states(states_ptr + slot * SIZE, h, P, N, P, N, NL, V)
+                x, raw, pair, B_words, C_words, u, sizes, T = even if half == 0 else odd
+                x, raw = vector_of(x), vector_of(raw)
                 if OF_DELTA:
                     raw += fed[0]
                 if OF_X:
                     x += fed[OF_DELTA]
                 delta = fast_activate(raw, ACTIVATION, FAST)
                 s = fast_scale(delta, INPUT_SCALE, FAST)
+                # The compiler does not move the loads before this condition.
+                if KEEP > 0:
+                    if (t == 0) | ((t_end - t) % KEEP == 0):
+                        slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
+                        store_states(states_ptr + slot * SIZE, h, P, N, P, N, NL, V)
+                if SPLITS == 0:
+                    step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
+                    row = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
+                    if half == 0:
+                        odd = row
+                    else:
+                        even = row
+                B_C, beta = scalars_of(pair)
                 B, C = unpack(B_words, V, True), unpack(C_words, V, True)
                 decayed = ()
                 r = tl.zeros((WORDS // NL, P, NL), tl.float32)
@@ -266,6 +271,7 @@ def phase_sweep_kernel(
                 token = sample * tokens + start + t
                 mixed = x
                 if K > 0:
+                    u = unit_vectors(u, sizes, K)
                     sigma = s * B_C
                     dots = products(rows_times(u, sigma, K), u, K) + rows_times(u, y - x, K)
                     dots = sums(dots)
@@ -324,10 +330,4 @@ def phase_sweep_kernel(
                         # all channels have the same
                         put(inverse_ptr + token, inverse, channels // P, inside, True, P, NL)
                 fed, inverse = fed_next, inverse_next
-            step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
-            row = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)
-            if half == 0:
-                even = row
-            else:
-                odd = row
     store_states(h_ptr + sample * n * d, h, d, n, P, N, NL, V)
