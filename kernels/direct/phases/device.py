@@ -139,10 +139,10 @@ def no_states(A, V: tl.constexpr):
 
 @triton.jit
 def wait_for(h, V: tl.constexpr):
-    """h itself, which has been loaded in a branch of a loop, by products that wait for it there.
+    """h itself, by products that wait for its loads.
 
-    Without them the wait stands behind the branch, and at each pass of the loop it includes the
-    loads of that pass, because one counter is kept for all of them."""
+    Without them the wait stands at the first use. In a loop, or behind a branch of a loop, it would
+    include the loads that each pass has issued before, because one counter is kept for all."""
     out = ()
     for v in tl.static_range(V):
         out = out + (2.0 * (0.5 * h[v]),)

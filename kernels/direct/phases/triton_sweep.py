@@ -50,6 +50,7 @@ from bedouin.kernels.direct.phases.device import (
     unit_vectors,
     unpack,
     vector_of,
+    wait_for,
 )
 
 
@@ -195,7 +196,7 @@ def phase_sweep_kernel(
     sample = tl.program_id(0).to(tl.int64)
     head = sample // per_head
     p = tl.arange(0, P)
-    A = load_states(A_ptr + head * n * d, d, n, P, N, NL, V)
+    A = wait_for(load_states(A_ptr + head * n * d, d, n, P, N, NL, V), V)
     channels = places_of_channels(P, NL)
     inside = channels < d
     W_at = W_ptr + head * W_stride
@@ -203,7 +204,7 @@ def phase_sweep_kernel(
     for i in tl.static_range(FEEDS):
         W = W + (load_weights(W_at + i * d * d, d, P, NL),)
     if START:
-        h = load_states(h0_ptr + sample * n * d, d, n, P, N, NL, V)
+        h = wait_for(load_states(h0_ptr + sample * n * d, d, n, P, N, NL, V), V)
         y = row_of(y0_ptr + sample * d, p, d, P)
     else:
         h = no_states(A, V)
