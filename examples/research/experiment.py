@@ -22,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
             make(experiment, run, config)
         except Exception as error:  # reported; a long list of runs goes on
             message = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
             print(f"{run.name} failed: {message}", file=sys.stderr)
             record = {"error": message, "options": run.options}
             add_runs(config.out / experiment.name, {run.name: record})

@@ -309,8 +309,15 @@ def over_states(v):
 
 
 @triton.jit
+def in_quarters(v, R: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
+    """The sum of R values of a thread over all axes but the last two, P and NL: four sums at the
+    same time, because each addition to one of them waits for the one before."""
+    return tl.sum(tl.sum(tl.reshape(v, (4, R // 4, P, NL)), 1), 0)
+
+
+@triton.jit
 def over_channels(v, P: tl.constexpr, NL: tl.constexpr):
     """The sum of a vector (P,) by each thread for its channel: one of all threads together would
     cost barriers."""
     rows = tl.reshape(v, (P // NL, NL))[:, None, :]
-    return over_states(tl.broadcast_to(rows, (P // NL, P, NL)))
+    return tl.sum(in_quarters(tl.broadcast_to(rows, (P // NL, P, NL)), P // NL, P, NL), 1)

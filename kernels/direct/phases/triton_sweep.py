@@ -33,6 +33,7 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
+    in_quarters,
     load_channels,
     load_lanes,
     load_reflections,
@@ -81,11 +82,12 @@ def feed_back(
     inverse = tl.zeros((P,), tl.float32) + 1.0
     if NORM:
         # by each thread for its channel: a sum of the whole block would cost barriers
-        square = over_states(tl.broadcast_to(before * before, (P // NL, P, NL)))
+        squares = tl.broadcast_to(before * before, (P // NL, P, NL))
+        square = tl.sum(in_quarters(squares, P // NL, P, NL), 1)
         inverse = inverse_norm(square / d, NORM_EPS)
     fed = ()
     for i in tl.static_range(FEEDS):
-        fed = fed + (over_states(W[i] * before) * inverse,)
+        fed = fed + (tl.sum(in_quarters(W[i] * before, P // NL, P, NL), 1) * inverse,)
     return fed, inverse
 
 
