@@ -5,14 +5,12 @@ each barrier that it then inserts costs a token as much as a tenth of its arithm
 """
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from tests.kernels.sass import cuobjdump, instructions, loops, waits
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -99,20 +97,9 @@ def launched(
     return compiled(kernel.kernel, phase_constants(kernel, how), types, capability)
 
 
-SPILLED = 512
-"""Bytes of phase S with 64 states, two lanes a channel: with four nothing is spilled, but only one
-program fits a multiprocessor, which took 1.8 instead of 1.1 ms on an H100."""
-
-
 def spilled(kernel: CompiledKernel) -> int:
     """Bytes of a thread's stack, where values are that do not fit its registers."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        shown = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"STACK:(\d+)", shown.stdout + shown.stderr)
+    found = re.search(r"STACK:(\d+)", cuobjdump(kernel, "-res-usage"))
     assert found is not None
     return int(found[1])
 
@@ -120,10 +107,10 @@ def spilled(kernel: CompiledKernel) -> int:
 @pytest.mark.parametrize(
     ("kernel", "V", "barriers", "stack"),
     [
-        (SWEEP, 4, 4, SPILLED),
-        (SWEEP, 2, 4, SPILLED),
+        (SWEEP, 4, 4, 0),
         (REVERSE, 4, 5, 0),
         # a thread has at most 255 registers, and float32 needs twice as many words as bfloat16
+        (SWEEP, 2, 4, 384),
         (REVERSE, 2, 5, 288),
         # and here it has what is read of two tokens
         (GRADIENTS, 4, 0, 128),
@@ -136,6 +123,19 @@ def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, st
     found = launched(kernel, V, 64, 0, 90)
     assert found.asm["ptx"].count("bar.sync") <= barriers
     assert spilled(found) <= stack
+
+
+@pytest.mark.parametrize("states", [32, 64])
+@pytest.mark.parametrize("kernel", [SWEEP, REVERSE, GRADIENTS], ids=["sweep", "reverse", "grads"])
+def test_a_token_waits_for_loads_that_are_old(kernel: PlannedKernel, states: int) -> None:
+    """The wait of a loop for most of its loads: when it came right behind the last of them, it took
+    20 to 50 % of a kernel's time on an H100."""
+    found = loops(instructions(launched(kernel, 4, 64, 0, 90, states=states)), 200)
+    assert found
+    for loop in found:
+        most = max(waits(loop))
+        assert most.loads > 8
+        assert most.distance >= 150
 
 
 @pytest.mark.parametrize("kernel", [REVERSE, GRADIENTS], ids=["reverse", "gradients"])
@@ -158,7 +158,7 @@ REFLECTIONS = PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS
 
 @pytest.mark.parametrize("kernel", [SWEEP, REVERSE, *REFLECTIONS])
 def test_reflections(kernel: PlannedKernel) -> None:
-    assert spilled(launched(kernel, 4, 64, 2, 90)) <= (SPILLED if kernel is SWEEP else 64)
+    assert spilled(launched(kernel, 4, 64, 2, 90)) <= (192 if kernel is SWEEP else 64)
 
 
 @pytest.mark.parametrize(("channels", "states"), [(128, 32), (256, 16)])
@@ -188,7 +188,7 @@ def test_no_barrier_of_a_token_without_feedback(
 def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
     found = launched(kernel, 4, 64, 0, capability)
     assert found.metadata.shared <= 4096
-    assert spilled(found) <= (SPILLED if kernel is SWEEP else 128)
+    assert spilled(found) <= (0 if kernel is SWEEP else 128)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -201,7 +201,7 @@ def test_a_token_of_all_heads(kernel: PlannedKernel, tile: int, capability: int)
     """A multiprocessor of compute capability 8.9 has 99 KiB of shared memory."""
     found = launched(kernel, 4, 64, 0, capability, tile=tile)
     assert found.metadata.shared <= 99 * 1024
-    assert spilled(found) <= (SPILLED if kernel is SWEEP else 64)
+    assert spilled(found) <= (0 if kernel is SWEEP else 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
