@@ -49,6 +49,7 @@ def compiled(
     """The kernel for a GPU of a compute capability; pointers are to float32 unless `types` names
     another dtype."""
     launch = {"num_warps": constants["num_warps"], "num_stages": 1, "enable_fp_fusion": True}
+    launch |= {k: constants[k] for k in ("maxnreg",) if k in constants}
     chosen = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
         name: "constexpr"
@@ -113,7 +114,7 @@ def spilled(kernel: CompiledKernel) -> int:
         (SWEEP, 2, 4, 384),
         (REVERSE, 2, 5, 288),
         # and here it has what is read of two tokens
-        (GRADIENTS, 4, 0, 128),
+        (GRADIENTS, 4, 0, 0),
         (GRADIENTS, 2, 0, 128),
     ],
 )

@@ -94,7 +94,7 @@ def load_pair(
 
 @triton.jit
 def load_token(
-    rows,  # pointers to kept rows, adjoint rows, scalars, B and C, of the first token of a sample
+    rows,  # pointers to kept rows, adjoint rows, beta^e, B and C, of the first token of a sample
     t, places, state,
     P: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def load_token(
     row, adjoint = rows[0] + token * P, rows[1] + token * P
     delta, written = load_vector(row, places, V), load_vector(row + P // 2, places, V)
     w, grad_written = load_vector(adjoint, places, V), load_vector(adjoint + P // 2, places, V)
-    beta = tl.load(rows[2] + token * SCALARS + 1)
+    beta = tl.load(rows[2] + token * SCALARS)
     B = load_values(rows[3] + token * INTS, state, V)
     return delta, written, w, grad_written, beta, B, load_values(rows[4] + token * INTS, state, V)
 
@@ -164,10 +164,13 @@ def gradient_kernel(
         grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
     scratch = scratch_ptr + (own * tl.num_programs(2) + part) * KEEP * WORDS
     first = sample * t_end
+    # Added zeros, of which the compiler does not know that they are: it would move a value that all
+    # threads load from one address into registers of a warp, which waits for it at once.
+    beta_at = scalars_ptr + (first * SCALARS + 1) + pl // (t_end + PL)
     rows = (
         kept_ptr + first * P,
         adjoint_ptr + first * P,
-        scalars_ptr + first * SCALARS,
+        beta_at,
         B_ptr + first * INTS + part * (S * INTS // N),  # those of the states of this program
         C_ptr + first * INTS + part * (S * INTS // N),
     )
@@ -248,7 +251,7 @@ def gradient_kernel(
                         grad_B += grad_h * by
                         grad_C += (a + by * B) * w_v
                         if ERASE:
-                            grad_r = grad_written[v][:, None, :] * -beta
+                            grad_r = grad_written[v][:, None, :] * -beta[None, None, :]
                             grad_B += a * grad_r
                             grad_h += grad_r * B
                         reached = reach_of(decay, FULL) * h[v] if FULL else a
