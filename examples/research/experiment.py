@@ -2,18 +2,19 @@
 
     python examples/research/experiment.py                  # list every run (make experiments)
     python examples/research/experiment.py heads table      # make the runs that are not there yet
-    python examples/research/experiment.py table --only a5-recall a5-lstm_l1
+    python examples/research/experiment.py table --only a5-recall "*-lstm_l1"
     python examples/research/experiment.py table --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
     python examples/research/experiment.py --summary
 
-The experiments are defined in examples/research/experiments/, one short file each. Each run adds
-its numbers to OUT/EXPERIMENT/runs.json, in place of those of an earlier run of its name
-(`common/runs.py`), or its error, after which it is made again. The list has, for every run, its
-command and, once it has been made, its device, its seconds and its seeds, with the number of those
-that failed. `--summary` writes OUT/summary.json and OUT/both.png from the runs of "table" and
-"table-more", and prints their table.
+The experiments are defined in examples/research/experiments/, one short file each. What is left to
+run is looked up whenever a run has ended, because runs of "table-tuning" decide what those of
+"table" are: named together, both are made. Each run adds its numbers to OUT/EXPERIMENT/runs.json,
+in place of those of an earlier run of its name (`common/runs.py`), or its error, after which it is
+made again. The list has, for every run, its command and, once it has been made, its device, its
+seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json and
+OUT/both.png from the runs of "table" and "table-more", and prints their table.
 """
 
 import json
@@ -26,8 +27,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from queue import SimpleQueue
+from threading import Condition
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ class Config:
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Experiments to run; none: list all."""
     only: tuple[str, ...] = ()
-    """Run only these runs of the experiments."""
+    """Run only the runs of these names, which may be patterns as "*-lstm_l1", in their order."""
     again: bool = False
     """Also make runs that have been made."""
     extra: str = ""
@@ -140,10 +142,41 @@ def make(experiment: Experiment, run: Run, config: Config) -> None:
     add_runs(config.out / experiment.name, {run.name: read_run(folder / file)})
 
 
-def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
+class Queue:
+    """The chosen runs that have not been started, also by several threads."""
+
+    def __init__(self, config: Config) -> None:
+        chosen(experiments(), config)  # raises for a name that does not exist
+        self.config = config
+        self._started: set[tuple[str, str]] = set()
+        self._running = 0
+        self._ended = Condition()
+
+    def take(self) -> tuple[Experiment, Run] | None:
+        """The next run; waits for one while others are running. None: there will be none."""
+        with self._ended:
+            while True:
+                for experiment, run in chosen(experiments(), self.config):
+                    if (experiment.name, run.name) not in self._started:
+                        self._started.add((experiment.name, run.name))
+                        self._running += 1
+                        return experiment, run
+                if self._running == 0:
+                    return None
+                self._ended.wait()
+
+    def done(self) -> None:
+        """A run that was taken has ended."""
+        with self._ended:
+            self._running -= 1
+            self._ended.notify_all()
+
+
+def make_all(queue: Queue, config: Config) -> int:
     """Make runs one after the other; returns the number of those that failed."""
     failed = 0
-    for experiment, run in made:
+    while (pair := queue.take()) is not None:
+        experiment, run = pair
         try:
             make(experiment, run, config)
         except Exception as error:  # reported; a long list of runs goes on
@@ -153,26 +186,26 @@ def make_all(made: list[tuple[Experiment, Run]], config: Config) -> int:
             record = {"error": message, "options": run.options}
             add_runs(config.out / experiment.name, {run.name: record})
             failed += 1
+        queue.done()
     return failed
 
 
-def make_side_by_side(made: list[tuple[Experiment, Run]], config: Config) -> int:
+def make_side_by_side(queue: Queue, config: Config) -> int:
     """Make `config.per_device` runs at a time on each device; returns the number of those that
     failed."""
-    free: SimpleQueue[str | None] = SimpleQueue()
+
+    def work(device: str | None) -> int:
+        failed = 0
+        while (pair := queue.take()) is not None:
+            try:
+                failed += make_in_process(*pair, config, device)
+            finally:
+                queue.done()
+        return failed
+
     devices = visible_devices(config.devices) * config.per_device
-    for device in devices:
-        free.put(device)
-
-    def start(pair: tuple[Experiment, Run]) -> int:
-        device = free.get()
-        try:
-            return make_in_process(*pair, config, device)
-        finally:
-            free.put(device)
-
     with ThreadPoolExecutor(len(devices)) as pool:
-        return sum(pool.map(start, made))
+        return sum(pool.map(work, devices))
 
 
 def visible_devices(number: int) -> list[str | None]:
@@ -259,19 +292,22 @@ def fill(text: str, indent: str) -> list[str]:
 
 
 def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experiment, Run]]:
-    """The runs to make. Raises ValueError for a name that does not exist."""
+    """The runs to make, in their order. Raises ValueError for a name that does not exist."""
     for name in config.names:
         if name not in found:
             raise ValueError(f"an experiment must be among {tuple(found)}, got {name!r}")
     named = [(found[name], run) for name in config.names for run in found[name].runs]
     made = {name: read_runs(config.out / name) for name in config.names}
-    for name in config.only:
-        if name not in [run.name for _, run in named]:
-            raise ValueError(f"--only must be among {[run.name for _, run in named]}, got {name!r}")
+    wanted = []
+    for pattern in config.only or ("*",):
+        matching = [pair for pair in named if fnmatchcase(pair[1].name, pattern)]
+        if config.only and not matching:
+            names = [run.name for _, run in named]
+            raise ValueError(f"--only must be among {names} or match one, got {pattern!r}")
+        wanted += matching
     return [
         (experiment, run)
-        for experiment, run in named
-        if not config.only or run.name in config.only
+        for experiment, run in dict.fromkeys(wanted)
         if config.again or "error" in made[experiment.name].get(run.name, {"error": "not run"})
     ]
 
@@ -288,9 +324,8 @@ def main(config: Config) -> int:
     if not config.names:
         print(listing(found, config.out))
         return 0
-    made = chosen(found, config)
     one = config.devices * config.per_device == 1
-    failed = (make_all if one else make_side_by_side)(made, config)
+    failed = (make_all if one else make_side_by_side)(Queue(config), config)
     return int(failed > 0)
 
 

@@ -72,9 +72,6 @@ RATES_OF = {
     **dict.fromkeys(LANGUAGES, "a5"),
 }
 """The task whose tuning runs choose the rate."""
-RECALL_RATE = 4e-3
-"""Of Bedouin.recall and its ablations without tuning runs; "recall-trials" chose it."""
-
 VARIANTS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",),
     "recall_no_feedback": ("recall_no_feedback",),
@@ -122,9 +119,16 @@ def tuning_rows(runs: Runs, task: str, model: str) -> dict[tuple[str, float], di
 def chosen(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
     """The form and the learning rate with the best score; None without tuning runs."""
     rows = tuning_rows(runs, task, model)
-    if rows:
-        return max(rows, key=lambda choice: score(rows[choice]))
-    return (model, RECALL_RATE) if model.startswith("recall") else None
+    return max(rows, key=lambda choice: score(rows[choice]), default=None)
+
+
+def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
+    """The same, but None until every form has its three rates and the best its further one."""
+    rows, best = tuning_rows(runs, task, model), chosen(runs, task, model)
+    wanted = [(form, rate) for form in VARIANTS[model] for rate in RATES]
+    if best is not None and best[1] in BEYOND:
+        wanted.append((best[0], BEYOND[best[1]]))
+    return best if all(choice in rows for choice in wanted) else None
 
 
 def _layer(form: str) -> str:
@@ -139,7 +143,7 @@ def _tuning(runs: Runs) -> Experiment:
     found = []
     for task in sorted(set(RATES_OF.values())):
         for model, forms in VARIANTS.items():
-            best = chosen(runs, task, model) if tuning_rows(runs, task, model) else None
+            best = chosen(runs, task, model)
             for form in forms:
                 options = joined(TASKS[task], RECIPE, NARROW, _layer(form), TUNING)
                 rates = " ".join(f"{rate:g}" for rate in RATES)
@@ -157,7 +161,7 @@ def _reported(
     found = []
     for task, flags in tasks.items():
         for model in VARIANTS:
-            choice = chosen(runs, task, model)
+            choice = tuned(runs, task, model)
             if choice is None:
                 continue
             layer = f"{_layer(choice[0])} --lr {choice[1]:g}"
