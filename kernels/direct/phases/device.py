@@ -259,23 +259,15 @@ def get(ptr, places, inside, ALL: tl.constexpr):
 
 
 @triton.jit
-def load_scalars(
-    ptr,  # B C and beta^e of a token
-    P: tl.constexpr, NL: tl.constexpr,
+def unknown_zeros(
+    i,  # of any shape, in [0, COUNT)
+    size,  # not negative
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """B C and beta^e (P, NL), each by one lane of a channel: the compiler would move what all
-    threads load from one address into registers of a warp, which waits for it at once."""
-    # zeros, of which the compiler does not know that they are, keep the first axis
-    lane = (tl.arange(0, P) // P)[:, None] + tl.arange(0, NL)[None, :]
-    at = tl.multiple_of(tl.max_contiguous(ptr + lane, [2, 4]), [1, 1])
-    return tl.load(at) if NL == 2 else tl.load(at, mask=lane < 2, other=0.0)
-
-
-@triton.jit
-def scalars_of(pair):  # (P, NL)
-    """B C and beta^e (P,), of each channel the same."""
-    lane = tl.arange(0, pair.shape[1])[None, :]
-    return tl.sum(tl.where(lane == 0, pair, 0.0), 1), tl.sum(tl.where(lane == 1, pair, 0.0), 1)
+    """Zeros in the shape of i, of which the compiler does not know that they are, unless it knows
+    `size`. They are added to the address of a value that all threads load: the compiler would move
+    it into registers of a warp, which waits for it at once."""
+    return i // (size + COUNT)
 
 
 @triton.jit

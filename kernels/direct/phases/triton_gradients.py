@@ -30,6 +30,7 @@ from bedouin.kernels.direct.phases.device import (
     put,
     reach_of,
     store_words,
+    unknown_zeros,
     unpack,
     wait_for,
 )
@@ -164,13 +165,10 @@ def gradient_kernel(
         grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
     scratch = scratch_ptr + (own * tl.num_programs(2) + part) * KEEP * WORDS
     first = sample * t_end
-    # Added zeros, of which the compiler does not know that they are: it would move a value that all
-    # threads load from one address into registers of a warp, which waits for it at once.
-    beta_at = scalars_ptr + (first * SCALARS + 1) + pl // (t_end + PL)
     rows = (
         kept_ptr + first * P,
         adjoint_ptr + first * P,
-        beta_at,
+        scalars_ptr + (first * SCALARS + 1) + unknown_zeros(pl, t_end, PL),
         B_ptr + first * INTS + part * (S * INTS // N),  # those of the states of this program
         C_ptr + first * INTS + part * (S * INTS // N),
     )

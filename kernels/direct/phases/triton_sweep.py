@@ -38,17 +38,16 @@ from bedouin.kernels.direct.phases.device import (
     load_lanes,
     load_reflections,
     load_row,
-    load_scalars,
     load_states,
     no_states,
     over_states,
     places_of_channels,
     put,
     row_of,
-    scalars_of,
     slope_of,
     store_states,
     unit_vectors,
+    unknown_zeros,
     unpack,
     vector_of,
     wait_for,
@@ -120,7 +119,7 @@ def _load(ptr, d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.con
 
 @triton.jit
 def load_inputs(
-    first,  # pointers to the rows of x, raw, scalars, B and C of a token
+    first,  # pointers to the rows of x, raw, scalars, B and C of a token, and `unknown_zeros` (P,)
     strides,  # of x and raw
     step,  # tokens after it
     d: tl.constexpr, n: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr,
@@ -136,7 +135,8 @@ def load_inputs(
     B = load_row(first[3] + step * WORDS, WORDS, NL)
     C = load_row(first[4] + step * WORDS, WORDS, NL)
     u, inverse, T = load_reflections(raw_at + d + 2 * n, scalars, tl.arange(0, P), d, P, K)
-    return x, raw, load_scalars(scalars, P, NL), B, C, u, inverse, T
+    at = scalars + first[5]
+    return x, raw, tl.load(at), tl.load(at + 1), B, C, u, inverse, T
 
 
 @triton.jit(do_not_specialize=["start", "t_end", "tokens", "per_head"])
@@ -218,6 +218,7 @@ def phase_sweep_kernel(
         scalars_ptr + token * (2 + K * (K + 3)),
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
+        unknown_zeros(p, t_end, P),
     )
     strides = (x_stride_t, raw_stride_t)
     # The next token's rows are loaded as soon as those of a token have been read, in turns into two
@@ -235,7 +236,7 @@ def phase_sweep_kernel(
         for half in tl.static_range(1 if SPLITS > 0 else 2):
             t = 2 * turn + half
             if t < t_end:
-                x, raw, pair, B_words, C_words, u, sizes, T = even if half == 0 else odd
+                x, raw, B_C, beta, B_words, C_words, u, sizes, T = even if half == 0 else odd
                 x, raw = vector_of(x), vector_of(raw)
                 if OF_DELTA:
                     raw += fed[0]
@@ -255,7 +256,6 @@ def phase_sweep_kernel(
                         odd = row
                     else:
                         even = row
-                B_C, beta = scalars_of(pair)
                 B, C = unpack(B_words, V, True), unpack(C_words, V, True)
                 decayed = ()
                 r = tl.zeros((WORDS // NL, P, NL), tl.float32)
