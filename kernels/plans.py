@@ -11,6 +11,7 @@ launch.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from operator import attrgetter, or_
 from typing import Any
@@ -23,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bedouin.kernels.backend import version_numbers
+from bedouin.kernels.coalescing import without_coalescing
 
 KNOWN_VERSIONS = range(6, 10)
 """Minor versions of Triton 3 whose `CompiledKernel` has been read."""
@@ -93,11 +95,13 @@ class PlannedKernel:
     """A Triton kernel whose launches are planned.
 
     The parameters of the kernel are pointers, then integers, then constants. Integers that the
-    kernel does not specialize on are free to change without another plan.
+    kernel does not specialize on are free to change without another plan. `coalesces`: whether the
+    compiler may choose layouts for its loads and stores (`coalescing.py`).
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, *, coalesces: bool = True) -> None:
         self.kernel = kernel
+        self.compiling = nullcontext if coalesces else without_coalescing
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         # the plans again, by all integers: these need not be looked at then
         self._seen: dict[tuple[Any, ...], _Plan] = {}
@@ -163,7 +167,8 @@ class PlannedKernel:
                 self._seen.clear()
             self._seen[seen] = plan
             return plan
-        compiled = self.kernel[grid](*tensors, *integers, **constants)
+        with self.compiling():
+            compiled = self.kernel[grid](*tensors, *integers, **constants)
         if regular and isinstance(compiled, CompiledKernel):
             names = self._names[len(tensors) + len(integers) :]
             if len(self._plans) >= MAX_PLANS:

@@ -5,6 +5,7 @@ each barrier that it then inserts costs a token as much as a tenth of its arithm
 """
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def launched(
         types["W_ptr"] = "fp32"  # the products
     elif kernel is FEED_ADJOINT:
         types["v_ptr"] = types["W_ptr"]
-    return compiled(kernel.kernel, phase_constants(kernel, how), types, capability)
+    with kernel.compiling():
+        return compiled(kernel.kernel, phase_constants(kernel, how), types, capability)
 
 
 SPILLED = 32
@@ -129,6 +131,17 @@ def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, st
     found = launched(kernel, V, 64, 0, 90)
     assert found.asm["ptx"].count("bar.sync") <= barriers
     assert spilled(found) <= stack
+
+
+@pytest.mark.parametrize("kernel", [SWEEP, GRADIENTS], ids=["sweep", "grads"])
+def test_what_is_left_out_of_the_compilation_changes_nothing(
+    kernel: PlannedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    without = launched(kernel, 2, 64, 2, 90, states=32)
+    monkeypatch.setattr(kernel, "compiling", nullcontext)
+    whole = launched(kernel, 2, 64, 2, 90, states=32)
+    assert instructions(whole) == instructions(without)
 
 
 @pytest.mark.parametrize("states", [32, 64])

@@ -66,15 +66,10 @@ READ = 256
 SPLITS = 4
 """Programs among which the heads that it reads are split, at most."""
 
-PREPARE, SWEEP, REVERSE, GRADIENTS, FINISH = map(
-    PlannedKernel,
-    (
-        prepare_phases_kernel,
-        phase_sweep_kernel,
-        phase_reverse_kernel,
-        gradient_kernel,
-        finish_phases_kernel,
-    ),
+PREPARE, FINISH = map(PlannedKernel, (prepare_phases_kernel, finish_phases_kernel))
+SWEEP, REVERSE, GRADIENTS = (
+    PlannedKernel(kernel, coalesces=False)
+    for kernel in (phase_sweep_kernel, phase_reverse_kernel, gradient_kernel)
 )
 STATISTICS = PlannedKernel(explicit_statistics_kernel)
 FEED, FEED_ADJOINT, REPLAY = map(PlannedKernel, (feed_kernel, feed_kernel, replay_chunk_kernel))
