@@ -118,7 +118,8 @@ class PlannedKernel:
         """Launch on the current device and stream. Returns the plan, None if there is none yet."""
         kernel = self.kernel
         if not _KNOWN or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
-            kernel[grid](*tensors, *integers, **constants)
+            with self.compiling():
+                kernel[grid](*tensors, *integers, **constants)
             return None
         # `map` of a function of C takes less time than a comprehension
         addresses = list(map(Tensor.data_ptr, tensors))

@@ -5,10 +5,8 @@ state n = (nr NL + nl) V + v of channel p: Triton puts NL and 32 / NL channels o
 warp, the next channels on the warps, and NR into registers. A sum over the states is then a sum in
 a thread and log2(NL) shuffles, without a barrier. B and C are read as words of V values.
 
-The compiler would choose other layouts from the addresses of large loads and stores, and a tie
-between two orders is broken differently in Triton 3.6 and 3.9. So these addresses carry hints
-(`tl.max_contiguous`) that only order the axes: with `tl.multiple_of` 1 every access is still of
-single values. The hints stand at each access because an argument of a function does not keep them.
+The compiler would choose other layouts from the addresses of large loads and stores, and leave ties
+between two orders to its version; so that pass is left out (`kernels/coalescing.py`).
 What a thread's values differ in is added last to their addresses, as an offset that is constant:
 one address for all of them is then computed. Vectors of channels are stored by (P, NL) addresses
 of which all lanes of a channel store the same: those of (P,) would cost a barrier each.
@@ -118,9 +116,7 @@ def load_states(
     out = ()
     for v in tl.static_range(V):
         state = ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
-        at = tl.multiple_of(
-            tl.max_contiguous(ptr + (state * d + p[None, :, None]), [1, 2, 4]), [1, 1, 1]
-        )
+        at = ptr + (state * d + p[None, :, None])
         if d == P and n == N:
             out = out + (tl.load(at),)
         else:
@@ -159,9 +155,7 @@ def store_states(
     nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P), tl.arange(0, NL)
     for v in tl.static_range(V):
         state = ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
-        at = tl.multiple_of(
-            tl.max_contiguous(ptr + (state * d + p[None, :, None]), [1, 2, 4]), [1, 1, 1]
-        )
+        at = ptr + (state * d + p[None, :, None])
         if d == P and n == N:
             tl.store(at, h[v])
         else:
@@ -187,14 +181,14 @@ def load_row(ptr, WORDS: tl.constexpr, NL: tl.constexpr):
 def load_words(ptr, places):
     """The words at places (NR, P, NL), in the layout of the memory."""
     at = ptr + places[0] + places[1]
-    return tl.load(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]))
+    return tl.load(at)
 
 
 @triton.jit
 def store_words(ptr, places, word):
     """The inverse of `load_words`."""
     at = ptr + places[0] + places[1]
-    tl.store(tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1]), word)
+    tl.store(at, word)
 
 
 @triton.jit
@@ -208,7 +202,7 @@ def places_of_channels(P: tl.constexpr, NL: tl.constexpr):
 def put(ptr, v, places, inside, ALL: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
     """Store a vector (P,), `inside` or ALL of it. All lanes that have a value store it, in one
     access: the branch of a single lane costs more."""
-    at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
+    at = ptr + places
     value = tl.broadcast_to(v[:, None], (P, NL))
     if ALL:
         tl.store(at, value)
@@ -234,7 +228,7 @@ def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def load_lanes(ptr, places, inside, ALL: tl.constexpr):
     """The values of a vector at places (P, NL), where each lane of a channel reads the same."""
-    at = tl.multiple_of(tl.max_contiguous(ptr + places, [2, 4]), [1, 1])
+    at = ptr + places
     return tl.load(at) if ALL else tl.load(at, mask=inside, other=0.0)
 
 

@@ -67,12 +67,12 @@ SPLITS = 4
 """Programs among which the heads that it reads are split, at most."""
 
 PREPARE, FINISH = map(PlannedKernel, (prepare_phases_kernel, finish_phases_kernel))
-SWEEP, REVERSE, GRADIENTS = (
+SWEEP, REVERSE, GRADIENTS, REPLAY = (
     PlannedKernel(kernel, coalesces=False)
-    for kernel in (phase_sweep_kernel, phase_reverse_kernel, gradient_kernel)
+    for kernel in (phase_sweep_kernel, phase_reverse_kernel, gradient_kernel, replay_chunk_kernel)
 )
 STATISTICS = PlannedKernel(explicit_statistics_kernel)
-FEED, FEED_ADJOINT, REPLAY = map(PlannedKernel, (feed_kernel, feed_kernel, replay_chunk_kernel))
+FEED, FEED_ADJOINT = PlannedKernel(feed_kernel), PlannedKernel(feed_kernel)
 PREPARE_REFLECTIONS, SOLVED_STATISTICS, FINISH_REFLECTIONS = map(
     PlannedKernel, (prepare_reflections_kernel, solved_statistics_kernel, finish_reflections_kernel)
 )

@@ -159,7 +159,7 @@ def gradient_kernel(
     grad_A = ()
     for v in tl.static_range(V):
         at = A_ptr + head * n * d + hidden[None, :, None] * d + (channel + v)
-        at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
+        at = at
         inside = (hidden[None, :, None] < n) & (channel + v < d)
         A = A + (tl.load(at, mask=inside, other=0.0),)
         grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
@@ -192,7 +192,8 @@ def gradient_kernel(
                 place = 4 * four + 2 * i
                 pair = even if i == 0 else odd
                 decayed = build_decay(A[0] * pair[0][0][0][:, None, :], FULL, FAST) * h[0]
-                # The compiler does not move the loads before this condition.
+                # The compiler moves neither the loads before this condition nor this product, which
+                # waits for the present tokens, behind it.
                 if start + place + 2 < t_end:
                     loaded = load_pair(
                         replayed, start + place + 2, t_end, vector, state, P, INTS, V
@@ -226,6 +227,7 @@ def gradient_kernel(
                 h = unpack(even_h if i == 0 else odd_h, V, False)
                 B, C = values_of(B, state, V), values_of(C, state, V)
                 first_decay = build_decay(A[0] * delta[0][:, None, :], FULL, FAST)
+                # as above, between what waits for the present token and the next loads
                 if t > 0:
                     token = load_token(rows, t - 1, vector, state, P, INTS, SCALARS, V)
                     memory = load_words(scratch + tl.maximum(place - 1, 0) * WORDS, places)
@@ -261,5 +263,5 @@ def gradient_kernel(
                     put(grad_C_ptr + to, over_states(grad_C), states, states < S, True, S, PL)
     for v in tl.static_range(V):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + v)
-        at = tl.multiple_of(tl.max_contiguous(at, [1, 2, 4]), [1, 1, 1])
+        at = at
         tl.store(at, grad_A[v], mask=(hidden[None, :, None] < n) & (channel + v < d))

@@ -78,7 +78,7 @@ def load_transposed(
     p, jl = tl.arange(0, P), tl.arange(0, NL)
     output_at = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
     at = output_at * d + (vector * (d * d))[None, :, None, None] + p[None, None, :, None]
-    at = tl.multiple_of(tl.max_contiguous(ptr + at, [1, 1, 2, 4]), [1, 1, 1, 1])
+    at = ptr + at
     inside = (output_at < d) & (p[None, None, :, None] < d)
     return tl.load(at, mask=inside & (vector >= 0)[None, :, None, None], other=0.0).to(tl.float32)
 
@@ -337,7 +337,7 @@ def phase_reverse_kernel(
             grad_y_ptr, y_ptr, y0_ptr, sample, token - 1, first, p, channels, d, FEEDS, NORM, START
         )
         if not ONE:
-            # The last load of a token: a thread that waits for one waits for all before it.
+            # here, because a thread that waits for one load waits for all that it has issued before
             q_words = load_words(place_of(scratch, next_step, SIZE // V, KEEP), places)
             replayed = t_end - ((step + 2) // KEEP + 2) * KEEP + (step + 2) % KEEP
             at = first + tl.maximum(replayed, 0)

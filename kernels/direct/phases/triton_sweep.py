@@ -62,9 +62,7 @@ def load_weights(
     """W^y of one fed vector, (P / NL, P, NL) for input ir NL + il of output p."""
     ir, p, il = tl.arange(0, P // NL), tl.arange(0, P), tl.arange(0, NL)
     input_at = (ir * NL)[:, None, None] + il[None, None, :]
-    at = tl.multiple_of(
-        tl.max_contiguous(ptr + (p[None, :, None] * d + input_at), [1, 2, 4]), [1, 1, 1]
-    )
+    at = ptr + (p[None, :, None] * d + input_at)
     return tl.load(at, mask=(p[None, :, None] < d) & (input_at < d), other=0.0).to(tl.float32)
 
 
