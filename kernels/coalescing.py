@@ -3,8 +3,8 @@ stores.
 
 The pass follows each load and store through the whole kernel. In phases S, R and G it takes a half
 to three quarters of the compilation (for heads of 64 channels with 64 states 12.4 s with it and 4.6
-without, on one core). The layouts that tensors have from their shapes are those that these kernels
-are written for; the pass keeps them only where hints at each address lead it there.
+without, on one core). These kernels are written for the layouts that shapes alone give to tensors;
+the pass would replace them.
 """
 
 from collections.abc import Iterator

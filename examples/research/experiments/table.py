@@ -72,6 +72,7 @@ RATES_OF = {
     **dict.fromkeys(LANGUAGES, "a5"),
 }
 """The task whose tuning runs choose the rate."""
+
 VARIANTS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",),
     "recall_no_feedback": ("recall_no_feedback",),

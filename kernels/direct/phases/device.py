@@ -5,8 +5,8 @@ state n = (nr NL + nl) V + v of channel p: Triton puts NL and 32 / NL channels o
 warp, the next channels on the warps, and NR into registers. A sum over the states is then a sum in
 a thread and log2(NL) shuffles, without a barrier. B and C are read as words of V values.
 
-The compiler would choose other layouts from the addresses of large loads and stores, and leave ties
-between two orders to its version; so that pass is left out (`kernels/coalescing.py`).
+The compiler would choose other layouts from the addresses of large loads and stores, and its
+versions break ties differently. The pass that does so is left out (`kernels/coalescing.py`).
 What a thread's values differ in is added last to their addresses, as an offset that is constant:
 one address for all of them is then computed. Vectors of channels are stored by (P, NL) addresses
 of which all lanes of a channel store the same: those of (P,) would cost a barrier each.
@@ -227,29 +227,21 @@ def row_of(ptr, p, d: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def load_lanes(ptr, places, inside, ALL: tl.constexpr):
-    """The values of a vector at places (P, NL), where each lane of a channel reads the same."""
+    """The values of a vector at places (P, NL), where each lane of a channel reads the same, as
+    `put` stores it: in the layout of sums over the states, which without a product with W^y the
+    compiler would not choose."""
     at = ptr + places
     return tl.load(at) if ALL else tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def of_lanes(value):  # (P, NL)
-    """What `load_lanes` has read, as float32 (P,)."""
-    # a maximum would ignore NaN
-    return tl.sum(value.to(tl.float32) * (1.0 / value.shape[1]), 1)
-
-
-@triton.jit
 def vector_of(value):  # (P,), or (P, NL) of `load_lanes`
     """What has been read as it is in memory, as float32 (P,)."""
-    return value.to(tl.float32) if len(value.shape) == 1 else of_lanes(value)
-
-
-@triton.jit
-def get(ptr, places, inside, ALL: tl.constexpr):
-    """A vector (P,) as float32, read as `put` stores it: in the layout of sums over the states,
-    where no product with W^y makes the compiler choose that."""
-    return of_lanes(load_lanes(ptr, places, inside, ALL))
+    if len(value.shape) == 1:
+        return value.to(tl.float32)
+    else:
+        # a maximum would ignore NaN
+        return tl.sum(value.to(tl.float32) * (1.0 / value.shape[1]), 1)
 
 
 @triton.jit
@@ -295,10 +287,10 @@ def over_states(v):
 
 
 @triton.jit
-def in_quarters(v, R: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
-    """The sum of R values of a thread over all axes but the last two, P and NL: four sums at the
-    same time, because each addition to one of them waits for the one before."""
-    return tl.sum(tl.sum(tl.reshape(v, (4, R // 4, P, NL)), 1), 0)
+def over_inputs(v, R: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
+    """The sum of (..., P, NL) over all axes but that of P, of which a thread has R values: as four
+    sums at the same time, because each addition to one of them waits for the one before."""
+    return tl.sum(tl.sum(tl.sum(tl.reshape(v, (4, R // 4, P, NL)), 1), 0), 1)
 
 
 @triton.jit
@@ -306,4 +298,4 @@ def over_channels(v, P: tl.constexpr, NL: tl.constexpr):
     """The sum of a vector (P,) by each thread for its channel: one of all threads together would
     cost barriers."""
     rows = tl.reshape(v, (P // NL, NL))[:, None, :]
-    return tl.sum(in_quarters(tl.broadcast_to(rows, (P // NL, P, NL)), P // NL, P, NL), 1)
+    return over_inputs(tl.broadcast_to(rows, (P // NL, P, NL)), P // NL, P, NL)

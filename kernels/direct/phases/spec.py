@@ -50,7 +50,7 @@ TOKENS = 16
 """Tokens of a program of phase P and of its adjoint."""
 
 GRADIENT_REGISTERS = 200
-"""Registers of a thread of phase G, at most, in bfloat16: without a limit the compiler takes a few
+"""Registers of a thread of phase G, at most, in bfloat16: without a limit the compiler takes
 more, and four programs instead of five share a multiprocessor."""
 
 PROGRAMS = 8

@@ -41,7 +41,6 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
-    in_quarters,
     load_lanes,
     load_reflections,
     load_row,
@@ -49,6 +48,7 @@ from bedouin.kernels.direct.phases.device import (
     load_words,
     no_states,
     over_channels,
+    over_inputs,
     over_states,
     pack,
     places_of_channels,
@@ -374,7 +374,7 @@ def phase_reverse_kernel(
                 rows = grad_raw if OF_DELTA else grad_x
                 terms = rows * fed[0].to(tl.float32)
             rows = tl.permute(tl.reshape(rows, (P // NL, NL, FEEDS)), (0, 2, 1))[:, :, None, :]
-            fed_back = tl.sum(in_quarters(W * rows, FEEDS * P // NL, P, NL), 1)
+            fed_back = over_inputs(W * rows, FEEDS * P // NL, P, NL)
             if NORM:
                 fed_back -= (y + y_start) * (over_channels(terms, P, NL) * (inverse / d))
             w_before += fed_back * inverse if NORM else fed_back

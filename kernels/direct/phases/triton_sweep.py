@@ -33,13 +33,13 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
-    in_quarters,
     load_channels,
     load_lanes,
     load_reflections,
     load_row,
     load_states,
     no_states,
+    over_inputs,
     over_states,
     places_of_channels,
     put,
@@ -80,11 +80,11 @@ def feed_back(
     if NORM:
         # by each thread for its channel: a sum of the whole block would cost barriers
         squares = tl.broadcast_to(before * before, (P // NL, P, NL))
-        square = tl.sum(in_quarters(squares, P // NL, P, NL), 1)
+        square = over_inputs(squares, P // NL, P, NL)
         inverse = inverse_norm(square / d, NORM_EPS)
     fed = ()
     for i in tl.static_range(FEEDS):
-        fed = fed + (tl.sum(in_quarters(W[i] * before, P // NL, P, NL), 1) * inverse,)
+        fed = fed + (over_inputs(W[i] * before, P // NL, P, NL) * inverse,)
     return fed, inverse
 
 
@@ -242,7 +242,7 @@ def phase_sweep_kernel(
                     x += fed[OF_DELTA]
                 delta = fast_activate(raw, ACTIVATION, FAST)
                 s = fast_scale(delta, INPUT_SCALE, FAST)
-                # The compiler does not move the loads before this condition.
+                # The compiler does not move the next token's loads before this condition.
                 if KEEP > 0:
                     if (t == 0) | ((t_end - t) % KEEP == 0):
                         slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
