@@ -90,7 +90,7 @@ def test_defaults_are_the_authors() -> None:
 
 
 def test_fla_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.baselines.delta_rule.find_spec", lambda _: None)
+    monkeypatch.setattr("bedouin.baselines.delta_rule.FLA_IS_INSTALLED", False)
     with pytest.raises(ValueError, match="backend='fla' needs the package flash-linear-attention"):
         DeltaNet(8, backend="fla")
 

@@ -146,6 +146,14 @@ def test_a_token_waits_for_loads_that_are_old(kernel: PlannedKernel, states: int
         assert most.distance >= 150
 
 
+@pytest.mark.parametrize("kernel", [SWEEP, REVERSE, GRADIENTS], ids=["sweep", "reverse", "grads"])
+def test_rows_of_a_later_chunk_are_prefetched(kernel: PlannedKernel) -> None:
+    """By the first warp alone: from all warps the same requests took longer than they saved."""
+    text = launched(kernel, 4, 64, 0, 90).asm["ptx"]
+    found = re.findall(r"(@\S+ )?prefetch\.global\.L2", text)
+    assert found and all(found)
+
+
 @pytest.mark.parametrize("kernel", [REVERSE, GRADIENTS], ids=["reverse", "gradients"])
 @pytest.mark.parametrize("V", [2, 4])
 @pytest.mark.parametrize("channels", [16, 64])

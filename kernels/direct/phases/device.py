@@ -257,6 +257,46 @@ def unknown_zeros(
 
 
 @triton.jit
+def prefetch(
+    ptr,
+    rows,  # which, at most 32, so that the first warp has all of them
+    stride,  # of a row
+    SIZE: tl.constexpr,  # values of a row
+    FAST: tl.constexpr,
+):
+    """Bring rows from memory into the second-level cache. Nothing waits for that, and it takes no
+    registers; what is loaded a chunk of tokens later then arrives within a token's time."""
+    if FAST:
+        BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        at = ptr + rows.to(tl.int64) * stride
+        for line in tl.static_range((SIZE * BYTES + 127) // 128):
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred first_warp;
+                .reg .b32 thread;
+                mov.u32 thread, %tid.x;
+                setp.lt.u32 first_warp, thread, 32;
+                @first_warp prefetch.global.L2 [$1];
+                mov.u32 $0, 0;
+                }""",
+                "=r,l", [(at + line * (128 // BYTES)).to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(
+    pointers,  # a tuple, to contiguous rows
+    rows,
+    SIZES: tl.constexpr,  # values of a row of each
+    FAST: tl.constexpr,
+):
+    """`prefetch` of the same rows of several tensors."""
+    for i in tl.static_range(len(pointers)):
+        prefetch(pointers[i], rows, SIZES[i], SIZES[i], FAST)
+
+
+@triton.jit
 def load_reflections(
     u_ptr,  # (K, d), raw
     scalars_ptr,  # of a token: two others, 1 / |u| (K,), T, G, beta (K,)

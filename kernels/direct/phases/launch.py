@@ -376,14 +376,15 @@ def _gradients(
     wanted = ceil_div(PROGRAMS * units, b * blocks)
     each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
-    scratch = A.new_empty(b, splits, CHUNK, N * P // sizes.V, dtype=torch.int64)
+    programs = b * splits * blocks
+    scratch = A.new_empty(programs, CHUNK, min(N, STATES) * P // sizes.V, dtype=torch.int64)
     grad_B, grad_C = A.new_empty(2, b, t, N).unbind()
     grad_A = A.new_empty(b, splits, n, d)
     pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64), inputs.scalars
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, edges, scratch, grad_B, grad_C, grad_A
-    numbers = inputs.per_head, t, each
-    GRADIENTS.launch((b, splits, blocks), tensors, numbers, phase_constants(GRADIENTS, spec))
+    numbers = inputs.per_head, t, splits, each
+    GRADIENTS.launch((programs,), tensors, numbers, phase_constants(GRADIENTS, spec))
     return grad_B, grad_C, grad_A
 
 

@@ -49,10 +49,6 @@ STATES = 16
 TOKENS = 16
 """Tokens of a program of phase P and of its adjoint."""
 
-GRADIENT_REGISTERS = 200
-"""Registers of a thread of phase G, at most, in bfloat16: without a limit the compiler takes
-more, and four programs instead of five share a multiprocessor."""
-
 PROGRAMS = 8
 """Programs of phase G for each multiprocessor, at least."""
 
@@ -161,8 +157,6 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     every["num_warps"] = max(1, warps.get(kernel, 1 if one_warp else 4))
     # pipelined, the transposed product of all heads took more than twice as long
     every["num_stages"] = 1
-    if kernel is GRADIENTS and V == 4:
-        every["maxnreg"] = GRADIENT_REGISTERS
     if overlaps and "OVERLAP" in kernel.kernel.arg_names:
         every["launch_pdl"] = True
     return Constants.of(kernel, every)

@@ -27,6 +27,7 @@ from bedouin.kernels.direct.phases.device import (
     over_states,
     pack,
     places_of_channels,
+    prefetch,
     put,
     reach_of,
     store_words,
@@ -110,7 +111,24 @@ def load_token(
     return delta, written, w, grad_written, beta, B, load_values(rows[4] + token * INTS, state, V)
 
 
-@triton.jit(do_not_specialize=["t_end", "per_head", "per_program"])
+@triton.jit
+def _prefetch(
+    rows,  # as in `load_token`, and pointers to kept h and H
+    start,  # the first token of the chunk
+    hidden,  # the states
+    slot,  # where h and H of the chunk are
+    P: tl.constexpr, INTS: tl.constexpr, S: tl.constexpr, N: tl.constexpr, KEEP: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """What a program reads of a chunk."""
+    token = tl.maximum(start + tl.arange(0, KEEP), 0)
+    for i in tl.static_range(2):
+        prefetch(rows[i], token, P, P, FAST)
+        prefetch(rows[3 + i], token, INTS, S * INTS // N, FAST)
+        prefetch(rows[5 + i] + slot, hidden, P, P, FAST)
+
+
+@triton.jit(do_not_specialize=["t_end", "per_head", "splits", "per_split"])
 def gradient_kernel(
     kept_ptr,  # (b, t, 2, P / 2), int64
     adjoint_ptr,  # (b, t, 2, P / 2), int64
@@ -126,7 +144,8 @@ def gradient_kernel(
     grad_A_ptr,  # (b, splits, n, d), written
     per_head,
     t_end,
-    per_program,  # chunks
+    splits,
+    per_split,  # chunks
     d: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -145,25 +164,26 @@ def gradient_kernel(
     SIZE: tl.constexpr = P * N
     WORDS: tl.constexpr = S * P // V
     INTS: tl.constexpr = N // V * 2  # int32 words of B
-    sample, split, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    head, own = sample // per_head, sample * tl.num_programs(1) + split
+    PARTS: tl.constexpr = N // S
     chunks = tl.cdiv(t_end, KEEP)
     state, pr, pl = tl.arange(0, S), tl.arange(0, PR), tl.arange(0, PL)
     vector = (pr * PL)[:, None] + pl[None, :]
-    hidden = part * S + state
     states = places_of_channels(S, PL)
     channel = ((pr * PL)[:, None, None] + pl[None, None, :]) * V
     places = state[None, :, None] * PL + pl[None, None, :], (pr * (S * PL))[:, None, None]
+    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (KEEP * WORDS)
+    # programs of the same rows run at the same time, and find them in the second-level cache
+    part, own = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
+    sample, split = own // splits, (own % splits).to(tl.int32)
+    head, hidden = sample // per_head, part * S + state
     edges = hidden[None, :, None] * P + V * pl[None, None, :], (pr * (V * PL))[:, None, None]
     A = ()
     grad_A = ()
     for v in tl.static_range(V):
         at = A_ptr + head * n * d + hidden[None, :, None] * d + (channel + v)
-        at = at
         inside = (hidden[None, :, None] < n) & (channel + v < d)
         A = A + (tl.load(at, mask=inside, other=0.0),)
         grad_A = grad_A + (tl.zeros((PR, S, PL), tl.float32),)
-    scratch = scratch_ptr + (own * tl.num_programs(2) + part) * KEEP * WORDS
     first = sample * t_end
     rows = (
         kept_ptr + first * P,
@@ -171,9 +191,15 @@ def gradient_kernel(
         scalars_ptr + (first * SCALARS + 1) + unknown_zeros(pl, t_end, PL),
         B_ptr + first * INTS + part * (S * INTS // N),  # those of the states of this program
         C_ptr + first * INTS + part * (S * INTS // N),
+        states_ptr,
+        edges_ptr,
     )
     replayed = (rows[0], rows[3])
-    for chunk in range(split * per_program, tl.minimum(split * per_program + per_program, chunks)):
+    begin = split * per_split
+    slot = (sample * chunks + begin) * SIZE
+    _prefetch(rows, t_end - (chunks - begin) * KEEP, hidden, slot, P, INTS, S, N, KEEP, FAST)
+    last = tl.minimum((split + 1) * per_split, chunks)
+    for chunk in range(begin, last):
         # Chunks are counted from the end: the first may begin before the first token.
         start = t_end - (chunks - chunk) * KEEP
         slot = (sample * chunks + chunk) * SIZE
@@ -183,8 +209,10 @@ def gradient_kernel(
             h = h + (load_words(states_ptr + (slot + v), edges),)
             H = H + (load_words(edges_ptr + (slot + v), edges),)
         h = wait_for(h, V)
-        # What comes next is loaded as soon as what is there has been read, in turns in two places:
-        # a thread that waits for one load waits for all that it has issued before.
+        if chunk + 1 < last:
+            _prefetch(rows, start + KEEP, hidden, slot + SIZE, P, INTS, S, N, KEEP, FAST)
+        # What comes next is loaded as soon as what is there has been read, in turns in two
+        # places: a thread that waits for one load waits for all that it has issued before.
         even = load_pair(replayed, start, t_end, vector, state, P, INTS, V)
         odd = even
         for four in range(0, KEEP // 4):
@@ -192,8 +220,8 @@ def gradient_kernel(
                 place = 4 * four + 2 * i
                 pair = even if i == 0 else odd
                 decayed = build_decay(A[0] * pair[0][0][0][:, None, :], FULL, FAST) * h[0]
-                # The compiler moves neither the loads before this condition nor this product, which
-                # waits for the present tokens, behind it.
+                # The compiler moves neither the loads before this condition nor this product,
+                # which waits for the present tokens, behind it.
                 if start + place + 2 < t_end:
                     loaded = load_pair(
                         replayed, start + place + 2, t_end, vector, state, P, INTS, V
@@ -263,5 +291,4 @@ def gradient_kernel(
                     put(grad_C_ptr + to, over_states(grad_C), states, states < S, True, S, PL)
     for v in tl.static_range(V):
         at = grad_A_ptr + own * n * d + hidden[None, :, None] * d + (channel + v)
-        at = at
         tl.store(at, grad_A[v], mask=(hidden[None, :, None] < n) & (channel + v < d))

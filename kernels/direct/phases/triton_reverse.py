@@ -53,6 +53,8 @@ from bedouin.kernels.direct.phases.device import (
     pack,
     places_of_channels,
     places_of_states,
+    prefetch,
+    prefetch_rows,
     put,
     reach_of,
     row_of,
@@ -267,7 +269,13 @@ def phase_reverse_kernel(
     # Chunks are counted from the end, so that the first may be shorter than the others: tokens
     # before it are replayed as tokens that change nothing.
     start = t_end - KEEP
+    rows_read, rows_replayed = (factors_ptr, C_ptr, grad_y_ptr, y_ptr), (kept_ptr, B_ptr)
+    SIZES: tl.constexpr = (FACTORS * P, WORDS, d, d)
+    REPLAYED: tl.constexpr = (2 * P, WORDS)
     if not ONE:
+        row = tl.maximum(token - tl.arange(0, 2 * KEEP), first)
+        prefetch_rows(rows_read, row, SIZES, FAST)
+        prefetch_rows(rows_replayed, row, REPLAYED, FAST)
         h = load_states(states_ptr + (sample * chunks + chunks - 1) * SIZE, P, N, P, N, NL, V)
         for i in range(tl.maximum(-start, 0), KEEP):
             delta, written, B_words = load_replayed(
@@ -394,6 +402,14 @@ def phase_reverse_kernel(
                 replayed_slot = sample * chunks + tl.maximum(chunks - 2 - next_step // KEEP, 0)
                 h = load_states(states_ptr + replayed_slot * SIZE, P, N, P, N, NL, V)
                 h = wait_for(h, V)
+                # for the next chunk of the tokens and of the replay
+                earlier_slot = tl.maximum(replayed_slot - 1, sample * chunks)
+                part = tl.arange(0, 32)
+                prefetch(states_ptr + earlier_slot * SIZE, part, SIZE // 32, SIZE // 32, FAST)
+                earlier_row = token - 1 - KEEP - tl.arange(0, KEEP)
+                prefetch_rows(rows_read, tl.maximum(earlier_row, first), SIZES, FAST)
+                earlier_row -= KEEP
+                prefetch_rows(rows_replayed, tl.maximum(earlier_row, first), REPLAYED, FAST)
             H_B, H_q = with_memory(H, unpack(B_next, V, True), unpack(q_words, V, False), V)
             h, q = replay(h, A, delta_replay, written, unpack(B_replay, V, True), V, FULL, FAST)
             store_words(place_of(scratch, next_step, SIZE // V, KEEP), places, pack(q, V, FAST))

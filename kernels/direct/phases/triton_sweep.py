@@ -42,6 +42,7 @@ from bedouin.kernels.direct.phases.device import (
     over_inputs,
     over_states,
     places_of_channels,
+    prefetch,
     put,
     row_of,
     slope_of,
@@ -137,6 +138,18 @@ def load_inputs(
     return x, raw, tl.load(at), tl.load(at + 1), B, C, u, inverse, T
 
 
+@triton.jit
+def prefetch_inputs(
+    first, strides,  # as in `load_inputs`
+    tokens, d: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The rows of x, raw Delta, B and C of tokens."""
+    prefetch(first[0], tokens, strides[0], d, FAST)
+    prefetch(first[1], tokens, strides[1], d, FAST)
+    prefetch(first[3], tokens, WORDS, WORDS, FAST)
+    prefetch(first[4], tokens, WORDS, WORDS, FAST)
+
+
 @triton.jit(do_not_specialize=["start", "t_end", "tokens", "per_head"])
 def phase_sweep_kernel(
     x_ptr,  # (b, t, d)
@@ -219,6 +232,9 @@ def phase_sweep_kernel(
         unknown_zeros(p, t_end, P),
     )
     strides = (x_stride_t, raw_stride_t)
+    if KEEP > 0:
+        earliest = tl.minimum(tl.arange(0, KEEP), t_end - 1)
+        prefetch_inputs(first, strides, earliest, d, WORDS, FAST)
     # The next token's rows are loaded as soon as those of a token have been read, in turns into two
     # places: a thread that waits for one load waits for all that it has issued before.
     even = load_inputs(first, strides, 0, d, n, P, N, NL, V, K, FEEDS)
@@ -247,6 +263,8 @@ def phase_sweep_kernel(
                     if (t == 0) | ((t_end - t) % KEEP == 0):
                         slot = (sample + 1) * tl.cdiv(t_end, KEEP) - tl.cdiv(t_end - t, KEEP)
                         store_states(states_ptr + slot * SIZE, h, P, N, P, N, NL, V)
+                        later = tl.minimum(t + KEEP + tl.arange(0, KEEP), t_end - 1)
+                        prefetch_inputs(first, strides, later, d, WORDS, FAST)
                 if SPLITS == 0:
                     step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
                     row = load_inputs(first, strides, step, d, n, P, N, NL, V, K, FEEDS)

@@ -25,6 +25,10 @@ CHUNK_STEPS = 64
 
 FLA_DTYPES = (torch.bfloat16, torch.float16)
 
+FLA_IS_INSTALLED = find_spec("fla") is not None
+"""Found once: torch.compile follows calls of `find_spec` into the import system, whose state
+changes between tracing and the check of its guards."""
+
 KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernel, which holds all of them in one program."""
 
@@ -50,7 +54,7 @@ class DeltaInputs(NamedTuple):
 def check_delta_backend(backend: str) -> None:
     """ValueError for an unknown name, and for "fla" without that package."""
     one_of("backend", backend, get_args(DeltaBackend))
-    if backend == "fla" and find_spec("fla") is None:
+    if backend == "fla" and not FLA_IS_INSTALLED:
         raise ValueError(
             "backend='fla' needs the package flash-linear-attention: install it, or use "
             "backend='auto' or 'torch'"
@@ -98,7 +102,7 @@ def _takes_fla(
             "backend='auto' or 'torch'"
         )
     if backend == "auto":
-        usable = fits and query.shape[1] > 1 and find_spec("fla") is not None
+        usable = fits and query.shape[1] > 1 and FLA_IS_INSTALLED
         return usable and not fla_is_wrong(query.device)
     return backend == "fla"
 
