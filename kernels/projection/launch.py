@@ -109,7 +109,7 @@ def _constants(
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _backward_constants(parts: Parts, width: int, windowed: bool) -> Constants:
     common = _common_constants(parts, width, windowed, _rows)
-    return Constants(LENGTH=LENGTH, num_warps=2, **common)
+    return Constants(LENGTH=LENGTH, num_warps=4, **common)
 
 
 def _tokens(size: int) -> int:
