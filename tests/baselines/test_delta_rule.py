@@ -280,6 +280,16 @@ def test_fla_is_avoided_where_triton_miscompiles_it(
 
 
 @pytest.mark.gpu
+def test_a_compiled_layer_under_autocast() -> None:
+    """The layer looks for flash-linear-attention while it is traced."""
+    torch.compiler.reset()
+    layer = DeltaProduct(64, num_householder=1, gated=True, device="cuda")
+    x = torch.randn(2, 20, 64, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])

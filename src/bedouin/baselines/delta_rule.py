@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from bedouin.baselines.delta_rule_kernel import delta_rule_operation
 from bedouin.checks import one_of
 from bedouin.kernels.backend import Backend, choose_backend, triton_version
+from bedouin.kernels.outside import constant_in_graphs
 from bedouin.packing import zero_outside
 
 DeltaBackend = Literal["auto", "torch", "triton", "fla"]
@@ -26,8 +27,8 @@ CHUNK_STEPS = 64
 FLA_DTYPES = (torch.bfloat16, torch.float16)
 
 FLA_IS_INSTALLED = find_spec("fla") is not None
-"""Found once: torch.compile follows calls of `find_spec` into the import system, whose state
-changes between tracing and the check of its guards."""
+"""Found once: torch.compile of torch 2.11 follows `find_spec` into the import system, and ends with
+StopIteration at a guard on its tables, which change in between."""
 
 KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernel, which holds all of them in one program."""
@@ -121,6 +122,7 @@ def _takes_kernel(inputs: DeltaInputs, backend: DeltaBackend) -> bool:
     return choose_backend(chosen, device, dtype, unfit, plain="torch") == "triton"
 
 
+@constant_in_graphs  # for the reason of FLA_IS_INSTALLED: regular expressions keep a table, too
 def fla_is_wrong(device: torch.device) -> bool:
     """Whether Triton miscompiles the backward pass of flash-linear-attention for this GPU.
 

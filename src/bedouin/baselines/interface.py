@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from bedouin.baselines.options import expanded, head_size
@@ -22,10 +21,6 @@ from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
-
-# einops keeps what it knows of a type when it first sees a tensor of it. If torch.compile traces
-# that first call, torch 2.11 ends with StopIteration at its guard on the keys of that table.
-rearrange(torch.empty(0), "i -> i")
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
