@@ -139,7 +139,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
         "lstm": "cuDNN LSTM",
     }
     shapes = "128x16", "64x256", "16x1024", "8x4096"
-    page = TEXTS["benchmark"].split("## Times of the present kernels")[1].split("\n## ")[0]
+    page = TEXTS["benchmark"].split("## Times of the layers")[1].split("\n## ")[0]
     for case, start in starts.items():
         times = [layers[case, shape] for shape in shapes]
         shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
@@ -204,6 +204,23 @@ def test_whole_models_are_those_of_the_page() -> None:
         of = [rows.get((model, f"vocabulary-{loss}"), {}) for loss in ("liger", "torch", "fla")]
         shown = [f"{row['peak_gib']:.2f}" if "peak_gib" in row else "not measured" for row in of]
         assert line(TEXTS["benchmark"], start)[1:] == shown
+
+
+def test_ratios_of_whole_models_are_those_of_the_pages() -> None:
+    report = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
+    mamba, lstm, one, many, liger, plain = report["ratios"].values()
+    shown = f"train at {mamba:.2f} and decode at {one:.2f} of this library's Mamba's speed"
+    assert shown in README.replace("\n", " ")
+    speed = {(row["model"], row["task"]): row.get("tokens_per_second") for row in report["rows"]}
+    best = speed["bedouin", "captured"], speed["mamba", "compiled"], speed["lstm", "captured"]
+    shown = "tokens a second: {:,.0f}; Mamba {:,.0f}; LSTM {:,.0f}".format(*best)
+    start = f"A model of 130 M parameters trains at {mamba:.2f} of this library's Mamba's speed, "
+    start += f"{lstm:.2f} of the LSTM's, decodes at {one:.2f} of Mamba's"
+    assert line(TEXTS["index"], start)[1] == shown
+    page = TEXTS["benchmark"]
+    assert f"({mamba:.2f}, met" in page and f"({lstm:.2f}, missed" in page
+    assert f"({one:.2f} and {many:.2f}, met)" in page
+    assert f"with Liger's ({liger:.3f}) and missed with plain torch's ({plain:.3f})" in page
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
@@ -276,12 +293,13 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         assert line(README, f"bound {group}, feedback of all heads")[1:] == shown
     copies = summary["copy"]["gated_deltanet_l1"]["characters_200"]
     assert f"(at 200: {' '.join(f'{value:.2f}' for value in copies)})" in README
-    for model in ("recall_no_feedback", "recall_no_erase"):
+    for model in ("rdn_l1", "recall_no_feedback", "recall_no_erase"):
         copies = summary["copy"][model]["characters_200"]
-        assert f"({' '.join(f'{value:.2f}' for value in copies)})" in README.replace("\n", " ")
-    found = summary["mqar"]["recall_no_erase"]["accuracy_256"]
-    assert f"MQAR {' '.join(f'{value:.2f}' for value in found)}" in README.replace("\n", " ")
-    for model in ("gated_deltanet_l1", "recall_no_feedback"):
+        assert f"({' '.join(f'{value:.2f}' for value in copies)}" in README.replace("\n", " ")
+    for model in ("rdn_l1", "recall_no_erase"):
+        found = summary["mqar"][model]["accuracy_256"]
+        assert f"MQAR {' '.join(f'{value:.2f}' for value in found)}" in README.replace("\n", " ")
+    for model in ("gated_deltanet_l1", "rdn_l1", "recall_no_feedback"):
         assert set(summary["a5"][model]["sequence_128"]) == {0.0}
 
 
