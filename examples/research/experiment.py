@@ -6,6 +6,7 @@
     python examples/research/experiment.py table --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
+    python examples/research/experiment.py table --minutes 25    # none that would take longer
     python examples/research/experiment.py --summary
 
 The experiments are defined in examples/research/experiments/, one short file each. What is left to
@@ -18,19 +19,22 @@ OUT/both.png from the runs of "table" and "table-more", and prints their table.
 """
 
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import median
 from threading import Condition
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -41,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
-from common.checks import Count, check_types
+from common.checks import Count, Range, check_types
 from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
@@ -60,6 +64,11 @@ from research.summary import figure_of_both, markdown, summarize
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 WIDTH = 100
 """Characters of a line of the list."""
+
+START_SECONDS = 30
+"""What a run takes beside its training: imports, compilation."""
+
+Minutes = Annotated[float, Range(0, brackets="(]")]
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,9 @@ class Config:
     per_device: Count = 1
     """Runs made at the same time on each GPU, also in processes of their own; small layers leave
     much of a GPU idle, which NVIDIA's MPS lets processes share."""
+    minutes: Minutes = math.inf
+    """Start no run that would end later than so many minutes after the start, if it takes the
+    median time of the runs of its task, the first word of its name, that have been made."""
     summary: bool = False
     """Write summary.json and the figure, and run nothing."""
 
@@ -148,6 +160,7 @@ class Queue:
     def __init__(self, config: Config) -> None:
         chosen(experiments(), config)  # raises for a name that does not exist
         self.config = config
+        self._end = time.monotonic() + 60 * config.minutes
         self._started: set[tuple[str, str]] = set()
         self._running = 0
         self._ended = Condition()
@@ -156,12 +169,20 @@ class Queue:
         """The next run; waits for one while others are running. None: there will be none."""
         with self._ended:
             while True:
+                late = []
                 for experiment, run in chosen(experiments(), self.config):
-                    if (experiment.name, run.name) not in self._started:
-                        self._started.add((experiment.name, run.name))
-                        self._running += 1
-                        return experiment, run
+                    if (experiment.name, run.name) in self._started:
+                        continue
+                    expected = expected_seconds(experiment, run, self.config.out)
+                    if time.monotonic() + expected > self._end:
+                        late.append(f"{experiment.name} {run.name}")
+                        continue
+                    self._started.add((experiment.name, run.name))
+                    self._running += 1
+                    return experiment, run
                 if self._running == 0:
+                    if late:
+                        print(f"not started, because they would end too late: {', '.join(late)}")
                     return None
                 self._ended.wait()
 
@@ -170,6 +191,17 @@ class Queue:
         with self._ended:
             self._running -= 1
             self._ended.notify_all()
+
+
+def expected_seconds(experiment: Experiment, run: Run, out: Path) -> float:
+    """START_SECONDS and the median of the runs of the same task that have been made."""
+    task = run.name.split("-")[0]
+    seconds = [
+        seconds_and_seeds(content)[0]
+        for name, content in read_runs(out / experiment.name).items()
+        if name.split("-")[0] == task and "error" not in content
+    ]
+    return START_SECONDS + (median(seconds) if seconds else 0.0)
 
 
 def make_all(queue: Queue, config: Config) -> int:
