@@ -27,8 +27,7 @@ CHUNK_STEPS = 64
 FLA_DTYPES = (torch.bfloat16, torch.float16)
 
 FLA_IS_INSTALLED = find_spec("fla") is not None
-"""Found once: torch.compile of torch 2.11 follows `find_spec` into the import system, and ends with
-StopIteration at a guard on its tables, which change in between."""
+"""Found once, because torch.compile breaks the graph at `find_spec`."""
 
 KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernel, which holds all of them in one program."""
@@ -122,7 +121,9 @@ def _takes_kernel(inputs: DeltaInputs, backend: DeltaBackend) -> bool:
     return choose_backend(chosen, device, dtype, unfit, plain="torch") == "triton"
 
 
-@constant_in_graphs  # for the reason of FLA_IS_INSTALLED: regular expressions keep a table, too
+# torch.compile of torch 2.11 follows `triton_version` into the table of regular expressions, and
+# ends with StopIteration at its guard on the keys of that table.
+@constant_in_graphs
 def fla_is_wrong(device: torch.device) -> bool:
     """Whether Triton miscompiles the backward pass of flash-linear-attention for this GPU.
 
