@@ -31,7 +31,7 @@ def kept_memory(
 
 @triton.jit
 def _fetch(row, at, FAST: tl.constexpr):
-    """Prefetch what is at row (s,) + at (s, .) into the second-level cache."""
+    """Prefetch what is at row (s,) + at (s, .) into the L2 cache."""
     if FAST:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
@@ -48,7 +48,7 @@ def fetch_values(
     row,  # pointers (s,)
     SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch SIZE consecutive float32 of each sample into the second-level cache."""
+    """Prefetch SIZE consecutive float32 of each sample into the L2 cache."""
     LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
     lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
     _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)

@@ -264,8 +264,9 @@ def prefetch(
     SIZE: tl.constexpr,  # values of a row
     FAST: tl.constexpr,
 ):
-    """Bring rows from memory into the second-level cache. Nothing waits for that, and it takes no
-    registers; what is loaded a chunk of tokens later then arrives within a token's time."""
+    """Bring rows from memory into the L2 cache. Nothing waits for that, and it takes no registers;
+    what is loaded a chunk of tokens later then arrives within a token's time. Requests by all warps
+    instead of the first one took longer than they saved."""
     if FAST:
         BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
         at = ptr + rows.to(tl.int64) * stride

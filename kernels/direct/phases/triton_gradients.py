@@ -172,7 +172,7 @@ def gradient_kernel(
     channel = ((pr * PL)[:, None, None] + pl[None, None, :]) * V
     places = state[None, :, None] * PL + pl[None, None, :], (pr * (S * PL))[:, None, None]
     scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (KEEP * WORDS)
-    # programs of the same rows run at the same time, and find them in the second-level cache
+    # programs of the same rows run at the same time, and find them in the L2 cache
     part, own = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
     sample, split = own // splits, (own % splits).to(tl.int32)
     head, hidden = sample // per_head, part * S + state
@@ -211,8 +211,8 @@ def gradient_kernel(
         h = wait_for(h, V)
         if chunk + 1 < last:
             _prefetch(rows, start + KEEP, hidden, slot + SIZE, P, INTS, S, N, KEEP, FAST)
-        # What comes next is loaded as soon as what is there has been read, in turns in two
-        # places: a thread that waits for one load waits for all that it has issued before.
+        # What comes next is loaded as soon as what is there has been read, in turns in two places:
+        # a thread that waits for one load waits for all that it has issued before.
         even = load_pair(replayed, start, t_end, vector, state, P, INTS, V)
         odd = even
         for four in range(0, KEEP // 4):
@@ -220,8 +220,8 @@ def gradient_kernel(
                 place = 4 * four + 2 * i
                 pair = even if i == 0 else odd
                 decayed = build_decay(A[0] * pair[0][0][0][:, None, :], FULL, FAST) * h[0]
-                # The compiler moves neither the loads before this condition nor this product,
-                # which waits for the present tokens, behind it.
+                # The compiler moves neither the loads before this condition nor this product, which
+                # waits for the present tokens, behind it.
                 if start + place + 2 < t_end:
                     loaded = load_pair(
                         replayed, start + place + 2, t_end, vector, state, P, INTS, V
