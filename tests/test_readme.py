@@ -293,9 +293,9 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         assert line(README, f"bound {group}, feedback of all heads")[1:] == shown
     copies = summary["copy"]["gated_deltanet_l1"]["characters_200"]
     assert f"(at 200: {' '.join(f'{value:.2f}' for value in copies)})" in README
-    for model in ("rdn_l1", "recall_no_feedback", "recall_no_erase"):
+    for model, end in ("rdn_l1", ";"), ("recall_no_feedback", ")"), ("recall_no_erase", ")"):
         copies = summary["copy"][model]["characters_200"]
-        assert f"({' '.join(f'{value:.2f}' for value in copies)}" in README.replace("\n", " ")
+        assert f"({' '.join(f'{value:.2f}' for value in copies)}{end}" in README.replace("\n", " ")
     for model in ("rdn_l1", "recall_no_erase"):
         found = summary["mqar"][model]["accuracy_256"]
         assert f"MQAR {' '.join(f'{value:.2f}' for value in found)}" in README.replace("\n", " ")

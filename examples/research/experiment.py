@@ -163,6 +163,7 @@ class Queue:
         self._end = time.monotonic() + 60 * config.minutes
         self._started: set[tuple[str, str]] = set()
         self._running = 0
+        self._has_told = False
         self._ended = Condition()
 
     def take(self) -> tuple[Experiment, Run] | None:
@@ -170,19 +171,20 @@ class Queue:
         with self._ended:
             while True:
                 late = []
+                made = {name: read_runs(self.config.out / name) for name in self.config.names}
                 for experiment, run in chosen(experiments(), self.config):
                     if (experiment.name, run.name) in self._started:
                         continue
-                    expected = expected_seconds(experiment, run, self.config.out)
-                    if time.monotonic() + expected > self._end:
+                    if time.monotonic() + expected_seconds(run, made[experiment.name]) > self._end:
                         late.append(f"{experiment.name} {run.name}")
                         continue
                     self._started.add((experiment.name, run.name))
                     self._running += 1
                     return experiment, run
                 if self._running == 0:
-                    if late:
+                    if late and not self._has_told:
                         print(f"not started, because they would end too late: {', '.join(late)}")
+                        self._has_told = True  # once, and not by every thread
                     return None
                 self._ended.wait()
 
@@ -193,12 +195,12 @@ class Queue:
             self._ended.notify_all()
 
 
-def expected_seconds(experiment: Experiment, run: Run, out: Path) -> float:
+def expected_seconds(run: Run, made: dict[str, Any]) -> float:
     """START_SECONDS and the median of the runs of the same task that have been made."""
     task = run.name.split("-")[0]
     seconds = [
         seconds_and_seeds(content)[0]
-        for name, content in read_runs(out / experiment.name).items()
+        for name, content in made.items()
         if name.split("-")[0] == task and "error" not in content
     ]
     return START_SECONDS + (median(seconds) if seconds else 0.0)

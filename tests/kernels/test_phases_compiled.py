@@ -49,8 +49,6 @@ def compiled(
     """The kernel for a GPU of a compute capability; pointers are to float32 unless `types` names
     another dtype."""
     launch = {"num_warps": constants["num_warps"], "num_stages": 1, "enable_fp_fusion": True}
-    if "maxnreg" in constants:
-        launch["maxnreg"] = constants["maxnreg"]
     chosen = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {
         name: "constexpr"
