@@ -277,29 +277,36 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         "A5, sequences at 128": ("a5", "sequence_128"),
         "A5, labels at 512": ("a5", "token_512"),
         "S5, labels at 128": ("s5", "token_128"),
-        "copying, characters at 100": ("copy", "characters_100"),
         "copying, characters at 200": ("copy", "characters_200"),
         "MQAR, 256 tokens": ("mqar", "accuracy_256"),
         "bound S3, products": ("bound_s3", "token_16_32"),
         "bound A5, products": ("bound_a5", "token_16_32"),
     }
     for start, (task, measure) in rows.items():
-        models = [summary[task][model][measure] for model in ("recall", "lstm_l1")]
+        models = [summary[task][model][measure] for model in ("recall", "lstm_l1", "hybrid_l2")]
         shown = [" ".join(f"{value:.2f}" for value in values) for values in models]
         assert line(README, start)[1:] == shown
-    for group in ("S3", "A5"):
-        found = summary[f"bound_{group.lower()}"]["recall_layer"]["token_16_32"]
-        shown = [" ".join(f"{value:.2f}" for value in found), "–"]
-        assert line(README, f"bound {group}, feedback of all heads")[1:] == shown
-    copies = summary["copy"]["gated_deltanet_l1"]["characters_200"]
-    assert f"(at 200: {' '.join(f'{value:.2f}' for value in copies)})" in README
-    for model, end in ("rdn_l1", ";"), ("recall_no_feedback", ")"), ("recall_no_erase", ")"):
-        copies = summary["copy"][model]["characters_200"]
-        assert f"({' '.join(f'{value:.2f}' for value in copies)}{end}" in README.replace("\n", " ")
-    for model in ("rdn_l1", "recall_no_erase"):
-        found = summary["mqar"][model]["accuracy_256"]
-        assert f"MQAR {' '.join(f'{value:.2f}' for value in found)}" in README.replace("\n", " ")
-    for model in ("gated_deltanet_l1", "rdn_l1", "recall_no_feedback"):
+    text = README.replace("\n", " ")
+
+    def seeds(task: str, model: str, measure: str) -> str:
+        return " ".join(f"{value:.2f}" for value in summary[task][model][measure])
+
+    assert f"(labels at 2,048: {seeds('a5', 'recall_k2', 'token_2048')})" in text
+    assert f"copies less far ({seeds('copy', 'recall_k2', 'characters_200')})" in text
+    assert f"(at 128: {seeds('a5', 'deltaproduct_l1', 'sequence_128')})" in text
+    assert f"RDN (MQAR {seeds('mqar', 'rdn_l1', 'accuracy_256')})" in text
+    assert f"learns both (A5: {seeds('bound_a5', 'recall_layer', 'token_16_32')})" in text
+    assert seeds("bound_s3", "recall_layer", "token_16_32") == "1.00 1.00 1.00"
+    assert seeds("bound_s3", "deltaproduct_l2", "token_16_32") == "1.00 1.00 1.00"
+    better = ("gated_deltanet_l1", "rdn_l1", "recall_no_feedback")
+    worse = ("deltaproduct_l1", "attention_l2", "m2rnn_l1")
+    for names, start in ((better, "copy better (at 200: "), (worse, "copy worse (")):
+        copies = [value for m in names for value in summary["copy"][m]["characters_200"]]
+        assert f"{start}{min(copies):.2f} to {max(copies):.2f})" in text
+        for group in ("s3", "a5"):
+            products = [summary[f"bound_{group}"][m]["token_16_32"] for m in names]
+            assert max(map(max, products)) < 0.5
+    for model in better:
         assert set(summary["a5"][model]["sequence_128"]) == {0.0}
 
 
