@@ -111,17 +111,18 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     shown = [model for model in a5 if model in copying]
     if not shown:
         raise ValueError("no model has runs of both A5 and copying: run the experiments first")
-    figure, axes = plt.subplots(figsize=(5.4, 4.4), layout="constrained")
-    for model in shown:
+    figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
+    for number, model in enumerate(shown):
+        marker = "os^"[number // 10 % 3]  # the colours repeat after ten
         x, y = a5[model]["sequence_128"], copying[model]["characters_100"]
         ranges = [[[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y)]
-        axes.errorbar(mean(x), mean(y), xerr=ranges[0], yerr=ranges[1], marker="o", label=model)
+        axes.errorbar(mean(x), mean(y), xerr=ranges[0], yerr=ranges[1], marker=marker, label=model)
     axes.set(
         xlabel="A5: sequences of length 128 without an error (trained at 16)",
         ylabel="copying: characters at 100 letters (trained to 50)",
         xlim=(-0.03, 1.03),
         ylim=(-0.03, 1.03),
     )
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
