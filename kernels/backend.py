@@ -18,9 +18,9 @@ Implementation = Literal["triton", "reference"]
 
 _BACKENDS = get_args(Backend)
 
-AUTO_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes for which "auto" chooses Triton. float64 serves to check numbers, as the reference
-does."""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of x that the Triton kernels take; they compute in float32. float64 serves to check
+numbers, as the reference does."""
 LOWEST_TRITON = (3, 6)
 """The version that comes with torch 2.11, the lowest torch that is tested."""
 
@@ -106,9 +106,10 @@ def choose_backend(
     """The implementation for tensors of `dtype` on `device`.
 
     "auto" chooses Triton on a CUDA device of compute capability 8.0 or more, except for float64,
-    under torch.func transforms and forward mode, for which no Triton operation has rules, and if
-    `unsupported` names a property of the call that the kernels do not support; then, without Triton
-    and on any other device, ROCm's included, it chooses the reference. Raises ValueError for an
+    which no kernel takes, under torch.func transforms and forward mode, for which no Triton
+    operation has rules, and if `unsupported` names a property of the call that the kernels do not
+    support; then, without Triton and on any other device, ROCm's included, it chooses the
+    reference. Raises ValueError for an
     unknown name, for a Triton that is too old, and for "triton" if it cannot run: without Triton,
     on an older GPU, with an unsupported call, under a transform, or on a CPU unless Triton's
     interpreter is on; `plain` is the caller's name of the reference in messages.
@@ -116,10 +117,12 @@ def choose_backend(
     check_backend(backend)
     if unsupported is None and is_transformed():
         unsupported = "torch.func transforms and forward-mode differentiation"
+    if unsupported is None and dtype not in KERNEL_DTYPES:
+        unsupported = f"{dtype} (only {', '.join(map(str, KERNEL_DTYPES))})"
     if backend == "triton":
         _check_triton(device, unsupported, plain)
         return "triton"
-    if backend == "reference" or not is_cuda_device(device) or dtype not in AUTO_DTYPES:
+    if backend == "reference" or not is_cuda_device(device):
         return "reference"
     if not _TRITON or unsupported is not None:
         return "reference"

@@ -6,7 +6,6 @@ these are made for kernels and are slow on the host.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +28,6 @@ def accumulator(*dtypes: torch.dtype) -> torch.dtype:
     otherwise float32. Iterates, memories, residuals and sums have it throughout the library.
     """
     return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of float32 or float64, the dtypes that `accumulator` returns."""
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
 def last_axis_contiguous(

@@ -25,7 +25,7 @@ KINDS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
     (Bedouin, {}),
     (Bedouin, {"decay": "griffin", "feedback": (), "input_scale": "one_minus_decay"}),
     (FixedPointRNN, {}),
-    (Bedouin, {"num_heads": 2, "d_state": 2, "dtype": torch.float32}),
+    (Bedouin, {"num_heads": 2, "d_state": 2}),
 ]
 kinds = pytest.mark.parametrize(("kind", "options"), KINDS)
 
@@ -44,12 +44,12 @@ def separate_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(kind: type[Any], device: str, **options: Any) -> Any:
-    settings = {"dtype": torch.float64, "device": device, "num_householder": 1} | options
+    settings = {"device": device, "num_householder": 1} | options
     return kind(3, backend="triton", solver=Direct(), **settings)
 
 
 def draw(device: str, t: int = 2) -> Tensor:
-    return torch.randn(2, t, 3, dtype=torch.float64, device=device, requires_grad=True)
+    return torch.randn(2, t, 3, device=device, requires_grad=True)
 
 
 def compiled_once(function: Any) -> Any:
@@ -74,8 +74,7 @@ def assert_close_in_bfloat16(actual: list[Tensor], expected: list[Tensor]) -> No
 def test_a_layer_is_one_graph_with_the_same_numbers(
     kind: type[FixedPointLayer], options: dict[str, Any], device: str
 ) -> None:
-    layer = make(kind, device, **options)
-    x = draw(device).detach().to(layer.D.dtype).requires_grad_()
+    layer, x = make(kind, device, **options), draw(device)
     expected = results(layer, layer, x)
     eager = layer.stats
     call = compiled_once(layer)
@@ -138,7 +137,8 @@ def test_one_step_of_the_map_is_one_graph(device: str) -> None:
         f_y = f(y)
         results.append((f_y, *torch.autograd.grad(f_y.square().sum(), y)))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    assert_close("F(y*)", results[0][0], found.y)
+    # compiled, exponentials and quotients are approximations
+    assert_close("F(y*)", results[0][0], found.y, 2e-6 if device == "cpu" else 1e-4)
 
 
 @pytest.mark.gpu
@@ -147,7 +147,7 @@ def test_the_default_compiler_gives_the_same_numbers(
     kind: type[FixedPointLayer], options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    layer = make(kind, "cuda", **options | {"dtype": torch.float32})
+    layer = make(kind, "cuda", **options)
     x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         expected = results(layer, layer, x)
@@ -160,7 +160,7 @@ def test_the_default_compiler_gives_the_same_numbers(
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_the_compiler_may_replay_cuda_graphs() -> None:
     torch.manual_seed(0)
-    layer = make(Bedouin, "cuda", dtype=torch.float32)
+    layer = make(Bedouin, "cuda")
     call = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for _ in range(3):  # the first two calls warm up and record
         x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)

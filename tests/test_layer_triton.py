@@ -3,7 +3,6 @@
 Interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
-import copy
 from typing import Any
 
 import pytest
@@ -44,7 +43,6 @@ STEPS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-# of several heads, whose kernels compute in float32
 HEADS: list[dict[str, Any]] = [
     {},
     {"feedback": ("delta", "B", "C")},
@@ -58,6 +56,8 @@ HEADS: list[dict[str, Any]] = [
         "input_scale": "one_minus_decay",
     },
 ]
+# compiled, exponentials and quotients are approximations
+TOLERANCE = {"cpu": 5e-6, "cuda": 1e-4}
 
 
 def run(
@@ -92,12 +92,16 @@ def names(layer: FixedPointLayer) -> list[str]:
 
 @devices
 @pytest.mark.parametrize(("kind", "options"), VARIANTS + WITHOUT_MIXING + STEPS, ids=str)
-def test_a_layer_with_kernels_in_float64(kind: Any, options: dict[str, Any], device: str) -> None:
-    layers = pair(kind, device, torch.float64, **options)
-    x = torch.randn(2, 2, 6, dtype=torch.float64).to(device)
-    ours, theirs = (run(layer, x) for layer in layers)
-    for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
-        assert_close(name, a, b, 1e-9, atol=1e-10)
+def test_a_layer_with_kernels_against_float64(
+    kind: Any, options: dict[str, Any], device: str
+) -> None:
+    layer, reference = pair(kind, device, torch.float32, **options)
+    reference.double()
+    x = torch.randn(2, 2, 6).to(device)
+    ours, theirs = run(layer, x), run(reference, x.double())
+    for name, a, b in zip(names(layer), ours, theirs, strict=True):
+        assert a.dtype == torch.float32
+        assert_close(name, a.double(), b, TOLERANCE[device], atol=TOLERANCE[device] / 10)
 
 
 @devices
@@ -126,26 +130,28 @@ def test_heads_with_a_state_in_float32(padded: bool, options: dict[str, Any], de
 @pytest.mark.parametrize("name", ["dt_bias", "raw_bias"])
 def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
     """Each gradient has the dtype of its parameter, and is not rounded to that of another one."""
-    layers = pair(Bedouin, device, torch.float64)
+    layers = pair(Bedouin, device, torch.float32)
     for layer in layers:
         parameter = layer.get_parameter(name)
-        parameter.data = parameter.data.float()
-    x = torch.randn(2, 2, 6, dtype=torch.float64, device=device)
+        parameter.data = parameter.data.bfloat16()
+    x = torch.randn(2, 2, 6, device=device)
     ours, theirs = (run(layer, x) for layer in layers)
     for label, a, b in zip(names(layers[0]), ours, theirs, strict=True):
         assert a.dtype == b.dtype
-        assert_close(label, a.double(), b.double(), 1e-6, atol=1e-10)
+        # two roundings to bfloat16 may differ by one unit in the last place
+        tolerance = 2**-7 if a.dtype == torch.bfloat16 else TOLERANCE[device]
+        assert_close(label, a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
 
 
 @devices
 def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.float64)
-    x = torch.randn(1, 2, 6, dtype=torch.float64, device=device, requires_grad=True)
+    layer, _ = pair(Bedouin, device, torch.float32)
+    x = torch.randn(1, 2, 6, device=device, requires_grad=True)
     y = layer(x)
     weights = torch.randn(2, *y.shape, dtype=y.dtype, device=device)
     single = [torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights]
     (batched,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
-    torch.testing.assert_close(batched, torch.stack(single))
+    assert_close("batched", batched, torch.stack(single), 2e-6)
     outputs = [checkpoint(layer, x, use_reentrant=False)]
     with torch.autograd.graph.save_on_cpu():
         outputs.append(layer(x))
@@ -155,8 +161,8 @@ def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
 
 @devices
 def test_a_second_derivative_is_refused(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.float64)
-    x = torch.randn(1, 1, 6, dtype=torch.float64, device=device, requires_grad=True)
+    layer, _ = pair(Bedouin, device, torch.float32)
+    x = torch.randn(1, 1, 6, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     for source in (x, layer.x_proj.weight, layer.D):
         with pytest.raises(RuntimeError, match="once differentiable"):
@@ -233,10 +239,10 @@ def test_a_mixer_without_kernels_on_a_gpu() -> None:
 def test_squares_that_overflow_are_no_zeros(
     kind: Any, options: dict[str, Any], device: str
 ) -> None:
-    """What is not NaN in float32 is what float64 gives."""
+    """What is not NaN in float32 is what the plain layer gives in float64."""
     scale = 1e12 if kind is FixedPointRNN else 1e25
-    layer, _ = pair(kind, device, torch.float32, **options)
-    exact = copy.deepcopy(layer).double()
+    layer, exact = pair(kind, device, torch.float32, **options)
+    exact.double()
     x = torch.randn(2, 3, 6).to(device)
     x[0] *= scale
     expected = exact(x.double())

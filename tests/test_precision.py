@@ -1,5 +1,6 @@
 """Dtypes of results in each precision, and errors for mixed dtypes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,14 +141,23 @@ def test_autocast_leaves_a_float64_model_alone() -> None:
 
 
 @pytest.mark.interpreter
-def test_autocast_leaves_a_float64_token_of_the_kernels_alone() -> None:
-    layer = Bedouin(4, d_state=3, dtype=torch.float64, backend="triton")
-    x_t, state = torch.randn(2, 4, dtype=torch.float64), layer.init_state(2)
-    state = state._replace(y=torch.randn_like(state.y))
-    with torch.no_grad():
-        expected = layer.step(x_t, state)[0]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(layer.step(x_t, state)[0], expected)
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_the_kernels_refuse_a_float64_layer(kind: Any, solver: Solver, autocast: bool) -> None:
+    """Under autocast as well, which casts no float64."""
+    layer = kind(4, dtype=torch.float64, solver=solver, backend="triton")
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    calls: list[Callable[[], object]] = [
+        lambda: layer(x),
+        lambda: layer.step(x[:, 0], layer.init_state(2)),
+        lambda: Decoder(layer, 2)(x[:, 0]),
+    ]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        for call in calls:
+            with pytest.raises(ValueError, match=r"'triton' does not support .*float64.*'auto'"):
+                call()
 
 
 def test_the_default_dtype_does_not_leak() -> None:

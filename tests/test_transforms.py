@@ -65,16 +65,23 @@ plain_layers = pytest.mark.parametrize("kind", PLAIN)
 one_by_one = pytest.mark.parametrize("solve", ONE_BY_ONE)
 
 
+def with_kernels(kind: str, **options: Any) -> FixedPointLayer:
+    """In float32: the kernels take no float64."""
+    return LAYERS[kind](backend="triton", on_unconverged="ignore", **options).float()
+
+
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
 def draw_state(layer: FixedPointLayer, b: int) -> BedouinState:
-    return BedouinState(draw(b, layer.d_inner, layer.d_state), draw(b, layer.d_inner))
+    state = BedouinState(draw(b, layer.d_inner, layer.d_state), draw(b, layer.d_inner))
+    return state.to(layer.D.dtype)
 
 
 def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-14)
+    rtol, atol = (1e-9, 1e-14) if expected.dtype == torch.float64 else (2e-6, 1e-7)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def batched_and_looped(layer: FixedPointLayer, x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -83,7 +90,7 @@ def batched_and_looped(layer: FixedPointLayer, x: Tensor) -> list[tuple[Tensor, 
     inputs = [v.requires_grad_() for v in (x, *state)] + list(layer.parameters())
     output, last = layer(x, state=state, return_state=True)
     outputs = (output, *last)
-    cotangents = [draw(2, *v.shape) for v in outputs]
+    cotangents = [draw(2, *v.shape).to(v.dtype) for v in outputs]
 
     def pull(cotangents: Any, **options: Any) -> tuple[Tensor, ...]:
         options |= {"retain_graph": True, "allow_unused": True}  # without feedback, y of the state
@@ -117,8 +124,8 @@ def test_batched_cotangents_are_a_loop_over_them_for_every_layer(kind: str) -> N
     [*((kind, "direct") for kind in LAYERS), ("rnn", "one-step")],
 )
 def test_batched_cotangents_of_the_kernels_are_a_loop_over_them(kind: str, solve: str) -> None:
-    layer = LAYERS[kind](backend="triton", max_steps=3, on_unconverged="ignore", **SOLVES[solve])
-    for actual, expected in batched_and_looped(layer, draw(1, 2, 2)):
+    layer = with_kernels(kind, max_steps=3, **SOLVES[solve])
+    for actual, expected in batched_and_looped(layer, draw(1, 2, 2).float()):
         assert_equal_up_to_rounding(actual, expected)
 
 
@@ -254,9 +261,8 @@ def test_an_iterative_adjoint_refuses_forward_mode_by_name() -> None:
 
 @pytest.mark.interpreter
 def test_the_kernels_refuse_forward_mode_by_name() -> None:
-    layer = LAYERS["default"](backend="triton")
     with pytest.raises(ValueError, match="backend='triton' does not support.*forward-mode"):
-        tangent_of(layer, draw(1, 2, 2))
+        tangent_of(with_kernels("default"), draw(1, 2, 2).float())
 
 
 @pytest.mark.parametrize(
@@ -334,9 +340,8 @@ def test_saved_tensors_may_be_packed(solve: str, around_backward: bool, tmp_path
 @pytest.mark.interpreter
 @pytest.mark.parametrize("solve", ["direct", "jacobi", "one-step", "iterative"])
 def test_saved_tensors_of_the_kernels_may_be_packed(solve: str) -> None:
-    options = {"max_steps": 1, "on_unconverged": "ignore"} | SOLVES[solve]
-    layer = LAYERS["default"](backend="triton", **options)
-    x = draw(1, 1, 2).requires_grad_()
+    layer = with_kernels("default", max_steps=1, **SOLVES[solve])
+    x = draw(1, 1, 2).float().requires_grad_()
     expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     actual = gradients(layer, x, save_on_cpu(), around_backward=True)
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))

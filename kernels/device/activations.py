@@ -11,30 +11,13 @@ from bedouin.kernels.device.elementary import (
     log1p_of_fraction,
     reciprocal,
     sigmoid,
-    softplus,
 )
 
 
 @triton.jit
-def activate(raw, ACTIVATION: tl.constexpr):
+def activate(raw, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """Delta from its raw value."""
     if ACTIVATION == "sigmoid":
-        return sigmoid(raw)
-    elif ACTIVATION == "softplus":
-        return softplus(raw)
-    else:
-        return softplus(-raw)
-
-
-@triton.jit
-def fast_activate(raw, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
-    """`activate` in a tenth of the instructions, for kernels that evaluate it in every iteration.
-
-    It differs from `activate` in the last bits in float32, and is the same in float64.
-    """
-    if raw.dtype == tl.float64:
-        return activate(raw, ACTIVATION)
-    elif ACTIVATION == "sigmoid":
         if FAST:
             # the power may overflow to infinity, whose reciprocal is 0
             return reciprocal(1 + exp2(raw * -LOG2E, FAST), FAST)

@@ -48,23 +48,9 @@ def coupled_reach(decay, s, FULL: tl.constexpr):
 
 
 @triton.jit
-def input_scale(delta, INPUT_SCALE: tl.constexpr):
+def input_scale(delta, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr):
     """s (d,) of the input scales without a state axis, Delta or Delta / (1 + Delta)."""
     if INPUT_SCALE == "bounded_delta":
-        return delta / (1 + delta)
-    else:
-        return delta
-
-
-@triton.jit
-def fast_scale(delta, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr):
-    """`input_scale` with an approximate reciprocal, for kernels that evaluate it often.
-
-    It differs from `input_scale` in the last bits in float32, and is the same in float64.
-    """
-    if delta.dtype == tl.float64:
-        return input_scale(delta, INPUT_SCALE)
-    elif INPUT_SCALE == "bounded_delta":
         return delta * reciprocal(1 + delta, FAST)
     else:
         return delta

@@ -1,8 +1,8 @@
 """Elementary functions: powers of two, reciprocals, logarithms near one, the logistic function.
 
 With `exp` and divisions that cover every float32, one Delta costs about 110 instructions, against 5
-for one state. FAST selects the approximate instructions of the device instead: it is set only in
-compiled kernels that compute in float32.
+for one state. FAST selects the approximate instructions of the device instead: it is set in
+compiled kernels. All computation is in float32.
 """
 # The kernels are written in the language of Triton, which has no types for mypy.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -53,20 +53,14 @@ def log1p_of_fraction(z):
 def one_minus_exp2(exponent, power):
     """1 - 2^w from w <= 0 and power = 2^w; the difference cancels near w = 0.
 
-    In float32 a polynomial times w down to w = -1, relative error below 2e-7. In float64
-    (1 - p) log(2^w) / log(p) with the rounded power p: its rounding falls out.
+    Down to w = -1 it is a polynomial times w, relative error below 2e-7.
     """
-    if exponent.dtype == tl.float64:
-        z = exponent * LN2
-        p = tl.where((exponent > -1) & (power < 1), power, 0.5)
-        near = tl.where(power < 1, (1 - p) * z / tl.log(p), -z)
-    else:
-        near = 0.00011458056542323902 * exponent + 0.0012907800264656544
-        near = near * exponent + 0.009596276096999645
-        near = near * exponent + 0.05549895390868187
-        near = near * exponent + 0.24022606015205383
-        near = near * exponent + 0.6931471824645996
-        near = -near * exponent
+    near = 0.00011458056542323902 * exponent + 0.0012907800264656544
+    near = near * exponent + 0.009596276096999645
+    near = near * exponent + 0.05549895390868187
+    near = near * exponent + 0.24022606015205383
+    near = near * exponent + 0.6931471824645996
+    near = -near * exponent
     return tl.where(exponent > -1, near, 1 - power)
 
 
@@ -76,19 +70,3 @@ def sigmoid(v):
     z = tl.exp(-tl.abs(v))
     inverse = 1 / (1 + z)
     return tl.where(v >= 0, inverse, z * inverse)
-
-
-@triton.jit
-def softplus(v):
-    """log(1 + exp(v)); in float64 v itself above 20, as in torch (in float32 that is the same).
-
-    In float64 log1p(z) = log(u) z / (u - 1), u = 1 + z rounded: exact to rounding where log(1 + z)
-    is not. In float32 a polynomial is as exact and takes a tenth of the instructions.
-    """
-    z = tl.exp(-tl.abs(v))
-    if v.dtype == tl.float64:
-        u = 1 + z
-        log1p = tl.where(u == 1, z, tl.log(u) * z / tl.where(u == 1, 1.0, u - 1))
-        return tl.where(v > 20, v, tl.maximum(v, 0.0) + log1p)
-    else:
-        return tl.maximum(v, 0.0) + log1p_of_fraction(z)

@@ -44,13 +44,6 @@ def inverse_norm(squares, floor):
 @triton.jit
 def max_norm(v, axis: tl.constexpr):
     """max |v| over an axis, or NaN if there is one: a warp reduces integers in one instruction."""
-    return tl.max(_bits(v), axis=axis).to(v.dtype, bitcast=True)
-
-
-@triton.jit
-def _bits(v):
-    """|v| as an integer, in the same order; NaN is the largest."""
-    if v.dtype == tl.float64:
-        return tl.abs(v).to(tl.int64, bitcast=True)
-    else:
-        return tl.abs(v).to(tl.int32, bitcast=True)
+    # as integers |v| are in the same order, and NaN is the largest
+    bits = tl.abs(v).to(tl.int32, bitcast=True)
+    return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)

@@ -36,7 +36,7 @@ def is_small_head(
     """Whether A is that of several heads, and one program holds the rows of a head's sample."""
     d, n = A.shape[-2:]
     fits = d <= MAX_HEAD and n <= MAX_HEAD_STATES
-    return A.dim() == 3 and fits and A.dtype != torch.float64
+    return A.dim() == 3 and fits
 
 
 def takes_heads_together(
@@ -84,6 +84,9 @@ def _unsupported(
     layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return "this mixer (only HouseholderProduct)"
+    dtypes = x.dtype, raw.dtype, A.dtype
+    if A.dtype != torch.float32 or torch.float64 in dtypes:
+        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, the others at most)"
     if not is_solved and takes_phases(operands, parameterization):
         return None
     if (plain := parameterization.plain_only(operands)) is not None:
@@ -92,10 +95,6 @@ def _unsupported(
     k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    dtypes = x.dtype, raw.dtype, A.dtype
-    wide = torch.float64 in dtypes
-    if A.dtype not in (torch.float32, torch.float64) or (wide and len(set(dtypes)) > 1):
-        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, or all float64)"
     if d < 1 or n < 1 or next_power_of_two(d) * next_power_of_two(n) > MAX_STATE:
         return f"{d} channels with {n} states (at most {MAX_STATE} together)"
     if next_power_of_two(d) * next_power_of_two(k) > MAX_STATE // 2:

@@ -58,7 +58,6 @@ class Options(NamedTuple):
     ALIGNED: Constant  # a power of two that divides all offsets of rows of raw values
     OVERLAP: Constant  # whether launches of tokens overlap
     FAST: Constant
-    ACC: Constant  # dtype of all arithmetic
 
 
 class Tokens(NamedTuple):

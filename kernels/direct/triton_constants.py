@@ -128,8 +128,6 @@ def _dot_dtype(W: Tensor | Like) -> tl.dtype:
     """The dtype of the factors; in the interpreter float32, since its 16-bit products are wrong."""
     if W.dtype == torch.float32:
         return tl.float32
-    if W.dtype == torch.float64:
-        return tl.float64
     if interpreter_is_on():
         return tl.float32
     return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
@@ -147,7 +145,7 @@ def scan_constants(
     A: Tensor | Like,  # (n, d) or (H, n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
-    """Blocks, discretization and dtype."""
+    """Blocks and discretization."""
     layout = layout_of(options)
     return {
         "BLOCK_D": next_power_of_two(d),
@@ -157,8 +155,7 @@ def scan_constants(
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
         "EPS": UNIT_EPS,
-        "FAST": A.dtype == torch.float32 and not interpreter_is_on(),
-        "ACC": tl.float64 if A.dtype == torch.float64 else tl.float32,
+        "FAST": not interpreter_is_on(),
     }
 
 

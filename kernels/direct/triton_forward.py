@@ -108,7 +108,6 @@ def solve_token(
 ):
     """y_t, norm(y_t) and the statistics of token t; returns h_t, as h."""
     K: tl.constexpr = options.K
-    ACC: tl.constexpr = options.ACC
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
     BLOCKS: tl.constexpr = sizes.BLOCKS
@@ -121,21 +120,21 @@ def solve_token(
     fed = buffers.fed_ptr + tl.multiple_of(sample * buffers.fed_stride, options.ALIGNED)
     token = sample * sizes.t_end + t
     A_ptr = unaligned(buffers.A_ptr, t, sizes)
-    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
+    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(tl.float32)
     # all of raw^x before the product is awaited
     alpha_at, is_alpha = scalars_at(u_at + K * d, K, sizes)
-    delta = load_raw(raw, raw, cols, in_d, False, ACC, "")
+    delta = load_raw(raw, raw, cols, in_d, False, "")
     u_x = ()
     for i in tl.static_range(K):
-        u_x = u_x + (load_raw(raw, raw, u_at + i * d + cols, in_d, False, ACC, ""),)
+        u_x = u_x + (load_raw(raw, raw, u_at + i * d + cols, in_d, False, ""),)
     alpha = ()
     for i in tl.static_range(len(alpha_at)):
-        alpha = alpha + (load_raw(raw, raw, alpha_at[i], is_alpha[i], False, ACC, ""),)
+        alpha = alpha + (load_raw(raw, raw, alpha_at[i], is_alpha[i], False, ""),)
     if options.SELECTIVE:
-        B = load_raw(raw, raw, d + rows, in_n, False, ACC, "")
-        C = load_raw(raw, raw, d + n + rows, in_n, False, ACC, "")
+        B = load_raw(raw, raw, d + rows, in_n, False, "")
+        C = load_raw(raw, raw, d + n + rows, in_n, False, "")
     else:
-        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        B = tl.where(in_n, 1.0, 0.0).to(tl.float32)
         C = B
     await_launch(options.OVERLAP)
     delta = _add_fed(delta, fed, cols, in_d, buffers, sizes)
@@ -152,7 +151,7 @@ def solve_token(
         C = _add_fed(C, fed, d + n + rows, in_n, buffers, sizes)
         B *= inverse_norm(tl.sum(B * B, axis=0), n * options.EPS)
         C *= inverse_norm(tl.sum(C * C, axis=0), n * options.EPS)
-    delta = activate(delta, options.ACTIVATION)
+    delta = activate(delta, options.ACTIVATION, options.FAST)
     BC_ptr = buffers.BC_ptr
     if BLOCKS > 1:
         # kept in memory: B and C of a block are as many registers as a vector (d,)
@@ -179,7 +178,7 @@ def solve_token(
     if COUPLED:
         sigma = _total(with_BC, BLOCKS)
     else:
-        s = input_scale(delta, options.INPUT_SCALE)
+        s = input_scale(delta, options.INPUT_SCALE, options.FAST)
         sigma = s * tl.sum(B * C, axis=0)
     rest = _total(with_C, BLOCKS) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
@@ -340,7 +339,6 @@ def sweep_kernel(
     ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
     OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """Token t of all samples, or without feedback all tokens from it on, a program a sample, as the
     module's docstring says."""
@@ -367,7 +365,6 @@ def sweep_kernel(
             ALIGNED,
             OVERLAP,
             FAST,
-            ACC,
         ),
         t,
         KEEP,

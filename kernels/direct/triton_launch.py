@@ -35,7 +35,7 @@ from bedouin.kernels.direct.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.triton_product import product_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
-from bedouin.kernels.launch import Device, accumulator, ceil_div, next_power_of_two, triton_dtype
+from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, LaunchSeries, PlannedKernel
@@ -47,7 +47,7 @@ PRODUCT = PlannedKernel(product_kernel)
 OUT, MOST_SAMPLES = 64, 64
 """Rows of W^y of a program of the product, and its samples at most."""
 
-COLUMNS = {2: (128, 4), 4: (32, 8), 8: (32, 8)}
+COLUMNS = {2: (128, 4), 4: (32, 8)}
 """Its columns, READ at once and PARTS times, by the bytes of an entry: products of float32 that are
 not rounded to TF32 hold their factors in registers."""
 
@@ -183,7 +183,7 @@ def _product(
     splits, grid, constants = product_launch(Like.of(W), b, uses_tf32(), device.overlaps)
     # The kernel may read W before the preceding launch has ended (`await_launch`), so that this one
     # must not write W. For the first token it is the launch that fills these zeros.
-    parts = W.new_zeros(splits, b, width, dtype=accumulator(W.dtype))
+    parts = W.new_zeros(splits, b, width, dtype=torch.float32)
     numbers = b, rows, columns, width, *v.stride()[:2]
     return LaunchSeries(PRODUCT, grid, (v, W, parts), numbers, constants).launch, parts
 
@@ -196,7 +196,7 @@ def product_launch(
     (rows, columns), (read, parts) = W.shape, COLUMNS[W.dtype.itemsize]
     splits = ceil_div(columns, read * parts)
     sizes = {"SAMPLES": max(16, next_power_of_two(b)), "OUT": OUT, "READ": read, "PARTS": parts}
-    how = {"ACC": triton_dtype(accumulator(W.dtype)), "num_warps": 8, "num_stages": 1}
+    how = {"num_warps": 8, "num_stages": 1}
     constants = Constants(sizes, **how, **product_constants(W, tf32), **overlapping(overlaps))
     return splits, (ceil_div(rows, OUT), splits), constants
 

@@ -82,7 +82,6 @@ def prepare_kernel(
     EPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """x~ and the scalars of the local system of every token of a chunk, a program each:
 
@@ -98,20 +97,20 @@ def prepare_kernel(
     raw = aligned_row(raw_ptr, sample, t, raw_stride_b, raw_stride_t, ALIGNED)
     fed = aligned_row(fed_ptr, sample, t, fed_stride_b, fed_stride_t, ALIGNED)
     x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
-    x = tl.load(x_row + cols, mask=in_d, other=0.0).to(ACC)
-    y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(ACC)
+    x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(tl.float32)
     v = y - x
-    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
-    delta = activate(raw_delta, ACTIVATION)
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
+    delta = activate(raw_delta, ACTIVATION, FAST)
     if SELECTIVE:
-        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, EPS, ACC)
-        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, FEEDBACK, EPS, ACC)
+        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, EPS)
+        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, FEEDBACK, EPS)
         B *= inv_B
         C *= inv_C
     else:
-        B = tl.where(in_n, 1.0, 0.0).to(ACC)
+        B = tl.where(in_n, 1.0, 0.0).to(tl.float32)
         C = B
-        inv_B = tl.full([], 1.0, ACC)
+        inv_B = tl.full([], 1.0, tl.float32)
         inv_C = inv_B
     BC = B * C
     if INPUT_SCALE == "one_minus_decay":
@@ -122,12 +121,12 @@ def prepare_kernel(
         _, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
-        sigma = input_scale(delta, INPUT_SCALE) * tl.sum(BC, axis=0)
+        sigma = input_scale(delta, INPUT_SCALE, FAST) * tl.sum(BC, axis=0)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC, ".cg"),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ".cg"),)
     alpha_at = u_at + K * d
-    beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
+    beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, BETA_MAX)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     sigma_u = rows_times(u, sigma, K)
     with_v, with_y = rows_times(u, v, K), rows_times(sigma_u, y, K)
@@ -151,7 +150,7 @@ def prepare_kernel(
             if j <= i:
                 T_rows = T_rows + (T[i * (i + 1) // 2 + j],)
             else:
-                T_rows = T_rows + (tl.zeros([], dtype=ACC),)
+                T_rows = T_rows + (tl.zeros([], dtype=tl.float32),)
     if K > 0:
         N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
     scaled_N = ()

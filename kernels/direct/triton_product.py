@@ -33,7 +33,6 @@ def product_kernel(
     OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """Some rows and columns of W times v of token t."""
     row = tl.program_id(0) * OUT + tl.arange(0, OUT)
@@ -48,12 +47,12 @@ def product_kernel(
         parts = parts + (tl.load(at, mask=in_rows & (column < columns), other=0.0).to(DOT),)
     await_launch(OVERLAP)
     token = v_ptr + tl.cast(t, tl.int64) * v_stride_t + sample.to(tl.int64) * v_stride_b
-    total = tl.zeros((SAMPLES, OUT), ACC)
+    total = tl.zeros((SAMPLES, OUT), tl.float32)
     for i in tl.static_range(PARTS):
         column = (first + i * READ)[None, :]
         v = tl.load(token + column, mask=(sample < batch) & (column < columns), other=0.0)
         # rounded to the dtype of W, also where the interpreter multiplies in a wider one
         v = v.to(W_ptr.dtype.element_ty).to(DOT)
-        total = tl.dot(v, parts[i], total, input_precision=PRECISION, out_dtype=ACC)
+        total = tl.dot(v, parts[i], total, input_precision=PRECISION)
     to = out_ptr + (split * batch + sample) * width + row[None, :]
     tl.store(to, total, mask=(sample < batch) & in_rows)

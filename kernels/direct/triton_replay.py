@@ -53,7 +53,6 @@ def replay_kernel(
     FULL: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """The memory of a chunk, a program for each sample and block of channels:
 
@@ -79,15 +78,15 @@ def replay_kernel(
     raw_row = aligned_row(raw_ptr, sample, start, raw_stride_b, raw_stride_t, ALIGNED)
     fed_row = aligned_row(fed_ptr, sample, start, fed_stride_b, fed_stride_t, ALIGNED)
     mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
-    delta_next = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC, ".cg")
+    delta_next = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ".cg")
     B_next = tl.load(B_row, mask=in_n, other=0.0)
     for i in range(0, count):
-        mixed, delta, B = mixed_next, activate(delta_next, ACTIVATION), B_next
+        mixed, delta, B = mixed_next, activate(delta_next, ACTIVATION, FAST), B_next
         step = tl.minimum(i + 1, count - 1).to(tl.int64)
         mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
         raw = raw_row + tl.multiple_of(step * raw_stride_t, ALIGNED)
         fed = fed_row + tl.multiple_of(step * fed_stride_t, ALIGNED)
-        delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
+        delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
         B_next = tl.load(B_row + step * WIDTH, mask=in_n, other=0.0)
         if KEEP_ALL:
             at = sample * out_stride_b + (i - 1) * (n * d) + state
@@ -97,6 +96,6 @@ def replay_kernel(
             h = decay * h + s_rows * mixed[None, :] * B[:, None]
         else:
             decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
-            h = decay * h + (input_scale(delta, INPUT_SCALE) * mixed)[None, :] * B[:, None]
+            h = decay * h + (input_scale(delta, INPUT_SCALE, FAST) * mixed)[None, :] * B[:, None]
     if not KEEP_ALL:
         tl.store(out_ptr + sample * out_stride_b + state, h, mask=in_state)

@@ -87,7 +87,6 @@ def _reverse_token(
 ):
     """Store the cotangents of x_t, raw_t and h_{t-1} of the program's sample, and add that of A."""
     K: tl.constexpr = options.K
-    ACC: tl.constexpr = options.ACC
     FULL: tl.constexpr = options.FULL
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
@@ -116,25 +115,25 @@ def _reverse_token(
     H_ptr = unaligned(buffers.H_ptr + sample * n * d, t, sizes)
     H = load_blocks(H_ptr, n, sizes)
     BC = tl.load(row + SIZE - 3)
-    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(ACC)
-    y = tl.load(buffers.y_ptr + token * d + cols, mask=in_d, other=0.0).to(ACC)
+    x = tl.load(token_row(tokens.x, sample, t) + cols, mask=in_d, other=0.0).to(tl.float32)
+    y = tl.load(buffers.y_ptr + token * d + cols, mask=in_d, other=0.0).to(tl.float32)
     mixed = tl.load(chunk.mixed_ptr + in_chunk * d + cols, mask=in_d, other=0.0)
     grad_y = token_row(tokens.grad_y, sample, t)
-    g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(ACC)
-    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ACC, ".cg")
-    delta = activate(raw_delta, options.ACTIVATION)
+    g = tl.load(grad_y + cols, mask=in_d, other=0.0).to(tl.float32)
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
+    delta = activate(raw_delta, options.ACTIVATION, options.FAST)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ACC, ".cg"),)
+        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ".cg"),)
     if not COUPLED:
-        s = input_scale(delta, options.INPUT_SCALE)
+        s = input_scale(delta, options.INPUT_SCALE, options.FAST)
         written = s * mixed
         sigma = s * BC
     else:
-        sigma = tl.zeros([BLOCK_D], dtype=ACC)
+        sigma = tl.zeros([BLOCK_D], dtype=tl.float32)
         written = sigma
     # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-    from_memory = tl.zeros([BLOCK_D], dtype=ACC)
+    from_memory = tl.zeros([BLOCK_D], dtype=tl.float32)
     with_H = from_memory
     with_C = from_memory
     decayed = ()
@@ -171,7 +170,7 @@ def _reverse_token(
         from_memory *= s
     v = y - x
     await_launch(options.OVERLAP)
-    grad_normed = tl.zeros([BLOCK_D], dtype=ACC)
+    grad_normed = tl.zeros([BLOCK_D], dtype=tl.float32)
     for i in tl.static_range(buffers.SPLITS):
         part = buffers.grad_normed_ptr + (i * sizes.batch + sample) * d
         grad_normed += tl.load(part + cols, mask=in_d, other=0.0)
@@ -333,7 +332,6 @@ def reverse_kernel(
     ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
     OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """The adjoint of token start + i_token of all samples, or without feedback of the tokens from
     the chunk's last one to it, a program a sample, as the module's docstring says."""
@@ -382,7 +380,6 @@ def reverse_kernel(
             ALIGNED,
             OVERLAP,
             FAST,
-            ACC,
         ),
         i_token,
     )

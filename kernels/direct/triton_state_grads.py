@@ -165,7 +165,6 @@ def store_state_grads(
     With h_t = decayed + (s * x~) B^T those of the unit vectors are the sums over d of
     (H + w C^T) (s * x~) and of h_t w.
     """
-    ACC: tl.constexpr = options.ACC
     d: tl.constexpr = sizes.d
     n: tl.constexpr = sizes.n
     BLOCK_N: tl.constexpr = sizes.BLOCK_N
@@ -190,8 +189,8 @@ def store_state_grads(
         h = decayed[block] + tile * B[:, None]
         grads = grads + (total * tile, h * w[None, :])
     grads = sums(grads, 1)
-    along_B = tl.zeros([], dtype=ACC)
-    along_C = tl.zeros([], dtype=ACC)
+    along_B = tl.zeros([], dtype=tl.float32)
+    along_C = tl.zeros([], dtype=tl.float32)
     for block in tl.static_range(BLOCKS):
         n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
         B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)

@@ -15,21 +15,11 @@ from torch import Tensor
 
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import MAX_RESIDUAL, ROUNDING
-from bedouin.kernels.launch import next_power_of_two, triton_dtype
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 MAX_TOKENS = 1024
 """Most tokens that a program reads at a time."""
-
-
-@triton.jit
-def _quotient(a, b, ACC: tl.constexpr):
-    # rounded as in torch: a compiled float32 division is off by an ulp or two
-    if ACC == tl.float32:
-        ratio = tl.div_rn(a, b)
-    else:
-        ratio = a / b
-    return ratio
 
 
 @triton.jit
@@ -44,7 +34,6 @@ def summary_kernel(
     TOLERANCE: tl.constexpr,
     MAX_RESIDUAL: tl.constexpr,
     LARGEST: tl.constexpr,
-    ACC: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """residual = max over t of defect_t / (max over s <= t of scale_s), and the smallest pivot.
@@ -60,10 +49,10 @@ def summary_kernel(
         length = t_end
     row = statistics_ptr + tl.cast(sample, tl.int64) * t_end
     plane = tl.cast(batch, tl.int64) * t_end
-    infinity = tl.full((), float("inf"), ACC)
-    scale_so_far = tl.full((), 0.0, ACC)
-    terms_so_far = tl.full((), 0.0, ACC)
-    residual = tl.full((), 0.0, ACC)
+    infinity = tl.full((), float("inf"), tl.float32)
+    scale_so_far = tl.full((), 0.0, tl.float32)
+    terms_so_far = tl.full((), 0.0, tl.float32)
+    residual = tl.full((), 0.0, tl.float32)
     pivot = infinity
     nonfinite = tl.full((), 0, tl.int32)
     unexplained = tl.full((), 0, tl.int32)
@@ -80,7 +69,7 @@ def summary_kernel(
         terms = larger_or_nan(scale, tl.associative_scan(magnitude, 0, larger_or_nan))
         terms = larger_or_nan(terms, terms_so_far)
         divisible = (defect < infinity) & (scale > 0)
-        ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
+        ratio = tl.div_rn(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0))
         finite = divisible & (ratio < infinity)
         nonfinite += tl.sum(tl.where(real & (defect != 0) & (finite == 0), 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
@@ -107,7 +96,6 @@ def adjoint_summary_kernel(
     batch,
     t_end,
     TOLERANCE: tl.constexpr,
-    ACC: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """One step, residual = max over t of defect_t / (max over s >= t of scale_s), and whether that
@@ -115,9 +103,9 @@ def adjoint_summary_kernel(
     sample = tl.program_id(0)
     last = statistics_ptr + tl.cast(sample, tl.int64) * t_end + t_end - 1
     plane = tl.cast(batch, tl.int64) * t_end
-    infinity = tl.full((), float("inf"), ACC)
-    scale_so_far = tl.full((), 0.0, ACC)
-    residual = tl.full((), 0.0, ACC)
+    infinity = tl.full((), float("inf"), tl.float32)
+    scale_so_far = tl.full((), 0.0, tl.float32)
+    residual = tl.full((), 0.0, tl.float32)
     nonfinite = tl.full((), 0, tl.int32)
     for start in range(0, t_end, TOKENS):
         back = start + tl.arange(0, TOKENS)
@@ -126,7 +114,7 @@ def adjoint_summary_kernel(
         scale = tl.load(last + plane - back, mask=mask, other=0.0)
         scale = larger_or_nan(tl.associative_scan(scale, 0, larger_or_nan), scale_so_far)
         divisible = (defect < infinity) & (scale > 0)
-        ratio = _quotient(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0), ACC)
+        ratio = tl.div_rn(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0))
         finite = divisible & (ratio < infinity)
         nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
@@ -168,7 +156,6 @@ def _common_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> dict[s
     """Those of both kernels."""
     return {
         "TOLERANCE": ROUNDING * torch.finfo(dtype).eps,
-        "ACC": triton_dtype(dtype),
         "TOKENS": min(max_tokens, next_power_of_two(t_end)),
         "num_warps": 4 if t_end > 256 else 1,
     }

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
@@ -19,7 +18,7 @@ from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_ker
 from bedouin.kernels.iteration.triton_scan import scan_kernel
 from bedouin.kernels.iteration.triton_tokens import finish_iteration_kernel, mix_kernel
 from bedouin.kernels.iteration.types import IterationRule
-from bedouin.kernels.launch import ceil_div, next_power_of_two, triton_dtype
+from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization
 
 FEWEST_STATES = 4
@@ -48,7 +47,7 @@ RESTORERS = 4
 class IterationLimits:
     """Sizes that bound a launch; tests give smaller ones to reach its branches with little work.
 
-    states: most states of a thread of the scan in float32, half as many in float64.
+    states: most states of a thread of the scan.
     decide_tile: elements of `parts` that `decide` takes at a time.
     decide_tokens: fewest tokens that `decide` takes at a time.
     """
@@ -70,10 +69,9 @@ class ScanTile:
     channels: int
 
     @staticmethod
-    def of(b: int, d: int, n: int, dtype: torch.dtype, limits: IterationLimits) -> "ScanTile":
+    def of(b: int, d: int, n: int, limits: IterationLimits) -> "ScanTile":
         """All states in one thread where they fit and that makes enough programs."""
-        most = limits.states * 4 // dtype.itemsize
-        tile = ScanTile._from_states(min(most, next_power_of_two(n)), n, d)
+        tile = ScanTile._from_states(min(limits.states, next_power_of_two(n)), n, d)
         while tile._may_be_halved and b * ceil_div(d, tile.channels) < PROGRAMS:
             tile = ScanTile._from_states(tile.states // 2, n, d)
         return tile
@@ -108,7 +106,6 @@ class Geometry:
     rule: IterationRule
     options: Parameterization
     feedback: bool
-    dtype: torch.dtype
     limits: IterationLimits
 
     @staticmethod
@@ -122,11 +119,11 @@ class Geometry:
         limits: IterationLimits = LIMITS,
     ) -> "Geometry":
         """From the tensors as the kernels get them."""
-        (b, t, d), n, heads, dtype = x.shape, A.shape[-2], count_heads(A), A.dtype
+        (b, t, d), n, heads = x.shape, A.shape[-2], count_heads(A)
         raw_stride = raw.stride(1)
         strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[-2]
-        tile, feedback = ScanTile.of(b, d, n, dtype, limits), W_y is not None
-        return Geometry(b, t, d, n, heads, *strides, tile, rule, options, feedback, dtype, limits)
+        tile, feedback = ScanTile.of(b, d, n, limits), W_y is not None
+        return Geometry(b, t, d, n, heads, *strides, tile, rule, options, feedback, limits)
 
     @property
     def k(self) -> int:
@@ -136,7 +133,7 @@ class Geometry:
     @property
     def fast(self) -> bool:
         """Whether the instructions of the device stand for exp2 and the reciprocal."""
-        return self.dtype == torch.float32 and not interpreter_is_on()
+        return not interpreter_is_on()
 
     @property
     def ahead(self) -> int:
@@ -176,12 +173,7 @@ class Geometry:
             "FEEDBACK": self.feedback,
             "SELECTIVE": layout.selective,
             "ALIGN": math.gcd(CHANNELS_AT_ONCE, *offsets),
-            "ACC": self.accumulator,
         }
-
-    @property
-    def accumulator(self) -> Any:
-        return triton_dtype(self.dtype)
 
 
 def mix(g: Geometry, it: IterationBuffers) -> None:
@@ -230,7 +222,6 @@ def scan(g: Geometry, it: IterationBuffers) -> None:
         EVEN=g.t % g.ahead == 0,
         WIDE=g.d % tile.channels == 0,
         FAST=g.fast,
-        ACC=g.accumulator,
         num_warps=tile.warps,
         **({"maxnreg": REGISTERS} if g.fast else {}),
     )

@@ -10,7 +10,7 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.iteration.types import IterationRule
-from bedouin.kernels.launch import accumulator, next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 MAX_TILE = 16384
@@ -53,8 +53,8 @@ def _unsupported(
     k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    if y.dtype != accumulator(x.dtype) or A.dtype != y.dtype:
-        return f"y and A of {y.dtype}, {A.dtype} (both {accumulator(x.dtype)} for this x)"
+    if (y.dtype, A.dtype) != (torch.float32, torch.float32) or x.dtype == torch.float64:
+        return f"x, y and A of {x.dtype}, {y.dtype}, {A.dtype} (y and A float32, x at most)"
     if not 1 <= n <= MAX_STATES:
         return f"{n} states (at most {MAX_STATES})"
     if next_power_of_two(d) * next_power_of_two(k) > MAX_TILE:

@@ -12,8 +12,8 @@ of b/H samples each (kernels/heads.py).
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import build_coupled, build_decay, fast_scale
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
 from bedouin.kernels.device.elementary import LOG2E
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import combine
@@ -42,7 +42,7 @@ def _load_tokens(
 ):
     """AHEAD rows, the last one repeated where fewer are left.
 
-    Not converted to ACC here, which would wait for the loads.
+    Not converted here, which would wait for the loads.
     """
     rows = ()
     for i in tl.static_range(AHEAD):
@@ -63,7 +63,6 @@ def _load_vector(
     BLOCK_D: tl.constexpr,
     SELECTIVE: tl.constexpr,
     EXACT: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """B or C of a token as S tiles (g, channels), the same for all channels; 0 from n on.
 
@@ -76,7 +75,7 @@ def _load_vector(
     for i in tl.static_range(S // WIDTH):
         state = tl.broadcast_to(first + i * WIDTH, SHAPE)
         if not SELECTIVE:
-            tile = tl.where(state < n, 1.0, 0.0).to(ACC)
+            tile = tl.where(state < n, 1.0, 0.0).to(tl.float32)
         elif EXACT:
             tile = tl.load(pointer + state)
         else:
@@ -137,7 +136,6 @@ def scan_kernel(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
@@ -175,8 +173,8 @@ def scan_kernel(
         feds = _load_tokens(fed_back_ptr, last, fed_stride, in_lanes, AHEAD, EVEN, WIDE)
     if not EXCLUSIVE:
         ys = _load_tokens(y_ptr, last, d, in_d, AHEAD, EVEN, WIDE)
-    B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
-    C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
+    B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT)
+    C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT)
     for start in range(0, T, AHEAD):
         x_now, raw_now, fed_now, y_now = xs, raws, feds, ys
         # all loads together: a warp has few scoreboards, and a shared one waits for the last load
@@ -199,15 +197,15 @@ def scan_kernel(
             B_now, C_now = B, C
             # past the last token this reads the padding of BC: a mask would cost 15 % of the time
             BC_ptr += 2 * n
-            B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
-            C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT, ACC)
-            raw = raw_now[j].to(ACC)
+            B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT)
+            C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT)
+            raw = raw_now[j].to(tl.float32)
             if FEEDBACK:
-                raw += fed_now[j].to(ACC)
-            delta = fast_activate(raw, ACTIVATION, FAST)
+                raw += fed_now[j].to(tl.float32)
+            delta = activate(raw, ACTIVATION, FAST)
             x = x_now[j]
             if INPUT_SCALE != "one_minus_decay":
-                x = fast_scale(delta, INPUT_SCALE, FAST) * x
+                x = input_scale(delta, INPUT_SCALE, FAST) * x
             before, after, gains = (), (), ()
             for i in tl.static_range(S):
                 if INPUT_SCALE == "one_minus_decay":

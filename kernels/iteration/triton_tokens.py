@@ -9,8 +9,8 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
@@ -40,7 +40,6 @@ def _load_reflections(
     K: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ALIGN: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     """u_1 .. u_k, not yet normalized.
 
@@ -49,10 +48,10 @@ def _load_reflections(
     u = ()
     for i in tl.static_range(K):
         at = tl.multiple_of(u_at + i * d + cols, ALIGN)
-        value = tl.load(raw_ptr + at, cols < d, 0.0, eviction_policy="evict_first").to(ACC)
+        value = tl.load(raw_ptr + at, cols < d, 0.0, eviction_policy="evict_first").to(tl.float32)
         if FEEDBACK:
             fed_back = tl.load(fed_back_ptr + at, cols < d, 0.0, eviction_policy="evict_first")
-            value += fed_back.to(ACC)
+            value += fed_back.to(tl.float32)
         u = u + (value,)
     return u
 
@@ -68,13 +67,13 @@ def _token_of(program, batch, T):
 
 
 @triton.jit
-def _load_x(row, cols, d, zero, ALIGN: tl.constexpr, ACC: tl.constexpr):
+def _load_x(row, cols, d, zero, ALIGN: tl.constexpr):
     """x of a token.
 
     `zero`, which is no constant for the compiler, keeps a thread's part of x as wide as that of u:
     otherwise the two have different layouts, and x is exchanged between threads.
     """
-    return tl.load(row + ALIGN * zero + cols, mask=cols < d, other=0.0).to(ACC)
+    return tl.load(row + ALIGN * zero + cols, mask=cols < d, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -120,7 +119,6 @@ def mix_kernel(
     EPS: tl.constexpr,
     ALIGN: tl.constexpr,
     STORE_WY: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     sample, t = _token_of(tl.program_id(0), batch, T)
     if t >= tl.load(kept_ptr + sample):
@@ -129,12 +127,12 @@ def mix_kernel(
         in_d, in_n = cols < d, states < n
         raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
         fed_row = fed_back_ptr + tl.multiple_of(token * fed_stride, ALIGN)
-        x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN, ACC)
+        x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN)
         v = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0) - x
         u_at = d + (2 * n if SELECTIVE else 0)
-        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN, ACC)
+        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN)
         alpha_at = u_at + K * d
-        beta = load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX, ACC)
+        beta = load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX)
         if STORE_WY:
             PAIRS: tl.constexpr = K * (K + 1) // 2
             dots = sums(products(u, u, K) + rows_times(u, v, K))
@@ -149,17 +147,15 @@ def mix_kernel(
             mixed = x + _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + token * d + cols, mixed, mask=in_d)
         if SELECTIVE:
-            B, inv_B = load_unit(raw_row, fed_row, d + states, in_n, n, FEEDBACK, EPS, ACC)
-            C, inv_C = load_unit(raw_row, fed_row, d + n + states, in_n, n, FEEDBACK, EPS, ACC)
+            B, inv_B = load_unit(raw_row, fed_row, d + states, in_n, n, FEEDBACK, EPS)
+            C, inv_C = load_unit(raw_row, fed_row, d + n + states, in_n, n, FEEDBACK, EPS)
             out = BC_ptr + token * 2 * n + states
             tl.store(out, B * inv_B, mask=in_n)
             tl.store(out + n, C * inv_C, mask=in_n)
 
 
 @triton.jit
-def _load_vector(
-    BC_ptr, states, end, SELECTIVE: tl.constexpr, EXACT: tl.constexpr, ACC: tl.constexpr
-):
+def _load_vector(BC_ptr, states, end, SELECTIVE: tl.constexpr, EXACT: tl.constexpr):
     """B or C of a token; 0 from `end` on, and 1 before it without selection.
 
     EXACT: `end` is the length of `states`. Without a mask nothing is zeroed before each load.
@@ -169,7 +165,7 @@ def _load_vector(
     elif SELECTIVE:
         return tl.load(BC_ptr + states, mask=states < end, other=0.0)
     else:
-        return tl.where(states < end, 1.0, 0.0).to(ACC)
+        return tl.where(states < end, 1.0, 0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["batch", "T", "zero"])
@@ -205,7 +201,6 @@ def finish_iteration_kernel(
     EXACT: tl.constexpr,
     MIX: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
 ):
     sample, t = _token_of(tl.program_id(0), batch, T)
     if t >= tl.load(kept_ptr + sample):
@@ -217,14 +212,14 @@ def finish_iteration_kernel(
         if INPUT_SCALE == "one_minus_decay":
             sigma = tl.load(gain_ptr + token * d + cols, mask=in_d, other=0.0)
         else:
-            raw_delta = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ACC, "")
-            B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT, ACC)
-            C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT, ACC)
-            s = fast_scale(fast_activate(raw_delta, ACTIVATION, FAST), INPUT_SCALE, FAST)
+            raw_delta = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, "")
+            B = _load_vector(BC_ptr + token * 2 * n, states, n, SELECTIVE, EXACT)
+            C = _load_vector(BC_ptr + token * 2 * n + n, states, n, SELECTIVE, EXACT)
+            s = input_scale(activate(raw_delta, ACTIVATION, FAST), INPUT_SCALE, FAST)
             sigma = s * tl.sum(B * C, axis=0)
         u_at = d + (2 * n if SELECTIVE else 0)
-        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN, ACC)
-        x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN, ACC)
+        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN)
+        x = _load_x(x_ptr + token * x_stride, cols, d, zero, ALIGN)
         memory = tl.load(out_ptr + token * d + cols, mask=in_d, other=0.0)
         before = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0)
         rest = memory + sigma * x

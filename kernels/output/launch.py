@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.launch import (
-    accumulator,
     ceil_div,
     evenly_spaced,
     last_axis_contiguous,
     next_power_of_two,
-    triton_dtype,
 )
 from bedouin.kernels.output.triton_kernels import (
     output_backward_kernel,
@@ -50,7 +48,7 @@ def output_forward(
     out = torch.empty(operands.joined_shape, dtype=dtype, device=y.device)
     rows = _as_rows(y, x, gate, fed, z)
     tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
-    constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
+    constants = _output_constants(heads > 1, *parts, eps, tokens, d)
     norm_weight = D if weight is None else weight.contiguous()
     OUTPUT.launch(
         (ceil_div(tokens, constants["TOKENS"]), heads),
@@ -79,7 +77,7 @@ def output_backward(
     grad = evenly_spaced(grad)
     rows = _as_rows(y, x, gate, fed, z)
     tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
-    constants = _output_constants(heads > 1, *parts, eps, y.dtype, tokens, d)
+    constants = _output_constants(heads > 1, *parts, eps, tokens, d)
     programs = min(ceil_div(most_programs, heads), ceil_div(tokens, constants["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
     norm_weight = D if weight is None else weight.contiguous()
@@ -103,7 +101,7 @@ def shifted_norm_forward(
     y = last_axis_contiguous(y)
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
-    constants = _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d)
+    constants = _norm_constants(y0 is not None, eps, b * t_end, d)
     SHIFTED_NORM.launch(
         (ceil_div(b * t_end, constants["TOKENS"]),),
         (y, first, out),
@@ -126,7 +124,7 @@ def shifted_norm_backward(
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
     rows = b * (t_end + 1)
-    constants = _norm_constants(y0 is not None, eps, y.dtype, b * t_end, d)
+    constants = _norm_constants(y0 is not None, eps, b * t_end, d)
     SHIFTED_NORM_BACKWARD.launch(
         (ceil_div(rows, constants["TOKENS"]),),
         (grad, y, first, grad_y, grad_y0),
@@ -138,18 +136,14 @@ def shifted_norm_backward(
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def _output_constants(
-    heads: bool, fed: bool, norm: bool, eps: float, dtype: torch.dtype, tokens: int, d: int
+    heads: bool, fed: bool, norm: bool, eps: float, tokens: int, d: int
 ) -> Constants:
-    acc = triton_dtype(accumulator(dtype))
-    return Constants(HEADS=heads, FED=fed, NORM=norm, EPS=eps, ACC=acc, **_blocks(tokens, d))
+    return Constants(HEADS=heads, FED=fed, NORM=norm, EPS=eps, **_blocks(tokens, d))
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _norm_constants(
-    start: bool, eps: float | None, dtype: torch.dtype, tokens: int, d: int
-) -> Constants:
-    acc = triton_dtype(accumulator(dtype))
-    norm = {"START": start, "NORM": eps is not None, "EPS": eps or 0.0, "ACC": acc}
+def _norm_constants(start: bool, eps: float | None, tokens: int, d: int) -> Constants:
+    norm = {"START": start, "NORM": eps is not None, "EPS": eps or 0.0}
     return Constants(**norm, **_blocks(tokens, d))
 
 

@@ -27,8 +27,6 @@ def _silu_slope(a, sigmoid):
 
 @triton.jit
 def _store(ptr, v, mask):
-    if v.dtype == tl.float64 and ptr.dtype.element_ty != tl.float64:
-        v = v.to(tl.float32)  # Triton's interpreter converts no double to half precision
     tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -60,7 +58,6 @@ def output_kernel(
     FED: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    ACC: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -79,17 +76,17 @@ def output_kernel(
         z_ptr += head * z_stride_h
         out_ptr += head * out_stride_h
 
-    y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
-    x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
-    gate = tl.load(gate_ptr + token * gate_stride + channel, mask=mask, other=0.0).to(ACC)
+    y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + channel, mask=mask, other=0.0).to(tl.float32)
     if FED:
-        gate += tl.load(fed_ptr + token * fed_stride + channel, mask=mask, other=0.0).to(ACC)
-    D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
+        gate += tl.load(fed_ptr + token * fed_stride + channel, mask=mask, other=0.0).to(tl.float32)
+    D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
     v = y + D * x
     if NORM:
-        gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(ACC)
-        weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
-        inverse = inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))
+        gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+        inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
         out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * _sigmoid(v)
@@ -128,7 +125,6 @@ def output_backward_kernel(
     FED: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    ACC: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -148,25 +144,31 @@ def output_backward_kernel(
         grad_y_ptr += head * T * d
         grad_x_ptr += head * T * d
         grad_gate_ptr += head * T * d
-    D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
+    D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
     if NORM:
-        weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(ACC)
-        weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=ACC)
-    D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=ACC)
+        weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+        weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
+    D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
 
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
-        grad = tl.load(grad_ptr + token * grad_stride + channel, mask=mask, other=0.0).to(ACC)
-        y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(ACC)
-        x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(ACC)
-        gate = tl.load(gate_ptr + token * gate_stride + channel, mask=mask, other=0.0).to(ACC)
+        grad = tl.load(grad_ptr + token * grad_stride + channel, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + token * gate_stride + channel, mask=mask, other=0.0).to(
+            tl.float32
+        )
         if FED:
-            gate += tl.load(fed_ptr + token * fed_stride + channel, mask=mask, other=0.0).to(ACC)
+            gate += tl.load(fed_ptr + token * fed_stride + channel, mask=mask, other=0.0).to(
+                tl.float32
+            )
         v = y + D * x
         if NORM:
-            gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(ACC)
-            inverse = inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))[:, None]
+            gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(tl.float32)
+            inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
             sigmoid = _sigmoid(gate)
             grad_gate = grad * normed * weight * _silu_slope(gate, sigmoid)
@@ -208,7 +210,6 @@ def shifted_norm_kernel(
     START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    ACC: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -217,11 +218,13 @@ def shifted_norm_kernel(
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
     before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
-    v = tl.load(before, mask=mask & (t > 0), other=0.0).to(ACC)
+    v = tl.load(before, mask=mask & (t > 0), other=0.0).to(tl.float32)
     if START:
-        v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(ACC)
+        v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(
+            tl.float32
+        )
     if NORM:
-        v *= inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))[:, None]
+        v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
     _store(out_ptr + row * d + channel, v, mask)
 
 
@@ -243,7 +246,6 @@ def shifted_norm_backward_kernel(
     START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    ACC: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -255,13 +257,13 @@ def shifted_norm_backward_kernel(
     first = mask & (t == 0)
     later = mask & (t > 0)
     grad_row = grad_ptr + b * grad_stride_b + t * grad_stride_t + channel
-    grad = tl.load(grad_row, mask=mask & (t < t_end), other=0.0).to(ACC)
+    grad = tl.load(grad_row, mask=mask & (t < t_end), other=0.0).to(tl.float32)
     if NORM:
         before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
-        v = tl.load(before, mask=later, other=0.0).to(ACC)
+        v = tl.load(before, mask=later, other=0.0).to(tl.float32)
         if START:
-            v += tl.load(y0_ptr + b * y0_stride + channel, mask=first, other=0.0).to(ACC)
-        inverse = inverse_norm(tl.sum(v * v, axis=1) / d, tl.full((), EPS, ACC))[:, None]
+            v += tl.load(y0_ptr + b * y0_stride + channel, mask=first, other=0.0).to(tl.float32)
+        inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)

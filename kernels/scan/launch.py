@@ -13,11 +13,9 @@ from torch import Tensor
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.heads import count_heads
 from bedouin.kernels.launch import (
-    accumulator,
     ceil_div,
     last_axis_contiguous,
     next_power_of_two,
-    triton_dtype,
 )
 from bedouin.kernels.scan.triton_backward import backward_kernel
 from bedouin.kernels.scan.triton_forward import forward_kernel
@@ -154,18 +152,17 @@ def scan_forward(
     x, delta, B, C = map(last_axis_contiguous, (operands.x, operands.delta, operands.B, operands.C))
     by_state, skip = A.mT.contiguous(), A if D is None else D.contiguous()
     plan = plan_scan(x, A.shape[-1], reverse=False, heads=count_heads(A), limits=limits)
-    acc = accumulator(x.dtype)
     start = _enter_segments((x, delta, by_state, B, h0.mT.contiguous()), plan, options)
     chunks = ceil_div(x.shape[1], SCAN_CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
-    kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=acc)
+    kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=torch.float32)
     forward_kernel[(plan.programs,)](
         *(x, delta, by_state, B, C, start, skip, y, h, kept),
         *(*plan.sizes, 0),
         *_strides(x, delta, B, C),
         plan.head_samples,
-        **_flags(options, acc),
+        **_flags(options),
         EXCLUSIVE=options.exclusive,
         HEADS=plan.heads > 1,
         HAS_D=D is not None,
@@ -193,23 +190,22 @@ def scan_backward(
     A, grad_h = operands.A.contiguous(), grad_h.contiguous()
     skip = A if D is None else D.contiguous()
     plan = plan_scan(x, A.shape[-1], reverse=True, heads=count_heads(A), limits=limits)
-    acc = accumulator(x.dtype)
     by_state = A.mT.contiguous() if plan.segments > 1 else A
     end = _enter_segments((grad_y, delta, by_state, C, grad_h), plan, options, reverse=True)
     (b, t, d), n, block = x.shape, A.shape[-1], plan.block_d * plan.block_n
-    work = x.new_empty(plan.programs, SCAN_CHUNK, block, dtype=acc)
+    work = x.new_empty(plan.programs, SCAN_CHUNK, block, dtype=torch.float32)
     grad_x, grad_delta = (x.new_empty(x.shape, dtype=v.dtype) for v in (x, delta))
-    grad_A = A.new_empty(b, plan.segments, d, n, dtype=acc)
-    grad_BC = x.new_empty(2, b, t, plan.channel_blocks, n, dtype=acc)
+    grad_A = A.new_empty(b, plan.segments, d, n, dtype=torch.float32)
+    grad_BC = x.new_empty(2, b, t, plan.channel_blocks, n, dtype=torch.float32)
     grad_h0 = torch.empty(h0.shape, dtype=h0.dtype, device=h0.device)
-    grad_D = A.new_empty(b, plan.segments, d if D is not None else 0, dtype=acc)
+    grad_D = A.new_empty(b, plan.segments, d if D is not None else 0, dtype=torch.float32)
     backward_kernel[(plan.programs,)](
         *(grad_y, end, x, delta, A, B, C, skip, kept, work),
         *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
         *plan.sizes,
         *_strides(grad_y, x, delta, B, C),
         plan.head_samples,
-        **_flags(options, acc),
+        **_flags(options),
         EXCLUSIVE=options.exclusive,
         HEADS=plan.heads > 1,
         HAS_D=D is not None,
@@ -250,9 +246,8 @@ def _enter_segments(
     value, delta, A, vector, entry = operands
     if plan.segments == 1:
         return entry.unsqueeze(1)
-    acc = accumulator(value.dtype)
     shape = (plan.b, plan.segments, *entry.shape[1:])
-    product, local, carried = value.new_empty(3, *shape, dtype=acc)
+    product, local, carried = value.new_empty(3, *shape, dtype=torch.float32)
     warp = plan.limits.warp
     block_d = _forward_block(plan.d, plan.block_n, warp)
     blocks = ceil_div(plan.d, block_d)
@@ -261,7 +256,7 @@ def _enter_segments(
         *(*plan.sizes[:-1], plan.segment_chunks * SCAN_CHUNK, 0),
         *_strides(value, delta, vector),
         plan.head_samples,
-        **_flags(options, acc),
+        **_flags(options),
         HEADS=plan.heads > 1,
         REVERSE=reverse,
         BLOCK_D=block_d,
@@ -272,7 +267,6 @@ def _enter_segments(
     carry_kernel[(plan.b * ceil_div(size, warp),)](
         *(entry, product, local, carried, size, plan.segments),
         REVERSE=reverse,
-        ACC=triton_dtype(acc),
         BLOCK=warp,
         num_warps=1,
     )
@@ -285,11 +279,10 @@ def _strides(*operands: Tensor) -> tuple[int, ...]:
     return tuple(v.stride(axis) for v in operands for axis in (0, 1))
 
 
-def _flags(options: ScanOptions, acc: torch.dtype) -> dict[str, Any]:
+def _flags(options: ScanOptions) -> dict[str, Any]:
     """The options of a scan as keyword arguments of a kernel."""
     return {
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
-        "FAST": acc == torch.float32 and not interpreter_is_on(),
-        "ACC": triton_dtype(acc),
+        "FAST": not interpreter_is_on(),
     }

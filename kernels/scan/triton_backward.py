@@ -31,7 +31,7 @@ def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FA
         return build_coupled(delta[:, None] * A_log2, FULL, FAST)
     else:
         decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
-        return decay, input_scale(delta, INPUT_SCALE)[:, None]
+        return decay, input_scale(delta, INPUT_SCALE, FAST)[:, None]
 
 
 @triton.jit(do_not_specialize=["head_samples"])
@@ -75,7 +75,6 @@ def backward_kernel(
     HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,12 +97,12 @@ def backward_kernel(
         head = batch // head_samples
         A_ptr += head * size
         D_ptr += head * d
-    A_log2 = load_exponent(A_ptr + cell, in_cell, ACC)
-    g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(ACC)
-    grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=ACC)
+    A_log2 = load_exponent(A_ptr + cell, in_cell)
+    g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(tl.float32)
+    grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=tl.float32)
     if HAS_D:
-        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(ACC)
-        grad_D = tl.zeros((BLOCK_D,), dtype=ACC)
+        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+        grad_D = tl.zeros((BLOCK_D,), dtype=tl.float32)
     first = segment * segment_chunks
     last = tl.minimum(first + segment_chunks, chunks)
     for back in range(last - first):
@@ -111,7 +110,7 @@ def backward_kernel(
         # The last chunk's walk has read what is overwritten here.
         tl.debug_barrier()
         kept = kept_ptr + (batch * chunks + chunk) * size
-        h = tl.load(kept + cell, mask=in_cell, other=0.0).to(ACC)
+        h = tl.load(kept + cell, mask=in_cell, other=0.0).to(tl.float32)
         t = chunk * CHUNK
         x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
         delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
@@ -121,7 +120,7 @@ def backward_kernel(
         delta_1 = load_row(delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, end)
         for i in range(CHUNK):
             t = chunk * CHUNK + i
-            x, delta, B = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC)
+            x, delta, B = x_0.to(tl.float32), delta_0.to(tl.float32), B_0.to(tl.float32)
             x_0, delta_0 = x_1, delta_1
             end_d, end_n = tl.where(t + 2 < T, d, 0), tl.where(t + 1 < T, n, 0)
             x_1 = load_row(x_ptr, batch, t + 2, x_stride_b, x_stride_t, channel, end_d)
@@ -144,8 +143,13 @@ def backward_kernel(
         for back_i in range(CHUNK):
             i = CHUNK - 1 - back_i
             t = chunk * CHUNK + i
-            before, grad_y = before_0, grad_y_0.to(ACC)
-            x, delta, B, C = x_0.to(ACC), delta_0.to(ACC), B_0.to(ACC), C_0.to(ACC)
+            before, grad_y = before_0, grad_y_0.to(tl.float32)
+            x, delta, B, C = (
+                x_0.to(tl.float32),
+                delta_0.to(tl.float32),
+                B_0.to(tl.float32),
+                C_0.to(tl.float32),
+            )
             ahead = tl.maximum(i - 1, 0)
             before_0 = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
             t_0 = chunk * CHUNK + ahead
@@ -173,7 +177,7 @@ def backward_kernel(
             # d lambda / d(A delta) is lambda, or lambda + 1 for "full".
             if INPUT_SCALE == "one_minus_decay":
                 grad_x = tl.sum(g_scaled * s, axis=1)
-                sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(ACC)
+                sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(tl.float32)
                 grad_s = g_scaled * x[:, None]
                 grad_exponent = (through * before - sign * grad_s) * coupled_reach(decay, s, FULL)
             else:

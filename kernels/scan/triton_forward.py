@@ -55,7 +55,6 @@ def forward_kernel(
     HAS_D: tl.constexpr,
     KEEP: tl.constexpr,
     FAST: tl.constexpr,
-    ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -80,11 +79,11 @@ def forward_kernel(
         head = batch // head_samples
         A_ptr += head * size
         D_ptr += head * d
-    A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
+    A_log2 = load_exponent(A_ptr + lanes, in_cell)
     start_ptr += (batch * segments + segment) * size
-    h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(ACC)
+    h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:
-        D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(ACC)
+        D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(tl.float32)
     first = segment * segment_chunks * CHUNK
     count = (tl.minimum(first + segment_chunks * CHUNK, T) - first).to(tl.int32)
     x_ptr += batch * x_stride_b + first * x_stride_t
@@ -105,7 +104,10 @@ def forward_kernel(
                 tl.store(kept_ptr + cell, h, mask=in_cell)
                 kept_ptr += size
         x_4, delta_4 = xs, deltas
-        B_4, C_4 = split_columns(Bs.to(ACC), BLOCK_N), split_columns(Cs.to(ACC), BLOCK_N)
+        B_4, C_4 = (
+            split_columns(Bs.to(tl.float32), BLOCK_N),
+            split_columns(Cs.to(tl.float32), BLOCK_N),
+        )
         x_ptr += tl.cast(x_stride_t, tl.int64) * 4
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
@@ -116,7 +118,7 @@ def forward_kernel(
         Bs = load_columns(B_ptr, B_stride_t, left, state, n)
         Cs = load_columns(C_ptr, C_stride_t, left, state, n)
         for i in tl.static_range(4):
-            x, delta = x_4[i].to(ACC), delta_4[i].to(ACC)
+            x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
             decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
             h *= decay
             if EXCLUSIVE:

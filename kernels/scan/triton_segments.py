@@ -51,7 +51,6 @@ def segment_kernel(
     FAST: tl.constexpr,
     HEADS: tl.constexpr,
     REVERSE: tl.constexpr,
-    ACC: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -69,10 +68,10 @@ def segment_kernel(
     lanes = state[:, None] * d + channel[None, :] + zero
     if HEADS:
         A_ptr += batch // head_samples * (d * n)
-    A_log2 = load_exponent(A_ptr + lanes, in_cell, ACC)
-    local = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
-    product = tl.full((BLOCK_N, BLOCK_D), 1.0, dtype=ACC)
-    total = tl.zeros((BLOCK_D,), dtype=ACC)
+    A_log2 = load_exponent(A_ptr + lanes, in_cell)
+    local = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    product = tl.full((BLOCK_N, BLOCK_D), 1.0, dtype=tl.float32)
+    total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     start = segment * segment_tokens
     count = (tl.minimum(start + segment_tokens, T) - start).to(tl.int32)
     if REVERSE:
@@ -88,7 +87,7 @@ def segment_kernel(
     vectors = load_columns(vector_ptr, vector_stride_t, count, state, n)
     for done in range(0, count, 4):
         value_4, delta_4 = values, deltas
-        vector_4 = split_columns(vectors.to(ACC), BLOCK_N)
+        vector_4 = split_columns(vectors.to(tl.float32), BLOCK_N)
         value_ptr += tl.cast(value_stride_t, tl.int64) * 4
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         vector_ptr += tl.cast(vector_stride_t, tl.int64) * 4
@@ -97,7 +96,7 @@ def segment_kernel(
         deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
         vectors = load_columns(vector_ptr, vector_stride_t, left, state, n)
         for i in tl.static_range(4):
-            value, delta, vector = value_4[i].to(ACC), delta_4[i].to(ACC), vector_4[i]
+            value, delta, vector = value_4[i].to(tl.float32), delta_4[i].to(tl.float32), vector_4[i]
             if REVERSE:
                 decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
                 local = decay * (local + value[None, :] * vector[:, None])
@@ -125,7 +124,6 @@ def carry_kernel(
     size,
     segments,
     REVERSE: tl.constexpr,
-    ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(size, BLOCK)
@@ -133,7 +131,7 @@ def carry_kernel(
     batch = program // blocks
     cell = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     mask = cell < size
-    carried = tl.load(entry_ptr + batch * size + cell, mask=mask, other=0.0).to(ACC)
+    carried = tl.load(entry_ptr + batch * size + cell, mask=mask, other=0.0).to(tl.float32)
     for i in range(segments):
         segment = segments - 1 - i if REVERSE else i
         at = (batch * segments + segment) * size + cell

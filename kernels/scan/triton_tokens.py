@@ -52,9 +52,9 @@ def split_columns(tile, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_exponent(pointers, mask, ACC: tl.constexpr):
+def load_exponent(pointers, mask):
     """A log2(e): exp2 is the instruction of the device, exp costs four more."""
-    return tl.load(pointers, mask=mask, other=0.0).to(ACC) * LOG2E
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * LOG2E
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def build_step(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAS
         return build_coupled(A_log2 * delta[None, :], FULL, FAST)
     else:
         decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
-        return decay, input_scale(delta, INPUT_SCALE)
+        return decay, input_scale(delta, INPUT_SCALE, FAST)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ class ProjectedLayer(LayerParameters):
         if self.conv is not None and not is_untouched(self.conv):
             return False
         device, dtype = projected.device, projected.dtype
-        if dtype == torch.float64 or choose_backend(self.backend, device, dtype) != "triton":
+        if choose_backend(self.backend, device, dtype) != "triton":
             return False
         width = 1 if self.conv is None else self.conv.width or 1
         return takes_split(self._parts(), width, len(projected))

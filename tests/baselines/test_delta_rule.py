@@ -160,9 +160,7 @@ def test_calls_that_the_kernel_does_not_take() -> None:
         return delta_rule(inputs, memory, torch.float32, "triton")[0]
 
     drawn = draw(2, 1, gated=False)
-    with pytest.raises(
-        ValueError, match="not support torch.float64: use backend='auto' or 'torch'"
-    ):
+    with pytest.raises(ValueError, match=r"torch.float64 .*: use backend='auto' or 'torch'"):
         run(*drawn)
     with pytest.raises(ValueError, match="heads of 257 key channels, more than 256"):
         run(*converted(*draw(2, 1, 257, gated=False), torch.float32))

@@ -27,9 +27,10 @@ def test_auto_takes_triton_on_a_gpu(dtype: torch.dtype) -> None:
     assert choose_backend("reference", CUDA, dtype) == "reference"
 
 
-def test_auto_leaves_float64_to_the_reference() -> None:
+def test_no_kernel_takes_float64() -> None:
     assert choose_backend("auto", CUDA, torch.float64) == "reference"
-    assert choose_backend("triton", CUDA, torch.float64) == "triton"
+    with pytest.raises(ValueError, match=r"does not support torch.float64 \(only torch.float32"):
+        choose_backend("triton", CUDA, torch.float64)
 
 
 def test_auto_takes_the_reference_under_a_transform() -> None:

@@ -46,7 +46,7 @@ compiled = pytest.mark.gpu
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
 RANGES: tuple[Eigenvalues, ...] = ("positive", "full")
 ACTIVATIONS: tuple[Activation, ...] = ("softplus", "softplus_of_minus", "sigmoid")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Setting:
     eigenvalues: Eigenvalues = "positive"
     norm_eps: float | None = 1e-5
     feedback: bool = True
-    dtype: torch.dtype = torch.float64
+    dtype: torch.dtype = torch.float32
     low: torch.dtype | None = None
     inputs: torch.dtype | None = None
 
@@ -180,9 +180,22 @@ def _assert_close(name: str, actual: Tensor, expected: Tensor, tolerance: float)
         assert error <= tolerance * scale, f"{name}: error {error:.1e}, scale {scale:.1e}"
 
 
-def _assert_like_the_plain_sweep(setting: Setting, keep_every: int | None = None) -> None:
-    tolerance = setting.tolerance
-    expected, expected_grads, expected_report = _run(setting, "reference")
+def _truth(setting: Setting) -> tuple[Sweep, list[Tensor], list[Tensor]]:
+    """The plain sweep: in float64, but where some dtypes are lower in the same ones, because the
+    rounding to them is a part of the definition."""
+    if (setting.low, setting.inputs) != (None, None):
+        return _run(setting, "reference")
+    exact: Any = [None if v is None else v.double() for v in setting.operands()]
+    sweep, grads, report = _run(setting, "reference", given=Operands(*exact))
+    values: Any = [v if v is None or v.dtype == torch.bool else v.float() for v in sweep]
+    return Sweep(*values), [v.float() for v in grads], [v.float() for v in report]
+
+
+def _assert_like_the_plain_sweep(
+    setting: Setting, keep_every: int | None = None, tolerance: float | None = None
+) -> None:
+    tolerance = setting.tolerance if tolerance is None else tolerance
+    expected, expected_grads, expected_report = _truth(setting)
     if keep_every is None:
         actual, grads, report = _run(setting, "triton")
     else:
@@ -227,37 +240,33 @@ CASES = [
     Setting(1, 2, 9, 64, reflections(3), "one_minus_decay", "full", feedback=False),
     Setting(2, 4, 5, 1, RawLayout("softplus", False, 1, 1.0), feedback=False),
     *(
-        Setting(2, 3, 100, 5, reflections(4), SCALES[2], feedback=False, dtype=dtype, inputs=inputs)
-        for dtype, inputs in ((torch.float64, None), (torch.float32, torch.bfloat16))
+        Setting(2, 3, 100, 5, reflections(4), SCALES[2], feedback=False, inputs=inputs)
+        for inputs in (None, torch.bfloat16)
     ),
     # products by torch
     Setting(65, 2, 8, 1),
     # products in several sums, with columns that are no multiple of a part
-    Setting(1, 2, 540, 1, dtype=torch.float32, low=torch.bfloat16),
+    Setting(1, 2, 540, 1, low=torch.bfloat16),
     *(
         Setting(b=b, t=t, feedback=feedback)
         for b, t in ((0, 4), (2, 0), (0, 0))
         for feedback in (True, False)
     ),
-    # of float32, and of lower dtypes in W^y, in x and raw, in all of them
+    # lower dtypes in W^y, in x and raw, in all of them
     Setting(1, 2, norm_eps=None),
-    Setting(1, 2, dtype=torch.float32),
     *(
-        Setting(1, 2, norm_eps=eps, dtype=torch.float32, low=low)
+        Setting(1, 2, norm_eps=eps, low=low)
         for low, eps in ((torch.bfloat16, 1e-5), (torch.bfloat16, None), (torch.float16, 1e-5))
     ),
     *(
-        Setting(t=2, feedback=low is not None, dtype=torch.float32, low=low, inputs=inputs)
+        Setting(t=2, feedback=low is not None, low=low, inputs=inputs)
         for inputs in (torch.bfloat16, torch.float16)
         for low in (inputs, None)
     ),
-    Setting(t=2, dtype=torch.float32, low=torch.float32, inputs=torch.bfloat16),
-    Setting(t=2, dtype=torch.float32, low=torch.bfloat16, inputs=torch.float32),
+    Setting(t=2, low=torch.float32, inputs=torch.bfloat16),
+    Setting(t=2, low=torch.bfloat16, inputs=torch.float32),
     # many states in low precision
-    *(
-        Setting(b, 2, d, n, dtype=torch.float32, low=torch.bfloat16)
-        for b, d, n in ((2, 256, 32), (1, 512, 64))
-    ),
+    *(Setting(b, 2, d, n, low=torch.bfloat16) for b, d, n in ((2, 256, 32), (1, 512, 64))),
 ]
 
 
@@ -319,10 +328,7 @@ def test_chunks_are_shorter_where_the_workspace_would_be_large(states: int, chun
     "setting",
     [
         Setting(b=1, t=17, layout=reflections(1)),
-        *(
-            Setting(t=2, dtype=torch.float32, low=low, inputs=low)
-            for low in (torch.bfloat16, torch.float16)
-        ),
+        *(Setting(t=2, low=low, inputs=low) for low in (torch.bfloat16, torch.float16)),
     ],
     ids=str,
 )
@@ -338,7 +344,7 @@ def test_a_given_fixed_point(setting: Setting) -> None:
 
 @needs_triton
 def test_runs_repeat_to_the_bit() -> None:
-    first, second = (_run(Setting(1, 2, dtype=torch.float32), "triton") for _ in range(2))
+    first, second = (_run(Setting(1, 2), "triton") for _ in range(2))
     for a, b in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
 
@@ -346,7 +352,7 @@ def test_runs_repeat_to_the_bit() -> None:
 def nearly_singular(k: int) -> tuple[Setting, Operands]:
     """Tokens with small pivots: of the phases, and with more than four reflections of one head."""
     layout = reflections(k, 2.0)
-    setting = Setting(6, 4, 10, 2, layout, "delta", feedback=False, dtype=torch.float32)
+    setting = Setting(6, 4, 10, 2, layout, "delta", feedback=False)
     drawn: Any = setting.operands()
     operands = Operands(*drawn)
     operands.raw[..., : setting.d] += 1.5
@@ -455,14 +461,14 @@ def test_a_layer_with_the_kernels_is_the_layer_without(kind: Any, options: dict[
     outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(0)
-        layer = kind(5, dtype=torch.float64, device=DEVICE, backend=backend, **options)
-        x = torch.randn(2, 2, 5, dtype=torch.float64, device=DEVICE)
+        layer = kind(5, device=DEVICE, backend=backend, **options)
+        x = torch.randn(2, 2, 5, device=DEVICE)
         y = layer(x)
         grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
         assert bool(layer.stats.converged.all()) and bool(layer.stats.backward.converged.all())
         outputs.append([y, *grads])
     for actual, expected in zip(outputs[1], outputs[0], strict=True):
-        _assert_close("output or gradient", actual, expected, 1e-10)
+        _assert_close("output or gradient", actual, expected, 2e-5)
 
 
 @needs_triton
@@ -477,6 +483,7 @@ def test_what_the_kernels_do_not_cover_is_said() -> None:
     [
         ({"layout": RawLayout("softplus", True, 9, 1.0)}, "9 reflections"),
         ({"dtype": torch.bfloat16}, "x, raw and A of torch.bfloat16"),
+        ({"dtype": torch.float64}, "x, raw and A of torch.float64"),
         ({"n": 4097, "d": 6}, "6 channels with 4097 states"),
         ({"n": 1, "d": 4097, "layout": RawLayout("softplus", True, 4, 1.0)}, "4 reflections of"),
     ],
@@ -500,21 +507,17 @@ def test_limits_of_the_kernels(
     "setting",
     [
         *(
-            Setting(3, t, d, 16, dtype=dtype, low=low)
+            Setting(3, t, d, 16, low=low)
             for t, d in itertools.product((1, 63, 64, 100), repeat=2)
-            for dtype, low in (
-                (torch.float64, None),
-                (torch.float32, None),
-                (torch.float32, torch.bfloat16),
-            )
+            for low in (None, torch.bfloat16)
         ),
         *(
-            Setting(b, 9, 1024, 16, reflections(4), dtype=torch.float32, low=low, inputs=low)
+            Setting(b, 9, 1024, 16, reflections(4), low=low, inputs=low)
             for b in (17, 64, 130)
             for low in (torch.bfloat16,)
         ),
         *(
-            Setting(2, 18, d, n, reflections(k), scale, feedback=fed, dtype=torch.float32)
+            Setting(2, 18, d, n, reflections(k), scale, feedback=fed)
             for d, n, k, scale, fed in (
                 *((1024, 16, 4, scale, True) for scale in SCALES),
                 (2048, 16, 4, "bounded_delta", True),
@@ -529,4 +532,6 @@ def test_limits_of_the_kernels(
     ids=str,
 )
 def test_sizes_that_the_interpreter_is_too_slow_for(setting: Setting) -> None:
-    _assert_like_the_plain_sweep(setting)
+    # the equations of up to 2,048 channels amplify rounding
+    tolerance = 2e-3 if setting.low is None else None
+    _assert_like_the_plain_sweep(setting, tolerance=tolerance)

@@ -35,8 +35,6 @@ SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
 RANGES: tuple[Eigenvalues, ...] = ("positive", "full")
 ACTIVATIONS: tuple[Activation, ...] = ("softplus", "softplus_of_minus", "sigmoid")
 METHODS: list[type[IterativeSolver]] = [Picard, Jacobi]
-# A few steps of an iteration whose feedback amplifies rounding.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Setting:
     eigenvalues: Eigenvalues = "positive"
     norm_eps: float | None = 1e-5
     feedback: float = 0.3
-    dtype: torch.dtype = torch.float64
     low: torch.dtype | None = None
 
     def split(self, raw: Tensor) -> ScanInputs:
@@ -71,18 +68,18 @@ class Setting:
         generator = torch.Generator().manual_seed(1)
 
         def draw(*shape: int) -> Tensor:
-            values = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return values.to(DEVICE, self.dtype)
+            values = torch.randn(shape, generator=generator)
+            return values.to(DEVICE, torch.float32)
 
         b, t, d, n = self.b, self.t, self.d, self.n
-        low, r = self.low or self.dtype, self.layout.size(d, n)
+        low, r = self.low or torch.float32, self.layout.size(d, n)
         W_y = (self.feedback * d**-0.5 * draw(r, d)).to(low) if self.feedback else None
         x, raw, A = draw(b, t, d).to(low), draw(b, t, r).to(low), -draw(d, n).exp()
         return Operands(x, raw, W_y, A, draw(b, d, n), draw(b, d))
 
     def map(self, inputs: Operands, backend: Backend) -> StructuredMap:
         if backend == "reference":
-            x, raw = inputs.x.to(self.dtype), inputs.raw.to(self.dtype)
+            x, raw = inputs.x.float(), inputs.raw.float()
             inputs = inputs._replace(x=x, raw=raw)
         return StructuredMap(
             inputs,
@@ -104,7 +101,7 @@ def run(
     """A solve, by default from a start that is not zero."""
     f = setting.map(inputs or setting.inputs(), backend)
     if y0 is None:
-        y0 = setting.inputs().x.to(setting.dtype).cos()
+        y0 = setting.inputs().x.float().cos()
     start = y0.clone()
     with torch.no_grad():
         solution = solve(f, y0, solver, max_steps=max_steps, time_dim=1, on_unconverged="ignore")
@@ -113,12 +110,16 @@ def run(
 
 
 def check(
-    setting: Setting, solver: IterativeSolver, max_steps: int = 2, inputs: Operands | None = None
+    setting: Setting,
+    solver: IterativeSolver,
+    max_steps: int = 2,
+    inputs: Operands | None = None,
+    tolerance: float = 2e-5,
 ) -> Solution:
     """Equal values and statistics; returns the fused solution."""
     theirs = run(setting, solver, "reference", max_steps, inputs)
     ours = run(setting, solver, "triton", max_steps, inputs)
-    tolerance = TOLERANCE[setting.dtype] if setting.low is None else 3e-2
+    tolerance = tolerance if setting.low is None else 3e-2
     assert_close("value", ours.value, theirs.value, tolerance, atol=tolerance)
     assert torch.equal(ours.stats.num_steps, theirs.stats.num_steps)
     assert torch.equal(ours.stats.converged, theirs.stats.converged)
@@ -169,7 +170,7 @@ CASES = [
         for method in METHODS
     ),
     *(
-        (Setting(b=1, t=2, dtype=torch.float32, low=low), method)
+        (Setting(b=1, t=2, low=low), method)
         for low, method in (
             (None, Picard),
             (torch.bfloat16, Picard),
@@ -219,7 +220,7 @@ def test_blocks_of_channels_and_of_tokens(method: type[Any]) -> None:
     for name in ("frozen", "failed", "num_steps"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for name in ("y", "defect", "scale"):
-        assert_close(name, getattr(ours, name), getattr(theirs, name), 1e-10, atol=1e-12)
+        assert_close(name, getattr(ours, name), getattr(theirs, name), 2e-6, atol=1e-7)
 
 
 @needs_triton
@@ -287,7 +288,7 @@ def test_the_papers_rule_returns_the_last_evaluation(
         evaluations.append(f(y))
         y = torch.lerp(y, evaluations[-1], damping)
     for i, steps in enumerate(ours.stats.num_steps.tolist()):
-        assert_close("value", ours.value[i], evaluations[steps - 1][i], 1e-10)
+        assert_close("value", ours.value[i], evaluations[steps - 1][i], 2e-6)
 
 
 @needs_triton
@@ -295,7 +296,7 @@ def test_the_papers_rule_returns_the_last_evaluation(
     "solver", [Picard(), Picard(stop_rule="paper"), Jacobi()], ids=["picard", "paper", "jacobi"]
 )
 def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) -> None:
-    setting = Setting(t=2, dtype=torch.float32, feedback=0.0)
+    setting = Setting(t=2, feedback=0.0)
     inputs = setting.inputs()
     inputs.x.mul_(torch.tensor([1e-10, 0.0], device=DEVICE)[:, None, None])
     inputs = inputs._replace(h0=None, y0=None)
@@ -377,7 +378,7 @@ def test_operands_need_not_be_contiguous() -> None:
 
 @needs_triton
 def test_runs_repeat_to_the_bit() -> None:
-    setting = Setting(b=1, t=2, dtype=torch.float32)
+    setting = Setting(b=1, t=2)
     first, second = (run(setting, Jacobi(1e-2), "triton", 3) for _ in range(2))
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stats.residual, second.stats.residual)
@@ -400,12 +401,12 @@ def test_a_layer_with_the_kernels_is_the_layer_without(
     for backend in ("reference", "triton"):
         torch.manual_seed(0)
         options = {"solver": solver, "adjoint": OneStepAdjoint(), "backend": backend}
-        layer = kind(3, num_heads=num_heads, dtype=torch.float64, device=DEVICE, **options)
-        x = torch.randn(1, 3, 3, dtype=torch.float64, device=DEVICE)
+        layer = kind(3, num_heads=num_heads, device=DEVICE, **options)
+        x = torch.randn(1, 3, 3, device=DEVICE)
         y = layer(x)
         outputs.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
     for ours, theirs in zip(outputs[1], outputs[0], strict=True):
-        assert_close("output or gradient", ours, theirs, 1e-10, atol=1e-12)
+        assert_close("output or gradient", ours, theirs, 2e-6, atol=1e-6)
 
 
 @needs_triton
@@ -414,11 +415,11 @@ def test_unrolling_takes_the_plain_loop() -> None:
     for backend in ("reference", "triton"):
         torch.manual_seed(0)
         options: dict[str, Any] = {"adjoint": UnrolledAdjoint(), "backend": backend}
-        layer = Bedouin(3, solver=Picard(0.1), dtype=torch.float64, device=DEVICE, **options)
-        x = torch.randn(1, 2, 3, dtype=torch.float64, device=DEVICE)
+        layer = Bedouin(3, solver=Picard(0.1), device=DEVICE, **options)
+        x = torch.randn(1, 2, 3, device=DEVICE)
         grads.append(torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())))
     for ours, theirs in zip(grads[1], grads[0], strict=True):
-        assert_close("gradient", ours, theirs, 1e-10, atol=1e-12)
+        assert_close("gradient", ours, theirs, 2e-6, atol=1e-6)
 
 
 @needs_triton
@@ -436,7 +437,6 @@ def test_what_the_kernels_do_not_cover_is_said(options: dict[str, Any], message:
         Bedouin(5, device=DEVICE, backend="triton", **options)(torch.randn(1, 2, 5, device=DEVICE))
 
 
-LOW = (torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)
 LARGE: list[tuple[int, int, int, InputScale]] = [
     *((1024, 16, 4, scale) for scale in SCALES),
     (2048, 16, 8, "bounded_delta"),
@@ -451,25 +451,22 @@ LARGE: list[tuple[int, int, int, InputScale]] = [
     "setting",
     [
         *(
-            Setting(b=3, t=t, d=d, n=16, dtype=dtype, low=low)
+            Setting(b=3, t=t, d=d, n=16, low=low)
             for t, d in itertools.product((1, 63, 64, 300), (1, 63, 64, 100))
-            for dtype, low in LOW
+            for low in (None, torch.bfloat16)
         ),
-        *(
-            Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale, dtype=torch.float32)
-            for d, n, k, scale in LARGE
-        ),
+        *(Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale) for d, n, k, scale in LARGE),
     ],
     ids=str,
 )
 def test_sizes_that_the_interpreter_is_too_slow_for(setting: Setting, method: type[Any]) -> None:
-    check(setting, never(method))
+    check(setting, never(method), tolerance=1e-4)
 
 
 @compiled
 @pytest.mark.parametrize("method", METHODS)
 def test_auto_on_a_gpu_is_fused_and_freezes_like_the_plain_loop(method: type[Any]) -> None:
-    setting = Setting(b=5, t=100, d=40, n=16, dtype=torch.float32, feedback=0.1)
+    setting = Setting(b=5, t=100, d=40, n=16, feedback=0.1)
     solver = method(rtol=1e-3, atol=1e-6)
     f, y = setting.map(setting.inputs(), "auto"), setting.inputs().x
     assert f.fuse(y, solver.rule()) is not None

@@ -17,7 +17,7 @@ from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.testing import assert_close
 
 # In the max norm; half precision rounds operands' gradients and the result, sums stay in float32.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -32,7 +32,7 @@ def draw(
     t: int,
     d: int,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float32,
     *,
     norm: bool = True,
     fed: bool = True,
@@ -105,7 +105,7 @@ def test_a_program_takes_many_tokens(norm: bool, device: str) -> None:
     few = output_backward(grad, operands, 1e-5, most_programs=3)
     _, *expected = summed_gradients(o)
     for name, ours, theirs in zip(("y", "x", "gate", "sums"), few, expected, strict=True):
-        assert_close(name, ours, theirs, 1e-12, atol=1e-12)
+        assert_close(name, ours, theirs, 2e-6, atol=2e-6)
 
 
 def summed_gradients(operands: Operands) -> list[Tensor]:
@@ -174,7 +174,7 @@ def test_empty_operands(b: int, t: int, d: int, device: str) -> None:
     for backend in ("triton", "reference"):
         out, *grads = results(gated_output, draw(b, t, d, device), backend=backend)
         assert out.shape == (b, t, d) and all(not grad.any() for grad in grads)
-    y, y0 = draw(b, t, d, device)["y"], torch.zeros(b, d, dtype=torch.float64, device=device)
+    y, y0 = draw(b, t, d, device)["y"], torch.zeros(b, d, device=device)
     assert shifted_norm(y, y0, 1e-5, backend="triton").shape == (b, t, d)
 
 

@@ -20,7 +20,7 @@ devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 def draw(device: str, *, t: int = 3, skip: bool = True) -> list[Tensor]:
     """x, delta, A, B, C, h0 and, with `skip`, D, all with gradients; b = d = n = 2."""
     shapes = [(2, t, 2), (2, t, 2), (2, 2), (2, t, 2), (2, t, 2), (2, 2, 2), (2,)]
-    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    values = [torch.randn(shape) for shape in shapes]
     values[1], values[2] = values[1].exp(), -values[2].exp()
     return [v.to(device).requires_grad_() for v in (values if skip else values[:-1])]
 

@@ -15,8 +15,8 @@ values, s samples of a program, or their parts.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.norms import inverse_norm, max_norm
 from bedouin.kernels.device.reflections import (
     eliminate,
@@ -289,9 +289,9 @@ def head_sweep_kernel(
         tl.debug_barrier()
         beta = ()
         for i in tl.static_range(K):
-            beta = beta + (BETA_MAX * fast_activate(tl.load(now + STATES + i), "sigmoid", FAST),)
-        delta = fast_activate(delta, ACTIVATION, FAST)
-        s = zero if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
+            beta = beta + (BETA_MAX * activate(tl.load(now + STATES + i), "sigmoid", FAST),)
+        delta = activate(delta, ACTIVATION, FAST)
+        s = zero if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
         held = ()
         scales = ()
         decayed = ()

@@ -10,8 +10,8 @@ Letters: d channels of a head, n state per channel, s samples of a program, or t
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.direct.heads.device import load_head_states, spread, store_head_states
 from bedouin.kernels.direct.heads.parts import columns_of_rows
 from bedouin.kernels.direct.heads.triton_blocks import discretize_head
@@ -125,8 +125,8 @@ def replay_tokens(
                 mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
                 B_at + step * B_stride, count, cols, in_row, N,
             )  # fmt: skip
-            delta = fast_activate(delta, ACTIVATION, FAST)
-            s = delta if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
+            delta = activate(delta, ACTIVATION, FAST)
+            s = delta if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
             decay, scales = discretize_head(A, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
             if COUPLED:
                 written = scales * spread(mixed, ROWS, D, N)

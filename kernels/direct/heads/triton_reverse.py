@@ -14,8 +14,8 @@ values, s samples of a program, or their parts.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate_vjp, fast_activate
-from bedouin.kernels.device.discretize import fast_scale
+from bedouin.kernels.device.activations import activate, activate_vjp
+from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
@@ -270,13 +270,13 @@ def reverse_head_kernel(
         y = y.to(tl.float32)
         g = g.to(tl.float32)
         raw_delta = raw[0].to(tl.float32) + fed[0].to(tl.float32)
-        delta = fast_activate(raw_delta, ACTIVATION, FAST)
+        delta = activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
             u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = load_scalars(row + AT_LAST, 4, ROWS, D)
-        s = x if COUPLED else fast_scale(delta, INPUT_SCALE, FAST)
+        s = x if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
         held, reads = (), ()
         gains = ()
         for i in tl.static_range(BLOCKS):

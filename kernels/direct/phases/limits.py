@@ -49,8 +49,6 @@ def takes_phases(operands: Operands, options: Parameterization) -> bool:
         return False
     if n > PHASE_STATES or options.input_scale == "one_minus_decay":
         return False
-    if operands.A.dtype != torch.float32 or torch.float64 in (operands.x.dtype, operands.raw.dtype):
-        return False
     if W_y is None:
         return d <= UNFED_CHANNELS and padded_size(d) * padded_size(n) <= UNFED_MEMORY
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)

@@ -119,7 +119,7 @@ def solved_statistics_kernel(
     raw = raw_ptr + sample * raw_stride_b + time * raw_stride_t + d + 2 * n
     u, inverse, T = load_reflections(raw, scalars, p, d, P, K)
     u = unit_vectors(u, inverse, K)
-    s = input_scale(tl.load(kept + p), INPUT_SCALE)
+    s = input_scale(tl.load(kept + p), INPUT_SCALE, False)
     e = load_tuple(solved, K)
     rest = subtract(upper_times(T, sums(rows_times(u, v, K)), K), e, K)
     defect = s * tl.load(scalars) * combine(rest, u, K)
@@ -174,7 +174,7 @@ def finish_reflections_kernel(
         u = u + (row_of(raw + i * d, p, d, P),)
     inv, T = load_tuple(scalars, K), load_tuple(scalars + K, PAIRS)
     G, beta = load_tuple(scalars + K + PAIRS, PAIRS), load_tuple(scalars + K + 2 * PAIRS, K)
-    s = input_scale(tl.load(kept + p), INPUT_SCALE)
+    s = input_scale(tl.load(kept + p), INPUT_SCALE, False)
     w = tl.load(adjoint_ptr + token * (2 * P) + p)
     grad_mixed = s * tl.load(adjoint_ptr + token * (2 * P) + P + p)
     dots = sums(rows_times(u, v, K) + rows_times(u, grad_mixed, K) + products(u, u, K))

@@ -26,7 +26,7 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import build_decay, fast_scale
+from bedouin.kernels.device.discretize import build_decay, input_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.device.reflections import (
@@ -353,7 +353,7 @@ def phase_reverse_kernel(
                 kept_ptr, B_ptr, at, replayed >= 0, p, P, WORDS, NL
             )
         B, C = unpack(B_words, V, True), unpack(C_words, V, True)
-        s = fast_scale(delta, INPUT_SCALE, FAST)
+        s = input_scale(delta, INPUT_SCALE, FAST)
         if K > 0:
             u, sizes, T = reflections
             u = unit_vectors(u, sizes, K)

@@ -17,8 +17,8 @@ up to powers of two; V, NL as in `device.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import fast_activate
-from bedouin.kernels.device.discretize import build_decay, fast_scale
+from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.discretize import build_decay, input_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.device.reflections import (
@@ -256,8 +256,8 @@ def phase_sweep_kernel(
                     raw += fed[0]
                 if OF_X:
                     x += fed[OF_DELTA]
-                delta = fast_activate(raw, ACTIVATION, FAST)
-                s = fast_scale(delta, INPUT_SCALE, FAST)
+                delta = activate(raw, ACTIVATION, FAST)
+                s = input_scale(delta, INPUT_SCALE, FAST)
                 # The compiler does not move the next token's loads before this condition.
                 if KEEP > 0:
                     if (t == 0) | ((t_end - t) % KEEP == 0):

@@ -112,9 +112,7 @@ def _takes_kernel(inputs: DeltaInputs, backend: DeltaBackend) -> bool:
     if backend == "torch":
         return False
     unfit, p = None, inputs.key.shape[-1]
-    if inputs.key.dtype == torch.float64:
-        unfit = "torch.float64"
-    elif p > KERNEL_CHANNELS:
+    if p > KERNEL_CHANNELS:
         unfit = f"heads of {p} key channels, more than {KERNEL_CHANNELS}"
     chosen: Backend = "triton" if backend == "triton" else "auto"
     device, dtype = inputs.key.device, inputs.key.dtype
