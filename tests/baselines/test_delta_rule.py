@@ -118,7 +118,7 @@ def kernel_error(
 SIZES = [
     (1, 1, 4, 5, 2, True),
     (9, 2, 4, 5, 1, True),
-    (7, 4, 68, 68, 1, True),
+    (3, 4, 68, 68, 1, True),
     (5, 1, 64, 128, 1, False),
     (3, 1, 128, 20, 1, True),
     (63, 2, 1, 1, 1, True),
@@ -205,11 +205,10 @@ def test_a_layer_with_the_kernel_in_a_graph(no_synchronization: Any) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_compiled_layer_keeps_the_kernel(gated: bool) -> None:
+def test_a_compiled_layer_keeps_the_kernel() -> None:
     torch.compiler.reset()
-    layer = DeltaProduct(16, num_heads=2, gated=gated, backend="triton")
-    x = torch.randn(2, 9, 16)
+    layer = DeltaProduct(16, num_heads=2, gated=True, backend="triton")
+    x = torch.randn(1, 5, 16)
 
     def run(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
         y = call(x)
@@ -220,8 +219,7 @@ def test_a_compiled_layer_keeps_the_kernel(gated: bool) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("gated", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_operation_of_the_kernel(gated: bool, dtype: torch.dtype) -> None:
     inputs, memory = converted(*draw(3, 2, gated=gated), dtype)
     operations = OPERATIONS["bedouin::delta_rule"], OPERATIONS["bedouin::delta_rule_backward"]

@@ -112,11 +112,11 @@ def test_tokens_in_several_tiles(splits: int, monkeypatch: pytest.MonkeyPatch) -
         ((1, 1), {}),
         ((3, 2), PLAIN | {"starts": False}),
         ((2, 5), {"num_heads": 1, "erase": 0.0}),
-        ((2, 5), {"num_heads": 3, "d_state": 3, "feedback": ()}),
+        ((1, 5), {"num_heads": 3, "d_state": 3, "feedback": ()}),
         ((2, 5), PLAIN | {"lengths": (5, 2)}),
         ((3, 5), PLAIN | {"lengths": (1, 5, 3), "starts": False, "d_conv": 2}),
         ((2, 3), {"num_householder": 2, "input_scale": "bounded_delta", "feedback": ("delta",)}),
-        ((2, 5), {"dtype": torch.bfloat16}),
+        ((1, 5), {"dtype": torch.bfloat16}),
     ],
     ids=str,
 )
