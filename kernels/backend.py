@@ -109,10 +109,10 @@ def choose_backend(
     which no kernel takes, under torch.func transforms and forward mode, for which no Triton
     operation has rules, and if `unsupported` names a property of the call that the kernels do not
     support; then, without Triton and on any other device, ROCm's included, it chooses the
-    reference. Raises ValueError for an
-    unknown name, for a Triton that is too old, and for "triton" if it cannot run: without Triton,
-    on an older GPU, with an unsupported call, under a transform, or on a CPU unless Triton's
-    interpreter is on; `plain` is the caller's name of the reference in messages.
+    reference. Raises ValueError for an unknown name, for a Triton that is too old, and for "triton"
+    if it cannot run: without Triton, on an older GPU, with an unsupported call, under a transform,
+    or on a CPU unless Triton's interpreter is on; `plain` is the caller's name of the reference in
+    messages.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():

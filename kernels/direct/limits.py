@@ -86,7 +86,8 @@ def _unsupported(
         return "this mixer (only HouseholderProduct)"
     dtypes = x.dtype, raw.dtype, A.dtype
     if A.dtype != torch.float32 or torch.float64 in dtypes:
-        return f"x, raw and A of {x.dtype}, {raw.dtype}, {A.dtype} (A float32, the others at most)"
+        found = ", ".join(map(str, dtypes))
+        return f"x, raw and A of {found} (A must be float32, x and raw at most that)"
     if not is_solved and takes_phases(operands, parameterization):
         return None
     if (plain := parameterization.plain_only(operands)) is not None:

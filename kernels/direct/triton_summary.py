@@ -69,6 +69,7 @@ def summary_kernel(
         terms = larger_or_nan(scale, tl.associative_scan(magnitude, 0, larger_or_nan))
         terms = larger_or_nan(terms, terms_so_far)
         divisible = (defect < infinity) & (scale > 0)
+        # rounded as in torch: a compiled division is off by an ulp or two
         ratio = tl.div_rn(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0))
         finite = divisible & (ratio < infinity)
         nonfinite += tl.sum(tl.where(real & (defect != 0) & (finite == 0), 1, 0))

@@ -54,7 +54,8 @@ def _unsupported(
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
     if (y.dtype, A.dtype) != (torch.float32, torch.float32) or x.dtype == torch.float64:
-        return f"x, y and A of {x.dtype}, {y.dtype}, {A.dtype} (y and A float32, x at most)"
+        found = f"{x.dtype}, {y.dtype}, {A.dtype}"
+        return f"x, y and A of {found} (y and A must be float32, x at most that)"
     if not 1 <= n <= MAX_STATES:
         return f"{n} states (at most {MAX_STATES})"
     if next_power_of_two(d) * next_power_of_two(k) > MAX_TILE:
