@@ -137,26 +137,25 @@ def launch_summary(
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
-    constants = _summary_constants(lengths is not None, statistics.dtype, t_end, max_tokens)
+    constants = _summary_constants(lengths is not None, t_end, max_tokens)
     last = statistics if lengths is None else lengths.contiguous()
     SUMMARY.launch((b,), (statistics, summary, converged, last), (b, t_end), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _summary_constants(padded: bool, dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
-    limits = torch.finfo(dtype)
+def _summary_constants(padded: bool, t_end: int, max_tokens: int) -> Constants:
     return Constants(
         PADDED=padded,
         MAX_RESIDUAL=MAX_RESIDUAL,
-        LARGEST=limits.max,
-        **_common_constants(dtype, t_end, max_tokens),
+        LARGEST=torch.finfo(torch.float32).max,
+        **_common_constants(t_end, max_tokens),
     )
 
 
-def _common_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> dict[str, Any]:
+def _common_constants(t_end: int, max_tokens: int) -> dict[str, Any]:
     """Those of both kernels."""
     return {
-        "TOLERANCE": ROUNDING * torch.finfo(dtype).eps,
+        "TOLERANCE": ROUNDING * torch.finfo(torch.float32).eps,
         "TOKENS": min(max_tokens, next_power_of_two(t_end)),
         "num_warps": 4 if t_end > 256 else 1,
     }
@@ -170,12 +169,12 @@ def summarize_adjoint(
     _, b, t_end = statistics.shape
     steps = torch.empty(b, dtype=torch.int64, device=statistics.device)
     residual, converged = statistics.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
-    constants = _adjoint_constants(statistics.dtype, t_end, max_tokens)
+    constants = _adjoint_constants(t_end, max_tokens)
     tensors = statistics.contiguous(), steps, residual, converged
     ADJOINT_SUMMARY.launch((b,), tensors, (b, t_end), constants)
     return steps, residual, converged
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _adjoint_constants(dtype: torch.dtype, t_end: int, max_tokens: int) -> Constants:
-    return Constants(_common_constants(dtype, t_end, max_tokens))
+def _adjoint_constants(t_end: int, max_tokens: int) -> Constants:
+    return Constants(_common_constants(t_end, max_tokens))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.launch import accumulator, ceil_div
+from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.operation import operation, recording
 from bedouin.kernels.scan.reference import selective_scan_reference
 from bedouin.kernels.scan.types import (
@@ -45,7 +45,7 @@ def _scan(*flat: Any) -> ScanResult:
 def _scan_fake(*flat: Any) -> ScanResult:
     x, _, A, _, _, h0, _ = ScanOperands(*flat[:7])
     chunks = ceil_div(x.shape[1], SCAN_CHUNK) if flat[10] else 0
-    kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=accumulator(x.dtype))
+    kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=torch.float32)
     return ScanResult(x.new_empty(x.shape), h0.new_empty(h0.shape), kept)
 
 
