@@ -1,7 +1,6 @@
 """Setup of all tests: one thread, fixed seeds, NaN in uninitialized memory, skipped GPU tests."""
 
 import functools
-import math
 import os
 import random
 import warnings
@@ -72,7 +71,7 @@ def _scan_slices(ops: Any, values: _Tensors) -> list[Any]:
 
 
 def _spare_the_interpreter() -> None:
-    """Spare Triton's interpreter about two thirds of its time; it computes the same.
+    """Spare Triton's interpreter most of its time; it computes the same.
 
     Where a kernel gives the function of a reduction or scan, the interpreter calls it for single
     elements. Here it takes whole slices, a reduction's in pairs.
@@ -80,6 +79,14 @@ def _spare_the_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    def fill_in(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        setattr(place, name, call)
+
+    interpreter._patch_attr = fill_in
     # Functions of the language are replaced once, not at every launch and again at every call.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
@@ -96,27 +103,56 @@ def _spare_the_interpreter() -> None:
             known[dtype.name] = look_up(dtype)
         return known[dtype.name]
 
-    @functools.cache
-    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+    describe, known_blocks = tl.block_type.__init__, {}
+    scalar = tl.constexpr(1), tl.tuple([])
+
+    def make_block(kind: Any, element: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        of = element.name, getattr(element, "const", None), getattr(element, "address_space", None)
+        if (of, sizes) not in known_blocks:
+            describe(kind, element, shape)
+            kind.sizes = tl.constexpr(kind.numel), tl.tuple([tl.constexpr(size) for size in sizes])
+            known_blocks[of, sizes] = kind.__dict__
+        kind.__dict__ = known_blocks[of, sizes]
 
     def make_tensor(tensor: Any, handle: Any, kind: Any) -> None:
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
-        tensor.numel, tensor.shape = sizes(tuple(kind.shape) if kind.is_block() else ())
+        tensor.numel, tensor.shape = kind.sizes if kind.is_block() else scalar
 
     semantic = type(interpreter.interpreter_semantic)
-    convert = semantic.binary_op_type_checking_impl
+    convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    join = functools.cache(np.broadcast_shapes)
+    plain = "int32", "int64", "fp32", "fp64"
 
     def convert_if_different(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
-            like = lhs.dtype.name == rhs.dtype.name and lhs.type.is_block() == rhs.type.is_block()
-            like = like and lhs.handle.data.shape == rhs.handle.data.shape
-            if like and lhs.dtype.name in ("int32", "int64", "fp32", "fp64"):
-                return lhs, rhs
+        tensor, other = (lhs, rhs) if isinstance(lhs, tl.tensor) else (rhs, lhs)
+        if isinstance(tensor, tl.tensor) and tensor.dtype.name in plain:
+            if isinstance(other, tl.tensor):
+                if tensor.dtype.name == other.dtype.name:
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif type(other) is int or type(other) is float and tensor.dtype.is_floating():
+                data = np.full_like(tensor.handle.data, other)
+                filled = tl.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
+                return (lhs, filled) if tensor is lhs else (filled, rhs)
         return convert(self, lhs, rhs, *args, **kwargs)
 
+    def broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return broadcast(self, lhs, rhs)
+        shape = join(lhs.handle.data.shape, rhs.handle.data.shape)
+
+        def spread(v: Any) -> Any:
+            if v.handle.data.shape == shape:
+                return v
+            kind = tl.block_type(v.type.scalar, list(shape))
+            return tl.tensor(self.builder.create_broadcast(v.handle, shape), kind)
+
+        return spread(lhs), spread(rhs)
+
     interpreter._get_np_dtype = look_up_once
+    tl.block_type.__init__ = make_block
     tl.tensor.__init__ = make_tensor
+    semantic.broadcast_impl_value = broadcast_if_different
     semantic.binary_op_type_checking_impl = convert_if_different
 
 
