@@ -73,6 +73,9 @@ bench: $(STAMP)
 experiments: $(STAMP)
 	$(ENV_PYTHON) examples/research/experiment.py $(ARGS)
 
+# A process that has none left takes tests from the other, which may have all of the long ones.
+PROCESSES := -n 2 --dist worksteal
+
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.
 # A process either interprets all Triton kernels or compiles them.
 test: $(STAMP)
@@ -101,7 +104,7 @@ $(CONTRACTS_ENV)/installed: $(STAMP)
 
 contracts: $(CONTRACTS_ENV)/installed
 	@echo "== contracts"
-	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest -n 2 -q \
+	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 $(CONTRACTS_PYTHON) -P -m pytest $(PROCESSES) -q \
 	    tests/contracts tests/integrations
 	OMP_NUM_THREADS=1 BEDOUIN_CONTRACTS=1 TRITON_INTERPRET=1 $(CONTRACTS_PYTHON) -P -m pytest -q \
 	    -m interpreter tests/integrations

@@ -175,24 +175,38 @@ class TestWeights:
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
 
-    @pytest.mark.parametrize(
-        "auto", ["CausalLM", "SequenceClassification", "TokenClassification"], ids=str
-    )
     def test_a_process_loads_a_folder_by_transformers_alone(
-        self, ids: Tensor, auto: str, tmp_path: Path
+        self, ids: Tensor, tmp_path: Path
     ) -> None:
-        name = f"AutoModelFor{auto}"
-        model = getattr(transformers, name).from_config(make_config(**HYBRID)).eval()
-        model.save_pretrained(tmp_path / "saved")
-        torch.save({"ids": ids, "logits": model(ids).logits.detach()}, tmp_path / "expected")
+        """One for each class, forked from one that has imported what they share."""
+        names = [
+            f"AutoModelFor{kind}"
+            for kind in ("CausalLM", "SequenceClassification", "TokenClassification")
+        ]
+        for name in names:
+            model = getattr(transformers, name).from_config(make_config(**HYBRID)).eval()
+            model.save_pretrained(tmp_path / name / "saved")
+            expected = {"ids": ids, "logits": model(ids).logits.detach()}
+            torch.save(expected, tmp_path / name / "expected")
         lines = f"""
-            import torch, transformers
-            load = transformers.{name}.from_pretrained
-            expected = torch.load("expected")
-            for folder in ("saved", "again"):
-                model = load(folder, trust_remote_code=True).eval()
-                torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
-                model.save_pretrained("again")
+            import multiprocessing, os, sys, torch, transformers
+
+            def check(name):
+                os.chdir(name)
+                assert "bedouin" not in sys.modules
+                expected = torch.load("expected")
+                for folder in ("saved", "again"):
+                    load = getattr(transformers, name).from_pretrained
+                    model = load(folder, trust_remote_code=True).eval()
+                    torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
+                    model.save_pretrained("again")
+
+            transformers.AutoModelForCausalLM, transformers.PreTrainedModel
+            for name in {names}:
+                process = multiprocessing.get_context("fork").Process(target=check, args=(name,))
+                process.start()
+                process.join()
+                assert process.exitcode == 0, name
         """
         command = [sys.executable, "-P", "-c", "if True:" + lines]
         environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
@@ -200,9 +214,10 @@ class TestWeights:
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert run.returncode == 0, run.stderr
-        for folder in ("saved", "again"):
-            files = {path.name for path in (tmp_path / folder).glob("*.py")}
-            assert files == {"modeling_bedouin.py"}
+        for name in names:
+            for folder in ("saved", "again"):
+                files = {path.name for path in (tmp_path / name / folder).glob("*.py")}
+                assert files == {"modeling_bedouin.py"}
 
     def test_quantizers_leave_the_feedback_alone(self, tmp_path: Path) -> None:
         """transformers' list of what they skip, which in float16 also names float32 modules."""
