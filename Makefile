@@ -80,7 +80,7 @@ PROCESSES := -n 2 --dist worksteal
 # A process either interprets all Triton kernels or compiles them.
 test: $(STAMP)
 	@echo "== test: Triton kernels, interpreted"
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest -n 2 -q -m interpreter
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest $(PROCESSES) -q -m interpreter
 	@echo "== test"
 	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
 
