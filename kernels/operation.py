@@ -20,8 +20,9 @@ NAMESPACE = "bedouin"
 TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 """Types that have no `__torch_dispatch__`."""
 
-PLAIN = TENSORS | {type(None), bool, int, float, str, torch.dtype}
-"""Types of inputs with which an implementation is called without the dispatcher."""
+PLAIN = TENSORS | {type(None), bool, int, float, str, tuple, torch.dtype}
+"""Types of inputs with which an implementation is called without the dispatcher. Tuples are of
+numbers."""
 
 OPERATIONS: dict[str, "Operation"] = {}
 """All operations by their qualified names."""

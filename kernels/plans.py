@@ -13,7 +13,7 @@ launch.
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
-from operator import attrgetter, or_
+from operator import attrgetter, methodcaller, or_
 from typing import Any
 
 import triton
@@ -45,7 +45,7 @@ LARGEST = 2**31
 """The sum of the integers of a planned launch is below this, so that each has 32 bits."""
 
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _DEVICE = attrgetter("dtype"), methodcaller("get_device")
 
 
 def _is_known(version: str) -> bool:
@@ -130,7 +130,7 @@ class PlannedKernel:
         if reduce(or_, addresses) % ALIGNMENT:
             aligned = tuple([not address % ALIGNMENT for address in addresses])
         # the launcher would refuse the address of a CPU, but no longer sees the tensor
-        devices = tuple([tensor.get_device() for tensor in tensors])
+        devices = tuple(map(_DEVICE, tensors))
         seen = device, constants, integers, dtypes, devices, aligned
         plan = self._seen.get(seen)
         if plan is None:

@@ -28,7 +28,7 @@ def _split(
     bias: Tensor,  # (H, q)
     weight: Tensor | None,  # (c, w)
     window: Tensor | None,  # (b, w - 1, c)
-    parts: list[int],
+    parts: tuple[int, ...],  # a list from the dispatcher
 ) -> Results:
     from bedouin.kernels.projection.launch import launch_split
 
@@ -42,7 +42,7 @@ def _results(
     bias: Tensor,  # (H, q)
     weight: Tensor | None,  # (c, w)
     window: Tensor | None,  # (b, w - 1, c)
-    parts: list[int],
+    parts: tuple[int, ...],  # a list from the dispatcher
 ) -> Results:
     """Memory for the results."""
     (b, t, _), H = projected.shape, len(bias)
@@ -93,7 +93,7 @@ def _vjp(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_input, sums, grad_window = _split_backward(*given)
         # mostly one conversion, of both together
         sums = sums.to(dtype if weight is None else torch.promote_types(dtype, weight.dtype))
-    of_bias, of_weight = sums.split([num_heads * q, sums.numel() - num_heads * q])
+    of_bias, of_weight = sums.split_with_sizes([num_heads * q, sums.numel() - num_heads * q])
     found: list[Tensor | None] = [grad_input, of_bias.view(num_heads, q).to(dtype)]
     found.append(None if weight is None else of_weight.view(weight.shape).to(weight.dtype))
     found.append(None if window is None else grad_window.to(window.dtype))
@@ -117,6 +117,6 @@ def split_projection(
     In Triton, once differentiable; computes in float32, the results have the dtype of the input.
     No size may be 0. `window` has the inputs before the first token.
     """
-    flat = [int(value) for part in parts for value in part]
+    flat = tuple([int(value) for part in parts for value in part])
     found: Results = _split(projected, bias, weight, window, flat)
     return found

@@ -5,7 +5,6 @@ p = d / H head_dim, r raw values of a head, the first f with feedback. Between t
 m to d and back a layer has b' = H b folded samples, each one head of one sample (bedouin.heads).
 """
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from bedouin.heads import by_head
 from bedouin.kernels.backend import autocast_dtype, choose_backend
 from bedouin.kernels.heads import fold, per_sample
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.projection import GATE, Part, split_projection, takes_split
-from bedouin.kernels.projection import X as X_PART
+from bedouin.kernels.projection import split_projection, takes_split
 from bedouin.layer_parameters import LayerParameters
 from bedouin.packing import Packing
 from bedouin.projection import project_raw, split_projected
@@ -42,15 +40,16 @@ class ProjectedLayer(LayerParameters):
         projected: Tensor,  # (b, t, sum of projected_sizes)
         before: BedouinState | None,
         packing: Packing | None,
+        *,
+        at_once: bool,
         wants_state: bool,
     ) -> tuple[Tensor, Tensor | None]:  # as projected, (b, w - 1, c)
-        """SiLU(conv(v)) in place of the parts v that the convolution acts on, unless
-        `_splits_at_once`, and its window after the last token; None where that costs something and
-        is not wanted."""
+        """SiLU(conv(v)) in place of the parts v that the convolution acts on, unless a kernel does
+        that `at_once` with the split, and its window after the last token; None where that costs
+        something and is not wanted."""
         conv = self.conv
         if conv is None:
             return projected, None
-        at_once = self._splits_at_once(projected)
         if at_once and not wants_state:
             return projected, None
         lengths = None if packing is None else packing.padded_lengths()
@@ -86,7 +85,7 @@ class ProjectedLayer(LayerParameters):
         if choose_backend(self.backend, device, dtype) != "triton":
             return False
         width = 1 if self.conv is None else self.conv.width or 1
-        return takes_split(self._parts(), width, len(projected))
+        return takes_split(self._parts, width, len(projected))
 
     def _last_window(
         self,
@@ -117,19 +116,21 @@ class ProjectedLayer(LayerParameters):
         self,
         projected: Tensor,  # (b, t, sum of projected_sizes)
         before: BedouinState | None,
+        *,
+        at_once: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """x (b', t, p), the raw values (b', t, r), the mixer's input (b', t, p) if it is not x, and
-        the gate (b', t, p), from one product of the input, whose parts have been convolved unless
-        `_splits_at_once`."""
+        the gate (b', t, p), from one product of the input, whose parts have been convolved unless a
+        kernel does that `at_once`."""
         heads = self.num_heads
-        if self._splits_at_once(projected):
+        if at_once:
             weight, window = None if self.conv is None else self.conv.weight, None
             if weight is not None and before is not None and before.conv is not None:
                 window = before.conv.float()
             bias = self.dt_bias.view(heads, -1)
             if self.raw_bias is not None:
                 bias = torch.cat([bias, self.raw_bias.view(heads, -1)], -1)
-            x, raw, gate = split_projection(projected, bias, weight, window, self._parts())
+            x, raw, gate = split_projection(projected, bias, weight, window, self._parts)
             return x, raw, None, gate
         parts = {name: fold(v, heads) for name, v in self._parts_of(projected).items()}
         raw = torch.cat([parts[name] for name in self.components], -1)
@@ -141,19 +142,6 @@ class ProjectedLayer(LayerParameters):
         if self.has_drive:
             drive = F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
         return parts["x"], raw, drive, parts["gate"]
-
-    def _parts(self) -> tuple[Part, ...]:
-        """The parts of the projected input, for `split_projection`."""
-        places = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
-        places |= {"x": X_PART, "gate": GATE}
-        convolved = {} if self.conv is None else self._convolved_sizes()
-        biased = {next(iter(self._sizes)): self.head_dim}
-        if self.raw_bias is not None:
-            biased |= self._biased_sizes()
-        return tuple(
-            Part(size // self.num_heads, places[name], name in convolved, biased.get(name, 0))
-            for name, size in self.projected_sizes.items()
-        )
 
     def _input_bias(self) -> Tensor:  # (r,) or (H, r)
         """The bias of the raw values with projection="input"."""

@@ -243,13 +243,16 @@ class FixedPointLayer(ProjectedLayer):
         wants_state: bool = True,
     ) -> Call:
         """The map, where its solve starts, and the output stage."""
-        projected, window = self._convolve(projected, before, packing, wants_state)
+        at_once = self._splits_at_once(projected)
+        projected, window = self._convolve(
+            projected, before, packing, at_once=at_once, wants_state=wants_state
+        )
         gemm_dtype = autocast_dtype(projected) or self.D.dtype
         dtype = accumulator(projected.dtype)
         low = dtype if dtype == torch.float64 else gemm_dtype
         drive, z, gate = None, None, None
         if self.projection == "input":
-            x, raw, drive, z = self._split_projected(projected, before)
+            x, raw, drive, z = self._split_projected(projected, before, at_once=at_once)
             if self.output == "paper":
                 z, gate = None, z
         elif u is not None:

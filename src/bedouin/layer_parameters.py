@@ -8,6 +8,7 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -29,6 +30,8 @@ from bedouin.heads import choose_num_heads, make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
+from bedouin.kernels.projection import GATE, Part
+from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameterization import (
@@ -211,6 +214,7 @@ class LayerParameters(SavedLayer, ABC):
         biases = sum(self._biased_sizes().values()) if from_input else r
         has_bias = bias and (biases > 0 or not from_input)
         self.raw_bias = nn.Parameter(torch.empty(heads * biases, **factory)) if has_bias else None
+        self._parts = self._make_parts() if from_input and not self.has_drive else ()
         self.D = nn.Parameter(torch.empty(d, **factory))
         if self.decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
@@ -290,6 +294,19 @@ class LayerParameters(SavedLayer, ABC):
         """With projection="input", how many values of a head have a bias, the last of their
         component, in the order of the raw values; Delta's is dt_bias."""
         return {"mixer": self.mixer.bias_size, "erase": 1 if self.erase else 0}
+
+    def _make_parts(self) -> tuple[Part, ...]:
+        """The parts of the projected input, for `split_projection`."""
+        places = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
+        places |= {"x": X_PART, "gate": GATE}
+        convolved = {} if self.conv is None else self._convolved_sizes()
+        biased = {next(iter(self._sizes)): self.head_dim}
+        if self.raw_bias is not None:
+            biased |= self._biased_sizes()
+        return tuple(
+            Part(size // self.num_heads, places[name], name in convolved, biased.get(name, 0))
+            for name, size in self.projected_sizes.items()
+        )
 
     # -- parameters
 

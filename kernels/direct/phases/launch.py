@@ -117,7 +117,7 @@ class _Kept(NamedTuple):
         words = tokens * sizes.factors * sizes.P * dtype.itemsize // 4
         states = sizes.b * sizes.chunks * sizes.N * sizes.P
         sections = tokens * 2 * sizes.P, words, states, tokens, tokens * sizes.solved
-        rows, factors, *others = kept.view(-1).split(sections)
+        rows, factors, *others = kept.view(-1).split_with_sizes(sections)
         return _Kept(rows, factors.view(dtype), *others)
 
 
@@ -291,7 +291,7 @@ def _reverse(
     adjoint = A.new_empty(b, t, 2, P)
     if all(spec.fed):
         fed = inputs.x.new_empty(b, t, 2 * d)
-        delta, x = fed.split(d, -1)
+        delta, x = fed.split_with_sizes((d, d), -1)
     else:
         delta, x = inputs.x.new_empty(b, t, d), inputs.x.new_empty(b, t, d)
         fed = x if spec.fed[1] else delta
