@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -295,19 +296,100 @@ def test_the_first_table_is_that_of_the_summary() -> None:
     assert f"copies less far ({seeds('copy', 'recall_k2', 'characters_200')})" in text
     assert f"(at 128: {seeds('a5', 'deltaproduct_l1', 'sequence_128')})" in text
     assert f"RDN (MQAR {seeds('mqar', 'rdn_l1', 'accuracy_256')})" in text
-    assert f"learns both (A5: {seeds('bound_a5', 'recall_layer', 'token_16_32')})" in text
+    assert f"learns both (A5: {seeds('bound_a5', 'recall_layer', 'token_16_32')}, at " in text
+    (wide,) = raw("table-wide/bound_a5-recall_layer")["rows"]
+    products = " ".join(f"{value:.2f}" for value in wide["accuracy"]["16_32"]["token"])
+    assert f"[d_model 512](examples/results/table-wide/README.md) {products})" in text
     assert seeds("bound_s3", "recall_layer", "token_16_32") == "1.00 1.00 1.00"
-    assert seeds("bound_s3", "deltaproduct_l2", "token_16_32") == "1.00 1.00 1.00"
+    for group in ("s3", "a5"):
+        assert seeds(f"bound_{group}", "deltaproduct_l2", "token_16_32") == "1.00 1.00 1.00"
+    two = seeds("mqar", "deltaproduct_l2", "accuracy_256")
+    words = seeds("a5", "deltaproduct_l2", "sequence_128")
+    assert f"two layers of DeltaProduct (MQAR {two}, A5 at 128 {words})" in text
+    means = [
+        [fmean(summary["a5"][model][measure]) for model in ("recall", "lstm_l1")]
+        for measure in ("token_512", "token_2048")
+    ]  # "up to 512 like the LSTM, at 2,048 worse"
+    assert abs(means[0][0] - means[0][1]) < 0.02 and means[1][0] < means[1][1] - 0.1
     better = ("gated_deltanet_l1", "rdn_l1", "recall_no_feedback")
     worse = ("deltaproduct_l1", "attention_l2", "m2rnn_l1")
     for names, start in ((better, "copy better (at 200: "), (worse, "copy worse (")):
         copies = [value for m in names for value in summary["copy"][m]["characters_200"]]
         assert f"{start}{min(copies):.2f} to {max(copies):.2f})" in text
         for group in ("s3", "a5"):
-            products = [summary[f"bound_{group}"][m]["token_16_32"] for m in names]
-            assert max(map(max, products)) < 0.5
+            learned = [summary[f"bound_{group}"][m]["token_16_32"] for m in names]
+            assert max(map(max, learned)) < 0.5
     for model in better:
         assert set(summary["a5"][model]["sequence_128"]) == {0.0}
+
+
+def test_the_index_has_the_numbers_of_the_summary() -> None:
+    summary = summarize(RESULTS)
+
+    def seeds(task: str, model: str, measure: str) -> str:
+        return " ".join(f"{value:.2f}" for value in summary[task][model][measure])
+
+    def cell(start: str) -> str:
+        return line(TEXTS["index"], start)[1]
+
+    words = cell("A5 is tracked to 512")
+    parts = ("a5", "sequence_128"), ("a5", "token_2048"), ("s5", "token_128")
+    for task, measure in parts:
+        both = [seeds(task, model, measure) for model in ("recall", "lstm_l1")]
+        assert f"{both[0]}; LSTM {both[1]}" in words
+    means = [fmean(summary["a5"][model]["token_512"]) for model in ("recall", "lstm_l1")]
+    assert "labels at 512: mean {:.2f}, LSTM {:.2f};".format(*means) in words
+    copying = cell("Copying holds at twice")
+    assert f"at 200: {seeds('copy', 'recall', 'characters_200')};" in copying
+    assert f"Gated DeltaNet {seeds('copy', 'gated_deltanet_l1', 'characters_200')};" in copying
+    pairs = cell("MQAR with 8,192 tokens")
+    assert f"RDN {seeds('mqar', 'rdn_l1', 'accuracy_256')};" in pairs
+    assert f"(two layers) {seeds('mqar', 'deltaproduct_l2', 'accuracy_256')};" in pairs
+    two = cell("Two layers solve both")
+    for model, name in ("hybrid_l2", "A5, sequences:"), ("deltaproduct_l2", "DeltaProduct"):
+        assert f"{name} {seeds('a5', model, 'sequence_128')}" in two
+        for group in ("s3", "a5"):
+            assert min(summary[f"bound_{group}"][model]["token_16_32"]) > 0.995
+    assert f"at 200: {seeds('copy', 'hybrid_l2', 'characters_200')};" in two
+
+    def values(run: str, length: str, metric: str) -> str:
+        (row,) = raw(run)["rows"]
+        return " ".join(f"{value:.2f}" for value in row["accuracy"][length][metric])
+
+    wide = cell("At d_model 512")
+    longer = [
+        values(f"table-wide/bound_a5-{model}", "16_128", "token")
+        for model in ("recall_layer", "hybrid_l2")
+    ]
+    assert "at 128 operations {}, hybrid {};".format(*longer) in wide
+    tracked = [values(f"table-wide/a5-{m}", "128", "sequence") for m in ("recall", "lstm_l1")]
+    assert "A5, sequences: {}; LSTM {}".format(*tracked) in wide
+    shown = [values("table-controls/bound_z60-recall", "16_32", "token")]
+    assert line(TEXTS["index"], "Products of bound elements of Z60")[1:] == shown
+
+
+OPERATIONS = [("16_32", "token"), ("16_32", "sequence"), ("16_32", "recall")]
+OPERATIONS += [("16_128", "token"), ("16_128", "sequence")]
+
+
+@pytest.mark.parametrize("name", names_of("table-wide", "table-controls"))
+def test_wide_runs_and_controls_are_those_of_the_pages(name: str) -> None:
+    folder, run = name.split("/")
+    content = raw(name)
+    (row,) = content["rows"]
+    config, task = content["config"], run.split("-")[0]
+    assert (config["first_seed"], config["seeds"]) == (0, 3) and device(content) == "H100"
+    assert config["d_model"] == (512 if folder == "table-wide" else 256)
+    shown = {
+        "a5": [("128", "sequence"), ("512", "token"), ("2048", "token")],
+        "copy": [("100", "token"), ("200", "token")],
+        "bound_a5": OPERATIONS,
+        "bound_z60": OPERATIONS,
+    }[task]
+    accuracy = row["accuracy"]
+    values = [" ".join(f"{v:.2f}" for v in accuracy[length][metric]) for length, metric in shown]
+    sizes = [str(row["parameters"]), str(row["state_size"]), f"{row['point']['lr']:g}"]
+    assert line(TEXTS[folder], f"{run} |")[1:] == [*sizes, *values]
 
 
 def test_the_table_of_rivals_is_that_of_the_summary() -> None:
