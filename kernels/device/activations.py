@@ -1,6 +1,4 @@
 """Delta from its raw value, and the adjoint of that."""
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

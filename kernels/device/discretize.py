@@ -3,8 +3,6 @@
 `exponent` is log2(e) A Delta, of any shape: 2^v takes one instruction, exp(v) four more.
 Letters: d channels, n state per channel.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

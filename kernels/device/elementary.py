@@ -4,8 +4,6 @@ With `exp` and divisions that cover every float32, one Delta costs about 110 ins
 for one state. FAST selects the approximate instructions of the device instead: it is set in
 compiled kernels. All computation is in float32.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -1,6 +1,4 @@
 """Max norms of vectors, maxima that keep NaN, and the factor of a normalization."""
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ entries: (i, j), i <= j, is at j (j + 1) / 2 + i. Other matrices are stored row 
 vectors (d,) are called rows.
 Letters: d channels, k reflections.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ values inside loops.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from typing import Any, NamedTuple
 

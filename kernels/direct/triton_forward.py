@@ -13,9 +13,6 @@ Rows u_i are raw values, U has unit rows: scalars are multiplied by `inv`, 1 / |
 The raw values are laid out as `RawLayout` says. h is (b, n, d) here.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and c_i = r_i (1 - beta_i / bet
 A row has WIDTH entries, the first up to three of which are unused: B is loaded by fours.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -4,9 +4,6 @@ The weight is the largest operand of a token and depends on no other token, so a
 part while the launch before it still runs; torch's product would begin afterwards. Parts of READ
 PARTS columns are multiplied by different programs: a longer sum would take longer than its loads.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

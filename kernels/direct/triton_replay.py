@@ -2,8 +2,6 @@
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -17,9 +17,6 @@ The k x k system of w is the transpose of that of y, with the scalars of `prepar
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

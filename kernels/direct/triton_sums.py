@@ -9,9 +9,6 @@ The results are (ROWS, 32), the same number in every place: a row is a warp's, a
 place. What follows from them has this shape, too, until `over_channels` makes it a vector (d,).
 Where the channels are spread in another way (ROWS is 0), results are scalars instead.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

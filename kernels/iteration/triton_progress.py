@@ -3,8 +3,6 @@
 A token is one row of (b t, ...); the first `kept` tokens of each sample are frozen.
 Letters: b batch, t time, d channels.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ over states stays inside a thread.
 Letters: b batch, t time, d channels, n state per channel, r raw values, g groups of states, H heads
 of b/H samples each (kernels/heads.py).
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 import triton
 import triton.language as tl

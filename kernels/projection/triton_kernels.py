@@ -7,9 +7,6 @@ A program has some tokens of one part of one head; programs of all parts are in 
 b batch, t time, p channels and r raw values of a head, q those with a bias, s values of a part of a
 head, c convolved channels of all parts and heads, w width of the convolution, H heads.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ memory (n, block) in registers. For the backward it stores the memory before eve
 Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
 of b/H samples each (kernels/heads.py).
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ cut in the same way, backward in time.
 Letters: b batch, t time, d channels, n state per channel, s segments, H heads of b/H samples each
 (kernels/heads.py).
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

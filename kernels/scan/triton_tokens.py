@@ -2,8 +2,6 @@
 
 Letters: b batch, t time, d channels, n state per channel.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -30,7 +28,7 @@ def load_scan_rows(pointer, stride, left, channel, d):
     for i in tl.static_range(4):
         end = tl.where(i < left, d, 0)
         row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
-        rows = rows + (row,)  # type: ignore[assignment]
+        rows = rows + (row,)
     return rows
 
 

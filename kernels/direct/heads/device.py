@@ -7,9 +7,6 @@ all states of its channels, so that a sum over states moves no data, and one ope
 them (Triton's compiler takes minutes for kernels of thousands of operations).
 Letters: d channels of a head, n state per channel, k reflections, s samples of a program.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

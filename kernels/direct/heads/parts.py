@@ -6,9 +6,6 @@ channels a row has, and exchanges values between the warps of a sample, which co
 each time.
 Letters: d channels of a head, s samples of a program, l lanes: values of a row, one a thread.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -4,9 +4,6 @@ A block is a tensor (s, d, N), the states of all blocks a tuple of these; rows (
 those of `device.py`.
 Letters: d channels of a head, n state per channel, s samples of a program.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Blocks of states are replayed one after the other, so that the values of all sta
 registers beside what the reverse sweep holds.
 Letters: d channels of a head, n state per channel, s samples of a program, or their parts.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -7,9 +7,6 @@ second-level cache. Equations and scalars are those of `../triton_reverse.py` an
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

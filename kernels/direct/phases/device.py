@@ -13,9 +13,6 @@ of which all lanes of a channel store the same: those of (P,) would cost a barri
 
 Letters: P channels, N states, both rounded up to powers of two.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

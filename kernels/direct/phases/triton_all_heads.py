@@ -10,9 +10,6 @@ itself.
 Sample i of head k is sample k S + i of the batch. Letters as in `triton_sweep.py`; H heads, S
 samples of a head.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

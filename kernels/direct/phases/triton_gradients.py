@@ -13,10 +13,6 @@ tuple of V tensors (PR, S, PL) for channel (pr PL + pl) V + v: sums over channel
 thread and log2(PL) shuffles.
 Letters as in `triton_sweep.py`.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call"
-# mypy: disable-error-code="untyped-decorator, var-annotated"
 
 import triton
 import triton.language as tl

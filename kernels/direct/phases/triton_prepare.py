@@ -3,9 +3,6 @@
 Letters: b folded samples, t time, d channels of a head, n state per channel, r raw values,
 s tokens of a program; N: n rounded up to a power of two.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ The defect of the local equation is sigma U^T (T U (y - x) - e), and that of the
 U^T (T^T U (s written_) - f), with the e and f that the sweeps have used.
 Letters as in `triton_sweep.py`; k reflections.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -19,9 +19,6 @@ adjoint subtracts norm(y) <raw_, W^y norm(y)> / d, with an inner product that ev
 by itself.
 Letters as in `triton_sweep.py`.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -10,9 +10,6 @@ the y above, (I - S T) z = U (y - x^), e = T z, and sigma U^T e is added to y.
 Letters: b folded samples, t time, d channels of a head, n state per channel, P and N both rounded
 up to powers of two; V, NL as in `device.py`.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# Tuples that grow are tuples of other types.
-# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
