@@ -20,7 +20,7 @@ Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool]
 """The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps and feeds_x."""
 
 SCALARS = (
-    "str activation, bool selective, int num_householder, float beta_max, float erase, "
+    "str activation, bool selective, SymInt num_householder, float beta_max, float erase, "
     "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x"
 )
 """`Scalars` in the schema of an operation."""

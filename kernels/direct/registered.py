@@ -40,7 +40,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
 from bedouin.kernels.one_reflection import added_values, with_reflection
-from bedouin.kernels.operands import NUM_SCALARS, Operands, Parameterization
+from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import operation
 
 MemoryResult = tuple[Tensor, Tensor, Tensor]
@@ -58,39 +58,32 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
-@operation("direct_sweep")
-def sweep_operation(
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (f, d) or (H, f, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    erase: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    feeds_x: bool,
-    plain: bool,
-    keep_every: int,
-    lengths: Tensor | None = None,  # (b,), tokens before the padding; last, with a
-    # default, because graphs that were cached by an earlier version do not pass it
-) -> SweepResult:
-    operands = Operands(x, raw, W_y, A, h0, y0)
-    options = Parameterization.from_scalars(
-        *(activation, selective, num_householder, beta_max, erase),
-        *(input_scale, eigenvalues, norm_eps, feeds_x),
-    )
+OPERANDS = "Tensor x, Tensor raw, Tensor? W_y, Tensor A, Tensor? h0, Tensor? y0"
+OPTIONS = f"{SCALARS}, bool plain, SymInt keep_every"
+
+
+def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
+    """The operands and the parameterization of an operation, and what it was given behind them.
+    That has no last argument where this is the default, for graphs that an earlier version cached.
+    """
+    behind = 6 + NUM_SCALARS
+    return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), *flat[behind:]
+
+
+@operation(
+    "direct_sweep",
+    f"({OPERANDS}, {OPTIONS}, Tensor? lengths=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def sweep_operation(*flat: Any) -> SweepResult:
+    """`lengths` (b,): tokens before the padding."""
+    operands, options, plain, keep_every, *lengths = _parse(*flat)
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
     if takes_phases(operands, options):
         y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
-        return y, h, kept, statistics, *summarize(statistics, lengths)
+        return y, h, kept, statistics, *summarize(statistics, *lengths)
     together = takes_heads_together(operands, options)
     if not together:
         operands, options = with_reflection(operands, options)
@@ -108,52 +101,26 @@ def sweep_operation(
             launch_sweep(head, options, keep_every)
         statistics = join_samples([head.statistics for head in heads], 1)
     y, h, kept = buffers.y, buffers.h.mT, buffers.kept
-    return y, h, kept.flatten(1), statistics, *summarize(statistics, lengths)
+    return y, h, kept.flatten(1), statistics, *summarize(statistics, *lengths)
 
 
 @sweep_operation.register_fake
-def _sweep_fake(
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (f, d) or (H, f, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    *options: Any,
-) -> SweepResult:
-    b, t, d = x.shape
-    summary = A.new_empty(2, b), A.new_empty(b, dtype=torch.bool)
-    operands = Operands(x, raw, W_y, A, h0, y0)
-    memory = _memory_like(operands, options[: NUM_SCALARS + 2], solves=True)
-    return A.new_empty(b, t, d), *memory, A.new_empty(4, b, t), *summary
+def _sweep_fake(*flat: Any) -> SweepResult:
+    operands, options, plain, keep_every, *_ = _parse(*flat)
+    A, (b, t, _) = operands.A, operands.x.shape
+    y, statistics, summary = A.new_empty(operands.x.shape), A.new_empty(4, b, t), A.new_empty(2, b)
+    memory = _memory_like(operands, options, plain, keep_every, solves=True)
+    return y, *memory, statistics, summary, A.new_empty(b, dtype=torch.bool)
 
 
-@operation("direct_sweep_known")
+@operation(
+    "direct_sweep_known", f"(Tensor y_star, {OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
 def memory_operation(
     y_star: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (f, d) or (H, f, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    erase: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    feeds_x: bool,
-    plain: bool,
-    keep_every: int,
+    *flat: Any,
 ) -> MemoryResult:
-    operands = Operands(x, raw, W_y, A, h0, y0)
-    options = Parameterization.from_scalars(
-        *(activation, selective, num_householder, beta_max, erase),
-        *(input_scale, eigenvalues, norm_eps, feeds_x),
-    )
+    operands, options, plain, keep_every = _parse(*flat)
     y = y_star.clone(memory_format=torch.contiguous_format)
     if plain:
         h, kept = plain_memory(y_star, operands, options, keep_every)
@@ -170,27 +137,20 @@ def memory_operation(
 @memory_operation.register_fake
 def _memory_fake(
     y_star: Tensor,  # (b, t, d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (f, d) or (H, f, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    *options: Any,
+    *flat: Any,
 ) -> MemoryResult:
-    memory = _memory_like(Operands(x, raw, W_y, A, h0, y0), options, solves=False)
+    operands, options, plain, keep_every = _parse(*flat)
+    memory = _memory_like(operands, options, plain, keep_every, solves=False)
     return y_star.new_empty(y_star.shape), *memory
 
 
 def _memory_like(
-    operands: Operands, options: tuple[Any, ...], *, solves: bool
+    operands: Operands, options: Parameterization, plain: bool, keep_every: int, *, solves: bool
 ) -> tuple[Tensor, Tensor]:
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
-    *scalars, plain, keep_every = options
-    parameterization = Parameterization.from_scalars(*scalars)
-    if solves and not plain and takes_phases(operands, parameterization):
-        kept = sizes_of(operands, parameterization).kept if keep_every else 0
+    if solves and not plain and takes_phases(operands, options):
+        kept = sizes_of(operands, options).kept if keep_every else 0
     else:
         kept = _slots(t, plain, keep_every) * n * d
     return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
@@ -220,40 +180,24 @@ def summarize(
     return summary, converged
 
 
-@operation("direct_sweep_backward")
+@operation(
+    "direct_sweep_backward",
+    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, bool wants_y0, {OPTIONS}, "
+    "bool solved=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _sweep_backward(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
     y: Tensor,  # (b, t, d)
     kept: Tensor,  # (b, `_slots` n d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (f, d) or (H, f, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    wants_y0: bool,
-    activation: str,
-    selective: bool,
-    num_householder: int,
-    beta_max: float,
-    erase: float,
-    input_scale: str,
-    eigenvalues: str,
-    norm_eps: float | None,
-    feeds_x: bool,
-    plain: bool,
-    keep_every: int,
-    solved: bool = True,  # by `sweep_operation`, else y was given; a default, as above
+    *flat: Any,
 ) -> Gradients:
-    operands = Operands(x, raw, W_y, A, h0, y0)
-    options = Parameterization.from_scalars(
-        *(activation, selective, num_householder, beta_max, erase),
-        *(input_scale, eigenvalues, norm_eps, feeds_x),
-    )
+    """`solved`: by `sweep_operation`, else y was given."""
+    operands, options, plain, keep_every, *solved = _parse(*flat[:6], *flat[7:])
+    (x, raw, W_y, A, *_), wants_y0 = operands, flat[6]
     r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
-        if solved and not plain and takes_phases(operands, options):
+        if all(solved) and not plain and takes_phases(operands, options):
             return phase_reverse((grad_y, grad_h, y, kept), operands, options, wants_y0=wants_y0)
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
@@ -290,29 +234,15 @@ def _sweep_backward(
 
 
 @_sweep_backward.register_fake
-def _sweep_backward_fake(
-    grad_y: Tensor,  # (b, t, d)
-    grad_h: Tensor | None,  # (b, d, n); None: zeros
-    y: Tensor,  # (b, t, d)
-    kept: Tensor,  # (b, `_slots` n d)
-    x: Tensor,  # (b, t, d)
-    raw: Tensor,  # (b, t, r)
-    W_y: Tensor | None,  # (f, d) or (H, f, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    h0: Tensor | None,  # (b, d, n)
-    y0: Tensor | None,  # (b, d)
-    wants_y0: bool,
-    *options: Any,
-) -> Gradients:
+def _sweep_backward_fake(*flat: Any) -> Gradients:
+    operands, options, plain, _, *solved = _parse(*flat[4:10], *flat[11:])
+    (x, raw, W_y, A, *_), wants_y0 = operands, flat[10]
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    num_householder, (plain, _, *solved) = options[2], options[NUM_SCALARS:]
-    operands = Operands(x, raw, W_y, A, h0, y0)
-    parameterization = Parameterization.from_scalars(*options[:NUM_SCALARS])
-    phases = all(solved) and not plain and takes_phases(operands, parameterization)
-    if plain or phases or takes_heads_together(operands, parameterization):
+    phases = all(solved) and not plain and takes_phases(operands, options)
+    if plain or phases or takes_heads_together(operands, options):
         rows = r
     else:
-        rows = r + added_values(num_householder, d)
+        rows = r + added_values(options.known_layout().num_householder, d)
     rows += padding(rows)
     if W_y is None:
         grad_W_y = A.new_empty(0)
