@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.heads import count_heads
-from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.iteration.buffers import IterationBuffers
 from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
 from bedouin.kernels.iteration.triton_scan import scan_kernel

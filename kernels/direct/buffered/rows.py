@@ -2,7 +2,7 @@
 
 With S = U diag(sigma) U^T, the strict upper triangle R of U U^T and U (y - x) = w, the fixed point
 of a token obeys y = p + sigma * x~, x~ = x + U^T e, e = T w with T = (I + diag(beta) R)^-1
-diag(beta) (kernels/householder). Without y and T,
+diag(beta) (kernels/householder.py). Without y and T,
 
     E e = diag(beta) U (p + sigma * x - x),    E = I + diag(beta) (R - S),
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import is_batched, is_transformed
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.norms import overflow_to_nan_
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 

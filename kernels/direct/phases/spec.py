@@ -26,7 +26,7 @@ from bedouin.kernels.direct.phases.triton_reflections import (
 )
 from bedouin.kernels.direct.phases.triton_reverse import phase_reverse_kernel
 from bedouin.kernels.direct.phases.triton_sweep import phase_sweep_kernel
-from bedouin.kernels.householder.reference import UNIT_EPS
+from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import Device, ceil_div
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
