@@ -19,7 +19,7 @@ from bedouin.kernels.iteration.triton_scan import scan_kernel
 from bedouin.kernels.iteration.triton_tokens import finish_iteration_kernel, mix_kernel
 from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import ceil_div, next_power_of_two
-from bedouin.kernels.operands import Parameterization
+from bedouin.kernels.operands import Parameterization, RawLayout
 
 FEWEST_STATES = 4
 """Fewest states of a thread of the scan, where programs would otherwise be few."""
@@ -43,21 +43,12 @@ RESTORERS = 4
 """Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
 
 
-@dataclass(frozen=True)
-class IterationLimits:
-    """Sizes that bound a launch; tests give smaller ones to reach its branches with little work.
-
-    states: most states of a thread of the scan.
-    decide_tile: elements of `parts` that `decide` takes at a time.
-    decide_tokens: fewest tokens that `decide` takes at a time.
-    """
-
-    states: int = 16
-    decide_tile: int = 8192
-    decide_tokens: int = 32
-
-
-LIMITS = IterationLimits()
+STATES = 16
+"""Most states of a thread of the scan."""
+DECIDE_TILE = 8192
+"""Elements of `parts` that `decide` takes at a time."""
+DECIDE_TOKENS = 32
+"""Fewest tokens that `decide` takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +60,9 @@ class ScanTile:
     channels: int
 
     @staticmethod
-    def of(b: int, d: int, n: int, limits: IterationLimits) -> "ScanTile":
+    def of(b: int, d: int, n: int) -> "ScanTile":
         """All states in one thread where they fit and that makes enough programs."""
-        tile = ScanTile._from_states(min(limits.states, next_power_of_two(n)), n, d)
+        tile = ScanTile._from_states(min(STATES, next_power_of_two(n)), n, d)
         while tile._may_be_halved and b * ceil_div(d, tile.channels) < PROGRAMS:
             tile = ScanTile._from_states(tile.states // 2, n, d)
         return tile
@@ -106,7 +97,6 @@ class Geometry:
     rule: IterationRule
     options: Parameterization
     feedback: bool
-    limits: IterationLimits
 
     @staticmethod
     def of(
@@ -116,19 +106,21 @@ class Geometry:
         A: Tensor,  # (n, d) or (H, n, d)
         options: Parameterization,
         rule: IterationRule,
-        limits: IterationLimits = LIMITS,
     ) -> "Geometry":
         """From the tensors as the kernels get them."""
         (b, t, d), n, heads = x.shape, A.shape[-2], count_heads(A)
         raw_stride = raw.stride(1)
         strides = x.stride(1), raw_stride, raw_stride if W_y is None else W_y.shape[-2]
-        tile, feedback = ScanTile.of(b, d, n, limits), W_y is not None
-        return Geometry(b, t, d, n, heads, *strides, tile, rule, options, feedback, limits)
+        tile, feedback = ScanTile.of(b, d, n), W_y is not None
+        return Geometry(b, t, d, n, heads, *strides, tile, rule, options, feedback)
+
+    @property
+    def layout(self) -> RawLayout:
+        return self.options.known_layout()
 
     @property
     def k(self) -> int:
-        assert self.options.layout is not None
-        return self.options.layout.num_householder
+        return self.layout.num_householder
 
     @property
     def fast(self) -> bool:
@@ -163,8 +155,7 @@ class Geometry:
     @property
     def token_constants(self) -> dict[str, Any]:
         """Of the kernels that take a token a program."""
-        layout = self.options.layout
-        assert layout is not None
+        layout = self.layout
         offsets = (self.raw_stride, self.fed_stride, self.d, 2 * self.n if layout.selective else 0)
         return {
             "K": layout.num_householder,
@@ -178,12 +169,10 @@ class Geometry:
 
 def mix(g: Geometry, it: IterationBuffers) -> None:
     """x~ and unit B and C of all tokens that still move, for Jacobi T and 1 / |u_i|."""
-    layout = g.options.layout
-    assert layout is not None
     mix_kernel[(g.b * g.t,)](
         *(it.x, it.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
-        BETA_MAX=layout.beta_max,
+        BETA_MAX=g.layout.beta_max,
         EPS=UNIT_EPS,
         STORE_WY=g.jacobi,
         **g.token_constants,
@@ -198,8 +187,7 @@ def _token_warps(d: int) -> int:
 
 def scan(g: Geometry, it: IterationBuffers) -> None:
     """Picard: the next iterate and the parts of defect and scale; Jacobi: p, in its place."""
-    tile, layout = g.tile, g.options.layout
-    assert layout is not None
+    tile = g.tile
     scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
         *(it.mixed, it.raw, it.fed_back, it.BC, it.A, it.h0, it.y, it.kept),
         *(it.y_next, it.y_next if it.value is None else it.value, it.gain, it.parts),
@@ -212,8 +200,8 @@ def scan(g: Geometry, it: IterationBuffers) -> None:
         STORE_GAIN=g.stores_gain,
         STORE_VALUE=it.value is not None,
         FEEDBACK=g.feedback,
-        SELECTIVE=layout.selective,
-        ACTIVATION=layout.activation,
+        SELECTIVE=g.layout.selective,
+        ACTIVATION=g.layout.activation,
         INPUT_SCALE=g.options.input_scale,
         FULL=g.options.eigenvalues == "full",
         DAMPING=g.rule.damping,
@@ -229,8 +217,6 @@ def scan(g: Geometry, it: IterationBuffers) -> None:
 
 def finish(g: Geometry, it: IterationBuffers) -> None:
     """Jacobi: the local solve of all tokens that still move, defect, scale and pivot."""
-    layout = g.options.layout
-    assert layout is not None
     finish_iteration_kernel[(g.b * g.t,)](
         *(it.x, it.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
         *(it.y_next, it.mixed_next, it.parts, it.pivots),
@@ -238,7 +224,7 @@ def finish(g: Geometry, it: IterationBuffers) -> None:
         EXACT=next_power_of_two(g.n) == g.n,
         MIX=g.mixes_ahead,
         FAST=g.fast,
-        ACTIVATION=layout.activation,
+        ACTIVATION=g.layout.activation,
         INPUT_SCALE=g.options.input_scale,
         **g.token_constants,
         num_warps=_token_warps(g.d),
@@ -248,7 +234,7 @@ def finish(g: Geometry, it: IterationBuffers) -> None:
 def decide(g: Geometry, it: IterationBuffers, *, count: bool) -> None:
     """Defect, scale, converged prefix and failure of every sample."""
     block_p = next_power_of_two(g.parts)
-    fitting = max(g.limits.decide_tokens, g.limits.decide_tile // block_p)
+    fitting = max(DECIDE_TOKENS, DECIDE_TILE // block_p)
     block_t = min(next_power_of_two(g.t), fitting)
     decide_kernel[(g.b,)](
         *(it.parts, it.norms, it.counters, it.counters if it.lengths is None else it.lengths),

@@ -32,9 +32,7 @@ from bedouin.kernels.feedback import normalize_feedback, padded_rows
 from bedouin.kernels.guard import Launching
 from bedouin.kernels.iteration.buffers import FAILED, FROZEN, STEPS, IterationBuffers
 from bedouin.kernels.iteration.launch import (
-    LIMITS,
     Geometry,
-    IterationLimits,
     decide,
     finish,
     mix,
@@ -56,7 +54,6 @@ class FusedIteration:
         y: Tensor,  # (b, t, d), the start
         parameterization: Parameterization,
         rule: IterationRule,
-        limits: IterationLimits = LIMITS,
         lengths: Tensor | None = None,  # (b,)
         backend: Backend = "auto",
     ) -> None:
@@ -68,7 +65,7 @@ class FusedIteration:
             r = raw.shape[2]
             W_y = padded_rows(W_y, r + padding(r))
         A = A.mT.contiguous()
-        self.geometry = g = Geometry.of(x, raw, W_y, A, parameterization, rule, limits)
+        self.geometry = g = Geometry.of(x, raw, W_y, A, parameterization, rule)
         b, t, _ = y.shape
         y = y.clone(memory_format=torch.contiguous_format)
         mixed = torch.empty_like(y)

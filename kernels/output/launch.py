@@ -63,8 +63,6 @@ def output_backward(
     grad: Tensor,  # (b / H, t, H d)
     operands: OutputOperands,
     eps: float,
-    *,
-    most_programs: int = PROGRAMS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of y, x and gate, which is also that of fed and z, and of D and weight.
 
@@ -78,7 +76,7 @@ def output_backward(
     rows = _as_rows(y, x, gate, fed, z)
     tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
     constants = _output_constants(heads > 1, *parts, eps, tokens, d)
-    programs = min(ceil_div(most_programs, heads), ceil_div(tokens, constants["TOKENS"]))
+    programs = min(ceil_div(PROGRAMS, heads), ceil_div(tokens, constants["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
     norm_weight = D if weight is None else weight.contiguous()
     OUTPUT_BACKWARD.launch(

@@ -5,9 +5,7 @@ c convolved channels, w width of the convolution, H heads; b' = H b folded sampl
 (kernels/heads.py).
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ def launch_split(
     given = projected, bias, _read(weight, bias), _read(window, bias), *results
     # as many programs of each part as the widest one has
     grid = ceil_div(t, _tokens(parts.widest)) * len(parts.placed), H, b
-    constants = _constants(parts, _width(weight), window is not None)
+    constants = _constants(SPLIT, parts, _width(weight), window is not None)
     SPLIT.launch(grid, given, (t, *projected.stride()[:2], bias.stride(0)), constants)
 
 
@@ -76,7 +74,7 @@ def launch_split_backward(
     given = projected, _read(weight, projected), _read(window, projected), x, raw, gate
     strides = [v.stride()[:2] for v in (projected, x, raw, gate, grad_projected)]
     grid = splits * len(parts.placed), H, b
-    constants = _backward_constants(parts, w, window is not None)
+    constants = _constants(SPLIT_BACKWARD, parts, w, window is not None)
     tensors = *given, grad_projected, grad_window, sums
     SPLIT_BACKWARD.launch(grid, tensors, (t, splits, *sum(strides, ())), constants)
     return grad_projected, sums.sum(0), grad_window
@@ -97,21 +95,6 @@ def _read(
     return other if tensor is None else tensor.contiguous()
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _constants(
-    parts: Parts,
-    width: int,  # 0: no convolution
-    windowed: bool,
-) -> Constants:
-    return Constants(num_warps=4, **_common_constants(parts, width, windowed, _tokens))
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _backward_constants(parts: Parts, width: int, windowed: bool) -> Constants:
-    common = _common_constants(parts, width, windowed, _rows)
-    return Constants(LENGTH=LENGTH, num_warps=4, **common)
-
-
 def _tokens(size: int) -> int:
     """Tokens of a program of the forward, for a part of this size."""
     return max(LEAST_TOKENS, TILE // next_power_of_two(size))
@@ -122,17 +105,24 @@ def _rows(size: int) -> int:
     return max(1, ROW_TILE // next_power_of_two(size))
 
 
-def _common_constants(
-    parts: Parts, width: int, windowed: bool, rows: Callable[[int], int]
-) -> dict[str, Any]:
-    """Those of both kernels; `rows` of a tile for a part of some size."""
+@lru_cache(maxsize=KEPT_CONSTANTS)
+def _constants(
+    kernel: PlannedKernel,
+    parts: Parts,
+    width: int,  # 0: no convolution
+    windowed: bool,
+) -> Constants:
+    rows = _tokens if kernel is SPLIT else _rows
     fields: list[int] = []
     for (size, place, convolved, biased), column, channel, bias in parts.placed:
         fields += size, next_power_of_two(size), place, int(convolved), column, channel, rows(size)
         fields += size - biased, bias
-    return {
+    every = {
         "PARTS": tuple(fields),
         "SIZES": (parts.p, parts.r, parts.c, parts.q, width),
         "WINDOWED": windowed,
+        "LENGTH": LENGTH,
+        "num_warps": 4,
         "num_stages": 1,
     }
+    return Constants.of(kernel, every)

@@ -45,23 +45,13 @@ one warp, cut until there are BACKWARD_PROGRAMS or the segments are at their sho
 4 and 16 segments: 1.15 and 1.13 ms, 64 channels in 4: 1.20; 8 x 4096 in 16: 2.29 and 2.30)."""
 
 
-@dataclass(frozen=True)
-class ScanLimits:
-    """Sizes that bound a plan; tests give smaller ones to reach its branches with little work.
-
-    warp: elements (channels times states) of one warp, 16 in each thread.
-    segment: fewest tokens in a segment: a cut scan reads its operands once more and writes its
-        starts.
-    backward_segment: fewest tokens in a segment of the backward, whose programs each have a
-        workspace of SCAN_CHUNK tokens: a sixteenth of what all states would take.
-    """
-
-    warp: int = 512
-    segment: int = 64
-    backward_segment: int = 256
-
-
-LIMITS = ScanLimits()
+WARP = 512
+"""Elements (channels times states) of one warp, 16 in each thread."""
+SEGMENT = 64
+"""Fewest tokens in a segment: a cut scan reads its operands once more and writes its starts."""
+BACKWARD_SEGMENT = 256
+"""The same of the backward, whose programs each have a workspace of SCAN_CHUNK tokens: a sixteenth
+of what all states would take."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,6 @@ class ScanPlan:
     block_n: int
     segments: int
     segment_chunks: int
-    limits: ScanLimits
 
     @property
     def channel_blocks(self) -> int:
@@ -97,7 +86,7 @@ class ScanPlan:
 
     @property
     def blocks(self) -> dict[str, int]:
-        warps = max(1, min(MOST_WARPS, self.block_d * self.block_n // self.limits.warp))
+        warps = max(1, min(MOST_WARPS, self.block_d * self.block_n // WARP))
         return {"BLOCK_D": self.block_d, "BLOCK_N": self.block_n, "num_warps": warps}
 
 
@@ -107,7 +96,6 @@ def plan_scan(
     *,
     reverse: bool,
     heads: int = 1,
-    limits: ScanLimits = LIMITS,
 ) -> ScanPlan:
     """The plan of the forward kernel or, with `reverse`, of the backward kernel, for segments of
     whole chunks."""
@@ -118,40 +106,38 @@ def plan_scan(
         return b * ceil_div(d, block_d)
 
     if reverse:
-        shortest, wanted = limits.backward_segment, 0
-        block_d = _backward_block(d, block_n, 2, limits.warp)
+        shortest, wanted = BACKWARD_SEGMENT, 0
+        block_d = _backward_block(d, block_n, 2)
         if programs(block_d) < UNCUT_PROGRAMS:
-            wanted, block_d = BACKWARD_PROGRAMS, _backward_block(d, block_n, 1, limits.warp)
+            wanted, block_d = BACKWARD_PROGRAMS, _backward_block(d, block_n, 1)
     else:
-        shortest, wanted = limits.segment, FORWARD_PROGRAMS
-        block_d = _forward_block(d, block_n, limits.warp)
+        shortest, wanted = SEGMENT, FORWARD_PROGRAMS
+        block_d = _forward_block(d, block_n)
         if programs(block_d) < wanted:
             block_d = max(1, block_d // 2)
     segments = max(1, min(ceil_div(wanted, programs(block_d)), t // shortest))
     segment_chunks = ceil_div(ceil_div(t, segments), SCAN_CHUNK)
     segments = ceil_div(t, segment_chunks * SCAN_CHUNK)
-    return ScanPlan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks, limits)
+    return ScanPlan(b, t, d, n, heads, block_d, block_n, segments, segment_chunks)
 
 
-def _forward_block(d: int, block_n: int, warp: int) -> int:
+def _forward_block(d: int, block_n: int) -> int:
     """Channels of one warp."""
-    return min(max(1, warp // block_n), LANES, next_power_of_two(d))
+    return min(max(1, WARP // block_n), LANES, next_power_of_two(d))
 
 
-def _backward_block(d: int, block_n: int, warps: int, warp: int) -> int:
+def _backward_block(d: int, block_n: int, warps: int) -> int:
     """Channels of `warps` warps, or more where BACKWARD_CHANNELS requires it."""
-    least = min(BACKWARD_CHANNELS, MOST_WARPS * warp // block_n)
-    return min(max(1, warps * warp // block_n, least), next_power_of_two(d))
+    least = min(BACKWARD_CHANNELS, MOST_WARPS * WARP // block_n)
+    return min(max(1, warps * WARP // block_n, least), next_power_of_two(d))
 
 
-def scan_forward(
-    operands: ScanOperands, options: ScanOptions, *, keep: bool, limits: ScanLimits = LIMITS
-) -> ScanResult:
+def scan_forward(operands: ScanOperands, options: ScanOptions, *, keep: bool) -> ScanResult:
     """The scan; `keep` stores the memories that `scan_backward` needs. No size may be 0."""
     A, h0, D = operands.A, operands.h0, operands.D
     x, delta, B, C = map(last_axis_contiguous, (operands.x, operands.delta, operands.B, operands.C))
     by_state, skip = A.mT.contiguous(), A if D is None else D.contiguous()
-    plan = plan_scan(x, A.shape[-1], reverse=False, heads=count_heads(A), limits=limits)
+    plan = plan_scan(x, A.shape[-1], reverse=False, heads=count_heads(A))
     start = _enter_segments((x, delta, by_state, B, h0.mT.contiguous()), plan, options)
     chunks = ceil_div(x.shape[1], SCAN_CHUNK) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -179,8 +165,6 @@ def scan_backward(
     kept: Tensor,  # (b, ceil(t / SCAN_CHUNK), d, n), as `scan_forward` returns it
     operands: ScanOperands,
     options: ScanOptions,
-    *,
-    limits: ScanLimits = LIMITS,
 ) -> ScanCotangents:
     """The adjoint of the scan, from the last token to the first. No size may be 0."""
     h0, D = operands.h0, operands.D
@@ -189,7 +173,7 @@ def scan_backward(
     )
     A, grad_h = operands.A.contiguous(), grad_h.contiguous()
     skip = A if D is None else D.contiguous()
-    plan = plan_scan(x, A.shape[-1], reverse=True, heads=count_heads(A), limits=limits)
+    plan = plan_scan(x, A.shape[-1], reverse=True, heads=count_heads(A))
     by_state = A.mT.contiguous() if plan.segments > 1 else A
     end = _enter_segments((grad_y, delta, by_state, C, grad_h), plan, options, reverse=True)
     (b, t, d), n, block = x.shape, A.shape[-1], plan.block_d * plan.block_n
@@ -248,8 +232,7 @@ def _enter_segments(
         return entry.unsqueeze(1)
     shape = (plan.b, plan.segments, *entry.shape[1:])
     product, local, carried = value.new_empty(3, *shape, dtype=torch.float32)
-    warp = plan.limits.warp
-    block_d = _forward_block(plan.d, plan.block_n, warp)
+    block_d = _forward_block(plan.d, plan.block_n)
     blocks = ceil_div(plan.d, block_d)
     segment_kernel[(plan.b * blocks * (plan.segments - 1),)](
         *(value, delta, A, vector, product, local),
@@ -264,10 +247,10 @@ def _enter_segments(
         num_warps=1,
     )
     size = plan.d * plan.n
-    carry_kernel[(plan.b * ceil_div(size, warp),)](
+    carry_kernel[(plan.b * ceil_div(size, WARP),)](
         *(entry, product, local, carried, size, plan.segments),
         REVERSE=reverse,
-        BLOCK=warp,
+        BLOCK=WARP,
         num_warps=1,
     )
     entered: Tensor = carried

@@ -122,16 +122,18 @@ def test_scan(
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-def test_scan_of_a_cut_sequence(device: str) -> None:
+def test_scan_of_a_cut_sequence(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments: every kernel of the scan finds A of a sample's head."""
-    from bedouin.kernels.scan.launch import ScanLimits, scan_backward, scan_forward
+    from bedouin.kernels.scan import launch
 
+    for name in ("WARP", "SEGMENT", "BACKWARD_SEGMENT"):
+        monkeypatch.setattr(launch, name, 16)
     operands = [v.to(device, torch.float32) for v in scan_operands(2, 1, 17, 2, 2)]
-    options, limits = ScanOptions("one_minus_decay", "full", False), ScanLimits(16, 16, 16)
+    options = ScanOptions("one_minus_decay", "full", False)
     given = ScanOperands(*operands)
-    y, h, kept = scan_forward(given, options, keep=True, limits=limits)
+    y, h, kept = launch.scan_forward(given, options, keep=True)
     weights = weights_like(y).float(), weights_like(h).float()
-    grads = scan_backward(*weights, kept, given, options, limits=limits)
+    grads = launch.scan_backward(*weights, kept, given, options)
     expected = results(lambda *v: scan(*v, backend="reference"), [v.double() for v in operands])
     for i, (ours, theirs) in enumerate(zip([y, h, *grads], expected, strict=True)):
         assert_close(f"result {i}", ours.double(), theirs, 2e-6, atol=2e-6)
@@ -150,16 +152,19 @@ def test_output(
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-def test_output_where_a_program_takes_many_tokens_of_its_head(device: str) -> None:
-    from bedouin.kernels.output.launch import output_backward
+def test_output_where_a_program_takes_many_tokens_of_its_head(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bedouin.kernels.output import launch
     from bedouin.kernels.output.types import OutputOperands
 
+    monkeypatch.setattr(launch, "PROGRAMS", 3)
     operands = [v.to(device, torch.float32) for v in output_operands(2, 3, 7, 65, norm=True)]
     exact = [v.double() for v in operands]
     out, *expected = results(lambda *v: output(*v, backend="reference"), exact)
     y, x, D, gate, _, _, weight = expected
     given = OutputOperands(*operands)
-    actual = output_backward(unfold(weights_like(out).float(), 2), given, 1e-5, most_programs=3)
+    actual = launch.output_backward(unfold(weights_like(out).float(), 2), given, 1e-5)
     wanted = y, x, gate, torch.stack([D, weight])
     for i, (ours, theirs) in enumerate(zip(actual, wanted, strict=True)):
         assert_close(f"result {i}", ours.double(), theirs, 2e-6, atol=2e-6)

@@ -202,17 +202,21 @@ def test_awkward_sizes(sizes: tuple[int, int, int, int], method: type[Any]) -> N
 
 @needs_triton
 @pytest.mark.parametrize("method", METHODS)
-def test_blocks_of_channels_and_of_tokens(method: type[Any]) -> None:
+def test_blocks_of_channels_and_of_tokens(
+    method: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Smaller blocks than a launch would have at these sizes change rounding only."""
-    from bedouin.kernels.iteration.launch import LIMITS, IterationLimits
+    from bedouin.kernels.iteration import launch
     from bedouin.kernels.iteration.steps import FusedIteration
 
     setting = Setting(b=1, t=3, d=9, n=4)
     f, rule = setting.map(setting.inputs(), "triton"), method(rtol=0.2, atol=0.0).rule()
     found = []
-    for limits in (LIMITS, IterationLimits(states=2, decide_tile=2, decide_tokens=2)):
+    for smaller in (False, True):
+        for name in ("STATES", "DECIDE_TILE", "DECIDE_TOKENS") if smaller else ():
+            monkeypatch.setattr(launch, name, 2)
         y = setting.inputs().x.cos()
-        steps = FusedIteration(f.operands, y, f.parameterization, rule, limits)
+        steps = FusedIteration(f.operands, y, f.parameterization, rule)
         for _ in range(3):
             steps.advance()
         found.append(steps.progress)

@@ -93,16 +93,19 @@ def test_precisions(dtype: torch.dtype, norm: bool, fed: bool, device: str) -> N
 
 @devices
 @pytest.mark.parametrize("norm", [True, False])
-def test_a_program_takes_many_tokens(norm: bool, device: str) -> None:
+def test_a_program_takes_many_tokens(
+    norm: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums over tokens of few programs, which each take several tiles."""
-    from bedouin.kernels.output.launch import output_backward
+    from bedouin.kernels.output import launch
     from bedouin.kernels.output.types import OutputOperands
 
+    monkeypatch.setattr(launch, "PROGRAMS", 3)
     o = draw(3, 67, 65, device, norm=norm)
     names = ("y", "x", "D", "gate", "fed", "z", "weight")
     tensors: list[Any] = [o.get(name) for name in names]
     operands, grad = OutputOperands(*tensors), torch.ones_like(o["y"])
-    few = output_backward(grad, operands, 1e-5, most_programs=3)
+    few = launch.output_backward(grad, operands, 1e-5)
     _, *expected = summed_gradients(o)
     for name, ours, theirs in zip(("y", "x", "gate", "sums"), few, expected, strict=True):
         assert_close(name, ours, theirs, 2e-6, atol=2e-6)

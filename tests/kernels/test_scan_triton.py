@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
-from bedouin.kernels.scan.types import ScanOperands, ScanOptions
+from bedouin.kernels.scan.types import ScanOperands
 from bedouin.testing import assert_close
 
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
@@ -62,27 +62,14 @@ def results(operands: ScanOperands, backend: str, **options: Any) -> list[Tensor
     return [y.detach(), h.detach(), *grads]
 
 
-def launched(operands: ScanOperands, limits: Any, **options: Any) -> list[Tensor]:
-    """The same by the launches, with other limits of a plan than the public operation has."""
-    from bedouin.kernels.scan.launch import scan_backward, scan_forward
-
-    chosen = ScanOptions(**options)
-    y, h, kept = scan_forward(operands, chosen, keep=True, limits=limits)
-    grad_y, grad_h = _weights(y).to(y.dtype), _weights(h).to(h.dtype)
-    return [y, h, *scan_backward(grad_y, grad_h, kept, operands, chosen, limits=limits)]
-
-
 def _weights(v: Tensor) -> Tensor:
     weights = torch.linspace(0, 7, v.numel(), dtype=torch.float64, device=v.device).cos()
     return weights.to(v.dtype).double().view_as(v)
 
 
-def check(operands: ScanOperands, limits: Any = None, **options: Any) -> None:
+def check(operands: ScanOperands, **options: Any) -> None:
     options = OPTIONS[0] | options
-    if limits is None:
-        actual = results(operands, "triton", **options)
-    else:
-        actual = launched(operands, limits, **options)
+    actual = results(operands, "triton", **options)
     given = [v for v in operands if v is not None]
     exact = ScanOperands(*(v.double() for v in given))
     expected = results(exact, "reference", **options)
@@ -111,10 +98,13 @@ def test_lengths_around_a_chunk(t: int, options: dict[str, Any], device: str) ->
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 @pytest.mark.parametrize(("b", "d", "n"), [(1, 1, 1), (2, 20, 1), (1, 17, 16), (1, 3, 33)])
-def test_blocks_of_channels_and_states(b: int, d: int, n: int, device: str) -> None:
-    from bedouin.kernels.scan.launch import ScanLimits
+def test_blocks_of_channels_and_states(
+    b: int, d: int, n: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bedouin.kernels.scan import launch
 
-    check(draw(b, 3, d, n, device), ScanLimits(warp=32))
+    monkeypatch.setattr(launch, "WARP", 32)
+    check(draw(b, 3, d, n, device))
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
@@ -123,14 +113,21 @@ def test_blocks_of_channels_and_states(b: int, d: int, n: int, device: str) -> N
     [(33, 2, FEW[0]), (33, 2, FEW[2]), (65, 3, FEW[1])],
     ids=["plain", "coupled", "three"],
 )
-def test_a_cut_sequence(t: int, segments: int, options: dict[str, Any], device: str) -> None:
-    from bedouin.kernels.scan.launch import ScanLimits, plan_scan
+def test_a_cut_sequence(
+    t: int,
+    segments: int,
+    options: dict[str, Any],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bedouin.kernels.scan import launch
 
-    operands, limits = draw(1, t, 3, 2, device), ScanLimits(segment=16, backward_segment=16)
+    operands = draw(1, t, 3, 2, device)
+    monkeypatch.setattr(launch, "SEGMENT", 16)
+    monkeypatch.setattr(launch, "BACKWARD_SEGMENT", 16)
     for reverse in (False, True):
-        plan = plan_scan(operands.x, 2, reverse=reverse, limits=limits)
-        assert plan.segments == segments
-    check(operands, limits, **options)
+        assert launch.plan_scan(operands.x, 2, reverse=reverse).segments == segments
+    check(operands, **options)
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
