@@ -41,7 +41,7 @@ from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
 from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import Operation, operation
 
 MemoryResult = tuple[Tensor, Tensor, Tensor]
 """y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d).
@@ -255,70 +255,42 @@ def _sweep_backward_fake(*flat: Any) -> Gradients:
     return *first, *then, A.new_empty(2, b, t)
 
 
-def _save(
-    ctx: Any,
-    operands: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    output: MemoryResult | SweepResult,
-    *,
-    solved: bool,
-    wants_y0: bool,
-) -> None:
-    y, _, *others = output
-    ctx.mark_non_differentiable(*others)
-    ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
-    ctx.save_for_backward(y, others[0], *operands)
-    # the gradient of y0 needs a matrix product that most calls can omit
-    ctx.solved, ctx.wants_y0 = solved, wants_y0
-    ctx.scalars = scalars
-    ctx.report = None
+def _register_gradient(of: Operation, *, solved: bool) -> None:
+    """That of `sweep_operation` (`solved`), or of `memory_operation`, which has y before x."""
+    first = 0 if solved else 1
+    end = first + len(Operands._fields)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: MemoryResult | SweepResult) -> None:
+        y, _, *others = output
+        ctx.mark_non_differentiable(*others)
+        ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
+        ctx.save_for_backward(y, others[0], *inputs[first:end])
+        # the gradient of y0 needs a matrix product that most calls can omit
+        ctx.wants_y0 = ctx.needs_input_grad[end - 1]
+        ctx.scalars = inputs[end : end + NUM_SCALARS + 2]
+        ctx.behind = len(inputs) - end
+        ctx.report = None
+
+    def vjp(
+        ctx: Any,
+        grad_y: Tensor | None,  # (b, t, d); None: zeros
+        grad_h: Tensor | None,  # (b, d, n); None: zeros
+        *unused: None,
+    ) -> tuple[Tensor | None, ...]:
+        y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
+        grad_y = torch.zeros_like(y) if grad_y is None else grad_y
+        with torch.no_grad():
+            scalars = ctx.wants_y0, *ctx.scalars, solved
+            *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *scalars)
+        if ctx.report is not None and y.shape[1] and not is_transformed():
+            ctx.report(*statistics.unbind())
+        wanted = (True, True, W_y is not None, True, h0 is not None, ctx.wants_y0)
+        every = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+        once = refuse_second_derivative(every, [grad_y, grad_h, *saved])
+        return *[None] * first, *once, *[None] * ctx.behind
+
+    of.register_autograd(vjp, setup_context=save)
 
 
-def _save_sweep(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:
-    needs_y0 = ctx.needs_input_grad[5]
-    _save(ctx, inputs[:6], inputs[6:-1], output, solved=True, wants_y0=needs_y0)
-
-
-def _save_memory(ctx: Any, inputs: tuple[Any, ...], output: MemoryResult) -> None:
-    needs_y0 = ctx.needs_input_grad[6]
-    _save(ctx, inputs[1:7], inputs[7:], output, solved=False, wants_y0=needs_y0)
-
-
-def _gradients(
-    ctx: Any,
-    grad_y: Tensor | None,  # (b, t, d)
-    grad_h: Tensor | None,  # (b, d, n)
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, raw, W_y, A, h0 and y0."""
-    y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
-    grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    with torch.no_grad():
-        scalars = ctx.wants_y0, *ctx.scalars, ctx.solved
-        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *scalars)
-    if ctx.report is not None and y.shape[1] and not is_transformed():
-        ctx.report(*statistics.unbind())
-    wanted = (True, True, W_y is not None, True, h0 is not None, ctx.wants_y0)
-    every = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-    return refuse_second_derivative(every, [grad_y, grad_h, *saved])
-
-
-def _sweep_vjp(
-    ctx: Any,
-    grad_y: Tensor | None,  # (b, t, d); None: zeros
-    grad_h: Tensor | None,  # (b, d, n); None: zeros
-    *unused: None,
-) -> tuple[Tensor | None, ...]:
-    return (*_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars), None)
-
-
-def _memory_vjp(
-    ctx: Any,
-    grad_y: Tensor | None,  # (b, t, d); None: zeros
-    grad_h: Tensor | None,  # (b, d, n); None: zeros
-    *unused: None,
-) -> tuple[Tensor | None, ...]:
-    return (None, *_gradients(ctx, grad_y, grad_h), *[None] * len(ctx.scalars))
-
-
-sweep_operation.register_autograd(_sweep_vjp, setup_context=_save_sweep)
-memory_operation.register_autograd(_memory_vjp, setup_context=_save_memory)
+_register_gradient(sweep_operation, solved=True)
+_register_gradient(memory_operation, solved=False)
