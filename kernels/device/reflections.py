@@ -310,8 +310,17 @@ def _chosen_row(
 
 
 @triton.jit
+def total_of(parts):
+    """The sum of one or more tensors, in their order."""
+    total = parts[0]
+    for i in tl.static_range(1, len(parts)):
+        total += parts[i]
+    return total
+
+
+@triton.jit
 def combine(weights, rows, K: tl.constexpr):
-    """sum over i of weights_i rows_i (d,)."""
+    """sum over i of weights_i rows_i, of any shape."""
     total = weights[0] * rows[0]
     for i in tl.static_range(K):
         if i > 0:

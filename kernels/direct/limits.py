@@ -39,23 +39,19 @@ def is_small_head(
     return A.dim() == 3 and fits
 
 
-def takes_heads_together(
-    operands: Operands, parameterization: Parameterization, shared_memory: int | None = None
-) -> bool:
+def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
     """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
     with feedback.
 
-    The kernels of one head take other heads one after the other. `shared_memory`: bytes that one
-    program can have; None: those of the device.
+    The kernels of one head take other heads one after the other.
     """
     W_y, A = operands.W_y, operands.A
     if W_y is None or not is_small_head(A):
         return False
     layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
     blocks = head_blocks(d, n, layout.num_householder, layout.selective)
-    if shared_memory is None:
-        shared_memory = Device.of(A.device).shared_memory
-    return blocks.rows * blocks.channels * W_y.itemsize + HEAD_SCRATCH <= shared_memory
+    needed = blocks.rows * blocks.channels * W_y.itemsize + HEAD_SCRATCH
+    return needed <= Device.of(A.device).shared_memory
 
 
 def choose_sweep(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep
+from bedouin.kernels.direct.buffers import state_major
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.reference import memory_of, sweep_tokens
 from bedouin.kernels.direct.reverse import SolvedSweep
@@ -33,7 +34,7 @@ def plain_sweep(
         sweep, kept = sweep_tokens(operands, parameterization, bind, (), keep_every)
     pivot = sweep.pivot.unsqueeze(1).expand(operands.x.shape[:2])
     statistics = torch.stack([sweep.defect, sweep.scale, sweep.magnitude, pivot])
-    return sweep.y.contiguous(), _in_new_memory(sweep.h), _stack_kept(kept, operands), statistics
+    return sweep.y.contiguous(), state_major(sweep.h).mT, _stack_kept(kept, operands), statistics
 
 
 def plain_summary(
@@ -56,7 +57,7 @@ def plain_memory(
     """The last h (b, d, n) and the kept h (b, slots, n, d), as `plain_sweep` returns them."""
     bind = choose_bind(None, parameterization, operands.A)
     h, kept = memory_of(y, operands.wide(), parameterization, bind, (), keep_every)
-    return _in_new_memory(h), _stack_kept(kept, operands)
+    return state_major(h).mT, _stack_kept(kept, operands)
 
 
 def plain_reverse(
@@ -101,14 +102,8 @@ def plain_reverse(
         f = grad_W_y.shape[1]
         grad_W_y = F.pad(grad_W_y, (0, 0, 0, padding(f)))[:, :f]
     first = grad_x.to(x.dtype), rows, grad_W_y
-    then = _in_new_memory(grad_A), _in_new_memory(grad_h0), grad_y0[: None if wants_y0 else 0]
+    then = state_major(grad_A).mT, state_major(grad_h0).mT, grad_y0[: None if wants_y0 else 0]
     return *first, *then, statistics
-
-
-def _in_new_memory(
-    h: Tensor,  # (..., d, n)
-) -> Tensor:  # (..., d, n), state-major in memory
-    return h.mT.clone(memory_format=torch.contiguous_format).mT
 
 
 def _stack_kept(

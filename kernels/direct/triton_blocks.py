@@ -56,6 +56,12 @@ def load_block_states(ptr, block, sizes):
 
 
 @triton.jit
+def load_states_of_both(ptr, block, sizes):
+    """`load_block_states` of B and of C, the n entries after B."""
+    return load_block_states(ptr, block, sizes), load_block_states(ptr + sizes.n, block, sizes)
+
+
+@triton.jit
 def unaligned(ptr, t, sizes):
     """`ptr`, with its alignment hidden from the compiler where a thread is to have fewer than four
     neighbouring channels; t is a token.

@@ -42,20 +42,21 @@ class BundleSizes(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a token's coefficients follow from its raw values, and the precision of all that."""
+    """How a token's coefficients follow from its raw values, and the precision of all that; the
+    last three in the forward sweep only."""
 
     K: Constant
     ACTIVATION: Constant
     SELECTIVE: Constant
-    BETA_MAX: Constant
     INPUT_SCALE: Constant
     FULL: Constant  # eigenvalues in (-1, 1) instead of (0, 1)
     NORM: Constant
-    NORM_EPS: Constant
-    EPS: Constant  # of the norms of B, C and the reflections
     ALIGNED: Constant  # a power of two that divides all offsets of rows of raw values
     OVERLAP: Constant  # whether launches of tokens overlap
     FAST: Constant
+    BETA_MAX: Constant = None
+    NORM_EPS: Constant = None
+    EPS: Constant = None  # of the norms of B, C and the reflections
 
 
 class Tokens(NamedTuple):

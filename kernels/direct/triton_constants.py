@@ -2,7 +2,7 @@
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -11,21 +11,13 @@ from torch import Tensor
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import ceil_div, next_power_of_two
-from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
+Shape = tuple[int, ...]
 
-class Like(NamedTuple):
-    """What the constants depend on of a tensor, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor | None) -> "Like | None":
-        """None for None."""
-        return None if tensor is None else Like(tuple(tensor.shape), tensor.dtype)
-
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Triton's names of the dtypes that W^y may have."""
 
 REPLAY_CHANNELS = 128
 """Channels of a block whose memory is replayed."""
@@ -47,23 +39,20 @@ STATES_AT_A_TIME = 8
 """States of a block in the reverse kernel: of more at a time, some would be spilled."""
 
 
-def rows_of_channels(
-    d: int,
-    A: Tensor | Like,  # (n, d)
-) -> int:
+def rows_of_channels(d: int, n: int) -> int:
     """The number of warps of a sample's program if each holds channels with all their states, from
     one to four in a thread; otherwise 0.
 
     The compiler would otherwise spread the states of a channel over several warps, and each sum
     over states would need a barrier.
     """
-    warps = num_warps(d, A.shape[-2])
+    warps = num_warps(d, n)
     return warps if LANES <= next_power_of_two(d) // warps <= CHANNELS_OF_ROW else 0
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def memory_constants(
-    A: Like,  # (n, d)
+    A: Shape,  # (n, d)
     overlaps: bool,
     *,
     always: bool,
@@ -75,8 +64,8 @@ def memory_constants(
     It would otherwise hold all of B and C as well: for 32 states these take 64 registers, and a
     quarter of a token's instructions would move them.
     """
-    n, d = A.shape
-    rows, states = rows_of_channels(d, A), next_power_of_two(n)
+    n, d = A
+    rows, states = rows_of_channels(d, n), next_power_of_two(n)
     blocks = ceil_div(states, STATES_AT_A_TIME) if rows or always else 1
     sizes = {"ROWS": rows, "BLOCKS": blocks, "BLOCK_N": states // blocks}
     return {**sizes, "num_warps": num_warps(d, n), "num_stages": 1, **overlapping(overlaps)}
@@ -113,9 +102,11 @@ def overlapping(overlaps: bool) -> dict[str, bool]:
     return {"OVERLAP": overlaps, **({"launch_pdl": True} if overlaps else {})}
 
 
-def product_constants(W: Tensor | Like, tf32: bool) -> dict[str, Any]:
-    """The precision of products with W^y within a kernel."""
-    return {"PRECISION": "tf32" if tf32 else "ieee", "DOT": _dot_dtype(W)}
+def product_constants(dtype: torch.dtype, tf32: bool) -> dict[str, Any]:
+    """The precision of products with W^y of a dtype within a kernel; in the interpreter the factors
+    are of float32, since its 16-bit products are wrong."""
+    factors = torch.float32 if interpreter_is_on() else dtype
+    return {"PRECISION": "tf32" if tf32 else "ieee", "DOT": DTYPES[factors]}
 
 
 def uses_tf32() -> bool:
@@ -124,32 +115,15 @@ def uses_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32" and not interpreter_is_on()
 
 
-def _dot_dtype(W: Tensor | Like) -> tl.dtype:
-    """The dtype of the factors; in the interpreter float32, since its 16-bit products are wrong."""
-    if W.dtype == torch.float32:
-        return tl.float32
-    if interpreter_is_on():
-        return tl.float32
-    return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
-
-
-def layout_of(options: Parameterization) -> RawLayout:
-    """The layout of raw values, which the kernels need; raises ValueError without one."""
-    if options.layout is None:
-        raise ValueError("options.layout must be a RawLayout for the Triton kernels, got None")
-    return options.layout
-
-
 def scan_constants(
-    d: int,
-    A: Tensor | Like,  # (n, d) or (H, n, d)
+    A: Shape,  # (n, d) or (H, n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
     """Blocks and discretization."""
-    layout = layout_of(options)
+    layout = options.known_layout()
     return {
-        "BLOCK_D": next_power_of_two(d),
-        "BLOCK_N": next_power_of_two(A.shape[-2]),
+        "BLOCK_D": next_power_of_two(A[-1]),
+        "BLOCK_N": next_power_of_two(A[-2]),
         "ACTIVATION": layout.activation,
         "SELECTIVE": layout.selective,
         "INPUT_SCALE": options.input_scale,
@@ -167,7 +141,7 @@ def norm_constants(options: Parameterization) -> dict[str, Any]:
 
 def mixer_constants(options: Parameterization) -> dict[str, Any]:
     """The number of reflections and the bound of beta."""
-    layout = layout_of(options)
+    layout = options.known_layout()
     return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
 
 
@@ -186,16 +160,15 @@ def num_warps(d: int, rows: int) -> int:
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def kernel_constants(
     kernel: PlannedKernel,
-    A: Like,  # (n, d) or (H, n, d)
+    A: Shape,  # (n, d) or (H, n, d)
     options: Parameterization,
     strides: tuple[int, ...],
     **own: Any,
 ) -> Constants:
     """The constants that a kernel has as parameters, and its launch options: its `own`, and those
     that options, sizes, and strides of rows of raw values determine."""
-    n, d = A.shape[-2:]
     every = {
-        **scan_constants(d, A, options),
+        **scan_constants(A, options),
         **norm_constants(options),
         **mixer_constants(options),
         **alignment(*strides),

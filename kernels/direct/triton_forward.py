@@ -31,6 +31,7 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
+    total_of,
     upper_times,
     wy_upper,
 )
@@ -67,15 +68,6 @@ def _part(v, ptr, block, sizes):
         return v
     else:
         return load_block_states(ptr, block, sizes)
-
-
-@triton.jit
-def _total(parts, BLOCKS: tl.constexpr):
-    """The sum of BLOCKS vectors."""
-    total = parts[0]
-    for block in tl.static_range(1, BLOCKS):
-        total += parts[block]
-    return total
 
 
 @triton.jit
@@ -173,11 +165,11 @@ def solve_token(
         C_rows = _part(C, BC_ptr + n, block, sizes)
         with_C = with_C + (tl.sum(decayed[block] * C_rows[:, None], axis=0),)
     if COUPLED:
-        sigma = _total(with_BC, BLOCKS)
+        sigma = total_of(with_BC)
     else:
         s = input_scale(delta, options.INPUT_SCALE, options.FAST)
         sigma = s * tl.sum(B * C, axis=0)
-    rest = _total(with_C, BLOCKS) + sigma * x
+    rest = total_of(with_C) + sigma * x
     sigma_u, with_rest = rows_times(u, sigma, K), rows_times(u, rest - x, K)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     dots = channel_sums(products(u, u, K) + products(sigma_u, u, K) + with_rest, sizes)
@@ -232,7 +224,7 @@ def solve_token(
         terms *= top
     else:
         terms *= s
-    F = _total(with_C, BLOCKS)
+    F = total_of(with_C)
     # a maximum ignores NaN, and a sample that is not finite must show it
     finite = 0 * dots[0]
     if options.NORM:
@@ -353,15 +345,15 @@ def sweep_kernel(
             K,
             ACTIVATION,
             SELECTIVE,
-            BETA_MAX,
             INPUT_SCALE,
             FULL,
             NORM,
-            NORM_EPS,
-            EPS,
             ALIGNED,
             OVERLAP,
             FAST,
+            BETA_MAX,
+            NORM_EPS,
+            EPS,
         ),
         t,
         KEEP,

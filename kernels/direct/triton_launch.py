@@ -18,10 +18,9 @@ from bedouin.kernels.direct.limits import MAX_HEAD
 from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     REPLAY_CHANNELS,
-    Like,
+    Shape,
     input_strides,
     kernel_constants,
-    layout_of,
     memory_constants,
     num_warps,
     overlapping,
@@ -65,7 +64,7 @@ def launch_sweep(
     product, fed = (None, None) if W_y is None else _product(W_y, normed, r)
     strides = *raw.stride()[:2], r
     own = {"KEEP": keep_every, **_token_constants(A, options, fed, always=False)}
-    constants = kernel_constants(SWEEP, Like.of(A), options, strides, **own)
+    constants = kernel_constants(SWEEP, A.shape, options, strides, **own)
     # read only where the states are in several blocks
     BC = A.new_empty(b, 2 * n) if constants["BLOCKS"] > 1 else A
     tensors = x, raw, A if fed is None else fed, A, h, kept, BC, y, normed, statistics
@@ -89,7 +88,7 @@ def _token_constants(
     """Of a kernel of tokens. Without a product between them launches do not overlap: a token reads
     the memory of the one before at once (`await_launch`)."""
     memory = memory_constants(
-        Like.of(A), fed is not None and Device.of(A.device).overlaps, always=always
+        A.shape, fed is not None and Device.of(A.device).overlaps, always=always
     )
     has_norm = fed is not None and options.feedback_norm_eps is not None
     return {**memory, "SPLITS": 0 if fed is None else len(fed), "NORM": has_norm}
@@ -143,7 +142,7 @@ def launch_reverse(
     strides = *raw.stride()[:2], *given.stride()[:2]
     how = _token_constants(A, options, parts, always=True)
     rows = *strides, *grads.raw.stride()[:2]
-    constants = kernel_constants(REVERSE, Like.of(A), options, rows, **how)
+    constants = kernel_constants(REVERSE, A.shape, options, rows, **how)
     read = x, raw, given, grads.y, y, A if parts is None else parts, A, *buffers, h0, kept, replayed
     tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics
     inner = *x.stride()[:2], *strides, *grads.y.stride()[:2]
@@ -180,7 +179,7 @@ def _product(
         return lambda t: torch.mm(vectors[t].to(W.dtype), whole, out=parts[0]), parts
     W = W.contiguous()
     device = Device.of(W.device)
-    splits, grid, constants = product_launch(Like.of(W), b, uses_tf32(), device.overlaps)
+    splits, grid, constants = product_launch(W.shape, W.dtype, b, uses_tf32(), device.overlaps)
     # The kernel may read W before the preceding launch has ended (`await_launch`), so that this one
     # must not write W. For the first token it is the launch that fills these zeros.
     parts = W.new_zeros(splits, b, width, dtype=torch.float32)
@@ -190,14 +189,14 @@ def _product(
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
 def product_launch(
-    W: Like, b: int, tf32: bool, overlaps: bool
+    W: Shape, dtype: torch.dtype, b: int, tf32: bool, overlaps: bool
 ) -> tuple[int, tuple[int, int], Constants]:
     """The splits, grid and constants of `product_kernel` for a batch."""
-    (rows, columns), (read, parts) = W.shape, COLUMNS[W.dtype.itemsize]
+    (rows, columns), (read, parts) = W, COLUMNS[dtype.itemsize]
     splits = ceil_div(columns, read * parts)
     sizes = {"SAMPLES": max(16, next_power_of_two(b)), "OUT": OUT, "READ": read, "PARTS": parts}
     how = {"num_warps": 8, "num_stages": 1}
-    constants = Constants(sizes, **how, **product_constants(W, tf32), **overlapping(overlaps))
+    constants = Constants(sizes, **how, **product_constants(dtype, tf32), **overlapping(overlaps))
     return splits, (ceil_div(rows, OUT), splits), constants
 
 
@@ -212,7 +211,7 @@ def chunk_buffers(known: SolvedBuffers, keep_every: int, options: Parameterizati
     """Uninitialized."""
     b, t_end, d = known.y.shape
     count = min(keep_every, t_end)
-    width = local_width(layout_of(options).num_householder, known.A.shape[-2])
+    width = local_width(options.known_layout().num_householder, known.A.shape[-2])
     return ChunkBuffers(known.A.new_empty(b, count, d), known.A.new_empty(b, count, width))
 
 
@@ -230,7 +229,7 @@ def prepare(
     sizes = chunk.start, len(chunk), t_end, per_head(A, b), d, A.shape[-2]
     integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
     how = {"FEEDBACK": fed is not None, "num_warps": _warps(d, A.dim() == 3)}
-    constants = kernel_constants(PREPARE, Like.of(A), options, strides, **how)
+    constants = kernel_constants(PREPARE, A.shape, options, strides, **how)
     tensors = x, y, raw, given, A, buffers.mixed, buffers.local
     PREPARE.launch((b * len(chunk),), tensors, integers, constants)
 
@@ -259,7 +258,7 @@ def _replay(
     strides = *raw.stride()[:2], *given.stride()[:2]
     block_d = REPLAY_CHANNELS if d > REPLAY_CHANNELS else next_power_of_two(d)
     how = {"KEEP_ALL": keeps_all, "FEEDBACK": fed is not None, "BLOCK_D": block_d, "num_warps": 4}
-    constants = kernel_constants(REPLAY, Like.of(A), options, strides, **how)
+    constants = kernel_constants(REPLAY, A.shape, options, strides, **how)
     # a chunk may be shorter than others
     out_stride = (len(chunk) - 1) * n * d if keeps_all else out.stride(0)
     sizes = chunk.start, len(chunk), slot, kept.shape[1], per_head(A, b), d, n

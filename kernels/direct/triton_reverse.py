@@ -42,6 +42,7 @@ from bedouin.kernels.direct.triton_blocks import (
     load_block,
     load_block_states,
     load_blocks,
+    load_states_of_both,
     reach,
     store_block,
     unaligned,
@@ -135,10 +136,7 @@ def _reverse_token(
     with_C = from_memory
     decayed = ()
     for block in tl.static_range(BLOCKS):
-        B, C = (
-            load_block_states(row + SIZE, block, sizes),
-            load_block_states(row + SIZE + n, block, sizes),
-        )
+        B, C = load_states_of_both(row + SIZE, block, sizes)
         A_log2 = load_block(A_ptr, block, n, sizes)
         h = load_block(memory_ptr, block, n, sizes)
         decay, s_rows = discretize_block(delta, A_log2, COUPLED, options)
@@ -320,12 +318,9 @@ def reverse_kernel(
     ROWS: tl.constexpr,  # warps that hold equal numbers of channels; 0: spread in another way
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    EPS: tl.constexpr,
     ALIGNED: tl.constexpr,  # a power of two that divides all offsets of rows of raw values
     OVERLAP: tl.constexpr,
     FAST: tl.constexpr,
@@ -364,19 +359,6 @@ def reverse_kernel(
             slots,
         ),
         BundleSizes(d, n, BLOCK_D, BLOCK_N, BLOCKS, ROWS, batch, t_end),
-        Options(
-            K,
-            ACTIVATION,
-            SELECTIVE,
-            BETA_MAX,
-            INPUT_SCALE,
-            FULL,
-            NORM,
-            NORM_EPS,
-            EPS,
-            ALIGNED,
-            OVERLAP,
-            FAST,
-        ),
+        Options(K, ACTIVATION, SELECTIVE, INPUT_SCALE, FULL, NORM, ALIGNED, OVERLAP, FAST),
         i_token,
     )

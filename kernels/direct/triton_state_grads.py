@@ -9,7 +9,7 @@ import triton.language as tl
 from bedouin.kernels.device.discretize import build_coupled
 from bedouin.kernels.device.reflections import sums
 from bedouin.kernels.direct.heads.device import exchange, lanes_of, unstack_states
-from bedouin.kernels.direct.triton_blocks import load_block, load_block_states
+from bedouin.kernels.direct.triton_blocks import load_block, load_states_of_both
 from bedouin.kernels.direct.triton_sums import LANES, places, sum_between_warps, sums_of_rows
 
 
@@ -64,10 +64,7 @@ def store_state_grads_in_columns(
     of_C = ()
     for block in tl.static_range(sizes.BLOCKS):
         if COUPLED:
-            B, C = (
-                load_block_states(BC_ptr, block, sizes),
-                load_block_states(BC_ptr + sizes.n, block, sizes),
-            )
+            B, C = load_states_of_both(BC_ptr, block, sizes)
             A_log2 = load_block(A_ptr, block, sizes.n, sizes)
             _, s_rows = build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
             tile = s_rows * mixed[None, :]
@@ -171,11 +168,10 @@ def store_state_grads(
     cols = tl.arange(0, sizes.BLOCK_D)
     grads = ()
     for block in tl.static_range(BLOCKS):
-        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
-        C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
+        B, C = load_states_of_both(BC_ptr, block, sizes)
         total = H[block] + C[:, None] * w[None, :]
         if options.INPUT_SCALE == "one_minus_decay":
+            n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
             state = n_rows[:, None] * d + cols[None, :]
             in_state = (n_rows < n)[:, None] & (cols < d)[None, :]
             A_log2 = tl.load(A_ptr + state, mask=in_state, other=0.0)
@@ -189,16 +185,13 @@ def store_state_grads(
     along_B = tl.zeros([], dtype=tl.float32)
     along_C = tl.zeros([], dtype=tl.float32)
     for block in tl.static_range(BLOCKS):
-        n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
-        C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
+        B, C = load_states_of_both(BC_ptr, block, sizes)
         along_B += tl.sum(grads[2 * block] * B, axis=0)
         along_C += tl.sum(grads[2 * block + 1] * C, axis=0)
     kind: tl.constexpr = grad_ptr.dtype.element_ty
     for block in tl.static_range(BLOCKS):
         n_rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        B = tl.load(BC_ptr + n_rows, mask=n_rows < n, other=0.0)
-        C = tl.load(BC_ptr + n + n_rows, mask=n_rows < n, other=0.0)
+        B, C = load_states_of_both(BC_ptr, block, sizes)
         grad_B = inv_B * (grads[2 * block] - B * along_B)
         grad_C = inv_C * (grads[2 * block + 1] - C * along_C)
         tl.store(grad_ptr + n_rows, grad_B.to(kind), mask=n_rows < n)

@@ -6,7 +6,6 @@ Letters: b batch, t time.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -133,48 +132,35 @@ def launch_summary(
     summary: Tensor,  # (2, b)
     converged: Tensor,  # (b,)
     lengths: Tensor | None = None,  # (b,); None: there is no padding
-    max_tokens: int = MAX_TOKENS,
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
-    constants = _summary_constants(lengths is not None, t_end, max_tokens)
+    constants = _constants(SUMMARY, t_end, lengths is not None)
     last = statistics if lengths is None else lengths.contiguous()
     SUMMARY.launch((b,), (statistics, summary, converged, last), (b, t_end), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _summary_constants(padded: bool, t_end: int, max_tokens: int) -> Constants:
-    return Constants(
-        PADDED=padded,
-        MAX_RESIDUAL=MAX_RESIDUAL,
-        LARGEST=torch.finfo(torch.float32).max,
-        **_common_constants(t_end, max_tokens),
-    )
-
-
-def _common_constants(t_end: int, max_tokens: int) -> dict[str, Any]:
-    """Those of both kernels."""
-    return {
+def _constants(kernel: PlannedKernel, t_end: int, padded: bool) -> Constants:
+    every = {
+        "PADDED": padded,
         "TOLERANCE": ROUNDING * torch.finfo(torch.float32).eps,
-        "TOKENS": min(max_tokens, next_power_of_two(t_end)),
+        "MAX_RESIDUAL": MAX_RESIDUAL,
+        "LARGEST": torch.finfo(torch.float32).max,
+        "TOKENS": min(MAX_TOKENS, next_power_of_two(t_end)),
         "num_warps": 4 if t_end > 256 else 1,
     }
+    return Constants.of(kernel, every)
 
 
 def summarize_adjoint(
     statistics: Tensor,  # (2, b, t): defect, scale
-    max_tokens: int = MAX_TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b,) each
     """Steps, residual and convergence of a reverse sweep; no size may be 0."""
     _, b, t_end = statistics.shape
     steps = torch.empty(b, dtype=torch.int64, device=statistics.device)
     residual, converged = statistics.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
-    constants = _adjoint_constants(t_end, max_tokens)
+    constants = _constants(ADJOINT_SUMMARY, t_end, False)
     tensors = statistics.contiguous(), steps, residual, converged
     ADJOINT_SUMMARY.launch((b,), tensors, (b, t_end), constants)
     return steps, residual, converged
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _adjoint_constants(t_end: int, max_tokens: int) -> Constants:
-    return Constants(_common_constants(t_end, max_tokens))

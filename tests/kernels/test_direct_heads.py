@@ -6,8 +6,10 @@ Letters: b samples of a head, t time, p channels of a head, n state per channel,
 r raw values, H heads.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from bedouin.kernels.direct.buffers import (
 )
 from bedouin.kernels.direct.limits import MAX_HEAD_STATES, takes_heads_together
 from bedouin.kernels.direct.registered import summarize
+from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.testing import assert_close
@@ -126,11 +129,13 @@ def launched(
     case: Case, samples: int, keep_every: int = CHUNK, parts: int | None = None
 ) -> dict[str, Tensor]:
     """What `run` returns, by the launches with so many samples of a program and parts of each."""
-    from bedouin.kernels.direct.heads.launch import launch_head_reverse, launch_head_sweep
+    from bedouin.kernels.direct.heads import launch
 
     operands, options = case.operands(), case.options()
     buffers = allocate_sweep(operands, options, keep_every, together=True)
-    launch_head_sweep(buffers, options, keep_every, samples, parts)
+    chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
+    with patch.object(launch, "choose_rows", return_value=chosen):
+        launch.launch_head_sweep(buffers, options, keep_every)
     summary, converged = summarize(buffers.statistics)
     *statistics, _ = buffers.statistics
     values = (buffers.y, buffers.h.mT, *statistics, summary[1], summary[0], converged)
@@ -139,13 +144,23 @@ def launched(
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
     assert operands.W_y is not None
     assert buffers.W_y is not None
-    normed = launch_head_reverse(known, grads, buffers.W_y, options, keep_every, samples, parts)
+    with patch.object(launch, "choose_rows", return_value=chosen):
+        normed = launch.launch_head_reverse(known, grads, buffers.W_y, options, keep_every)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
     found = dict(zip(Sweep._fields, values, strict=True))
     for name, v, operand in zip(NAMES, every, operands, strict=True):
         if operand is not None:
             found[f"gradient of {name}"] = v
     return found | {f"report {i}": v for i, v in enumerate(grads.statistics)}
+
+
+H100, A100 = 232448, 166912
+"""Bytes of shared memory that one program can have."""
+
+
+def shared_memory(size: int) -> AbstractContextManager[Any]:
+    """A context in which one program can have so many bytes of shared memory."""
+    return patch.object(Device, "of", return_value=Device(None, size, False))
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -306,16 +321,18 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
     ids=str,
 )
 def test_which_heads_one_program_can_hold(case: Case, together: bool) -> None:
-    operands, h100 = case.operands("meta"), 232448
-    assert takes_heads_together(operands, case.options(), h100) == together
+    operands = case.operands("meta")
     one = operands._replace(A=operands.A[0], W_y=None)
-    assert not takes_heads_together(one, case.options(), h100)
+    with shared_memory(H100):
+        assert takes_heads_together(operands, case.options()) == together
+        assert not takes_heads_together(one, case.options())
 
 
 def test_a_device_with_less_shared_memory_takes_large_heads_one_by_one() -> None:
-    case, a100 = Case(p=128, n=16, k=4, low=torch.bfloat16), 166912
-    assert not takes_heads_together(case.operands("meta"), case.options(), a100)
-    assert takes_heads_together(replace(case, p=64).operands("meta"), case.options(), a100)
+    case = Case(p=128, n=16, k=4, low=torch.bfloat16)
+    with shared_memory(A100):
+        assert not takes_heads_together(case.operands("meta"), case.options())
+        assert takes_heads_together(replace(case, p=64).operands("meta"), case.options())
 
 
 @needs_triton

@@ -1,6 +1,7 @@
 """Residual, pivot and convergence of a sweep, reduced in one launch, against their definitions."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,31 +48,32 @@ def expected(values: list[Tensor]) -> list[Tensor]:
     return [relative_residual(defect, scale), smallest, converged]
 
 
+@pytest.fixture(params=[1024, 4])  # one block of tokens, and three
+def max_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The most tokens that a program reads at a time."""
+    from bedouin.kernels.direct import triton_summary
+
+    monkeypatch.setattr(triton_summary, "MAX_TOKENS", request.param)
+    triton_summary._constants.cache_clear()
+    yield
+    triton_summary._constants.cache_clear()
+
+
 @devices
-@pytest.mark.parametrize("max_tokens", [None, 4])  # one block of tokens, and three
-def test_the_summary_is_what_the_definitions_say(device: str, max_tokens: int | None) -> None:
+@pytest.mark.usefixtures("max_tokens")
+def test_the_summary_is_what_the_definitions_say(device: str) -> None:
     values = statistics(11).to(device)
-    if max_tokens is None:
-        check(values, *summarize(values))
-        return
-    from bedouin.kernels.direct.triton_summary import launch_summary
-
-    summary, converged = values.new_empty(2, 9), torch.empty(9, dtype=torch.bool, device=device)
-    launch_summary(values, summary, converged, max_tokens=max_tokens)
-    check(values, summary, converged)
+    check(values, *summarize(values))
 
 
 @devices
-@pytest.mark.parametrize("max_tokens", [1024, 4])
-def test_padding_is_left_out_of_all_but_the_pivot(device: str, max_tokens: int) -> None:
-    from bedouin.kernels.direct.triton_summary import launch_summary
-
+@pytest.mark.usefixtures("max_tokens")
+def test_padding_is_left_out_of_all_but_the_pivot(device: str) -> None:
     values = statistics(11).to(device)
     lengths = torch.tensor([11, 5, 2, 0, 8, 3, 10, 4, 2], device=device)
     real = torch.arange(11, device=device) < lengths.unsqueeze(1)
     without = [v.masked_fill(~real, 0) for v in values[:3]]
-    summary, converged = values.new_empty(2, 9), torch.empty(9, dtype=torch.bool, device=device)
-    launch_summary(values, summary, converged, lengths, max_tokens)
+    summary, converged = summarize(values, lengths)
     for ours, theirs in zip([*summary, converged], expected([*without, values[3]]), strict=True):
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
     assert converged.tolist() == [True] * 4 + [False] + [True] * 4
@@ -98,12 +100,12 @@ def test_nothing_is_summed_up_without_tokens_or_samples() -> None:
 
 
 @devices
-@pytest.mark.parametrize("max_tokens", [1024, 4])
-def test_the_summary_of_an_adjoint(device: str, max_tokens: int) -> None:
+@pytest.mark.usefixtures("max_tokens")
+def test_the_summary_of_an_adjoint(device: str) -> None:
     from bedouin.kernels.direct.triton_summary import summarize_adjoint
 
     values = statistics(11).to(device).flip(2)[:2]
-    steps, residual, converged = summarize_adjoint(values, max_tokens)
+    steps, residual, converged = summarize_adjoint(values)
     defect, scale = values
     expected_residual = relative_residual(defect.flip(1), scale.flip(1))
     assert torch.equal(residual.nan_to_num(nan=-1.0), expected_residual.nan_to_num(nan=-1.0))

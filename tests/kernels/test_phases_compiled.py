@@ -30,7 +30,6 @@ from bedouin.kernels.direct.phases.spec import (
     LaunchSpec,
     phase_constants,
 )
-from bedouin.kernels.direct.triton_constants import Like
 from bedouin.kernels.direct.triton_launch import MOST_SAMPLES, PRODUCT, product_launch
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import PlannedKernel
@@ -221,7 +220,7 @@ def test_a_token_of_all_heads(kernel: PlannedKernel, tile: int, capability: int)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("samples", [16, MOST_SAMPLES])
 def test_the_product_of_one_head(samples: int, dtype: torch.dtype) -> None:
-    *_, constants = product_launch(Like((5184, 1024), dtype), samples, False, True)
+    *_, constants = product_launch((5184, 1024), dtype, samples, False, True)
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     found = compiled(PRODUCT.kernel, constants, {"v_ptr": name, "W_ptr": name}, 90)
     assert found.metadata.shared <= 99 * 1024

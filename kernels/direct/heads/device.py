@@ -60,16 +60,6 @@ def rows_of_statistics(per_head, t_end, S: tl.constexpr):
 
 
 @triton.jit
-def combine_of_samples(weights, rows, K: tl.constexpr):
-    """sum over i of weights_i rows_i (s, d) for weights (s, 1) or (s, d)."""
-    total = weights[0] * rows[0]
-    for i in tl.static_range(K):
-        if i > 0:
-            total += weights[i] * rows[i]
-    return total
-
-
-@triton.jit
 def as_columns(values, N: tl.constexpr):
     """N scalars (s,) as (s, 1)."""
     out = ()

@@ -5,10 +5,8 @@ values, H heads.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
@@ -18,14 +16,14 @@ from bedouin.kernels.direct.buffers import (
     SolvedBuffers,
     SweepBuffers,
 )
-from bedouin.kernels.direct.heads.blocks import HeadBlocks, head_blocks
+from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
-    Like,
+    DTYPES,
+    Shape,
     input_strides,
-    layout_of,
     mixer_constants,
     norm_constants,
     product_constants,
@@ -67,50 +65,20 @@ def launch_head_sweep(
     buffers: SweepBuffers,
     options: Parameterization,
     keep_every: int,
-    samples: int | None = None,
-    parts: int | None = None,
 ) -> None:
-    """The whole forward sweep, in place; `samples` of a program and `parts` of a sample, a warp
-    each, by default chosen."""
+    """The whole forward sweep, in place."""
     x, raw, W_y, A, h, kept, y, first, statistics = buffers
     assert W_y is not None
     b, t_end, d = y.shape
-    if samples is None:
-        samples = choose_samples(b, A)
+    samples, parts = choose_rows(b, A)
     programs, W = _programs(b, A, samples), _whole_rows(W_y)
-    given = Like.of(A), Like.of(W_y), options, samples, parts, uses_tf32()
-    constants = _sweep_constants(*given, keep_every)
+    given = A.shape, W.dtype, options, samples, parts, uses_tf32(), keep_every
+    constants = _constants(SWEEP, *given, 0)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"] + constants["ALPHA"])
     tensors = x, raw, W, A, h, kept, first, scratch, y, statistics
     integers = b // A.shape[0], t_end, d, A.shape[1], *input_strides(x, A), *raw.stride()[:2]
     SWEEP.launch((programs,), tensors, (*integers, W.stride(0)), constants)
-
-
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _sweep_constants(
-    A: Like,
-    W: Like,
-    options: Parameterization,
-    samples: int,
-    parts: int | None,
-    tf32: bool,
-    keep_every: int,
-) -> Constants:
-    """The constants of `head_sweep_kernel`."""
-    layout, blocks = layout_of(options), _blocks(A, options)
-    return Constants(
-        KEEP=keep_every,
-        EPS=scan_constants(A.shape[-1], A, options)["EPS"],
-        # one product for all reflections, whose rows are then interleaved
-        JOINED=layout.num_householder in (2, 4),
-        N=min(BLOCK_STATES, blocks.states),
-        BLOCK_S=blocks.small,
-        ALPHA=blocks.alpha,
-        **_common_constants(A, W, options, samples, parts, tf32),
-        **norm_constants(options),
-        **mixer_constants(options),
-    )
 
 
 def launch_head_reverse(
@@ -119,23 +87,19 @@ def launch_head_reverse(
     W: Tensor,  # (H, r, d), W^y
     options: Parameterization,
     keep_every: int,
-    samples: int | None = None,
-    parts: int | None = None,
     *,
     wants_y0: bool = True,
 ) -> Tensor | None:
-    """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d) if wanted. `samples`
-    of a program and `parts` of a sample, by default chosen."""
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d) if wanted."""
     b, t_end, d = known.y.shape
     n = known.A.shape[1]
     size = _tokens_at_once(known.y, n, keep_every, options)
-    if samples is None:
-        samples = choose_samples(b, known.A)
+    samples, parts = choose_rows(b, known.A)
     buffers = chunk_buffers(known, size, options)
     replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
     W = _whole_rows(W)
-    given = Like.of(known.A), Like.of(W), options, samples, parts, uses_tf32()
-    constants = _reverse_constants(*given, keep_every, buffers.local.shape[2])
+    given = known.A.shape, W.dtype, options, samples, parts, uses_tf32(), keep_every
+    constants = _constants(REVERSE, *given, buffers.local.shape[2])
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)
@@ -157,7 +121,7 @@ def _tokens_at_once(
     of one chunk and, of all these tokens, x~ and the scalars fit WORKSPACE, or the memory that a
     single chunk takes if that is more."""
     b, t_end, d = y.shape
-    width: int = local_width(layout_of(options).num_householder, n)
+    width: int = local_width(options.known_layout().num_householder, n)
     prepared = b * (d + width)
     most = max(WORKSPACE, keep_every * (b * n * d + prepared))
     tokens = (most - (keep_every - 1) * b * n * d) // prepared
@@ -205,29 +169,44 @@ def _reverse(
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
-def _reverse_constants(
-    A: Like,
-    W: Like,
+def _constants(
+    kernel: PlannedKernel,
+    A: Shape,  # (H, n, d)
+    dtype: torch.dtype,  # of W^y, to which the factors and the results of its products are rounded
     options: Parameterization,
     samples: int,
-    parts: int | None,
+    parts: int,
     tf32: bool,
     keep_every: int,
-    scalars: int,  # of a token
+    scalars: int,  # of a token, in the reverse sweep
 ) -> Constants:
-    """The constants of `reverse_head_kernel`."""
-    common, blocks = _common_constants(A, W, options, samples, parts, tf32), _blocks(A, options)
-    holds = blocks.channels // common["PARTS"] * blocks.states <= MOST_HELD
-    return Constants(
-        K=layout_of(options).num_householder,
-        KEEP=keep_every,
-        NORM=options.feedback_norm_eps is not None,
+    """The constants of one of the two kernels."""
+    layout = options.known_layout()
+    blocks = head_blocks(A[2], A[1], layout.num_householder, layout.selective)
+    every = {
+        **scan_constants(A, options),
+        **norm_constants(options),
+        **mixer_constants(options),
+        **product_constants(dtype, tf32),
+        "ROUND": DTYPES[dtype],
+        "KEEP": keep_every,
+        "S": samples,
+        "PARTS": parts,
+        "COLUMNS": max(COLUMNS, samples),
+        "BLOCK_D": blocks.channels,
+        "BLOCK_S": blocks.small,
+        "ALPHA": blocks.alpha,
         # a few more than the scalars, whose groups begin at multiples of 4
-        BLOCK_L=next_power_of_two(scalars + 16),
-        N=min(BLOCK_STATES, blocks.states),
-        HOLD=holds,
-        **common,
-    )
+        "BLOCK_L": next_power_of_two(scalars + 16),
+        "N": min(BLOCK_STATES, blocks.states),
+        "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
+        # one product for all reflections, whose rows are then interleaved
+        "JOINED": layout.num_householder in (2, 4),
+        "num_warps": samples * parts,
+        "num_stages": 1,
+        "maxnreg": MAX_REGISTERS,
+    }
+    return Constants.of(kernel, every)
 
 
 def _whole_rows(
@@ -245,44 +224,13 @@ def _programs(
     return A.shape[0] * ceil_div(b // A.shape[0], samples)
 
 
-def _blocks(A: Like, options: Parameterization) -> HeadBlocks:
-    layout = layout_of(options)
-    return head_blocks(A.shape[2], A.shape[1], layout.num_householder, layout.selective)
-
-
-def _common_constants(
-    A: Like,
-    W: Like,
-    options: Parameterization,
-    samples: int,
-    parts: int | None,
-    tf32: bool,
-) -> dict[str, Any]:
-    """Options that the sweep and the reverse sweep have in common."""
-    scan, product = scan_constants(A.shape[-1], A, options), product_constants(W, tf32)
-    blocks = _blocks(A, options)
-    parts = choose_parts(blocks.channels, samples) if parts is None else parts
-    kept = ("ACTIVATION", "SELECTIVE", "INPUT_SCALE", "FULL", "FAST")
-    return {
-        **{name: scan[name] for name in kept},
-        "BLOCK_D": blocks.channels,
-        "S": samples,
-        "PARTS": parts,
-        "COLUMNS": max(COLUMNS, samples),
-        "PRECISION": product["PRECISION"],
-        "DOT": product["DOT"],
-        "ROUND": _rounding(W),
-        "num_warps": samples * parts,
-        "num_stages": 1,
-        "maxnreg": MAX_REGISTERS,
-    }
-
-
-def _rounding(W: Like) -> tl.dtype:
-    """The dtype of W^y, to which the factors and the results of its products are rounded."""
-    if W.dtype == torch.float32:
-        return tl.float32
-    return tl.bfloat16 if W.dtype == torch.bfloat16 else tl.float16
+def choose_rows(
+    b: int,
+    A: Tensor,  # (H, n, d)
+) -> tuple[int, int]:
+    """Samples of a program and parts of each, a warp for every part."""
+    samples = choose_samples(b, A)
+    return samples, choose_parts(max(16, next_power_of_two(A.shape[2])), samples)
 
 
 def choose_samples(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.norms import larger_or_nan
-from bedouin.kernels.device.reflections import sums
+from bedouin.kernels.device.reflections import sums, total_of
 from bedouin.kernels.direct.heads.device import column_sums, lanes_of, stack_states, unstack_states
 
 FEW_SUMS = tl.constexpr(8)
@@ -58,11 +58,7 @@ def of_all_parts(v, PARTS: tl.constexpr):
 @triton.jit
 def sum_of_parts(v, PARTS: tl.constexpr):
     """The sum of v (rows, l) over the parts of a sample, in the rows of all of them."""
-    parts = of_all_parts(v, PARTS)
-    total = parts[0]
-    for i in tl.static_range(1, PARTS):
-        total += parts[i]
-    return total
+    return total_of(of_all_parts(v, PARTS))
 
 
 @triton.jit

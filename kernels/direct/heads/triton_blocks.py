@@ -101,15 +101,6 @@ def in_blocks(joined, S: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def total_of(parts):
-    """The sum of one or more tensors."""
-    total = parts[0]
-    for i in tl.static_range(1, len(parts)):
-        total += parts[i]
-    return total
-
-
-@triton.jit
 def discretize_head(
     A,  # (s, d, N)
     delta, s,  # rows (s, d)

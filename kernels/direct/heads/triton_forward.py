@@ -16,6 +16,7 @@ from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.norms import inverse_norm, max_norm
 from bedouin.kernels.device.reflections import (
+    combine,
     eliminate,
     inverse_sizes,
     local_system,
@@ -24,13 +25,13 @@ from bedouin.kernels.device.reflections import (
     scale,
     scale_symmetric,
     sums,
+    total_of,
     upper_times,
     wy_upper,
 )
 from bedouin.kernels.direct.heads.device import (
     as_columns,
     columns_of,
-    combine_of_samples,
     join_rows,
     rows_of,
     rows_of_statistics,
@@ -48,7 +49,6 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     load_head_block,
     load_head_blocks,
     store_head_blocks,
-    total_of,
 )
 from bedouin.kernels.direct.heads.triton_weights import load_weight_tiles
 
@@ -117,7 +117,7 @@ def finish_token(
     mixed = x
     if K > 0:
         U_v = scale(dots, inv, K)
-        mixed += combine_of_samples(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
+        mixed += combine(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
     written = spread(mixed * inv_B if COUPLED else s * mixed * inv_B, ROWS, D, N)
     largest = s
     h = ()
@@ -348,7 +348,7 @@ def head_sweep_kernel(
             q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
             U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
             T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
-            y += sigma * combine_of_samples(T_v, u, K)
+            y += sigma * combine(T_v, u, K)
         own = ()
         if PARTS > 1:
             own = rows_times(u, y - x, K) + (y * y,)

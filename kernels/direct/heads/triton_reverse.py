@@ -17,15 +17,16 @@ from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     add,
+    combine,
     reflections_vjp_scalars,
     rows_times,
     square_times,
     symmetric_times,
+    total_of,
     upper_transposed_times,
 )
 from bedouin.kernels.direct.heads.device import (
     as_columns,
-    combine_of_samples,
     concatenated_states,
     in_lanes,
     load_scalars,
@@ -53,7 +54,6 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     load_head_block,
     load_head_blocks,
     store_head_blocks,
-    total_of,
 )
 from bedouin.kernels.direct.heads.triton_replay import (
     fetch_chunk,
@@ -334,12 +334,12 @@ def reverse_head_kernel(
         w, applied = g, g
         if K > 0:
             T_g = square_times(load_scalars(row + AT_N, K * K, ROWS, D), q, K)
-            w += combine_of_samples(T_g, u, K)
+            w += combine(T_g, u, K)
             # x~ = x + U^T T U v, one reflection after the other
             U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
             # defect and scale of the adjoint equation
             T = load_scalars(row, PAIRS, ROWS, D)
-            applied += combine_of_samples(upper_transposed_times(T, U_g, K), u, K)
+            applied += combine(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
         if PARTS == 1:
             store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
