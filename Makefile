@@ -82,7 +82,7 @@ test: $(STAMP)
 	@echo "== test: Triton kernels, interpreted"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(ENV_PYTHON) -P -m pytest $(PROCESSES) -q -m interpreter
 	@echo "== test"
-	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(ENV_PYTHON) -P -m pytest $(PROCESSES) $(ARGS)
 
 FUZZ_CASES ?= 5000
 fuzz: $(STAMP)
