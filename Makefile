@@ -73,7 +73,7 @@ bench: $(STAMP)
 experiments: $(STAMP)
 	$(ENV_PYTHON) examples/research/experiment.py $(ARGS)
 
-# A process that has none left takes tests from the other, which may have all of the long ones.
+# A worker without tests takes some of the other's, which may have been given all of the long ones.
 PROCESSES := -n 2 --dist worksteal
 
 # -P keeps the repository root, and with it `kernels` and `solvers`, off sys.path.

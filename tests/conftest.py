@@ -106,6 +106,7 @@ def _spare_the_interpreter() -> None:
     describe, known_blocks = tl.block_type.__init__, {}
     scalar = tl.constexpr(1), tl.tuple([])
 
+    # equal types share their attributes, which nothing changes
     def make_block(kind: Any, element: Any, shape: Any) -> None:
         sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
         of = element.name, getattr(element, "const", None), getattr(element, "address_space", None)
@@ -124,6 +125,7 @@ def _spare_the_interpreter() -> None:
     join = functools.cache(np.broadcast_shapes)
     plain = "int32", "int64", "fp32", "fp64"
 
+    # Equal dtypes, and a number beside a tensor, need no rules of promotion.
     def convert_if_different(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
         tensor, other = (lhs, rhs) if isinstance(lhs, tl.tensor) else (rhs, lhs)
         if isinstance(tensor, tl.tensor) and tensor.dtype.name in plain:

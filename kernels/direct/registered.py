@@ -63,9 +63,9 @@ OPTIONS = f"{SCALARS}, bool plain, SymInt keep_every"
 
 
 def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
-    """The operands and the parameterization of an operation, and what it was given behind them.
-    That has no last argument where this is the default, for graphs that an earlier version cached.
-    """
+    """The operands and the parameterization of an operation, and the arguments behind them. The
+    last of these is missing where it has its default value, as in graphs that an earlier version
+    cached."""
     behind = 6 + NUM_SCALARS
     return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), *flat[behind:]
 
