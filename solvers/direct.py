@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bedouin.kernels.branches import beside
 from bedouin.solvers.base import Problem, Solver, map_name, offers, strict_options
 from bedouin.solvers.convergence import relative_residual, within_rounding
 from bedouin.solvers.solution import (
@@ -45,13 +46,15 @@ class Direct(Solver):
         # (b,) each, where the sweep has reduced the norms of tokens
         residual, converged = getattr(swept, "residual", None), getattr(swept, "converged", None)
         if residual is None or converged is None:
-            defect, scale = swept.defect, swept.scale
-            residual = relative_residual(defect, scale)
-            converged = within_rounding(defect, scale, swept.magnitude)
+            defect, scale, magnitude = swept.defect, swept.scale, swept.magnitude
+            with beside("statistics", defect, scale, magnitude):
+                residual = relative_residual(defect, scale)
+                converged = within_rounding(defect, scale, magnitude)
         if problem.history is not None:
             problem.history.append(residual)
         if not can_read_device(residual):
-            steps = torch.ones_like(residual, dtype=torch.int64)
+            with beside("statistics", residual):
+                steps = torch.ones_like(residual, dtype=torch.int64)
             plain = SolveStats(steps, residual, converged, swept.pivot, cell)
             return Solution(swept.y, plain, Result.unknown)
         stats = DeferredStats(None, residual, converged, swept.pivot, cell)

@@ -8,13 +8,22 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, LowRank, NoMixing
+from bedouin import (
+    Bedouin,
+    BedouinState,
+    Decoder,
+    FixedPointRNN,
+    LowRank,
+    NoMixing,
+    SequenceModel,
+)
 from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
 from bedouin.decoding.parts import CHECK_TOKENS, is_buffered, takes_graph
 from bedouin.kernels.backend import interpreter_is_on
@@ -379,6 +388,55 @@ def test_a_decoder_on_a_gpu_keeps_its_state_when_a_parameter_is_replaced() -> No
     _parameter(layer)
     expected, _ = layer.step(x[:, 1], decoder.state)
     assert_close("output", decoder(x[:, 1]), expected, 1e-5)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "options", [RECALL, RECALL | {"num_householder": 1}, RECALL | {"feedback_scope": "layer"}, {}]
+)
+@torch.no_grad()
+def test_a_graph_of_several_layers_has_the_numbers_of_single_launches(
+    options: dict[str, Any],
+) -> None:
+    """Bit for bit, with a chain of launches beside the others in each layer."""
+    torch.manual_seed(0)
+    layers = partial(Bedouin, **options, device="cuda")
+    model = SequenceModel(11, 64, layers, num_layers=3, device="cuda")
+    tokens = torch.randint(11, (48, 2), device="cuda")
+    decoder, state = Decoder(model, 2), model.init_state(2)
+    for t, token in enumerate(tokens):
+        logits = decoder(token)
+        expected, state = _launch_by_launch(model, token, state)
+        assert torch.equal(logits, expected), t
+        if t % 8 == 7:
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    for found, kept in zip(decoder.state, state, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(found, kept, strict=True))
+
+
+def _launch_by_launch(
+    model: SequenceModel,
+    token: Tensor,  # (b,)
+    states: Any,
+) -> tuple[Tensor, Any]:
+    """`model.step` without a graph of any layer."""
+    pairs = zip(model.mixers, states, strict=True)
+    found = [_Launched(mixer, state) for mixer, state in pairs]
+    logits: Tensor = model.decode(token, found)
+    return logits, [each.state for each in found]
+
+
+class _Launched:
+    """A layer with its state."""
+
+    def __init__(self, layer: Any, state: BedouinState) -> None:
+        self.layer, self.state = layer, state
+
+    def __call__(self, x_t: Tensor) -> Tensor:  # (b, m) -> (b, m)
+        output: Tensor
+        output, self.state = self.layer._one_token(x_t, self.state)
+        return output
 
 
 @gpu

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.branches import beside
 from bedouin.kernels.direct.buffers import (
     allocate_memory,
     allocate_reverse,
@@ -176,7 +177,8 @@ def summarize(
     elif b:
         from bedouin.kernels.direct.triton_summary import launch_summary
 
-        launch_summary(statistics, summary, converged, lengths)
+        with beside("statistics", statistics, summary, converged):
+            launch_summary(statistics, summary, converged, lengths)
     return summary, converged
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.kernels.backend import Backend, choose_backend
+from bedouin.kernels.branches import beside
 from bedouin.kernels.direct import (
     ROUNDING,
     LocalFactors,
@@ -313,10 +314,11 @@ class StructuredMap(FixedPointMap):
             options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
             swept = direct_sweep(*arguments, lengths=self.lengths, **options)
         if self.joined > 1:
-            # the largest norms and the smallest pivot of a sample's heads
             norms = swept.defect, swept.scale, swept.magnitude
-            defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
-            pivot = self._by_head(swept.pivot).amin(0)
+            with beside("statistics", *norms, swept.pivot):
+                # the largest norms and the smallest pivot of a sample's heads
+                defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
+                pivot = self._by_head(swept.pivot).amin(0)
             y = unfold(swept.y, self.joined)
             swept = Sweep(y, swept.h, defect, scale, magnitude, pivot)
         self._swept = swept

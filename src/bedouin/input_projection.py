@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bedouin.heads import by_head
 from bedouin.kernels.backend import autocast_dtype, choose_backend
+from bedouin.kernels.branches import beside, join
 from bedouin.kernels.heads import fold, per_sample
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.projection import split_projection, takes_split
@@ -55,7 +56,8 @@ class ProjectedLayer(LayerParameters):
         lengths = None if packing is None else packing.padded_lengths()
         window = _window_before(conv, projected, before)
         if at_once:
-            return projected, self._last_window(window, projected, lengths)
+            with beside("state", projected):
+                return projected, self._last_window(window, projected, lengths)
         if not projected.numel():
             return projected, window
         parts, convolved = self._parts_of(projected), self._convolved_sizes()
@@ -97,7 +99,7 @@ class ProjectedLayer(LayerParameters):
         count = window.shape[1]
         if lengths is None:
             last = self._convolved(projected[:, max(0, projected.shape[1] - count) :])
-            return torch.cat([window[:, last.shape[1] :], last.to(window.dtype)], 1)
+            return torch.cat([window[:, last.shape[1] :], last], 1)  # in the dtype of the window
         places = (lengths.unsqueeze(1) + torch.arange(-count, 0, device=window.device)).unsqueeze(2)
         columns = places.clamp(min=0).expand(-1, -1, projected.shape[2])
         found = self._convolved(projected.gather(1, columns)).to(window.dtype)
@@ -127,9 +129,11 @@ class ProjectedLayer(LayerParameters):
             weight, window = None if self.conv is None else self.conv.weight, None
             if weight is not None and before is not None and before.conv is not None:
                 window = before.conv.float()
-            bias = self.dt_bias.view(heads, -1)
-            if self.raw_bias is not None:
-                bias = torch.cat([bias, self.raw_bias.view(heads, -1)], -1)
+            with beside("parameters"):
+                bias = self.dt_bias.view(heads, -1)
+                if self.raw_bias is not None:
+                    bias = torch.cat([bias, self.raw_bias.view(heads, -1)], -1)
+            join("parameters", bias)
             x, raw, gate = split_projection(projected, bias, weight, window, self._parts)
             return x, raw, None, gate
         parts = {name: fold(v, heads) for name, v in self._parts_of(projected).items()}
@@ -170,7 +174,9 @@ class ProjectedLayer(LayerParameters):
         """W^x x: the raw values (b', t, r) and the gate (b', t, p), in `dtype` if kernels read
         them."""
         for_kernels = choose_backend(self.backend, x.device, x.dtype) == "triton"
-        bias = self._x_bias()
+        with beside("parameters"):
+            bias = self._x_bias()
+        join("parameters", bias)
         options: dict[str, Any] = {"r": self.raw_size, "dtype": dtype if for_kernels else None}
         if not is_plain(self.x_proj):
             return split_projected(self.x_proj(x), bias, **options)

@@ -5,6 +5,7 @@ p = d / H head_dim, r raw values of a head, the first f with feedback. Between t
 m to d and back a layer has b' = H b folded samples, each one head of one sample (bedouin.heads).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from bedouin.graphed import Graphed
 from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
 from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
+from bedouin.kernels.branches import beside, join
 from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
@@ -144,28 +146,33 @@ class FixedPointLayer(ProjectedLayer):
         """`step` without a graph."""
         options = self.token_options
         call = self._project(x_t.unsqueeze(1), state, options)
-        output, after, _ = self._solve_token(call, options, self._caller())
-        return output, unfold_state(after, self.num_heads)
+        with without_autocast(call.start.device):
+            solution = options.solve(call.f, call.start, 1, self._caller())
+        output, after = self._output(call, solution.value, True)
+        assert after is not None
+        return output.squeeze(1), unfold_state(after, self.num_heads)
 
     def advance(
         self,
         x_t: Tensor,  # (b, m)
         before: BedouinState,  # of folded samples
-    ) -> tuple[Tensor, BedouinState, SolveStats]:
-        """A token for decoding: (b, m) -> (b, m), the state of the folded samples after it, and
-        statistics of `num_parts` parts of each sample, about which nothing is reported."""
+        keep: Callable[[BedouinState, SolveStats], None],
+    ) -> Tensor:  # (b, m)
+        """A token for decoding. `keep` gets the state of the folded samples after it, for which it
+        may give up `before`, and statistics of `num_parts` parts of each sample, about which
+        nothing is reported."""
         options = replace(self.token_options, on_unconverged="ignore")
         call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
-        return self._solve_token(call, options, Caller(type(self).__name__, self.deferred))
-
-    def _solve_token(
-        self, call: Call, options: SolveOptions, caller: Caller
-    ) -> tuple[Tensor, BedouinState, SolveStats]:
-        with without_autocast(call.start.device):
+        with without_autocast(x_t.device):
+            with beside("gate", call.W_gate):
+                fed = self._fed_gate(call, before.y.unsqueeze(1))
+            caller = Caller(type(self).__name__, self.deferred)
             solution = options.solve(call.f, call.start, 1, caller)
-        output, after = self._output(call, solution.value, True)
-        assert after is not None
-        return output.squeeze(1), after, solution.stats
+            join("gate", fed)
+            keep(call.after(solution.value), solution.stats)
+            hidden = self._gated(call, fold(solution.value, call.f.joined), fed)
+        output: Tensor = self.out_proj(hidden)
+        return output.squeeze(1)
 
     @property
     def token_options(self) -> SolveOptions:
@@ -283,7 +290,9 @@ class FixedPointLayer(ProjectedLayer):
         dtype = accumulator(x.dtype)
         if drive is None:
             drive = self.drive(x.to(dtype)) if self.has_drive else x
-        A = by_head(self._A().to(dtype), self.num_heads)
+        with beside("parameters"):
+            A = by_head(self._A().to(dtype), self.num_heads)
+        join("parameters", A)
         start = (None, None) if before is None else (before.ssm, before.y)
         lengths = None
         if packing is not None and packing.real is not None:
@@ -323,34 +332,47 @@ class FixedPointLayer(ProjectedLayer):
         if wanted."""
         with without_autocast(y.device):
             after = call.after(y) if wants_state else None
-            hidden = self._gated(call, fold(y, call.f.joined))
+            hidden = self._output_stage(call, fold(y, call.f.joined))
         output: Tensor = self.out_proj(hidden)
         return output, after
 
-    def _gated(
+    def _output_stage(
         self,
         call: Call,
         y: Tensor,  # (b', t, p), the fixed point
     ) -> Tensor:  # (b, t, d)
         """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
         includes its feedback W^y norm(y_{t-1})."""
-        backend = self.backend
+        found = self._gated_in_one_function(call, y, *norm_parameters(self.norm))
+        return self._gated(call, y, self._fed_gate(call, y)) if found is None else found
+
+    def _fed_gate(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p), of which the last token is not read
+    ) -> Tensor | None:  # (b', t, p)
+        """The gate's feedback W^y norm(y_{t-1}), if there is any."""
+        if call.W_gate is None or not y.shape[1]:
+            return None
+        common: dict[str, Any] = {"dtype": call.W_gate.dtype, "backend": self.backend}
+        normed = shifted_norm(y, call.f.operands.y0, self.feedback_norm_eps, **common)
+        return apply_feedback_weight(normed, call.W_gate)
+
+    def _gated(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p), the fixed point
+        fed: Tensor | None,  # (b', t, p), the gate's feedback
+    ) -> Tensor:  # (b, t, d)
+        """The output stage, given the gate's feedback."""
         weight, norm_eps = norm_parameters(self.norm)
-        found = self._gated_in_one_function(call, y, weight, norm_eps)
-        if found is not None:
-            return found
-        fed = None
-        if call.W_gate is not None and y.shape[1]:
-            eps, dtype = self.feedback_norm_eps, call.W_gate.dtype
-            normed = shifted_norm(y, call.f.operands.y0, eps, dtype=dtype, backend=backend)
-            fed = apply_feedback_weight(normed, call.W_gate)
         norm: dict[str, Any] = {}
         if weight is not None:
             norm = {"z": call.z, "weight": by_head(weight, self.num_heads), "eps": norm_eps}
         gate, fed = (fed, None) if call.gate is None else (call.gate, fed)
         if gate is None:
             gate = torch.zeros_like(call.x)
-        common: dict[str, Any] = {"dtype": call.dtype, "backend": backend}
+        common: dict[str, Any] = {"dtype": call.dtype, "backend": self.backend}
         return gated_output(y, call.x, by_head(self.D, self.num_heads), gate, fed, **norm, **common)
 
     def _gated_in_one_function(

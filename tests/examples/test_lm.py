@@ -33,13 +33,13 @@ from common.script import leave_process_group
 from research.experiments.language_model import (
     COMPARED,
     MIXERS,
-    RATES,
     SCORE,
     TUNING_SEED,
     language_model,
     language_model_cpu,
     tuned_language_models,
 )
+from research.experiments.table import RATES
 
 LINES = "def {}(x):\n    return x\n"
 SMALL: dict[str, Any] = {
@@ -369,21 +369,28 @@ def test_the_experiment_compares_equal_models_with_three_seeds() -> None:
     assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
 
 
-def test_languages_are_reported_at_the_best_of_three_rates(tmp_path: Path) -> None:
-    bits = dict(zip(RATES, (1.4, 1.3, 1.5), strict=True))
-    add_runs(
-        tmp_path / "language-tuning",
-        {f"recall-{rate:g}": {"bits_per_byte": {SCORE: n}} for rate, n in bits.items()}
-        | {"lstm-0.001": {"bits_per_byte": {SCORE: 1.6}}},
-    )
+def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
+    found = {"mamba-0.008": 1.1, "lstm-0.001": 1.6}
+    for name, bits in {"recall": (1.4, 1.3, 1.5), "mamba": (1.4, 1.3, 1.2)}.items():
+        found |= {f"{name}-{rate:g}": n for rate, n in zip(RATES, bits, strict=True)}
+    runs = {name: {"bits_per_byte": {SCORE: n}} for name, n in found.items()}
+    further = runs.pop("mamba-0.008")
+    add_runs(tmp_path / "language-tuning", runs)
     tuning, reported = tuned_language_models(tmp_path)
+    assert [run.name for run in reported.runs] == [f"recall-seed{i}" for i in range(3)]
+    added = [run.name for run in tuning.runs if run.name.endswith("0.008")]
+    assert added == ["mamba-0.008"]  # the best of three is at an edge
     configs = [parse_config(train_lm.PRESETS, run.arguments) for run in tuning.runs]
     assert {config.seed for config in configs} == {TUNING_SEED}
-    assert [config.lr for config in configs] == [*RATES] * len(COMPARED)
-    sizes = [size(config) for config in configs[::3]]
+    rates = [config.lr for config in configs if config.lr != 8e-3]
+    assert rates == [*RATES] * len(COMPARED)
+    sizes = [size(config) for config in configs if config.lr == 1e-3]
     assert all(abs(n / sizes[0] - 1) < 0.05 for n in sizes)
-    found = [parse_config(train_lm.PRESETS, run.arguments) for run in reported.runs]
-    assert [(c.mixer_layer, c.lr, c.seed) for c in found] == [("recall", 2e-3, i) for i in range(3)]
+    add_runs(tmp_path / "language-tuning", {"mamba-0.008": further})
+    _, reported = tuned_language_models(tmp_path)
+    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in reported.runs]
+    chosen = [(c.mixer_layer, c.lr, c.seed) for c in configs]
+    assert chosen == [(*pair, i) for pair in (("mamba", 8e-3), ("recall", 2e-3)) for i in range(3)]
 
 
 def test_the_lstm_has_the_size_and_the_steps_of_the_model_of_make_lm() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from common.runs import read_runs
 from research.experiments.plan import Experiment, Run, joined
+from research.experiments.table import BEYOND, RATES
 
 COMMON = (
     "--preset gpu --num-layers 4 --steps 700 --warmup-steps 100 --eval-every 100 "
@@ -25,9 +26,10 @@ COMPARED = {
     "recall": "--d-model 384 --mixer-layer recall",
     "gated_deltanet": "--d-model 432 --mixer-layer gated_deltanet --num-heads 6",
 }
-"""Of equal size, too, each with the best of three learning rates."""
-RATES, TUNING_SEED, SCORE = (1e-3, 2e-3, 4e-3), 100, "1024"
-"""Rates, the seed that chooses among them, and the length whose bits per byte it compares."""
+"""Of equal size, too, each with its best learning rate of those of the table, among them the
+further one where the best of three is at an edge."""
+TUNING_SEED, SCORE = 100, "1024"
+"""The seed that chooses a rate, and the length whose bits per byte it compares."""
 SEEDS = (0, 1, 2)
 SMALL = {
     "bedouin": "--preset cpu",
@@ -68,14 +70,22 @@ def tuned_language_models(results: Path) -> tuple[Experiment, Experiment]:
     made = read_runs(results / "language-tuning")
     tuning, reported = [], {}
     for name, flags in COMPARED.items():
-        bits = {}
-        for rate in RATES:
-            run, options = f"{name}-{rate:g}", joined(COMMON, flags, f"--lr {rate:g}")
-            tuning.append(Run(run, joined(options, f"--seed {TUNING_SEED}"), "train_lm"))
-            if "bits_per_byte" in made.get(run, {}):
-                bits[options] = made[run]["bits_per_byte"][SCORE]
-        if len(bits) == len(RATES):
-            reported[name] = min(bits, key=lambda options: bits[options])
+        runs = {rate: made.get(f"{name}-{rate:g}", {}) for rate in (*RATES, *BEYOND.values())}
+        bits = {
+            rate: run["bits_per_byte"][SCORE]
+            for rate, run in runs.items()
+            if "bits_per_byte" in run
+        }
+        rates = list(RATES)
+        if bits.keys() >= set(RATES):
+            best = min(RATES, key=lambda rate: bits[rate])
+            rates += [BEYOND[best]] if best in BEYOND else []
+        options = {rate: joined(COMMON, flags, f"--lr {rate:g}") for rate in rates}
+        for rate in rates:
+            seeded = joined(options[rate], f"--seed {TUNING_SEED}")
+            tuning.append(Run(f"{name}-{rate:g}", seeded, "train_lm"))
+        if bits.keys() >= set(rates):
+            reported[name] = options[min(rates, key=lambda rate: bits[rate])]
     return (
         Experiment("language-tuning", "Which learning rate for bytes?", tuple(tuning)),
         Experiment("language", "How many bits per byte at the best rate?", _runs(reported)),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.branches import beside
 from bedouin.kernels.direct.buffers import CHUNK, exponents
 from bedouin.kernels.direct.phases.limits import Sizes, sizes_of
 from bedouin.kernels.direct.phases.spec import (
@@ -158,10 +159,12 @@ def launch_phases(
         solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, *parts[:2], statistics
         numbers = b * t, t, *inputs.strides
         constants = phase_constants(SOLVED_STATISTICS, spec)
-        SOLVED_STATISTICS.launch((b * t,), solved, numbers, constants)
+        with beside("statistics", *solved):
+            SOLVED_STATISTICS.launch((b * t,), solved, numbers, constants)
     else:
         constants = phase_constants(STATISTICS, spec)
-        STATISTICS.launch(_by_tokens(sizes), (y, statistics), (b * t,), constants)
+        with beside("statistics", y, statistics):
+            STATISTICS.launch(_by_tokens(sizes), (y, statistics), (b * t,), constants)
     return y, h, kept if keeps else kept[:, :0], statistics
 
 

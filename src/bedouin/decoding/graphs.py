@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bedouin.decoding.parts import DecodedLayer, FixedPointPart
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.kernels.branches import branched
 from bedouin.state import BedouinState
 from bedouin.wrapped import ReplacementWatch
 
@@ -104,11 +105,12 @@ def capture_graph(run: Run) -> tuple[Callable[[], object], Tensor]:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARMUP_RUNS):
-            run()
+            with branched():
+                run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # capture_error_mode: other threads may use the device during the capture
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), branched():
         output = run()
     return graph.replay, output
 

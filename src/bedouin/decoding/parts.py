@@ -18,6 +18,7 @@ from bedouin.kernels.backend import (
     is_cuda_device,
     is_transformed,
 )
+from bedouin.kernels.branches import beside
 from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
 from bedouin.state import BedouinState, check_state
 from bedouin.wrapped import is_untouched
@@ -63,13 +64,16 @@ class FixedPointPart:
     ) -> Tensor:  # (b, m)
         """The arithmetic of a token, which a graph captures."""
         layer.check_input(u, rank=2)
-        output: Tensor
-        output, after, stats = layer.advance(u, self.state)
-        self._copy(after)
+        output: Tensor = layer.advance(u, self.state, self._keep)
+        return output
+
+    def _keep(self, after: BedouinState, stats: SolveStats) -> None:
+        with beside("state", *after):
+            self._copy(after)
         assert stats.conditioning is not None
         self._statistics = stats.residual, stats.conditioning, stats.converged
-        self._all_converged.logical_and_(stats.converged)
-        return output
+        with beside("statistics", stats.converged):
+            self._all_converged.logical_and_(stats.converged)
 
     def start(self) -> None:
         """Discard whether tokens have converged, as those of a capture."""

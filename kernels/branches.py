@@ -1,0 +1,78 @@
+"""Branches of a CUDA graph: launches beside those that the result waits for.
+
+A graph of one token is a chain of small launches, each of which waits two or three microseconds for
+the one before, also where it reads nothing that this has written. What `beside` encloses is put on
+a branch of its own while `branched` captures; elsewhere `beside` and `join` do nothing.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Branch = Literal["parameters", "gate", "statistics", "state"]
+"""Each is a chain of launches of its own. "parameters" begins with the token and may read nothing
+but parameters; the others read what was launched before."""
+
+
+class _Branches:
+    """The streams of a capture."""
+
+    def __init__(self) -> None:
+        self.main = torch.cuda.current_stream()
+        self.streams: dict[Branch, torch.cuda.Stream] = {}
+        # what is made on one stream and read on another: its memory is used again on the first one
+        # without a wait for the second
+        self.kept: list[Tensor | None] = []
+        self.open("parameters")
+
+    def open(self, branch: Branch) -> torch.cuda.Stream:
+        """The stream of a branch, which waits for what was launched so far."""
+        stream = self.streams.get(branch)
+        if stream is None:
+            stream = self.streams[branch] = torch.cuda.Stream()
+            stream.wait_stream(self.main)
+        elif branch != "parameters":
+            stream.wait_stream(self.main)
+        return stream
+
+
+class _Current(threading.local):
+    branches: _Branches | None = None
+
+
+_CURRENT = _Current()
+
+
+@contextmanager
+def branched() -> Iterator[None]:
+    """A context with branches from the current stream, which waits for all of them at its end."""
+    opened = _CURRENT.branches = _Branches()
+    try:
+        yield
+    finally:
+        _CURRENT.branches = None
+        for stream in opened.streams.values():
+            opened.main.wait_stream(stream)
+
+
+def beside(branch: Branch, *read: Tensor | None) -> AbstractContextManager[object]:
+    """A context whose launches are on the branch; `read` are the tensors that were made elsewhere,
+    parameters left out. What they write may be read on the same branch, or after `join`."""
+    if torch.compiler.is_compiling() or _CURRENT.branches is None:
+        return nullcontext()
+    _CURRENT.branches.kept.extend(read)
+    return torch.cuda.stream(_CURRENT.branches.open(branch))
+
+
+def join(branch: Branch, *made: Tensor | None) -> None:
+    """Let later launches wait for the branch, on which the tensors were made."""
+    if torch.compiler.is_compiling() or _CURRENT.branches is None:
+        return
+    opened = _CURRENT.branches
+    opened.kept.extend(made)
+    if branch in opened.streams:
+        opened.main.wait_stream(opened.streams[branch])
