@@ -8,7 +8,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -400,8 +399,8 @@ def test_a_graph_of_several_layers_has_the_numbers_of_single_launches(
 ) -> None:
     """Bit for bit, with a chain of launches beside the others in each layer."""
     torch.manual_seed(0)
-    layers = partial(Bedouin, **options, device="cuda")
-    model = SequenceModel(11, 64, layers, num_layers=3, device="cuda")
+    layers = [Bedouin(64, **options, device="cuda") for _ in range(3)]
+    model = SequenceModel(11, 64, layers, device="cuda")
     tokens = torch.randint(11, (48, 2), device="cuda")
     decoder, state = Decoder(model, 2), model.init_state(2)
     for t, token in enumerate(tokens):
