@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Branch = Literal["parameters", "gate", "statistics", "state"]
+Branch = Literal["parameters", "decay", "gate", "statistics", "state"]
 """Each is a chain of launches of its own. "parameters" begins with the token and may read nothing
 but parameters; the others read what was launched before."""
 
@@ -31,11 +31,11 @@ class _Branches:
 
     def open(self, branch: Branch) -> torch.cuda.Stream:
         """The stream of a branch, which waits for what was launched so far."""
-        stream = self.streams.get(branch)
-        if stream is None:
-            stream = self.streams[branch] = torch.cuda.Stream()
-            stream.wait_stream(self.main)
-        elif branch != "parameters":
+        is_open = branch in self.streams
+        if not is_open:
+            self.streams[branch] = torch.cuda.Stream()
+        stream = self.streams[branch]
+        if not is_open or branch != "parameters":
             stream.wait_stream(self.main)
         return stream
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.branches import beside
+from bedouin.kernels.branches import beside, join
 from bedouin.kernels.direct.buffers import CHUNK, exponents
 from bedouin.kernels.direct.phases.limits import Sizes, sizes_of
 from bedouin.kernels.direct.phases.spec import (
@@ -60,7 +60,8 @@ class _Inputs(NamedTuple):
         x, raw, W_y, A, _, y0 = operands
         b, t, d, _ = sizes[:4]
         x, raw = last_axis_contiguous(x), last_axis_contiguous(raw)
-        A = exponents(A if A.dim() == 3 else A.unsqueeze(0))
+        with beside("decay", A):
+            A = exponents(A if A.dim() == 3 else A.unsqueeze(0))
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
         grid, numbers = _by_tokens(sizes), (b * t, t, *raw.stride()[:2])
@@ -68,6 +69,7 @@ class _Inputs(NamedTuple):
         if sizes.k:
             constants = phase_constants(PREPARE_REFLECTIONS, spec)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
+        join("decay", A)
         W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
         if spec.by_token or W.stride()[1:] != (d, 1):
             W = W.contiguous()
