@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 # as the scripts of that folder import them
 from common.runs import RUNS, read_runs  # noqa: E402
-from research.experiments.table import VARIANTS, rows_of  # noqa: E402
+from research.experiments.language_model import SCORE, TUNING_SEED  # noqa: E402
+from research.experiments.table import BEYOND, LANGUAGES, RATES, VARIANTS, rows_of  # noqa: E402
 from research.summary import markdown, summarize  # noqa: E402
 
 PAGES = {
@@ -364,32 +365,61 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     assert "at 128 operations {}, hybrid {};".format(*longer) in wide
     tracked = [values(f"table-wide/a5-{m}", "128", "sequence") for m in ("recall", "lstm_l1")]
     assert "A5, sequences: {}; LSTM {}".format(*tracked) in wide
-    shown = [values("table-controls/bound_z60-recall", "16_32", "token")]
-    assert line(TEXTS["index"], "Products of bound elements of Z60")[1:] == shown
+    names = "table-controls/bound_z60-recall", "table-controls/bound_a5_one_name-recall"
+    shown = [values(names[0], "16_32", "token")]
+    shown += [values(names[1], f"1_{length}", "token") for length in (32, 128)]
+    shown += [values("table-controls/bound_a5_one_name-hybrid_l2", "1_128", "token")]
+    expected = "Z60: {}; one name: {}, at 128 {}, hybrid {}".format(*shown)
+    assert line(TEXTS["index"], "Bound elements of Z60")[1:] == [expected]
+
+
+def test_arithmetic_of_the_readme_and_of_the_index_is_that_of_the_runs() -> None:
+    def at_length(task: str, model: str) -> list[float]:
+        """Of rows of 40 to 256 tokens, by seed."""
+        (row,) = raw(f"table-languages/{task}-{model}")["rows"]
+        return list(row["accuracy"]["256"]["token"])
+
+    def shown(model: str) -> str:
+        return " ".join(f"{value:.2f}" for value in at_length("arithmetic", model))
+
+    recall, lstm, hybrid = map(shown, ("recall", "lstm_l1", "hybrid_l2"))
+    assert hybrid == shown("recall_layer") == "1.00 1.00 1.00"
+    text = README.replace("\n", " ")
+    assert f"to 256: `recall` {recall}, LSTM {lstm}, hybrid 1.00." in text
+    assert min(at_length("parity", "recall")) == 1
+    runs = runs_of("table-languages")
+    brackets = [max(at_length(*name.split("-"))) for name in runs if name.startswith("brackets")]
+    expected = f'1.00; {recall}, `feedback_scope="layer"`, hybrid 1.00, LSTM {lstm}; '
+    expected += f"at most {max(brackets):.2f}"
+    assert line(TEXTS["index"], "Parity holds from 40 to 256")[1:] == [expected]
 
 
 OPERATIONS = [("16_32", "token"), ("16_32", "sequence"), ("16_32", "recall")]
 OPERATIONS += [("16_128", "token"), ("16_128", "sequence")]
 
 
-@pytest.mark.parametrize("name", names_of("table-wide", "table-controls"))
-def test_wide_runs_and_controls_are_those_of_the_pages(name: str) -> None:
+@pytest.mark.parametrize("name", names_of("table-wide", "table-controls", "table-languages"))
+def test_further_runs_of_the_table_are_those_of_the_pages(name: str) -> None:
     folder, run = name.split("/")
     content = raw(name)
     (row,) = content["rows"]
     config, task = content["config"], run.split("-")[0]
-    assert (config["first_seed"], config["seeds"]) == (0, 3) and device(content) == "H100"
+    assert (config["first_seed"], config["seeds"]) == (0, 3)
     assert config["d_model"] == (512 if folder == "table-wide" else 256)
     shown = {
         "a5": [("128", "sequence"), ("512", "token"), ("2048", "token")],
         "copy": [("100", "token"), ("200", "token")],
         "bound_a5": OPERATIONS,
         "bound_z60": OPERATIONS,
+        "bound_a5_one_name": [(length.replace("16_", "1_"), of) for length, of in OPERATIONS],
+        **dict.fromkeys(LANGUAGES, [("40", "token"), ("256", "token")]),
     }[task]
     accuracy = row["accuracy"]
     values = [" ".join(f"{v:.2f}" for v in accuracy[length][metric]) for length, metric in shown]
     sizes = [str(row["parameters"]), str(row["state_size"]), f"{row['point']['lr']:g}"]
-    assert line(TEXTS[folder], f"{run} |")[1:] == [*sizes, *values]
+    where = [] if folder == "table-wide" else [device(content)]
+    assert where or device(content) == "H100"
+    assert line(TEXTS[folder], f"{run} |")[1:] == [*where, *sizes, *values]
 
 
 def test_the_table_of_rivals_is_that_of_the_summary() -> None:
@@ -479,6 +509,60 @@ def test_language_models_are_those_of_the_page(name: str) -> None:
         f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
     ]
     assert line(TEXTS["language-model"], f"{name}, 4 layers")[1:] == expected
+
+
+def bits(runs: list[Any], length: str) -> str:
+    return " ".join(f"{run['bits_per_byte'][length]:.3f}" for run in runs)
+
+
+LANGUAGE_MODELS = {
+    **{"gated_deltanet": "Gated DeltaNet", "attention": "attention", "mamba": "Mamba"},
+    **{"recall": "bits, pieces of 1,024:", "bedouin": "default", "lstm": "LSTM"},
+}
+"""Names of the index."""
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_tuned_language_models_are_those_of_the_pages(name: str) -> None:
+    found = runs_of("language-tuning")
+    rates = (*RATES, BEYOND[RATES[-1]])
+    tried = {rate: found[f"{name}-{rate:g}"] for rate in rates if f"{name}-{rate:g}" in found}
+    assert {run["seed"] for run in tried.values()} == {TUNING_SEED}
+    assert all(device(run) == ("H200" if rate in RATES else "H100") for rate, run in tried.items())
+    best = min(tried, key=lambda rate: float(tried[rate]["bits_per_byte"][SCORE]))
+    cells = [bits([tried[rate]], SCORE) if rate in tried else "–" for rate in rates]
+    cells[rates.index(best)] = f"**{cells[rates.index(best)]}**"
+    assert line(TEXTS["language-tuning"], f"{name} |")[1:] == cells
+    runs = [runs_of("language")[f"{name}-seed{seed}"] for seed in range(3)]
+    assert {(device(run), run["config"]["lr"]) for run in runs} == {("H100", best)}
+    values = bits(runs, SCORE)
+    row = line(TEXTS["language"], name)
+    assert row[1:] == [
+        f"{runs[0]['parameters'] / 1e6:.2f} M",
+        f"{best:g}",
+        values,
+        f"{fmean(run['bits_per_byte'][SCORE] for run in runs):.3f}",
+        bits(runs, "8192"),
+        f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
+    ]
+    index = line(TEXTS["index"], "At equal parameters and tuned rates")
+    assert f"{LANGUAGE_MODELS[name]} {values}" in index[1]
+
+
+def test_differences_of_tuned_language_models_are_those_of_the_page() -> None:
+    means = {
+        name: fmean(
+            runs_of("language")[f"{name}-seed{n}"]["bits_per_byte"][SCORE] for n in range(3)
+        )
+        for name in LANGUAGE_MODELS
+    }
+    ahead = means["bedouin"] - means["recall"]
+    behind = [means["recall"] - means[name] for name in ("mamba", "attention", "gated_deltanet")]
+    page = TEXTS["language"]
+    assert f"`Bedouin.recall` needs {behind[0]:.3f} bits more than Mamba" in page
+    assert f"It is {ahead:.3f} ahead of the default layer" in page
+    assert f"{behind[1]:.3f} behind attention and {behind[2]:.3f} behind Gated DeltaNet" in page
+    assert f"| Bits per byte: {behind[0]:.3f} more than Mamba |" in TEXTS["index"]
 
 
 def test_the_model_of_make_lm_needs_fewer_bits_than_an_lstm_of_its_size() -> None:
