@@ -18,7 +18,8 @@ because a gradient was not finite, and the step at which each seed first reached
 0.99, for all seeds, failed ones included; for copying also where in a string the errors are. A seed
 has failed (`failed`) if it had no update in more than 1 % of its steps (`skipped`).
 With --keep-weights OUT/weights-pointN.safetensors has the parameters of a point of the grid, in the
-order of the rows, with an axis of seeds before their own.
+order of the rows, with an axis of seeds before their own; with --keep-every M those after every M
+steps are in OUT/weights-pointN-stepS.safetensors.
 --trackers logs history and accuracies of each model as a run of its own, when its point of the grid
 is done and in results.json: several of the trackers hold one run in a process.
 """
@@ -64,14 +65,21 @@ def train(
     for step in range(max(point["steps"] for point in points)):
         for training in trainings:
             training.advance(step)
+        if config.keep_every and (step + 1) % config.keep_every == 0:
+            keep_weights(config.out, trainings, first, f"-step{step + 1}")
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     if config.keep_weights:
-        for number, training in enumerate(trainings, first):
-            path = config.out / f"weights-point{number}.safetensors"
-            save_file(training.ensemble.params, path)
+        keep_weights(config.out, trainings, first)
     return [training.row(seconds) for training in trainings]
+
+
+def keep_weights(folder: Path, trainings: Sequence["Training"], first: int, when: str = "") -> None:
+    """Write the parameters of all points, which are numbered from `first` on."""
+    for number, training in enumerate(trainings, first):
+        with torch.cuda.stream(training.stream):  # the copies wait for the last step
+            save_file(training.ensemble.params, folder / f"weights-point{number}{when}.safetensors")
 
 
 class Training:

@@ -1,22 +1,24 @@
 """What trained layers have learned, from the weights that `ensemble.py --keep-weights` writes.
 
     python examples/research/ensemble.py --model recall --d-model 256 --keep-weights \\
-        --out runs/learned/a5
+        --keep-every 500 --out runs/learned/a5
     python examples/research/learned.py runs/learned/a5 --out examples/results/learned
 
 Of every model of a folder, on test rows:
 
 * horizon: accuracy of the labels far beyond the training length, by position;
 * recovery: the accuracy behind noise that is added to the state once, by the size of the noise;
-* exponent: the largest Lyapunov exponent a token;
+* exponent: the largest Lyapunov exponent a token, and with --keep-every its mean over rows during
+  the training, by step;
 * steps: those of Picard and Jacobi by number of tokens, and the milliseconds of both and of Direct;
 * heads: the accuracy without the output of each head, and quantiles of its decays lambda;
 * transition: of each head, the largest moduli of the eigenvalues of the Jacobian of a token from
   (h_{t-1}, y_{t-1}) to (h_t, y_t), and the effective rank of its part that reads y_{t-1};
-* keys: of each head, the effective dimension of its keys B_t, and the mean beta^e.
+* keys: of each head, the effective dimension of its keys B_t, and the mean beta^e;
+* reflections: the same of the vectors u, and the mean beta, where there are any.
 
-OUT/runs.json has the numbers under the name of the folder; OUT/horizon.png and OUT/steps.png show
-those of all folders. Horizon and recovery are those of word problems.
+OUT/runs.json has the numbers under the name of the folder; OUT/horizon.png, OUT/steps.png and
+OUT/exponents.png show those of all folders. Horizon and recovery are those of word problems.
 Letters: b rows, t time, m d_model, d channels of all heads, n states, H heads.
 """
 
@@ -117,12 +119,14 @@ class Trained:
         return found[0]
 
 
-def load(folder: Path, device: torch.device) -> list[Trained]:
-    """The models of the first point of the grid of a folder.
+def load(
+    folder: Path, device: torch.device, name: str = "weights-point0.safetensors"
+) -> list[Trained]:
+    """The models of the first point of the grid of a folder, from the file with this name.
 
     Raises UsageError without the files, and for a model with several layers or another one.
     """
-    weights = folder / "weights-point0.safetensors"
+    weights = folder / name
     if not (folder / RESULTS).exists() or not weights.exists():
         raise UsageError(f"{folder} must have {RESULTS} and {weights.name}: see --keep-weights")
     content = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
@@ -329,23 +333,60 @@ def jacobian(
     return torch.cat(columns).mT, d * n
 
 
+def reflections(trained: Trained, options: Options) -> dict[str, list[float]]:
+    """The participation ratio of the principal components of the unit vectors u of all tokens, and
+    the mean beta, by head."""
+    tokens, _ = trained.rows(options.rows, options.tokens)
+    *_, raw, _, f = coefficients(trained, tokens)
+    _, U, M = f.mixer(raw)
+    vectors = [v.flatten(0, -2) for v in by_head(U, trained)]
+    betas = by_head(M.diagonal(dim1=-2, dim2=-1), trained)
+    return {
+        "dimension": [participation(torch.linalg.svdvals(v)) for v in vectors],
+        "beta": [v.mean().item() for v in betas],
+    }
+
+
+def exponents(folder: Path, device: torch.device, options: Options) -> list[dict[str, float]]:
+    """Of each model, the Lyapunov exponent by step at which weights were kept."""
+    pattern = "weights-point0-step*.safetensors"
+    files = {int(path.stem.rpartition("step")[2]): path.name for path in folder.glob(pattern)}
+    found: dict[int, list[float]] = {}
+    for step in sorted(files):
+        models = load(folder, device, files[step])
+        found[step] = [exponent(model, options).mean().item() for model in models]
+    number = min(map(len, found.values()), default=0)
+    return [{str(step): values[i] for step, values in found.items()} for i in range(number)]
+
+
+def exponent(trained: Trained, options: Options) -> Tensor:  # (b,)
+    x = trained.inputs(trained.rows(8, options.tokens)[0])
+    return lyapunov(trained.layer, x)
+
+
 @torch.no_grad()
 def measure(trained: Trained, options: Options) -> dict[str, Any]:
     """All numbers of one model."""
     found: dict[str, Any] = {}
     if isinstance(trained.data.task, WordProblem):
         found |= {"horizon": horizon(trained, options), "recovery": recovery(trained, options)}
-    x = trained.inputs(trained.rows(8, options.tokens)[0])
-    found["exponent"] = lyapunov(trained.layer, x).tolist()
+    found["exponent"] = exponent(trained, options).tolist()
     for kind in (steps, heads, transition, keys):
         found[kind.__name__] = kind(trained, options)
+    if getattr(trained.layer.mixer, "num_householder", 0):
+        found["reflections"] = reflections(trained, options)
     return found
 
 
 def draw(out: Path) -> None:
     """The figures of all folders that have been measured."""
     runs = read_runs(out)
-    for kind, label in (("horizon", "accuracy of the labels"), ("steps", "evaluations")):
+    labels = {
+        "horizon": ("tokens", "accuracy of the labels"),
+        "steps": ("tokens", "evaluations"),
+        "exponents": ("training step", "largest Lyapunov exponent a token"),
+    }
+    for kind, (across, label) in labels.items():
         figure, axes = plt.subplots(figsize=(5.4, 3.8), layout="constrained")
         for name, run in runs.items():
             for i, model in enumerate(run["models"]):
@@ -354,7 +395,7 @@ def draw(out: Path) -> None:
                     values = [v[solver] if solver else v for v in points.values()]
                     shown = f"{name} {solver}".strip() if i == 0 else None
                     axes.plot([int(t) for t in points], values, marker=".", label=shown)
-        axes.set(xscale="log", xlabel="tokens", ylabel=label)
+        axes.set(xscale="linear" if kind == "exponents" else "log", xlabel=across, ylabel=label)
         axes.legend(fontsize="small")
         figure.savefig(out / f"{kind}.png", dpi=150)
         plt.close(figure)
@@ -363,9 +404,12 @@ def draw(out: Path) -> None:
 def main(options: Options) -> None:
     device = choose_device(options.device)
     for folder in options.folders:
-        models = []
-        for trained in load(folder, device):
-            models.append(measure(trained, options))
+        models: list[dict[str, Any]] = []
+        with torch.no_grad():
+            during = exponents(folder, device, options)
+        for i, trained in enumerate(load(folder, device)):
+            found = measure(trained, options)
+            models.append(found | {"exponents": during[i]} if during else found)
             print(folder.name, json.dumps(models[-1]), flush=True)
             # after each, because a model takes minutes
             add_runs(options.out, {folder.name: {"models": models, "device": str(device)}})

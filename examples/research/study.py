@@ -111,6 +111,8 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Replace the results in that folder, if there are any."""
     keep_weights: bool = False
     """Also write the parameters of each point of the grid."""
+    keep_every: Count | None = None
+    """Also write them every so many steps."""
     device: Device = "auto"
     """auto: the GPU if there is one."""
 

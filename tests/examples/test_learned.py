@@ -21,7 +21,7 @@ def trained(folder: Path, **options: object) -> Path:
     flags = "--d-model 8 --d-state 3 --num-heads 2 --batch-size 8 --steps 2 --seeds 2".split()
     flags += "--log-every 2 --eval-rows 8 --eval-lengths 4 --no-stacked --device cpu".split()
     config = ensemble.parse([*flags, "--keep-weights", "--out", str(folder)])
-    values = {**vars(config), **options}
+    values = {**vars(config), "keep_every": 1, **options}
     ensemble.main(Config(**values))
     return folder
 
@@ -42,7 +42,13 @@ def test_every_number_of_every_model(tmp_path: Path) -> None:
         for low, middle, high in model["heads"]["decay_quantiles"]:
             assert 0 < low <= middle <= high < 1
         assert all(1 <= rank <= 8 for rank in model["transition"]["rank"])
-    for name in ("horizon", "steps"):
+        assert list(model["exponents"]) == ["1", "2"]
+        last = sum(model["exponent"]) / len(model["exponent"])
+        assert model["exponents"]["2"] == pytest.approx(last)
+        reflections = model["reflections"]
+        assert all(1 <= size <= 8 for size in reflections["dimension"])
+        assert all(0 < beta < 1 for beta in reflections["beta"])
+    for name in ("horizon", "steps", "exponents"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
