@@ -429,6 +429,45 @@ def test_the_table_of_rivals_is_that_of_the_summary() -> None:
     assert recorded == summarize(RESULTS)
 
 
+def test_what_a_layer_has_learned_is_that_of_the_page() -> None:
+    models, page = raw("learned/a5")["models"], TEXTS["learned"]
+
+    def check(start: str, *values: str) -> None:
+        assert line(page, f"{start} |")[1:] == list(values)
+
+    ends = list(models[0]["horizon"])
+    for end in ("128", "256", "512", "1024", "2048", "100000"):
+        first = int(ends[ends.index(end) - 1]) + 1
+        start = f"labels of tokens {first:,} to {int(end):,}"
+        check(start, *(f"{m['horizon'][end]:.2f}" for m in models))
+    without = "labels of tokens 257 to 512 of other rows, without noise"
+    for size in ("0.0", "0.01", "0.03", "0.1", "0.3", "1.0"):
+        start = f"the same, noise of {size} in the memory after token 256"
+        start = start if float(size) else without
+        check(start, *(f"{m['recovery'][size]:.2f}" for m in models))
+    start = "largest Lyapunov exponent a token, mean of 8 rows"
+    check(start, *(f"{fmean(m['exponent']):.4f}" for m in models))
+    assert max(abs(v) for m in models for v in m["exponent"]) < 0.008
+    for t in ("16", "64", "256"):
+        start = f"evaluations of Picard and of Jacobi, {t} tokens"
+        check(start, *(f"{m['steps'][t]['picard']} {m['steps'][t]['jacobi']}" for m in models))
+        assert all(m["steps"][t]["jacobi"] == int(t) + 1 for m in models)
+    last = [m["steps"]["256"] for m in models]
+    assert min(min(v["picard_ms"], v["jacobi_ms"]) / v["direct_ms"] for v in last) > 200
+    check("labels of tokens 1 to 256", *(f"{m['heads']['all']:.2f}" for m in models))
+    by_head = {
+        "the same without each of the heads": [(m["heads"]["without"], 2) for m in models],
+        "mean β of the erase, by head": [(m["keys"]["beta"], 2) for m in models],
+        "effective dimension of the keys B, by head": [(m["keys"]["dimension"], 1) for m in models],
+    }
+    for start, found in by_head.items():
+        check(start, *(" ".join(f"{v:.{digits}f}" for v in values) for values, digits in found))
+    for m in models:  # "two heads track"
+        needed = [i for i, v in enumerate(m["heads"]["without"]) if v < m["heads"]["all"] - 0.1]
+        assert len(needed) == 2 and all(m["keys"]["beta"][i] > 0.97 for i in needed)
+        assert min(m["keys"]["dimension"][i] for i in needed) < 1.1
+
+
 TUNED_RUNS = runs_of("table-tuning")
 
 
