@@ -61,6 +61,9 @@ CHUNK = 500
 EIGENVALUES = 16
 """Largest eigenvalues of a transition that are kept."""
 
+SOLVERS = {"picard": "-", "jacobi": ":"}
+"""Those whose steps are shown, and their lines."""
+
 DIFFERENCE = 1e-6
 """Step of the difference quotients of a transition, in float64."""
 
@@ -379,7 +382,7 @@ def measure(trained: Trained, options: Options) -> dict[str, Any]:
 
 
 def draw(out: Path) -> None:
-    """The figures of all folders that have been measured."""
+    """The figures of all folders that have been measured, of what has been."""
     runs = read_runs(out)
     labels = {
         "horizon": ("tokens", "accuracy of the labels"),
@@ -387,14 +390,22 @@ def draw(out: Path) -> None:
         "exponents": ("training step", "largest Lyapunov exponent a token"),
     }
     for kind, (across, label) in labels.items():
+        if not any(kind in model for run in runs.values() for model in run["models"]):
+            continue
         figure, axes = plt.subplots(figsize=(5.4, 3.8), layout="constrained")
-        for name, run in runs.items():
+        for number, (name, run) in enumerate(runs.items()):
             for i, model in enumerate(run["models"]):
                 points = model.get(kind, {})
-                for solver in ("picard", "jacobi") if kind == "steps" else ("",):
+                for solver, dashes in SOLVERS.items() if kind == "steps" else (("", "-"),):
                     values = [v[solver] if solver else v for v in points.values()]
                     shown = f"{name} {solver}".strip() if i == 0 else None
-                    axes.plot([int(t) for t in points], values, marker=".", label=shown)
+                    # the models of a folder have one colour
+                    style: dict[str, Any] = {
+                        "color": f"C{number}",
+                        "linestyle": dashes,
+                        "marker": ".",
+                    }
+                    axes.plot([int(t) for t in points], values, label=shown, **style)
         axes.set(xscale="linear" if kind == "exponents" else "log", xlabel=across, ylabel=label)
         axes.legend(fontsize="small")
         figure.savefig(out / f"{kind}.png", dpi=150)
