@@ -337,7 +337,6 @@ def arguments(module: nn.Module, x: Tensor, state: Any, mask: Tensor) -> tuple[A
         ("picard", InChunks),
         ("convolution", Padded),
         ("Attention", InChunks),
-        ("SequenceModel", InChunks),
         ("SequenceModel", StepOnState),
     ],
 )
@@ -376,7 +375,6 @@ def of_any_batch(state: Any) -> Any:
         ("heads", StepOnState),
         ("picard", Padded),
         ("paper", None),
-        ("convolution", None),
         ("convolution", Padded),
         ("SequenceModel", InChunks),
     ],

@@ -317,7 +317,7 @@ def test_fla_equals_the_loop(k: int, gated: bool) -> None:
 def test_compiled_layers_take_lengths_that_vary() -> None:
     torch.compiler.reset()
     layer = DeltaProduct(16, num_heads=2, dtype=torch.float64)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for t, stance in ((40, "default"), (50, "fail_on_recompile")):  # the last chunk is filled up
         x = torch.randn(2, t, 16, dtype=torch.float64, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 1)

@@ -1,6 +1,7 @@
 """Capture and replay: one token, of a layer or of a whole model, as a CUDA graph.
 
-The graph reads the parameters at their addresses, so a change in place affects the next token. If a
+Launches that the output does not wait for are branches of the graph (bedouin.kernels.branches). The
+graph reads the parameters at their addresses, so a change in place affects the next token. If a
 parameter, module or storage is replaced, the token is captured again.
 Letters: b batch, m d_model, d d_inner, n d_state.
 """
