@@ -33,7 +33,7 @@ class _Branches:
         """The stream of a branch, which waits for what was launched so far."""
         is_open = branch in self.streams
         if not is_open:
-            self.streams[branch] = torch.cuda.Stream()
+            self.streams[branch] = _CURRENT.stream(branch)
         stream = self.streams[branch]
         if not is_open or branch != "parameters":
             stream.wait_stream(self.main)
@@ -41,7 +41,20 @@ class _Branches:
 
 
 class _Current(threading.local):
-    branches: _Branches | None = None
+    """The branches of a thread, and its streams for them by device.
+
+    The same in every capture, because cuBLAS keeps a workspace of megabytes for each stream."""
+
+    def __init__(self) -> None:
+        self.branches: _Branches | None = None
+        self._streams: dict[tuple[int, Branch], torch.cuda.Stream] = {}
+
+    def stream(self, branch: Branch) -> torch.cuda.Stream:
+        """That of a branch on the current device."""
+        key = torch.cuda.current_device(), branch
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream()
+        return self._streams[key]
 
 
 _CURRENT = _Current()
