@@ -123,13 +123,15 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     started: dict[str, tuple[experiment.Config, str]] = {}
-    both = threading.Barrier(2, timeout=10)
+    both, parsing = threading.Barrier(2, timeout=60), threading.Lock()
 
     def start(command: list[str], env: dict[str, str], **options: Any) -> Any:
-        config = tyro.cli(experiment.Config, args=command[2:])
-        (name,) = config.only
+        name = command[command.index("--only") + 1]
         if name != "c-0.002":
             both.wait()  # fails unless the first two run at the same time
+        with parsing:
+            config = tyro.cli(experiment.Config, args=command[2:])
+        assert config.only == (name,)
         started[name] = config, env["CUDA_VISIBLE_DEVICES"]
         return SimpleNamespace(returncode=int(name == "c-0.002"))
 
