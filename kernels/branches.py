@@ -1,8 +1,8 @@
 """Branches of a CUDA graph: launches beside those that the result waits for.
 
-A graph of one token is a chain of small launches, each of which waits two or three microseconds for
-the one before, also where it reads nothing that this has written. What `beside` encloses is put on
-a branch of its own while `branched` captures; elsewhere `beside` and `join` do nothing.
+A graph of one token is a chain of small launches. Each starts two or three microseconds after the
+one before it, even if it does not read its results. Within `branched`, `beside` puts launches on a
+branch of their own; elsewhere `beside` and `join` do nothing.
 """
 
 import threading
@@ -24,8 +24,8 @@ class _Branches:
     def __init__(self) -> None:
         self.main = torch.cuda.current_stream()
         self.streams: dict[Branch, torch.cuda.Stream] = {}
-        # what is made on one stream and read on another: its memory is used again on the first one
-        # without a wait for the second
+        # Tensors made on one stream and read on another. They are held until the end, because the
+        # allocator may reuse their memory on the first stream while the second still reads it.
         self.kept: list[Tensor | None] = []
         self.open("parameters")
 

@@ -350,6 +350,7 @@ def reflections(trained: Trained, options: Options) -> dict[str, list[float]]:
     }
 
 
+@torch.no_grad()
 def exponents(folder: Path, device: torch.device, options: Options) -> list[dict[str, float]]:
     """Of each model, the Lyapunov exponent by step at which weights were kept."""
     pattern = "weights-point0-step*.safetensors"
@@ -382,7 +383,7 @@ def measure(trained: Trained, options: Options) -> dict[str, Any]:
 
 
 def draw(out: Path) -> None:
-    """The figures of all folders that have been measured, of what has been."""
+    """The figures of all folders that have been measured; none for what no folder has."""
     runs = read_runs(out)
     labels = {
         "horizon": ("tokens", "accuracy of the labels"),
@@ -416,8 +417,7 @@ def main(options: Options) -> None:
     device = choose_device(options.device)
     for folder in options.folders:
         models: list[dict[str, Any]] = []
-        with torch.no_grad():
-            during = exponents(folder, device, options)
+        during = exponents(folder, device, options)
         for i, trained in enumerate(load(folder, device)):
             found = measure(trained, options)
             models.append(found | {"exponents": during[i]} if during else found)
