@@ -13,9 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Branch = Literal["parameters", "decay", "gate", "statistics", "state"]
+Branch = Literal["parameters", "gate", "statistics", "state"]
 """Each is a chain of launches of its own. "parameters" begins with the token and may read nothing
-but parameters; the others read what was launched before."""
+but parameters, "gate" nothing but what "parameters" has made and the state before the token; the
+others read what was launched before."""
+
+_EARLY: tuple[Branch, ...] = "parameters", "gate"
+"""The branches that begin with the token."""
 
 
 class _Branches:
@@ -27,16 +31,19 @@ class _Branches:
         # Tensors made on one stream and read on another. They are held until the end, because the
         # allocator may reuse their memory on the first stream while the second still reads it.
         self.kept: list[Tensor | None] = []
-        self.open("parameters")
+        for branch in _EARLY:
+            self.open(branch)
 
     def open(self, branch: Branch) -> torch.cuda.Stream:
-        """The stream of a branch, which waits for what was launched so far."""
+        """The stream of a branch, which waits for what it may read."""
         is_open = branch in self.streams
         if not is_open:
             self.streams[branch] = _CURRENT.stream(branch)
         stream = self.streams[branch]
-        if not is_open or branch != "parameters":
+        if not is_open or branch not in _EARLY:
             stream.wait_stream(self.main)
+        elif branch == "gate":
+            stream.wait_stream(self.streams["parameters"])
         return stream
 
 

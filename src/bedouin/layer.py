@@ -270,7 +270,9 @@ class FixedPointLayer(ProjectedLayer):
             x, z = fold_pair(projected, heads) if paired else (fold(projected, heads), None)
             raw, gate = self._project_x(x, low)
         with without_autocast(x.device):
-            W_y, W_gate = self._feedback_weights(gemm_dtype)
+            with beside("parameters"):
+                W_y, W_gate = self._feedback_weights(gemm_dtype)
+            join("parameters", W_y, W_gate)
             f = self._map(x, raw, drive, W_y, before, packing)
             if isinstance(options.solver, Direct) and f.joined == 1:
                 start = x.new_empty((), dtype=dtype).expand(x.shape)

@@ -9,13 +9,13 @@ from bedouin.kernels.branches import beside, branched, join
 
 def branching(x: Tensor) -> tuple[Tensor, Tensor]:  # (n,) -> (n,), (n,)
     """3 x + 2, a part of it on a branch, and x^2 on another, for which nothing waits."""
-    with beside("gate", x):
+    with beside("state", x):
         doubled = 2 * x
         doubled = doubled + 1
     y = x.exp().log() + 1
     with beside("statistics", x):
         squared = x.square()
-    join("gate", doubled)
+    join("state", doubled)
     return y + doubled, squared
 
 

@@ -236,7 +236,7 @@ CASES = [
     ),
     *(Setting(b, 2, 20, 5, input_scale="one_minus_decay") for b in (1, 3)),
     # without feedback, what the phases do not take
-    Setting(1, 1, 3, 2, reflections(8, 2.0), "delta", "full", feedback=False),
+    Setting(1, 1, 9, 2, reflections(8, 2.0), "delta", "full", feedback=False),
     Setting(1, 2, 9, 64, reflections(3), "one_minus_decay", "full", feedback=False),
     Setting(2, 4, 5, 1, RawLayout("softplus", False, 1, 1.0), feedback=False),
     *(

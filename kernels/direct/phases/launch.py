@@ -44,8 +44,8 @@ class _Inputs(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    # (H, FEEDS d, d), contiguous for each head, or (H, FEEDS d, H d), contiguous; any tensor
-    # without feedback
+    # (H, FEEDS d, d), contiguous for each head, for phase S (H, d, FEEDS d), its transpose, or
+    # (H, FEEDS d, H d), contiguous; any tensor without feedback
     W: Tensor
     A: Tensor  # (H, n, d), log2(e) A
     y0: Tensor  # (b, d), or any tensor
@@ -55,13 +55,18 @@ class _Inputs(NamedTuple):
     per_head: int  # samples of a head
 
     @staticmethod
-    def of(operands: Operands, sizes: Sizes, spec: LaunchSpec) -> "_Inputs":
-        """Phase P."""
+    def of(operands: Operands, sizes: Sizes, spec: LaunchSpec, *, sweeps: bool) -> "_Inputs":
+        """Phase P, for phase S (`sweeps`) or R."""
         x, raw, W_y, A, _, y0 = operands
         b, t, d, _ = sizes[:4]
         x, raw = last_axis_contiguous(x), last_axis_contiguous(raw)
-        with beside("decay", A):
+        W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
+        with beside("parameters", A, W):
             A = exponents(A if A.dim() == 3 else A.unsqueeze(0))
+            if sweeps and W_y is not None and not spec.by_token:
+                W = W.mT.contiguous()
+            elif spec.by_token or W.stride()[1:] != (d, 1):
+                W = W.contiguous()
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
         grid, numbers = _by_tokens(sizes), (b * t, t, *raw.stride()[:2])
@@ -69,10 +74,7 @@ class _Inputs(NamedTuple):
         if sizes.k:
             constants = phase_constants(PREPARE_REFLECTIONS, spec)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
-        join("decay", A)
-        W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
-        if spec.by_token or W.stride()[1:] != (d, 1):
-            W = W.contiguous()
+        join("parameters", A, W)
         if y0 is None:
             y0 = A.new_zeros(b, d) if spec.starts else A
         y0 = y0.contiguous()
@@ -132,7 +134,7 @@ def launch_phases(
     pivot. No size may be 0."""
     sizes = sizes_of(operands, options)
     spec = LaunchSpec.of(sizes, operands, options, keeps=keeps)
-    inputs, (b, t, d, n) = _Inputs.of(operands, sizes, spec), sizes[:4]
+    inputs, (b, t, d, n) = _Inputs.of(operands, sizes, spec, sweeps=True), sizes[:4]
     A, h0 = inputs.A, operands.h0
     first = h = A.new_empty(b, n, d)
     if spec.starts:
@@ -256,7 +258,7 @@ def launch_reverse_phases(
     """Phases P, R and G, and the adjoint of P."""
     sizes = sizes_of(operands, options)
     spec = LaunchSpec.of(sizes, operands, options, keeps=True, ends=grad_h is not None)
-    inputs, parts = _Inputs.of(operands, sizes, spec), _Kept.of(kept, sizes)
+    inputs, parts = _Inputs.of(operands, sizes, spec, sweeps=False), _Kept.of(kept, sizes)
     b, t, d = sizes[:3]
     last = None if grad_h is None else grad_h.mT.contiguous()
     # H after the last token of each chunk

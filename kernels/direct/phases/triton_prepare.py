@@ -13,11 +13,17 @@ from bedouin.kernels.direct.phases.device import high, nearest_word
 
 
 @triton.jit
-def _halves(row, j, inside, n: tl.constexpr, EPS: tl.constexpr):
-    """The even and the odd values (s, N / 2) of a unit vector of n raw values."""
-    even = tl.load(row[:, None] + 2 * j, mask=inside & (2 * j < n), other=0.0).to(tl.float32)
+def _halves(row, j, inside, n: tl.constexpr):
+    """The even and the odd ones (s, N / 2) of n raw values."""
+    even = tl.load(row[:, None] + 2 * j, mask=inside & (2 * j < n), other=0.0)
     odd = tl.load(row[:, None] + 2 * j + 1, mask=inside & (2 * j + 1 < n), other=0.0)
-    odd = odd.to(tl.float32)
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@triton.jit
+def _unit(v, n: tl.constexpr, EPS: tl.constexpr):
+    """The unit vectors of raw vectors in halves."""
+    even, odd = v
     inverse = inverse_norm(tl.sum(even * even + odd * odd, 1), n * EPS)[:, None]
     return even * inverse, odd * inverse
 
@@ -60,14 +66,15 @@ def prepare_phases_kernel(
     here, j = token < count, tl.arange(0, N // 2)[None, :]
     inside = here[:, None] & (j < N)
     row = raw_ptr + token // t_end * raw_stride_b + token % t_end * raw_stride_t
-    even, odd = _halves(row + d, j, inside, n, EPS)
-    B = _store_words(B_ptr, token, j, inside, even, odd, N, LOW)
-    even, odd = _halves(row + d + n, j, inside, n, EPS)
-    C = _store_words(C_ptr, token, j, inside, even, odd, N, LOW)
-    tl.store(scalars_ptr + token * SCALARS, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
+    # all loads first: the compiler moves none of them across a barrier or a store
+    B, C = _halves(row + d, j, inside, n), _halves(row + d + n, j, inside, n)
     if ERASE_MAX > 0:
         raw = tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32)
         tl.store(scalars_ptr + token * SCALARS + 1, ERASE_MAX * sigmoid(raw), mask=here)
+    B, C = _unit(B, n, EPS), _unit(C, n, EPS)
+    B = _store_words(B_ptr, token, j, inside, B[0], B[1], N, LOW)
+    C = _store_words(C_ptr, token, j, inside, C[0], C[1], N, LOW)
+    tl.store(scalars_ptr + token * SCALARS, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -54,13 +54,13 @@ from bedouin.kernels.direct.phases.device import (
 
 @triton.jit
 def load_weights(
-    ptr,  # (d, d)
-    d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
+    ptr,  # (d, FEEDS d), transposed, so that the lanes of a warp read neighbours
+    d: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, FEEDS: tl.constexpr,
 ):  # fmt: skip
     """W^y of one fed vector, (P / NL, P, NL) for input ir NL + il of output p."""
     ir, p, il = tl.arange(0, P // NL), tl.arange(0, P), tl.arange(0, NL)
     input_at = (ir * NL)[:, None, None] + il[None, None, :]
-    at = ptr + (p[None, :, None] * d + input_at)
+    at = ptr + (input_at * (FEEDS * d) + p[None, :, None])
     return tl.load(at, mask=(p[None, :, None] < d) & (input_at < d), other=0.0).to(tl.float32)
 
 
@@ -154,7 +154,7 @@ def phase_sweep_kernel(
     scalars_ptr,  # (b, t, SCALARS): B C and beta^e, then those of `load_reflections`
     B_ptr,  # (b, t, N / V), words
     C_ptr,  # likewise
-    W_ptr,  # (H, FEEDS d, d), W^y, contiguous for each head, or the products of SPLITS
+    W_ptr,  # (H, d, FEEDS d), W^y transposed, contiguous for each head, or the products of SPLITS
     A_ptr,  # (H, n, d), log2(e) A
     y0_ptr,  # (b, d), with START
     h0_ptr,  # (b, n, d), with START
@@ -212,7 +212,7 @@ def phase_sweep_kernel(
     W_at = W_ptr + head * W_stride
     W = ()
     for i in tl.static_range(FEEDS):
-        W = W + (load_weights(W_at + i * d * d, d, P, NL),)
+        W = W + (load_weights(W_at + i * d, d, P, NL, FEEDS),)
     if START:
         h = wait_for(load_states(h0_ptr + sample * n * d, d, n, P, N, NL, V), V)
         y = row_of(y0_ptr + sample * d, p, d, P)
