@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Branch = Literal["parameters", "gate", "statistics", "state"]
-"""Each is a chain of launches of its own. "parameters" begins with the token and may read nothing
-but parameters, "gate" nothing but what "parameters" has made and the state before the token; the
-others read what was launched before."""
+Branch = Literal["parameters", "decay", "gate", "statistics", "state"]
+"""Each is a chain of launches of its own. "parameters" and "decay" begin with the token and may
+read nothing but parameters. So does "gate", which may also read what "parameters" has made and the
+state before the token. The others read what was launched before."""
 
-_EARLY: tuple[Branch, ...] = "parameters", "gate"
+_EARLY: tuple[Branch, ...] = "parameters", "decay", "gate"
 """The branches that begin with the token."""
 
 

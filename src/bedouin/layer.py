@@ -292,9 +292,9 @@ class FixedPointLayer(ProjectedLayer):
         dtype = accumulator(x.dtype)
         if drive is None:
             drive = self.drive(x.to(dtype)) if self.has_drive else x
-        with beside("parameters"):
+        with beside("decay"):
             A = by_head(self._A().to(dtype), self.num_heads)
-        join("parameters", A)
+        join("decay", A)
         start = (None, None) if before is None else (before.ssm, before.y)
         lengths = None
         if packing is not None and packing.real is not None:

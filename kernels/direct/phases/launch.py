@@ -60,13 +60,16 @@ class _Inputs(NamedTuple):
         x, raw, W_y, A, _, y0 = operands
         b, t, d, _ = sizes[:4]
         x, raw = last_axis_contiguous(x), last_axis_contiguous(raw)
-        W = A if W_y is None else W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
-        with beside("parameters", A, W):
+        with beside("decay", A):
             A = exponents(A if A.dim() == 3 else A.unsqueeze(0))
-            if sweeps and W_y is not None and not spec.by_token:
-                W = W.mT.contiguous()
-            elif spec.by_token or W.stride()[1:] != (d, 1):
-                W = W.contiguous()
+        W = A
+        if W_y is not None:
+            W = W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
+            with beside("parameters", W):
+                if sweeps and not spec.by_token:
+                    W = W.mT.contiguous()
+                elif spec.by_token or W.stride()[1:] != (d, 1):
+                    W = W.contiguous()
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
         grid, numbers = _by_tokens(sizes), (b * t, t, *raw.stride()[:2])
@@ -74,7 +77,8 @@ class _Inputs(NamedTuple):
         if sizes.k:
             constants = phase_constants(PREPARE_REFLECTIONS, spec)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
-        join("parameters", A, W)
+        join("decay", A)
+        join("parameters", W)
         if y0 is None:
             y0 = A.new_zeros(b, d) if spec.starts else A
         y0 = y0.contiguous()
