@@ -91,6 +91,8 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"initialization": 0.1}, TypeError, "initialization must be None or an Initialization such"),
     ({"initialization": Initialization(rates=(1.0, 0.1)), "decay": "griffin"}, ValueError,
      "rates must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
+    ({"initialization": Initialization(memory_heads=3), "num_heads": 2}, ValueError,
+     "memory_heads must be at most num_heads = 2, got 3: give fewer, or more heads"),
     ({"rate_scale": 1.0}, TypeError,
      "no option rate_scale: use initialization=Initialization(rates=...)"),
     ({"delta_from_x_init": 1.0}, TypeError,
@@ -128,6 +130,8 @@ def test_options_of_bedouin(options: dict[str, Any], kind: type[Exception], mess
         ({"rates": True}, ValueError, "rates must be a finite number, got True"),
         ({"rates": 0.0}, ValueError, "rates must lie in (0, inf], got 0.0"),
         ({"rates": (1.0, float("inf"))}, ValueError, "rates must be a finite number, got inf"),
+        ({"memory_heads": -1}, ValueError, "memory_heads must be at least 1, got -1"),
+        ({"memory_heads": True}, TypeError, "memory_heads must be an int >= 1 or 0, got True"),
         ({"rate": 1.0}, TypeError, "Initialization has no option 'rate'; did you mean 'rates'?"),
     ],
 )  # fmt: skip

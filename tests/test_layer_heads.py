@@ -234,6 +234,20 @@ def test_the_rates_of_heads_are_spaced_geometrically() -> None:
         Bedouin.from_paper(4, initialization=Initialization(rates=0.1))
 
 
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_memory_heads_begin_without_skip_and_feedback(scope: Any) -> None:
+    memory = Initialization(memory_heads=1)
+    layer = Bedouin(8, num_heads=4, feedback_scope=scope, initialization=memory)
+    layer.reset_parameters()
+    assert layer.y_proj is not None
+    of_heads = layer.D.unflatten(0, (4, -1)), layer.y_proj.weight
+    for weight in of_heads:
+        assert [bool(head.any()) for head in weight] == [True, True, True, False]
+    one = Bedouin(8, num_heads=1, initialization=memory)
+    assert one.y_proj is not None and not one.y_proj.weight.any() and not one.D.any()
+    Bedouin(8, feedback=(), num_heads=2, initialization=memory)
+
+
 def test_a_mixers_parameters_are_shared_by_the_heads() -> None:
     class Scaled(StructuredMixer):
         def __init__(self) -> None:

@@ -107,7 +107,8 @@ class Bedouin(FixedPointLayer):
             heads, so that a sample's heads converge together.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
-        initialization: other initial values of Delta and the decay rates; None: Initialization().
+        initialization: other initial values of Delta, the decay rates, D and W^y; None:
+            Initialization().
         norm_eps: eps of the output norm.
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
@@ -209,6 +210,11 @@ class Bedouin(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
+        if self.initialization.memory_heads > self.num_heads:
+            raise ValueError(
+                f"initialization.memory_heads must be at most num_heads = {self.num_heads}, got "
+                f"{self.initialization.memory_heads}: give fewer, or more heads"
+            )
         warn_of_singular_systems(mixer, self.decay, self.input_scale)
         if decay == "mamba":
             size, factory = (self.d_inner, self.d_state), factory_options(device, dtype)
@@ -285,6 +291,10 @@ class Bedouin(FixedPointLayer):
                 # the last raw value; with x_proj the gate's biases follow
                 last = -1 if self.x_proj is None else -1 - self.head_dim
                 by_head(self.raw_bias, self.num_heads)[..., last] = ERASE_BIAS
+            if memory := self.initialization.memory_heads:
+                fed = () if self.y_proj is None else (self.y_proj.weight,)
+                for parameter in (self.D, *fed):
+                    parameter.view(self.num_heads, -1)[-memory:] = 0
             if self.decay == "mamba":
                 like = self.num_heads, self.head_dim, self.A_log
                 self.A_log.copy_(self.initialization.A_log(*like))

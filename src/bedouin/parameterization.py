@@ -17,7 +17,7 @@ from bedouin.kernels.scan import InputScale
 from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
-from bedouin.solvers.base import check_number, strict_options
+from bedouin.solvers.base import check_number, positive_int, strict_options
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -49,15 +49,22 @@ class Initialization:
     rates: of the decay rates exp(A_log) = 1 .. n of mamba's decay; below 1 memory is longer. A pair
         is that of the first and of the last head; those between are spaced geometrically, and one
         head has the first. Must be 1 with griffin's decay.
+    memory_heads: how many heads, the last ones, begin as a memory: D and the feedback W^y of theirs
+        are zero before training. Associative recall is then learned in two thirds of the steps
+        (examples/results/initial-values). At most the heads of the layer.
 
-    Raises ValueError for rates that are neither a number nor a pair, and for values out of range.
+    Raises ValueError for rates that are neither a number nor a pair, and for values out of range,
+    TypeError for memory_heads that is not an int.
     """
 
     delta_from_x: float = 1.0
     rates: float | tuple[float, float] = 1.0
+    memory_heads: int = 0
 
     def __post_init__(self) -> None:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
+        if self.memory_heads != 0 or isinstance(self.memory_heads, bool):
+            positive_int("memory_heads", self.memory_heads, " or 0")
         if isinstance(self.rates, list):  # a pair of a file
             object.__setattr__(self, "rates", tuple(self.rates))
         ends: tuple[Any, ...] = self.rates_of_ends

@@ -139,7 +139,7 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
         "d_state": one(1, 2, 5),
         "decay": decay,
         "initialization": Initialization(
-            one(1.0, 0.0), one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0
+            one(1.0, 0.0), one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0, one(0, 0, 1)
         ),
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
         "erase": erase,

@@ -21,7 +21,7 @@ CONVOLVED: dict[str, Any] = {
     "num_householder": 0,
     "input_scale": "delta",
     "feedback": ["delta", "x"],
-    "initialization": Initialization(0.5, (8, 0.001)),
+    "initialization": Initialization(0.5, (8, 0.001), 1),
 }
 """The options of `Bedouin.recall`, other rates among them."""
 

@@ -60,7 +60,7 @@ class TestConfig:
         mixer = loaded.make_mixer(1)
         assert (mixer.conv.width, mixer.projection, mixer.layer_idx) == (3, "input", 1)
         assert type(mixer.mixer) is NoMixing and mixer.erase == 1
-        assert mixer.initialization == Initialization(0.5, (8, 0.001))
+        assert mixer.initialization == Initialization(0.5, (8, 0.001), 1)
         assert (mixer.output, mixer.raw_bias, mixer.feedback) == ("paper", None, ("delta", "x"))
 
     def test_the_model_computes_the_layer_that_the_options_describe(self) -> None:
