@@ -431,7 +431,7 @@ def test_the_table_of_rivals_is_that_of_the_summary() -> None:
 
 
 def test_what_a_layer_has_learned_is_that_of_the_page() -> None:
-    models, page = raw("learned/a5")["models"], TEXTS["learned"]
+    models, page = raw("learned/a5")["models"], TEXTS["learned"].split("## Copying")[0]
 
     def check(start: str, *values: str) -> None:
         assert line(page, f"{start} |")[1:] == list(values)
@@ -467,6 +467,36 @@ def test_what_a_layer_has_learned_is_that_of_the_page() -> None:
         needed = [i for i, v in enumerate(m["heads"]["without"]) if v < m["heads"]["all"] - 0.1]
         assert len(needed) == 2 and all(m["keys"]["beta"][i] > 0.97 for i in needed)
         assert min(m["keys"]["dimension"][i] for i in needed) < 1.1
+
+
+def test_what_a_layer_has_learned_of_copying_is_that_of_the_page() -> None:
+    models, page = raw("learned/copy")["models"], TEXTS["learned"].split("## Copying")[1]
+    steps = [m["steps"]["403"] for m in models]
+    shown = {
+        "characters of strings of 200": [f"{m['heads']['all']:.2f}" for m in models],
+        "largest Lyapunov exponent a token": [f"{fmean(m['exponent']):.4f}" for m in models],
+        "evaluations of Picard and of Jacobi": [f"{v['picard']} {v['jacobi']}" for v in steps],
+    }
+    by_head = {
+        "the same without each of the heads": [(m["heads"]["without"], 2) for m in models],
+        "median decay": [([q[1] for q in m["heads"]["decay_quantiles"]], 4) for m in models],
+        "mean β of the erase": [(m["keys"]["beta"], 2) for m in models],
+        "effective dimension": [(m["keys"]["dimension"], 1) for m in models],
+        "largest modulus": [([v[0] for v in m["transition"]["moduli"]], 3) for m in models],
+        "effective rank": [(m["transition"]["rank"], 1) for m in models],
+    }
+    for start, found in by_head.items():
+        shown[start] = [" ".join(f"{v:.{digits}f}" for v in values) for values, digits in found]
+    for start, values in shown.items():
+        assert line(page, start)[1:] == values
+    times = [v[f"{name}_ms"] / v["direct_ms"] for v in steps for name in ("picard", "jacobi")]
+    assert f"{min(times):.0f} to {max(times):.0f} times" in page
+    for m in models:  # "in each seed the two with the slowest decays"
+        needed = [i for i, v in enumerate(m["heads"]["without"]) if v < m["heads"]["all"] - 0.1]
+        assert {6, 7} <= set(needed) <= {4, 6, 7}
+        assert all(m["keys"]["beta"][i] < 0.025 for i in needed)
+        assert all(m["heads"]["decay_quantiles"][i][1] > 0.998 for i in needed)
+        assert all(26.5 < m["keys"]["dimension"][i] < 28.5 for i in needed)
 
 
 TUNED_RUNS = runs_of("table-tuning")
