@@ -65,11 +65,12 @@ class _Inputs(NamedTuple):
         W = A
         if W_y is not None:
             W = W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
-            with beside("parameters", W):
-                if sweeps and not spec.by_token:
-                    W = W.mT.contiguous()
-                elif spec.by_token or W.stride()[1:] != (d, 1):
-                    W = W.contiguous()
+            if sweeps:
+                with beside("parameters", W):
+                    W = (W if spec.by_token else W.mT).contiguous()
+                join("parameters", W)
+            elif spec.by_token or W.stride()[1:] != (d, 1):
+                W = W.contiguous()
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
         grid, numbers = _by_tokens(sizes), (b * t, t, *raw.stride()[:2])
@@ -78,7 +79,6 @@ class _Inputs(NamedTuple):
             constants = phase_constants(PREPARE_REFLECTIONS, spec)
             PREPARE_REFLECTIONS.launch(grid, (raw, scalars), numbers, constants)
         join("decay", A)
-        join("parameters", W)
         if y0 is None:
             y0 = A.new_zeros(b, d) if spec.starts else A
         y0 = y0.contiguous()
