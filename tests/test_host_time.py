@@ -136,7 +136,7 @@ class Operations(Inside):
         (partial(Bedouin, num_householder=4), 1, False, 525, 195),
         (partial(Bedouin, num_householder=4), 1, True, 510, 205),
         (partial(Bedouin, num_householder=4), 2, False, 510, 230),
-        (Bedouin.recall, 2, False, 560, 185),
+        (Bedouin.recall, 2, False, 555, 185),
     ],
 )
 def test_a_call_and_its_backward_pass(

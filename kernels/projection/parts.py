@@ -57,11 +57,7 @@ class Parts(NamedTuple):
     r: int
     c: int
     q: int
-
-    @property
-    def widest(self) -> int:
-        """The size of the widest part."""
-        return max(placed.part.size for placed in self.placed)
+    widest: int  # the size of the widest part
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -75,7 +71,8 @@ class Parts(NamedTuple):
         p = next(part.size for part in parts if part.place == X)
         r = sum(part.size for part in parts if part.place >= 0)
         c = num_heads * sum(part.size for part in parts if part.convolved)
-        return Parts(placed, p, r, c, sum(part.biased for part in parts))
+        q, widest = sum(part.biased for part in parts), max(part.size for part in parts)
+        return Parts(placed, p, r, c, q, widest)
 
 
 def _place(parts: list[Part], num_heads: int) -> Iterator[Placed]:

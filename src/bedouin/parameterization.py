@@ -49,7 +49,7 @@ class Initialization:
     rates: of the decay rates exp(A_log) = 1 .. n of mamba's decay; below 1 memory is longer. A pair
         is that of the first and of the last head; those between are spaced geometrically, and one
         head has the first. Must be 1 with griffin's decay.
-    memory_heads: how many heads, the last ones, begin as a memory: D and the feedback W^y of theirs
+    memory_heads: how many heads, the last ones, begin as a memory: their D and their feedback W^y
         are zero before training. Associative recall is then learned in two thirds of the steps
         (examples/results/initial-values). At most the heads of the layer.
 

@@ -14,7 +14,7 @@ from bedouin.kernels.direct.phases.device import high, nearest_word
 
 @triton.jit
 def _halves(row, j, inside, n: tl.constexpr):
-    """The even and the odd ones (s, N / 2) of n raw values."""
+    """The even and the odd ones of n raw values, (s, N / 2) each."""
     even = tl.load(row[:, None] + 2 * j, mask=inside & (2 * j < n), other=0.0)
     odd = tl.load(row[:, None] + 2 * j + 1, mask=inside & (2 * j + 1 < n), other=0.0)
     return even.to(tl.float32), odd.to(tl.float32)
