@@ -430,6 +430,24 @@ def test_the_table_of_rivals_is_that_of_the_summary() -> None:
     assert recorded == summarize(RESULTS)
 
 
+def of_heads(models: list[dict[str, Any]], digits_of_decay: int) -> dict[str, list[str]]:
+    """The cells of the lines with a value for each head, by how the lines begin."""
+    found = {
+        "the same without each of the heads": [(m["heads"]["without"], 2) for m in models],
+        "median decay": [
+            ([q[1] for q in m["heads"]["decay_quantiles"]], digits_of_decay) for m in models
+        ],
+        "mean β of the erase": [(m["keys"]["beta"], 2) for m in models],
+        "effective dimension of the keys": [(m["keys"]["dimension"], 1) for m in models],
+        "largest modulus": [([v[0] for v in m["transition"]["moduli"]], 3) for m in models],
+        "effective rank": [(m["transition"]["rank"], 1) for m in models],
+    }
+    return {
+        start: [" ".join(f"{v:.{digits}f}" for v in values) for values, digits in of_models]
+        for start, of_models in found.items()
+    }
+
+
 def test_what_a_layer_has_learned_is_that_of_the_page() -> None:
     models, page = raw("learned/a5")["models"], TEXTS["learned"].split("## Copying")[0]
 
@@ -456,13 +474,8 @@ def test_what_a_layer_has_learned_is_that_of_the_page() -> None:
     last = [m["steps"]["256"] for m in models]
     assert min(min(v["picard_ms"], v["jacobi_ms"]) / v["direct_ms"] for v in last) > 200
     check("labels of tokens 1 to 256", *(f"{m['heads']['all']:.2f}" for m in models))
-    by_head = {
-        "the same without each of the heads": [(m["heads"]["without"], 2) for m in models],
-        "mean β of the erase, by head": [(m["keys"]["beta"], 2) for m in models],
-        "effective dimension of the keys B, by head": [(m["keys"]["dimension"], 1) for m in models],
-    }
-    for start, found in by_head.items():
-        check(start, *(" ".join(f"{v:.{digits}f}" for v in values) for values, digits in found))
+    for start, values in of_heads(models, 2).items():
+        assert line(page, start)[1:] == values
     for m in models:  # "two heads track"
         needed = [i for i, v in enumerate(m["heads"]["without"]) if v < m["heads"]["all"] - 0.1]
         assert len(needed) == 2 and all(m["keys"]["beta"][i] > 0.97 for i in needed)
@@ -477,17 +490,7 @@ def test_what_a_layer_has_learned_of_copying_is_that_of_the_page() -> None:
         "largest Lyapunov exponent a token": [f"{fmean(m['exponent']):.4f}" for m in models],
         "evaluations of Picard and of Jacobi": [f"{v['picard']} {v['jacobi']}" for v in steps],
     }
-    by_head = {
-        "the same without each of the heads": [(m["heads"]["without"], 2) for m in models],
-        "median decay": [([q[1] for q in m["heads"]["decay_quantiles"]], 4) for m in models],
-        "mean β of the erase": [(m["keys"]["beta"], 2) for m in models],
-        "effective dimension": [(m["keys"]["dimension"], 1) for m in models],
-        "largest modulus": [([v[0] for v in m["transition"]["moduli"]], 3) for m in models],
-        "effective rank": [(m["transition"]["rank"], 1) for m in models],
-    }
-    for start, found in by_head.items():
-        shown[start] = [" ".join(f"{v:.{digits}f}" for v in values) for values, digits in found]
-    for start, values in shown.items():
+    for start, values in (shown | of_heads(models, 4)).items():
         assert line(page, start)[1:] == values
     times = [v[f"{name}_ms"] / v["direct_ms"] for v in steps for name in ("picard", "jacobi")]
     assert f"{min(times):.0f} to {max(times):.0f} times" in page
