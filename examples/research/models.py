@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from bedouin import Bedouin
+from bedouin import Bedouin, Initialization
 from bedouin.baselines import (
     LSTM,
     M2RNN,
@@ -22,6 +22,7 @@ from bedouin.baselines import (
     DeltaProduct,
     RecurrentDeltaNet,
 )
+from bedouin.bedouin_layer import RECALL_RATES
 
 Layer = Callable[[int], nn.Module]
 """A layer for a d_model, a multiple of 256."""
@@ -56,15 +57,21 @@ def lstm(units: int) -> Layer:
     return partial(LSTM, expand=units / WIDTH, d_conv=CONVOLUTION)
 
 
+def ablation(**options: Any) -> tuple[Layer, ...]:
+    """A layer that differs from `recall_no_memory`, in which no head begins as a memory."""
+    return (recall(initialization=Initialization(rates=RECALL_RATES), **options),)
+
+
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
+    "recall_no_memory": ablation(),
     # without feedback there is no W^y: one head more
-    "recall_no_feedback": (recall(feedback=(), expand=2.25),),
-    "recall_no_x": (recall(feedback=("delta",)),),
-    "recall_no_erase": (recall(erase=0.0),),
+    "recall_no_feedback": ablation(feedback=(), expand=2.25),
+    "recall_no_x": ablation(feedback=("delta",)),
+    "recall_no_erase": ablation(erase=0.0),
     # reflections need the bounded scale (examples/results/recall-trials)
-    "recall_k2": (recall(num_householder=2, input_scale="bounded_delta", expand=1.5),),
-    "recall_layer": (recall(feedback_scope="layer", expand=1.25),),
+    "recall_k2": ablation(num_householder=2, input_scale="bounded_delta", expand=1.5),
+    "recall_layer": ablation(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),
     "deltaproduct_l2": (delta_product(2, gated=False),) * 2,

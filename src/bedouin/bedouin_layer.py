@@ -228,9 +228,10 @@ class Bedouin(FixedPointLayer):
         It has heads of 64 channels where these divide d (else one), 32 states, x, raw values and
         gate projected from the input with a convolution of width 4, an erase of at most 1, feedback
         of Delta and x, input scale Delta, and decay rates whose factor falls from 1 in the first
-        head to 0.01 in the last (one head: 0.1); Q = I. The trials behind it: examples/results/
-        README.md, "Trials of the layer that tracks and recalls". The other arguments are those of
-        Bedouin; one that is given replaces the value named here.
+        head to 0.01 in the last (one head: 0.1); Q = I. The slower half of the heads begins as a
+        memory: without D and feedback (Initialization.memory_heads). The trials behind it:
+        examples/results/README.md, "Trials of the layer that tracks and recalls". The other
+        arguments are those of Bedouin; one that is given replaces the value named here.
         """
         return cls(d_model, **recall_options(d_model, options))
 
@@ -325,7 +326,9 @@ def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
         given["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
     if given.get("mixer") is None and given.get("num_householder") is None:
         given["num_householder"] = 0
+    rates: float | tuple[float, float] = 1.0
     if given.get("decay", "mamba") == "mamba":
         rates = RECALL_RATES if given["num_heads"] > 1 else 0.1
-        chosen["initialization"] = Initialization(rates=rates)
+    memory = given["num_heads"] // 2
+    chosen["initialization"] = Initialization(rates=rates, memory_heads=memory)
     return chosen | given
