@@ -33,7 +33,9 @@ MOST_SPLITS = 16
 PROGRAMS = 2048
 """Programs of the backward of a part that fill a GPU; more of them only leave more partial sums."""
 
-SPLIT, SPLIT_BACKWARD = PlannedKernel(split_kernel), PlannedKernel(split_backward_kernel)
+# for the time of their compilation (coalescing.py)
+SPLIT = PlannedKernel(split_kernel, coalesces=False)
+SPLIT_BACKWARD = PlannedKernel(split_backward_kernel, coalesces=False)
 
 
 def launch_split(
