@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import SequenceModel
-from bedouin.tasks import Copying
+from bedouin.tasks import MQAR, Copying
 from common.device import choose_device
 from common.errors import UsageError
 from common.folder import refuse_to_replace
@@ -142,7 +142,7 @@ class Training:
             "skipped": skipped,
             "failed": [has_failed(n, self.point["steps"]) for n in skipped],
         }
-        if isinstance(self.data.task, Copying):
+        if isinstance(self.data.task, Copying | MQAR):
             row["positions"] = {str(length): self.ensemble.positions(length) for length in lengths}
         return row
 

@@ -15,11 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
-from bedouin.tasks import IGNORE, token_accuracy
+from bedouin.tasks import IGNORE, MQAR, token_accuracy
 from common.schedule import decay, slow_at_first
 from common.skipping import skip_unless
 from research.data import DRAWN_AHEAD, Data, Point, metrics
-from research.positions import by_position
+from research.positions import by_pair, by_position
 from research.study import Config, make_model, model_seeds
 
 FED_WEIGHT = "y_proj.weight"
@@ -235,10 +235,13 @@ class Ensemble:
 
     @torch.no_grad()
     def positions(self, length: int) -> list[dict[str, float | list[float]]]:
-        """Where each seed makes its errors when it copies strings of one length."""
+        """Where each seed makes its errors in copies of strings of one length, or among the pairs
+        of rows of one length."""
         tokens, labels = self.data.eval_batch(min(EVAL_BATCH, self.config.eval_rows), length)
-        pairs = zip(self._each(tokens), labels, strict=True)
-        return [by_position(*pair) for pair in pairs]
+        each = zip(self._each(tokens), labels, tokens, strict=True)
+        if isinstance(self.data.task, MQAR):
+            return [by_pair(*of_seed) for of_seed in each]
+        return [by_position(*of_seed[:2]) for of_seed in each]
 
     def _each(
         self,

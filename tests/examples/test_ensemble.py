@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.tasks import IGNORE, Copying, WordProblem, stream
+from bedouin.tasks import IGNORE, MQAR, Copying, WordProblem, stream
 from bedouin.testing import assert_close
 from common.errors import UsageError
 from common.layers import count
@@ -22,7 +22,7 @@ from common.schedule import decay
 from common.skipping import has_failed
 from research import ensemble, stack, study
 from research.data import Data, eval_points, metrics
-from research.positions import by_position
+from research.positions import by_pair, by_position
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
@@ -239,6 +239,18 @@ def test_positions_of_errors_of_a_copied_string() -> None:
     found = by_position(torch.nn.functional.one_hot(answers, task.vocab_size).float(), labels)
     assert found["parts"] == [1.0] * 5 + [0.5] + [1.0] * 4
     assert found["after_right"] == pytest.approx(17 / 18, abs=1e-4) and found["after_wrong"] == 1.0
+
+
+def test_pairs_whose_values_are_not_recalled() -> None:
+    """In rows of 20 pairs the fifth is recalled in none, the first in half of them."""
+    tokens, labels = MQAR(vocab_size=100, length=80, num_pairs=20).sample(4, stream("test", 0))
+    answers = labels.clamp(min=0)
+    for pair, rows in ((4, range(4)), (0, range(2))):
+        for row in rows:
+            query = (tokens[row] == tokens[row, 2 * pair]) & (labels[row] != IGNORE)
+            answers[row, query] = 0
+    found = by_pair(torch.nn.functional.one_hot(answers, 100).float(), labels, tokens)
+    assert found["parts"] == [0.75, 1.0, 0.5] + [1.0] * 7
 
 
 def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
