@@ -41,8 +41,9 @@ SHOWN = {
 }
 """The columns of the table."""
 
-SCREENED = Path("recall-trials") / "trials.json"
-"""Runs that chose the setting of Bedouin.recall, which are its tuning runs as well."""
+SCREENED, BEGINNINGS = "recall-trials", "initial-values"
+"""Runs that chose the setting of `recall`, which are its tuning runs as well: the layer, which is
+that of `recall_no_memory`, and how it begins."""
 
 
 def summarize(results: Path) -> dict[str, Models]:
@@ -71,13 +72,14 @@ def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _screened(results: Path, task: str, model: str) -> int:
-    """For `recall`: the layers of Bedouin that were screened on a task or on that of its rate."""
-    path = results / SCREENED
-    if model != "recall" or not path.exists():
-        return 0
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    """For `recall` and `recall_no_memory`: the layers of Bedouin that were screened on a task or on
+    that of its rate."""
+    folders = {"recall": (SCREENED, BEGINNINGS), "recall_no_memory": (SCREENED,)}.get(model, ())
+    paths = [results / folder / "trials.json" for folder in folders]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    rows = [row for text in texts for row in json.loads(text)["rows"]]
     return sum(
-        len(row["models"])
+        len(row.get("models") or row["seeds"])
         for row in rows
         if row.get("layer") in (None, "bedouin")
         if {"bound": "bound_s3"}.get(row["task"], row["task"]) in (task, RATES_OF[task])
