@@ -28,6 +28,8 @@ CASES: list[dict[str, Any]] = [
     {"feedback": ("B", "x"), "feedback_norm": False, "erase": 1.0},
     {"feedback": ("delta", "x"), "num_heads": 2, "feedback_scope": "layer"},
     {"feedback": ("delta", "B", "C", "mixer"), "num_heads": 2, "feedback_scope": "layer"},
+    {"feedback": ("delta", "x"), "num_heads": 4, "feedback_scope": "layer", "feedback_heads": 3},
+    {"num_heads": 2, "feedback_heads": 1},
     {"d_conv": 3, "num_heads": 2},
     {"d_conv": 1},
     {"projection": "input", "num_heads": 2},
@@ -213,7 +215,7 @@ def test_kernels_refuse_what_they_lack(options: dict[str, Any], reason: str, sol
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("options", [CASES[9], CASES[11]], ids=["conv", "input"])
+@pytest.mark.parametrize("options", [CASES[11], CASES[13]], ids=["conv", "input"])
 def test_kernels_take_projections_and_convolutions(options: dict[str, Any]) -> None:
     layer = make(options, dtype=torch.float32)
     x, state = torch.randn(2, 3, M), random_state(layer)
@@ -241,6 +243,27 @@ def test_heads_that_read_all_channels_are_coupled() -> None:
         ends = [layer(x, state=s, return_state=True)[1].y for s in (state, other)]
         changed[scope] = (ends[0] - ends[1])[:, layer.head_dim :].abs().max().item()
     assert changed["head"] == 0 and changed["layer"] > 1e-6
+
+
+@pytest.mark.parametrize("scope", ["head", "layer"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_heads_without_feedback_have_a_w_y_of_zero(scope: str, number: int) -> None:
+    options = {"num_heads": 4, "feedback_scope": scope}
+    some, whole = make(options | {"feedback_heads": number}), make(options)
+    assert some.y_proj is not None and whole.y_proj is not None
+    with torch.no_grad():
+        whole.y_proj.weight[:number] = some.y_proj.weight
+        whole.y_proj.weight[number:] = 0
+    state = {k: v for k, v in some.state_dict().items() if k != "y_proj.weight"}
+    whole.load_state_dict(state | {"y_proj.weight": whole.y_proj.weight})
+    x = torch.randn(2, T, M, dtype=torch.float64)
+    expected = layer_gradients(whole, x)
+    for name, grad in layer_gradients(some, x).items():
+        wanted = expected[name]
+        if name == "y_proj.weight":
+            wanted = wanted[:number].view_as(grad)
+        assert_close(name, grad, wanted, 1e-10, atol=1e-14)
+    assert torch.equal(make(options | {"feedback_heads": 4})(x), make(options)(x))
 
 
 def test_a_width_of_one_is_silu_alone() -> None:

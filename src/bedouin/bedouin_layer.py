@@ -105,6 +105,9 @@ class Bedouin(FixedPointLayer):
             place of x_t in mixing and scan.
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
+        feedback_heads: how many heads, the first ones, have feedback. The others, W^y of which is
+            zero and no parameter, store and forget by what the input says alone, and so also where
+            a sequence is longer than those of training. None: all heads.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
@@ -160,6 +163,7 @@ class Bedouin(FixedPointLayer):
         feedback_norm: bool = True,
         feedback_init: float = 0.1,
         feedback_scope: FeedbackScope = "head",
+        feedback_heads: int | None = None,
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
         adjoint: Adjoint | None = None,
@@ -200,6 +204,7 @@ class Bedouin(FixedPointLayer):
             feedback_norm=feedback_norm,
             feedback_init=feedback_init,
             feedback_scope=feedback_scope,
+            feedback_heads=feedback_heads,
             d_conv=d_conv,
             projection=projection,
             norm_eps=norm_eps,
@@ -271,6 +276,7 @@ class Bedouin(FixedPointLayer):
             "projection": "inner",
             "d_conv": None,
             "feedback_scope": "head",
+            "feedback_heads": None,
         }
         return cls(
             d_model,
@@ -293,9 +299,10 @@ class Bedouin(FixedPointLayer):
                 last = -1 if self.x_proj is None else -1 - self.head_dim
                 by_head(self.raw_bias, self.num_heads)[..., last] = ERASE_BIAS
             if memory := self.initialization.memory_heads:
-                fed = () if self.y_proj is None else (self.y_proj.weight,)
-                for parameter in (self.D, *fed):
-                    parameter.view(self.num_heads, -1)[-memory:] = 0
+                first = self.num_heads - memory
+                self.D.view(self.num_heads, -1)[first:] = 0
+                if self.y_proj is not None:
+                    self.y_proj.weight.view(self.fed_heads, -1)[first:] = 0
             if self.decay == "mamba":
                 like = self.num_heads, self.head_dim, self.A_log
                 self.A_log.copy_(self.initialization.A_log(*like))

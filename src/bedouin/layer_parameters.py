@@ -147,6 +147,7 @@ class LayerParameters(SavedLayer, ABC):
         feedback_norm: bool,
         feedback_init: float,
         feedback_scope: FeedbackScope,
+        feedback_heads: int | None,
         d_conv: int | None,
         projection: Projection,
         norm_eps: float,
@@ -172,6 +173,7 @@ class LayerParameters(SavedLayer, ABC):
             raise TypeError(f"layer_idx must be None or an int, got {layer_idx!r}")
         self.feedback = ordered_subset("feedback", feedback, self.fed_names)
         self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
+        self.fed_heads = self._choose_fed_heads(feedback_heads)
         self.projection = one_of("projection", projection, get_args(Projection))
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
@@ -202,7 +204,7 @@ class LayerParameters(SavedLayer, ABC):
         self.y_proj = None
         if self.feedback:
             fed = sum(p if name == X else self._sizes[name] for name in self.feedback)
-            self.y_proj = make_linear(heads, self.fed_channels, fed + p, **factory)
+            self.y_proj = make_linear(self.fed_heads, self.fed_channels, fed + p, **factory)
         self.conv = None
         if d_conv is not None:
             width = None if positive_int("d_conv", d_conv) == 1 else d_conv
@@ -268,6 +270,19 @@ class LayerParameters(SavedLayer, ABC):
         """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
         need."""
         return self.mixer.is_structured(self.head_dim)
+
+    def _choose_fed_heads(self, feedback_heads: int | None) -> int:
+        """The number of heads that read y_{t-1}: the first ones."""
+        if feedback_heads is None:
+            return self.num_heads if self.feedback else 0
+        number = positive_int("feedback_heads", feedback_heads, " or None")
+        if number > self.num_heads or not self.feedback:
+            limit = f"at most num_heads = {self.num_heads}" if self.feedback else "None"
+            raise ValueError(
+                f"feedback_heads must be {limit} with feedback={self.feedback}, got {number}: it "
+                "says how many heads read y_{t-1}"
+            )
+        return number
 
     @property
     def fed_channels(self) -> int:
@@ -359,6 +374,9 @@ class LayerParameters(SavedLayer, ABC):
         without raw values have it."""
         if self.y_proj is None:
             return None, None
-        weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.num_heads)
+        weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.fed_heads)
+        if self.fed_heads < self.num_heads:
+            of_heads = weight.view(self.fed_heads, *weight.shape[-2:])
+            weight = F.pad(of_heads, (0, 0, 0, 0, 0, self.num_heads - self.fed_heads))
         known = self.feedback, self._sizes, self.head_dim
         return split_feedback_weight(weight.to(dtype), *known)

@@ -63,6 +63,7 @@ class FixedPointRNN(FixedPointLayer):
     absent_options: ClassVar[dict[str, str]] = {
         "erase": "its memory is one number a channel and has no keys: use Bedouin",
         "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
+        "feedback_heads": "all heads have feedback: use Bedouin",
     }
 
     b_proj: Any
@@ -109,6 +110,7 @@ class FixedPointRNN(FixedPointLayer):
             feedback_norm=feedback_norm,
             feedback_init=feedback_init,
             feedback_scope="head",
+            feedback_heads=None,
             d_conv=d_conv,
             projection=projection,
             norm_eps=norm_eps,

@@ -135,6 +135,7 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
     erase = one(0.0, 0.0, 1.0, 2.0)
     names = ["delta", "B", "C", "mixer", "x", *(["erase"] if erase else [])]
     subsets, decay = st.lists(st.sampled_from(names), unique=True), one("mamba", "griffin")
+    feedback = tuple(draw(subsets))
     return options | {
         "d_state": one(1, 2, 5),
         "decay": decay,
@@ -143,7 +144,8 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
         ),
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
         "erase": erase,
-        "feedback": tuple(draw(subsets)),
+        "feedback": feedback,
+        "feedback_heads": one(None, None, 1) if feedback else None,
         "feedback_scope": one("head", "head", "layer"),
         "output": one("norm", "paper"),
         "bias": one(True, False),
