@@ -105,9 +105,9 @@ class Bedouin(FixedPointLayer):
             place of x_t in mixing and scan.
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
-        feedback_heads: how many heads, the first ones, have feedback. The others, W^y of which is
-            zero and no parameter, store and forget by what the input says alone, and so also where
-            a sequence is longer than those of training. None: all heads.
+        feedback_heads: how many heads, the first ones, have feedback; None: all. The others have no
+            parameters W^y: what they write, erase and read depends on the input alone. With
+            feedback_scope="layer" the first ones read the outputs of the others, too.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
