@@ -41,7 +41,7 @@ def by_pair(
 ) -> dict[str, float | list[float]]:
     """Accuracy in ten parts of the pairs, in the order in which a row gives them.
 
-    A model that stops to write pairs where training did errs at those behind.
+    A model that writes only at the positions where training had pairs errs at the later ones.
     """
     asked = labels != IGNORE
     r = int(asked[0].sum())
