@@ -39,6 +39,25 @@ def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     return num_heads
 
 
+def choose_fed_heads(feedback_heads: int | None, num_heads: int, feedback: tuple[str, ...]) -> int:
+    """How many heads, the first ones, read y_{t-1}: `feedback_heads`, or for None all heads of a
+    layer with feedback.
+
+    Raises TypeError for a value that is no int, ValueError for one above num_heads or without
+    feedback.
+    """
+    if feedback_heads is None:
+        return num_heads if feedback else 0
+    number = positive_int("feedback_heads", feedback_heads, " or None")
+    if number > num_heads or not feedback:
+        limit = f"at most num_heads = {num_heads}" if feedback else "None"
+        raise ValueError(
+            f"feedback_heads must be {limit} with feedback={feedback}, got {number}: it says how "
+            "many heads read y_{t-1}"
+        )
+    return number
+
+
 def fold_pair(
     v: Tensor,  # (b, t, 2 d)
     num_heads: int,

@@ -26,7 +26,7 @@ from bedouin.checks import (
 )
 from bedouin.decoding import StepGraphs
 from bedouin.fixed_point_map import ScanInputs, split_by_layout
-from bedouin.heads import choose_num_heads, make_linear
+from bedouin.heads import choose_fed_heads, choose_num_heads, make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
@@ -173,7 +173,7 @@ class LayerParameters(SavedLayer, ABC):
             raise TypeError(f"layer_idx must be None or an int, got {layer_idx!r}")
         self.feedback = ordered_subset("feedback", feedback, self.fed_names)
         self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
-        self.fed_heads = self._choose_fed_heads(feedback_heads)
+        self.fed_heads = choose_fed_heads(feedback_heads, self.num_heads, self.feedback)
         self.projection = one_of("projection", projection, get_args(Projection))
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
@@ -270,19 +270,6 @@ class LayerParameters(SavedLayer, ABC):
         """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
         need."""
         return self.mixer.is_structured(self.head_dim)
-
-    def _choose_fed_heads(self, feedback_heads: int | None) -> int:
-        """The number of heads that read y_{t-1}: the first ones."""
-        if feedback_heads is None:
-            return self.num_heads if self.feedback else 0
-        number = positive_int("feedback_heads", feedback_heads, " or None")
-        if number > self.num_heads or not self.feedback:
-            limit = f"at most num_heads = {self.num_heads}" if self.feedback else "None"
-            raise ValueError(
-                f"feedback_heads must be {limit} with feedback={self.feedback}, got {number}: it "
-                "says how many heads read y_{t-1}"
-            )
-        return number
 
     @property
     def fed_channels(self) -> int:
