@@ -57,6 +57,7 @@ __all__ = [
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
+    "ReportBackward",
 ]
 
 

@@ -10,7 +10,7 @@ folds them into the batch (bedouin.heads); d are then the channels of a head.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +22,7 @@ from bedouin.kernels.branches import beside
 from bedouin.kernels.direct import (
     ROUNDING,
     LocalFactors,
+    ReportBackward,
     Sweep,
     direct_sweep,
     direct_sweep_reference,
@@ -35,7 +36,7 @@ from bedouin.kernels.direct import (
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.guard import Launching, falls_back
-from bedouin.kernels.heads import fold, per_sample, unfold
+from bedouin.kernels.heads import count_heads, fold, per_sample, unfold
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
@@ -51,6 +52,7 @@ from bedouin.solvers.solution import (
     can_read_device,
     has_values,
 )
+from bedouin.staged_sweep import Stage, sweep_in_stages
 
 
 class ScanInputs(NamedTuple):
@@ -89,7 +91,8 @@ class FixedPointMap:
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
     padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
     y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
-    heads of a sample converge together.
+    heads of a sample converge together. W^y has rows of zeros for all heads but the first
+    `fed_heads`; None: all have feedback.
     """
 
     def __init__(
@@ -101,10 +104,12 @@ class FixedPointMap:
         backend: Backend,
         lengths: Tensor | None = None,  # (b,)
         joined: int = 1,
+        fed_heads: int | None = None,
     ) -> None:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
         self.lengths, self.joined = lengths, joined
+        self.fed_heads = count_heads(operands.A) if fed_heads is None else fed_heads
         # these are computed when they are first read: the kernels need none of them
         self._real: Tensor | None = None
         self._wide: Operands | None = None
@@ -273,7 +278,7 @@ def _reverse_stats(
         return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
 
 
-def _make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
+def _make_reporter(cell: BackwardStats) -> ReportBackward:
     """A function that puts the statistics of a reverse sweep into the cell when they are read."""
 
     def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
@@ -281,6 +286,27 @@ def _make_reporter(cell: BackwardStats) -> Callable[[Tensor, Tensor], None]:
             cell.defer(partial(_reverse_stats, defect, scale))
 
     return report
+
+
+def _make_reporters(
+    cell: BackwardStats,
+    samples: Mapping[Stage, int],
+) -> dict[Stage, ReportBackward]:
+    """Reporters of stages with so many samples, which put the statistics of all of them into the
+    cell; a stage whose reverse sweep has not run counts as one without defects."""
+    found: dict[Stage, tuple[Tensor, Tensor]] = {}
+
+    def stats() -> SolveStats:
+        like, _ = next(iter(found.values()))
+        zeros = {name: (like.new_zeros(b, like.shape[1]),) * 2 for name, b in samples.items()}
+        return _reverse_stats(*map(torch.cat, zip(*(zeros | found).values(), strict=True)))
+
+    def report(stage: Stage, defect: Tensor, scale: Tensor) -> None:  # (b of the stage, t) each
+        if can_read_device(defect):
+            found[stage] = defect, scale
+            cell.defer(stats)
+
+    return {stage: partial(report, stage) for stage in samples}
 
 
 class StructuredMap(FixedPointMap):
@@ -307,12 +333,7 @@ class StructuredMap(FixedPointMap):
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
-        arguments = self.operands, self.parameterization, self.bind, self.mixer_values
-        if unroll:
-            swept = direct_sweep_reference(*arguments)
-        else:
-            options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
-            swept = direct_sweep(*arguments, lengths=self.lengths, **options)
+        swept = self._sweep_heads(unroll, cell)
         if self.joined > 1:
             norms = swept.defect, swept.scale, swept.magnitude
             with beside("statistics", *norms, swept.pivot):
@@ -327,6 +348,38 @@ class StructuredMap(FixedPointMap):
         # the defects of the padding are left to the solver to reduce
         names = "defect", "scale", "magnitude"
         return swept._replace(**{n: zero_outside(self.real, getattr(swept, n)) for n in names})
+
+    def _sweep_heads(self, unroll: bool, cell: BackwardStats) -> Sweep:
+        """The sweep of the heads, whose y is (b, t, d)."""
+        operands, fed_heads = self.operands, self.fed_heads
+        b, t, _ = operands.x.shape
+        heads = count_heads(operands.A)
+        if operands.W_y is None or fed_heads == heads or t < 2:
+            # a single token reads the outputs of the one before, which are known
+            return self._sweep_once(
+                operands, self.lengths, None if unroll else _make_reporter(cell)
+            )
+        fed = fed_heads * (b // heads)
+        reporters: Mapping[Stage, ReportBackward] = {}
+        if not unroll:
+            reporters = _make_reporters(cell, {"fed": fed, "others": b - fed})
+
+        def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
+            return self._sweep_once(part, lengths, reporters.get(stage))
+
+        call = operands, self.parameterization, fed_heads, self.lengths, self.backend
+        return sweep_in_stages(sweep_once, *call)
+
+    def _sweep_once(
+        self,
+        operands: Operands,
+        lengths: Tensor | None,  # (b,)
+        report: ReportBackward | None,  # None: the loop is differentiated
+    ) -> Sweep:
+        arguments = operands, self.parameterization, self.bind, self.mixer_values
+        if report is None:
+            return direct_sweep_reference(*arguments)
+        return direct_sweep(*arguments, lengths=lengths, report=report, backend=self.backend)
 
     def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)
         return v.reshape(self.joined, v.shape[0] // self.joined, *v.shape[1:])

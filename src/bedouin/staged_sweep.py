@@ -1,0 +1,80 @@
+"""The sweep of a layer in which only the first heads have feedback.
+
+The other heads, o, depend on the input alone. They are swept first, without feedback, and what the
+heads with feedback, f, read of them is one product for all tokens:
+
+    raw_t = raw^x_t + W^y_o norm(y^o_{t-1}) + W^y_f norm(y^f_{t-1})
+
+Letters: b samples, all heads' counted; t time, H heads, k of them with feedback, p channels and n
+states of a head, r raw values.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.direct import Sweep
+from bedouin.kernels.feedback import add_feedback, reads_all_heads
+from bedouin.kernels.heads import count_heads, fold, unfold
+from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.output import shifted_norm
+
+Stage = Literal["others", "fed"]
+SweepOnce = Callable[[Stage, Operands, Tensor | None], Sweep]
+"""The sweep of the operands of a stage, given the lengths of its samples."""
+
+
+def sweep_in_stages(
+    sweep_once: SweepOnce,
+    operands: Operands,  # W^y with rows of zeros for the heads without feedback
+    parameterization: Parameterization,
+    fed_heads: int,
+    lengths: Tensor | None,  # (b,)
+    backend: Backend,
+) -> Sweep:
+    """The sweep of all heads, of which the first `fed_heads` have feedback, fewer than all."""
+    first, heads = fed_heads, count_heads(operands.A)
+    samples = operands.x.shape[0] // heads
+    sizes = [first * samples, (heads - first) * samples]
+
+    def halves(v: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None) if v is None else v.split(sizes)
+
+    (x, x_o), (raw, raw_o) = operands.x.split(sizes), operands.raw.split(sizes)
+    (h0, h0_o), (y0, y0_o) = halves(operands.h0), halves(operands.y0)
+    own_lengths, lengths_o = halves(lengths)
+    A, A_o = (_of_heads(v) for v in operands.A.split([first, heads - first]))
+    others = Operands(x_o, raw_o, None, A_o, h0_o, y0_o)
+    swept_o = sweep_once("others", others, lengths_o)
+
+    assert operands.W_y is not None
+    W_y, p = operands.W_y[:first], operands.A.shape[-2]
+    if reads_all_heads(W_y, p):
+        W_y, W_o = W_y[..., : first * p], W_y[..., first * p :]
+        eps = parameterization.feedback_norm_eps
+        normed = shifted_norm(swept_o.y, y0_o, eps, dtype=W_o.dtype, backend=backend)
+        read = apply_weight(unfold(normed, heads - first), W_o.flatten(0, 1))
+        # in the dtype of A, because a sum in low precision would round the input again
+        x, raw, added = (v.to(operands.A.dtype) for v in (x, raw, fold(read, first)))
+        x, raw = add_feedback(x, raw, added, parameterization.feeds_x)
+    fed = Operands(x, raw, _of_heads(W_y).contiguous(), A, h0, y0)
+    return _join(sweep_once("fed", fed, own_lengths), swept_o)
+
+
+def _of_heads(
+    v: Tensor,  # (H, ...)
+) -> Tensor:  # (H, ...), or (...) of one head
+    return v[0] if len(v) == 1 else v
+
+
+def _join(fed: Sweep, others: Sweep) -> Sweep:
+    """The sweep of all samples."""
+    values: list[Any] = [
+        None if of_fed is None or of_others is None else torch.cat([of_fed, of_others])
+        for of_fed, of_others in zip(fed, others, strict=True)
+    ]
+    return Sweep(*values)
