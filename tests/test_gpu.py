@@ -89,6 +89,27 @@ def test_kernels_take_projections_and_convolutions(
         assert error < tolerance, error
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("feedback_heads", [1, 2])
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_kernels_sweep_heads_with_feedback_after_the_others(
+    scope: Any, feedback_heads: int, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"feedback_heads": feedback_heads, "d_state": 64, "expand": 1.75}
+    layer = Bedouin.recall(256, feedback_scope=scope, backend="triton", device="cuda", **options)
+    x = torch.randn(2, 100, 256, device="cuda")
+    found = []
+    for backend in ("triton", "reference"):
+        layer.backend = backend
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            y, grads = _gradients(layer, x)
+        found.append([y.float(), *grads])
+    for ours, theirs in zip(*found, strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        assert error < (0.1 if autocast else 1e-3), error
+
+
 def test_torchdeq_solvers_run() -> None:
     layer = Bedouin(12, solver=Anderson(rtol=1e-3), feedback=(), device="cuda")
     layer(torch.randn(2, 10, 12, device="cuda")).sum().backward()

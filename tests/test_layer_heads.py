@@ -229,6 +229,10 @@ def test_the_rates_of_heads_are_spaced_geometrically() -> None:
     for scale in (0.5, (0.5, 0.1)):  # the first of a pair for a single head
         one = Bedouin(4, d_state=2, num_heads=1, initialization=Initialization(rates=scale))
         assert_close("one head", one.A_log.exp(), torch.tensor([0.5, 1.0]).expand(8, 2), 1e-5)
+    memory = Initialization(rates=0.5, memory_heads=3, memory_rates=[0.1, 0.001])  # type: ignore[arg-type]
+    layer = Bedouin(8, d_state=2, num_heads=4, initialization=memory)
+    rates = layer.A_log.exp().unflatten(0, (4, 4))[:, 0, 0]
+    assert_close("memory", rates, torch.tensor([0.5, 0.1, 0.01, 0.001]), 1e-5)
     Bedouin(4, decay="griffin", initialization=Initialization(rates=(1, 1.0)))
     with pytest.raises(ValueError, match="rates must be 1 with decay 'griffin', got 0.1"):
         Bedouin.from_paper(4, initialization=Initialization(rates=0.1))
@@ -246,6 +250,14 @@ def test_memory_heads_begin_without_skip_and_feedback(scope: Any) -> None:
     one = Bedouin(8, num_heads=1, initialization=memory)
     assert one.y_proj is not None and not one.y_proj.weight.any() and not one.D.any()
     Bedouin(8, feedback=(), num_heads=2, initialization=memory)
+
+
+def test_what_is_read_of_heads_without_feedback_begins_as_zero() -> None:
+    """The weights of a head's own outputs are drawn as if there were no others."""
+    layer = Bedouin(8, num_heads=8, feedback_scope="layer", feedback_heads=2, feedback_init=0.5)
+    assert layer.y_proj is not None
+    own, others = layer.y_proj.weight.split([4, 12], -1)
+    assert 0.9 * 0.25 < own.abs().max() <= 0.25 and not others.any()
 
 
 def test_a_mixers_parameters_are_shared_by_the_heads() -> None:

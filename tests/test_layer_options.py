@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin import Bedouin, Decoder, FixedPointRNN, param_groups
+from bedouin import Bedouin, Decoder, FixedPointRNN, Initialization, param_groups
 from bedouin.kernels.householder import unit
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import LowRank
@@ -30,6 +30,17 @@ CASES: list[dict[str, Any]] = [
     {"feedback": ("delta", "B", "C", "mixer"), "num_heads": 2, "feedback_scope": "layer"},
     {"feedback": ("delta", "x"), "num_heads": 4, "feedback_scope": "layer", "feedback_heads": 3},
     {"num_heads": 2, "feedback_heads": 1},
+    {
+        "projection": "input",
+        "d_conv": 3,
+        "erase": 1.0,
+        "feedback": ("delta", "x"),
+        "num_householder": 0,
+        "num_heads": 4,
+        "feedback_scope": "layer",
+        "feedback_heads": 1,
+        "initialization": Initialization(memory_heads=3),
+    },
     {"d_conv": 3, "num_heads": 2},
     {"d_conv": 1},
     {"projection": "input", "num_heads": 2},
@@ -168,10 +179,18 @@ def test_without_feedback_and_mixing_it_is_the_delta_rule(erase: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 63), (1, 64), (1, 100), (0, 3), (2, 0)])
-def test_lower_precision(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    wide = Bedouin.recall(
-        16, num_heads=2, d_state=8, num_householder=1, input_scale="bounded_delta"
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_householder": 1, "input_scale": "bounded_delta"},
+        {"feedback_scope": "layer", "feedback_heads": 1},
+    ],
+    ids=["reflections", "one head with feedback"],
+)
+def test_lower_precision(
+    options: dict[str, Any], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    wide = Bedouin.recall(16, num_heads=2, d_state=8, **options)
     layer, x = wide.to(dtype), torch.randn(*shape, 16).to(dtype).mT.contiguous().mT
     y, state = layer(x.requires_grad_(), return_state=True)
     y.sum().backward()
@@ -182,8 +201,9 @@ def test_lower_precision(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_close("output", y.double(), expected, tolerance, atol=tolerance)
 
 
-def test_compiled_and_under_vmap() -> None:
-    layer, x = make(CASES[-1]), torch.randn(2, 2, M, dtype=torch.float64)
+@pytest.mark.parametrize("number", [11, -1], ids=["one head with feedback", "all heads"])
+def test_compiled_and_under_vmap(number: int) -> None:
+    layer, x = make(CASES[number]), torch.randn(2, 2, M, dtype=torch.float64)
     compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert_close("compiled", compiled(x), layer(x), 1e-10)
     stacked = {name: torch.stack([p, 0.9 * p]) for name, p in layer.named_parameters()}
@@ -215,7 +235,7 @@ def test_kernels_refuse_what_they_lack(options: dict[str, Any], reason: str, sol
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("options", [CASES[11], CASES[13]], ids=["conv", "input"])
+@pytest.mark.parametrize("options", [CASES[12], CASES[14]], ids=["conv", "input"])
 def test_kernels_take_projections_and_convolutions(options: dict[str, Any]) -> None:
     layer = make(options, dtype=torch.float32)
     x, state = torch.randn(2, 3, M), random_state(layer)
@@ -251,8 +271,12 @@ def test_heads_without_feedback_have_a_w_y_of_zero(scope: str, number: int) -> N
     options = {"num_heads": 4, "feedback_scope": scope}
     some, whole = make(options | {"feedback_heads": number}), make(options)
     assert some.y_proj is not None and whole.y_proj is not None
+    # with feedback_scope="layer" what is read of the others is multiplied by the share of the heads
+    factor = torch.ones(whole.y_proj.weight.shape[-1], dtype=torch.float64)
+    factor[number * whole.head_dim :] = number / 4
     with torch.no_grad():
-        whole.y_proj.weight[:number] = some.y_proj.weight
+        some.y_proj.weight.uniform_(-1, 1)
+        whole.y_proj.weight[:number] = factor * some.y_proj.weight
         whole.y_proj.weight[number:] = 0
     state = {k: v for k, v in some.state_dict().items() if k != "y_proj.weight"}
     whole.load_state_dict(state | {"y_proj.weight": whole.y_proj.weight})
@@ -261,7 +285,7 @@ def test_heads_without_feedback_have_a_w_y_of_zero(scope: str, number: int) -> N
     for name, grad in layer_gradients(some, x).items():
         wanted = expected[name]
         if name == "y_proj.weight":
-            wanted = wanted[:number].view_as(grad)
+            wanted = (factor * wanted[:number]).view_as(grad)
         assert_close(name, grad, wanted, 1e-10, atol=1e-14)
     assert torch.equal(make(options | {"feedback_heads": 4})(x), make(options)(x))
 

@@ -106,8 +106,11 @@ class Bedouin(FixedPointLayer):
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
         feedback_heads: how many heads, the first ones, have feedback; None: all. The others have no
-            parameters W^y: what they write, erase and read depends on the input alone. With
-            feedback_scope="layer" the first ones read the outputs of the others, too.
+            parameters W^y: what they write, erase and read depends on the input alone, so that the
+            sweep over time is one of the first heads. With feedback_scope="layer" these read the
+            outputs of the others, too, times feedback_heads / num_heads and at first with weights
+            of zero: an optimizer like Adam moves each weight by as much, and without the factor
+            the many weights of what is read hide those of what a head reads of itself.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
@@ -184,11 +187,13 @@ class Bedouin(FixedPointLayer):
                 "initialization must be None or an Initialization such as Initialization(rates="
                 f"0.1), got {initialization!r}"
             )
-        if self.decay != "mamba" and self.initialization.rates_of_ends != (1, 1):
-            raise ValueError(
-                f"initialization.rates must be 1 with decay {decay!r}, got "
-                f"{self.initialization.rates!r}: use decay='mamba', whose rates -A it multiplies"
-            )
+        for name in ("rates", "memory_rates"):
+            rates = getattr(self.initialization, name)
+            if self.decay != "mamba" and rates not in (None, 1, (1, 1)):
+                raise ValueError(
+                    f"initialization.{name} must be 1 with decay {decay!r}, got {rates!r}: use "
+                    "decay='mamba', whose rates -A it multiplies"
+                )
         check_number("erase", erase, 0, 2, open_low=False)
         self.erase = float(erase)
         mixer = make_mixer(mixer, num_householder, beta_max)

@@ -318,6 +318,11 @@ class LayerParameters(SavedLayer, ABC):
         return sum(self._sizes.values())
 
     @property
+    def reads_others(self) -> bool:
+        """Whether heads with feedback read the outputs of heads without it."""
+        return self.feedback_scope == "layer" and 0 < self.fed_heads < self.num_heads
+
+    @property
     def feedback_norm_eps(self) -> float | None:
         return FEEDBACK_NORM_EPS if self.feedback_norm else None
 
@@ -337,6 +342,10 @@ class LayerParameters(SavedLayer, ABC):
             if self.y_proj is not None:
                 self.y_proj.reset_parameters()
                 self.y_proj.weight.mul_(self.feedback_init)
+                if self.reads_others:
+                    own = self.fed_heads * self.head_dim
+                    self.y_proj.weight[..., :own] *= math.sqrt(self.d_inner / own)
+                    self.y_proj.weight[..., own:] = 0
             if self.raw_bias is not None and self.projection == "input":
                 self.raw_bias.zero_()
             elif self.raw_bias is not None:
@@ -364,6 +373,9 @@ class LayerParameters(SavedLayer, ABC):
         weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.fed_heads)
         if self.fed_heads < self.num_heads:
             of_heads = weight.view(self.fed_heads, *weight.shape[-2:])
+            if self.reads_others:
+                own, others = of_heads.tensor_split([self.fed_heads * self.head_dim], -1)
+                of_heads = torch.cat([own, others * (self.fed_heads / self.num_heads)], -1)
             weight = F.pad(of_heads, (0, 0, 0, 0, 0, self.num_heads - self.fed_heads))
         known = self.feedback, self._sizes, self.head_dim
         return split_feedback_weight(weight.to(dtype), *known)

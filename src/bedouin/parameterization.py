@@ -52,40 +52,58 @@ class Initialization:
     memory_heads: how many heads, the last ones, begin as a memory: their D and their feedback W^y
         are zero before training. Associative recall is then learned in two thirds of the steps
         (examples/results/initial-values). At most the heads of the layer.
+    memory_rates: as `rates`, of the memory heads alone, `rates` then being those of the others;
+        None: `rates` are those of all heads.
 
-    Raises ValueError for rates that are neither a number nor a pair, and for values out of range,
-    TypeError for memory_heads that is not an int.
+    Raises ValueError for rates that are neither a number nor a pair, for memory_rates without
+    memory heads, and for values out of range, TypeError for memory_heads that is not an int.
     """
 
     delta_from_x: float = 1.0
     rates: float | tuple[float, float] = 1.0
     memory_heads: int = 0
+    memory_rates: float | tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
         if self.memory_heads != 0 or isinstance(self.memory_heads, bool):
             positive_int("memory_heads", self.memory_heads, " or 0")
-        if isinstance(self.rates, list):  # a pair of a file
-            object.__setattr__(self, "rates", tuple(self.rates))
-        ends: tuple[Any, ...] = self.rates_of_ends
-        if len(ends) != 2:
+        if self.memory_rates is not None and not self.memory_heads:
             raise ValueError(
-                f"rates must be a number, or a pair (first head, last head), got {self.rates!r}"
+                f"memory_rates must be None with memory_heads=0, got {self.memory_rates!r}: give "
+                "rates, or memory heads"
             )
-        for rate in ends:
-            check_number("rates", rate, 0, math.inf, open_low=True)
-
-    @property
-    def rates_of_ends(self) -> tuple[float, float]:
-        """The factors of the first and of the last head."""
-        return self.rates if isinstance(self.rates, tuple) else (self.rates, self.rates)
+        for name in ("rates", "memory_rates"):
+            value: Any = getattr(self, name)
+            if isinstance(value, list):  # a pair of a file
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            ends = _ends(1.0 if value is None else value)
+            if len(ends) != 2:
+                raise ValueError(
+                    f"{name} must be a number, or a pair (first head, last head), got {value!r}"
+                )
+            for rate in ends:
+                check_number(name, rate, 0, math.inf, open_low=True)
 
     def A_log(self, num_heads: int, head_dim: int, like: Tensor) -> Tensor:  # (H p, n), as `like`
         """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor."""
-        first, last = (math.log(rate) for rate in self.rates_of_ends)
-        shifts = torch.linspace(first, last, num_heads, device=like.device)
+        groups = [(self.rates, num_heads)]
+        if self.memory_rates is not None:
+            first = num_heads - self.memory_heads
+            groups = [(self.rates, first), (self.memory_rates, self.memory_heads)]
+        parts = []
+        for rates, count in groups:
+            first_shift, last_shift = (math.log(rate) for rate in _ends(rates))
+            parts.append(torch.linspace(first_shift, last_shift, count, device=like.device))
+        shifts = torch.cat(parts)
         states = torch.arange(1, like.shape[1] + 1, device=like.device)
         return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)
+
+
+def _ends(rates: float | tuple[float, float]) -> tuple[float, float]:
+    """The factors of the first and of the last head."""
+    return rates if isinstance(rates, tuple) else (rates, rates)
 
 
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:

@@ -1,0 +1,109 @@
+"""The sweep in two stages against that of all heads at once, which takes the same W^y."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bedouin import Bedouin
+from bedouin.fixed_point_map import StructuredMap
+from bedouin.solvers.solution import BackwardStats
+from bedouin.testing import assert_close, layer_gradients
+
+B, T, M, H = 3, 5, 8, 4
+
+
+def pair(layer: Bedouin, x: Tensor, lengths: Tensor | None) -> tuple[StructuredMap, StructuredMap]:
+    """The map of a call with a state before the first token, and one that is swept at once."""
+    operands = layer.map(x).operands
+    assert operands.A.shape[0] == H
+    torch.manual_seed(1)
+    start = torch.randn(B * H, M * 2 // H, layer.d_state), torch.randn(B * H, M * 2 // H)
+    h0, y0 = (0.3 * v.double() for v in start)
+    staged = layer.map(x)
+    assert isinstance(staged, StructuredMap)
+    staged.operands = operands._replace(h0=h0.requires_grad_(), y0=y0.requires_grad_())
+    staged.lengths = None if lengths is None else lengths.repeat(H)
+    whole = copy.copy(staged)
+    whole.fed_heads = H
+    return staged, whole
+
+
+def make(**options: Any) -> tuple[Bedouin, Tensor]:
+    torch.manual_seed(0)
+    layer = Bedouin(M, num_heads=H, d_state=3, feedback_init=1.0, dtype=torch.float64, **options)
+    assert layer.y_proj is not None
+    with torch.no_grad():
+        layer.y_proj.weight.uniform_(-1, 1)
+    return layer, torch.randn(B, T, M, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("scope", ["head", "layer"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"feedback_heads": 1},
+        {"feedback_heads": 3, "feedback": ("delta", "x"), "erase": 1.0},
+        {"feedback_heads": 2, "feedback": ("B", "x"), "feedback_norm": False},
+    ],
+    ids=str,
+)
+def test_two_stages_are_one_sweep(
+    options: dict[str, Any], scope: str, padded: bool, unroll: bool
+) -> None:
+    layer, x = make(feedback_scope=scope, **options)
+    lengths = torch.tensor([T, 2, 0]) if padded else None
+    found: list[dict[str, Tensor]] = []
+    for f in pair(layer, x, lengths):
+        cell = BackwardStats()
+        swept = f.sweep(unroll, cell)
+        values = {name: v for name, v in swept._asdict().items() if v is not None}
+        starts = {"h0": f.operands.h0, "y0": f.operands.y0}
+        inputs = dict(layer.named_parameters()) | {k: v for k, v in starts.items() if v is not None}
+        loss = swept.y.square().sum() + swept.h.sin().sum()
+        grads = torch.autograd.grad(
+            loss, list(inputs.values()), retain_graph=True, allow_unused=True
+        )
+        values |= {n: g for n, g in zip(inputs, grads, strict=True) if g is not None}
+        if not unroll:
+            assert cell.stats is not None and bool(cell.stats.converged.all())
+            values["backward"] = cell.stats.residual
+        found.append(values)
+    staged, whole = found
+    assert staged.keys() == whole.keys()
+    for name, value in whole.items():
+        atol = 1e-13 if name in ("defect", "residual", "backward") else 1e-12
+        assert_close(name, staged[name], value, 1e-9, atol=atol)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_kernels_sweep_the_stages(scope: str) -> None:
+    """With W^y in bfloat16, whose products are added to the input in float32."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"feedback_scope": scope, "feedback_heads": 1, "d_state": 16}
+    layer, x = Bedouin.recall(32, num_heads=2, **options), torch.randn(1, 4, 32)
+    found: list[dict[str, Tensor]] = []
+    for backend in ("reference", "triton"):
+        layer.backend = backend
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(layer_gradients(layer, x))
+    expected, ours = found
+    for name, grad in ours.items():
+        # a tenth of the largest value, because roundings to bfloat16 differ
+        assert_close(name, grad, expected[name], 0.1, atol=0.1 * expected[name].abs().max().item())
+
+
+def test_a_stage_that_no_gradient_reaches_has_no_defects() -> None:
+    layer, x = make(feedback_heads=1)
+    staged, _ = pair(layer, x, None)
+    cell = BackwardStats()
+    swept = staged.sweep(False, cell)
+    swept.y[B:].sum().backward()
+    stats = cell.stats
+    assert stats is not None and stats.residual.shape == (B * H,)
+    assert bool(stats.converged.all()) and not stats.residual[:B].any()
