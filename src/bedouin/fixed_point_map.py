@@ -108,8 +108,7 @@ class FixedPointMap:
     ) -> None:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
-        self.lengths, self.joined = lengths, joined
-        self.fed_heads = count_heads(operands.A) if fed_heads is None else fed_heads
+        self.lengths, self.joined, self.fed_heads = lengths, joined, fed_heads
         # these are computed when they are first read: the kernels need none of them
         self._real: Tensor | None = None
         self._wide: Operands | None = None
@@ -333,7 +332,13 @@ class StructuredMap(FixedPointMap):
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
-        swept = self._sweep_heads(unroll, cell)
+        operands, fed_heads = self.operands, self.fed_heads
+        if fed_heads is None or operands.W_y is None or operands.x.shape[1] < 2:
+            # a single token reads the outputs of the one before, which are known
+            report = None if unroll else _make_reporter(cell)
+            swept = self._sweep_once(operands, self.lengths, report)
+        else:
+            swept = self._sweep_stages(fed_heads, unroll, cell)
         if self.joined > 1:
             norms = swept.defect, swept.scale, swept.magnitude
             with beside("statistics", *norms, swept.pivot):
@@ -349,25 +354,18 @@ class StructuredMap(FixedPointMap):
         names = "defect", "scale", "magnitude"
         return swept._replace(**{n: zero_outside(self.real, getattr(swept, n)) for n in names})
 
-    def _sweep_heads(self, unroll: bool, cell: BackwardStats) -> Sweep:
-        """The sweep of the heads, whose y is (b, t, d)."""
-        operands, fed_heads = self.operands, self.fed_heads
-        b, t, _ = operands.x.shape
-        heads = count_heads(operands.A)
-        if operands.W_y is None or fed_heads == heads or t < 2:
-            # a single token reads the outputs of the one before, which are known
-            return self._sweep_once(
-                operands, self.lengths, None if unroll else _make_reporter(cell)
-            )
-        fed = fed_heads * (b // heads)
+    def _sweep_stages(self, fed_heads: int, unroll: bool, cell: BackwardStats) -> Sweep:
+        """The sweep of heads of which the first have feedback."""
         reporters: Mapping[Stage, ReportBackward] = {}
         if not unroll:
+            b = self.operands.x.shape[0]
+            fed = fed_heads * (b // count_heads(self.operands.A))
             reporters = _make_reporters(cell, {"fed": fed, "others": b - fed})
 
         def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
             return self._sweep_once(part, lengths, reporters.get(stage))
 
-        call = operands, self.parameterization, fed_heads, self.lengths, self.backend
+        call = self.operands, self.parameterization, fed_heads, self.lengths, self.backend
         return sweep_in_stages(sweep_once, *call)
 
     def _sweep_once(

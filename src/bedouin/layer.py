@@ -305,7 +305,8 @@ class FixedPointLayer(ProjectedLayer):
         options = self.parameterization(), self.mixer, self._split, self.backend
         joined = self.num_heads if self.feedback_scope == "layer" else 1
         kind = StructuredMap if self.is_structured else FixedPointMap
-        return kind(operands, *options, lengths, joined, self.fed_heads)
+        fed_heads = self.fed_heads if self.fed_heads < self.num_heads else None
+        return kind(operands, *options, lengths, joined, fed_heads)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
