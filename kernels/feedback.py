@@ -49,13 +49,16 @@ def project_feedback(
 
 def apply_feedback_weight(
     normed: Tensor,  # (b, ..., d), in the dtype of W^y
-    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
-) -> Tensor:  # (b, ..., f)
-    """W^y norm(y)."""
+    W_y: Tensor,  # (f, d), (H, f, d) or (k, f, H d)
+    num_heads: int | None = None,
+) -> Tensor:  # (b, ..., f) or (k b / H, ..., f)
+    """W^y norm(y), where W^y may be that of k heads which read the outputs of `num_heads`; None: of
+    as many."""
     if not reads_all_heads(W_y, normed.shape[-1]):
         return apply_weight(normed, W_y)
-    H = len(W_y)
-    return fold(apply_weight(unfold(normed, H), W_y.flatten(0, 1)), H)
+    k = len(W_y)
+    H = k if num_heads is None else num_heads
+    return fold(apply_weight(unfold(normed, H), W_y.flatten(0, 1)), k)
 
 
 def feedback_weight_gradient(

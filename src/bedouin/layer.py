@@ -44,7 +44,7 @@ class Call(NamedTuple):
     x: Tensor  # (b', t, p)
     z: Tensor | None  # (b', t, p)
     gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
-    W_gate: Tensor | None  # (p, p), (H, p, p) or (H, p, d)
+    W_gate: Tensor | None  # (p, p), (H, p, p) or (H, p, d), of the heads with feedback
     dtype: torch.dtype  # of the products of the output stage and of its result
     before: BedouinState | None  # of folded samples, before the first token; None: zeros
     window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
@@ -355,11 +355,18 @@ class FixedPointLayer(ProjectedLayer):
         y: Tensor,  # (b', t, p), of which the last token is not read
     ) -> Tensor | None:  # (b', t, p)
         """The gate's feedback W^y norm(y_{t-1}), if there is any."""
-        if call.W_gate is None or not y.shape[1]:
+        W, y0 = call.W_gate, call.f.operands.y0
+        if W is None or not y.shape[1]:
             return None
-        common: dict[str, Any] = {"dtype": call.W_gate.dtype, "backend": self.backend}
-        normed = shifted_norm(y, call.f.operands.y0, self.feedback_norm_eps, **common)
-        return apply_feedback_weight(normed, call.W_gate)
+        heads, without = self.num_heads, self.num_heads - self.fed_heads
+        samples = y.shape[0] // heads
+        if without and self.feedback_scope == "head":
+            heads = self.fed_heads
+            y, y0 = y[: heads * samples], None if y0 is None else y0[: heads * samples]
+        common: dict[str, Any] = {"dtype": W.dtype, "backend": self.backend}
+        normed = shifted_norm(y, y0, self.feedback_norm_eps, **common)
+        fed = apply_feedback_weight(normed, W, heads)
+        return F.pad(fed, (0, 0, 0, 0, 0, without * samples)) if without else fed
 
     def _gated(
         self,

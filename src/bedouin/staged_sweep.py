@@ -57,6 +57,7 @@ def sweep_in_stages(
         W_y, W_o = W_y[..., : first * p], W_y[..., first * p :]
         eps = parameterization.feedback_norm_eps
         normed = shifted_norm(swept_o.y, y0_o, eps, dtype=W_o.dtype, backend=backend)
+        # not by apply_feedback_weight, which would take one other head for the head itself
         read = apply_weight(unfold(normed, heads - first), W_o.flatten(0, 1))
         # in the dtype of A, because a sum in low precision would round the input again
         x, raw, added = (v.to(operands.A.dtype) for v in (x, raw, fold(read, first)))
