@@ -47,6 +47,7 @@ __all__ = [
     "MAX_RESIDUAL",
     "ROUNDING",
     "LocalFactors",
+    "ReportBackward",
     "Sweep",
     "direct_sweep",
     "direct_sweep_reference",
@@ -57,7 +58,6 @@ __all__ = [
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
-    "ReportBackward",
 ]
 
 

@@ -109,8 +109,8 @@ class Bedouin(FixedPointLayer):
             parameters W^y: what they write, erase and read depends on the input alone, so that the
             sweep over time is one of the first heads. With feedback_scope="layer" these read the
             outputs of the others, too, times feedback_heads / num_heads and at first with weights
-            of zero: an optimizer like Adam moves each weight by as much, and without the factor
-            the many weights of what is read hide those of what a head reads of itself.
+            of zero. Adam moves every weight by as much, and without the factor what is read of
+            many heads outweighs what a head reads of itself (examples/results/feedback-heads).
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
