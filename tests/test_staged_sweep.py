@@ -80,6 +80,27 @@ def test_two_stages_are_one_sweep(
         assert_close(name, staged[name], value, 1e-9, atol=atol)
 
 
+@pytest.mark.parametrize("number", [2, None])
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_a_single_token_is_the_first_of_many(scope: str, number: int | None) -> None:
+    """Its feedback is added before the sweep."""
+    feedback = "delta", "erase", "x"
+    layer, x = make(feedback_scope=scope, feedback_heads=number, erase=1.0, feedback=feedback)
+    found: list[dict[str, Tensor]] = []
+    for tokens in (x, x[:, :1]):
+        f, _ = pair(layer, tokens, None)
+        first = f.sweep(False, BackwardStats()).y[:, :1]
+        assert f.operands.h0 is not None and f.operands.y0 is not None
+        inputs = dict(layer.named_parameters()) | {"h0": f.operands.h0, "y0": f.operands.y0}
+        given = torch.autograd.grad(first.sin().sum(), list(inputs.values()), allow_unused=True)
+        grads = {n: g for n, g in zip(inputs, given, strict=True) if g is not None}
+        found.append({"y": first} | grads)
+    many, one = found
+    assert "y0" in one and "y_proj.weight" in one
+    for name, value in one.items():
+        assert_close(name, value, many[name], 1e-9, atol=1e-12)
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("scope", ["head", "layer"])
 def test_kernels_sweep_the_stages(scope: str) -> None:

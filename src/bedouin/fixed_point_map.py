@@ -52,7 +52,7 @@ from bedouin.solvers.solution import (
     can_read_device,
     has_values,
 )
-from bedouin.staged_sweep import Stage, sweep_in_stages
+from bedouin.staged_sweep import Stage, sweep_in_stages, with_known_feedback
 
 
 class ScanInputs(NamedTuple):
@@ -333,12 +333,17 @@ class StructuredMap(FixedPointMap):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         operands, fed_heads = self.operands, self.fed_heads
-        if fed_heads is None or operands.W_y is None or operands.x.shape[1] < 2:
-            # a single token reads the outputs of the one before, which are known
-            report = None if unroll else _make_reporter(cell)
-            swept = self._sweep_once(operands, self.lengths, report)
-        else:
+        if operands.x.shape[1] == 1 and (self.joined > 1 or fed_heads is not None):
+            call = self.parameterization, fed_heads, self.backend
+            operands, fed_heads = with_known_feedback(operands, *call), None
+        options = self.parameterization, self.bind, self.mixer_values
+        if fed_heads is not None and operands.W_y is not None and operands.x.shape[1]:
             swept = self._sweep_stages(fed_heads, unroll, cell)
+        elif unroll:
+            swept = direct_sweep_reference(operands, *options)
+        else:
+            known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
+            swept = direct_sweep(operands, *options, report=_make_reporter(cell), **known)
         if self.joined > 1:
             norms = swept.defect, swept.scale, swept.magnitude
             with beside("statistics", *norms, swept.pivot):
@@ -356,28 +361,19 @@ class StructuredMap(FixedPointMap):
 
     def _sweep_stages(self, fed_heads: int, unroll: bool, cell: BackwardStats) -> Sweep:
         """The sweep of heads of which the first have feedback."""
-        reporters: Mapping[Stage, ReportBackward] = {}
-        if not unroll:
-            b = self.operands.x.shape[0]
-            fed = fed_heads * (b // count_heads(self.operands.A))
-            reporters = _make_reporters(cell, {"fed": fed, "others": b - fed})
+        options = self.parameterization, self.bind, self.mixer_values
+        b = self.operands.x.shape[0]
+        fed = fed_heads * (b // count_heads(self.operands.A))
+        reporters = _make_reporters(cell, {"fed": fed, "others": b - fed})
 
         def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
-            return self._sweep_once(part, lengths, reporters.get(stage))
+            if unroll:
+                return direct_sweep_reference(part, *options)
+            known: dict[str, Any] = {"lengths": lengths, "backend": self.backend}
+            return direct_sweep(part, *options, report=reporters[stage], **known)
 
         call = self.operands, self.parameterization, fed_heads, self.lengths, self.backend
         return sweep_in_stages(sweep_once, *call)
-
-    def _sweep_once(
-        self,
-        operands: Operands,
-        lengths: Tensor | None,  # (b,)
-        report: ReportBackward | None,  # None: the loop is differentiated
-    ) -> Sweep:
-        arguments = operands, self.parameterization, self.bind, self.mixer_values
-        if report is None:
-            return direct_sweep_reference(*arguments)
-        return direct_sweep(*arguments, lengths=lengths, report=report, backend=self.backend)
 
     def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)
         return v.reshape(self.joined, v.shape[0] // self.joined, *v.shape[1:])

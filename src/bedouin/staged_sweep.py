@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.branches import beside, join
 from bedouin.kernels.direct import Sweep
-from bedouin.kernels.feedback import add_feedback, reads_all_heads
+from bedouin.kernels.feedback import add_feedback, apply_feedback_weight, reads_all_heads
 from bedouin.kernels.heads import count_heads, fold, unfold
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands, Parameterization
@@ -64,6 +66,35 @@ def sweep_in_stages(
         x, raw = add_feedback(x, raw, added, parameterization.feeds_x)
     fed = Operands(x, raw, _of_heads(W_y).contiguous(), A, h0, y0)
     return _join(sweep_once("fed", fed, own_lengths), swept_o)
+
+
+def with_known_feedback(
+    operands: Operands,  # of one token and several heads
+    parameterization: Parameterization,
+    fed_heads: int | None,
+    backend: Backend,
+) -> Operands:
+    """The operands with W^y norm(y_0) added, and without W^y: all that the feedback of a single
+    token reads is known before it."""
+    x, raw, W_y, A, _, y0 = operands
+    if W_y is None or y0 is None:
+        return operands._replace(W_y=None)
+    heads, p, r = count_heads(A), A.shape[-2], raw.shape[-1]
+    first = heads if fed_heads is None else fed_heads
+    samples = x.shape[0] // heads
+    W_y = W_y[:first]
+    with beside("feedback", W_y, y0):
+        past = y0 if reads_all_heads(W_y, p) else y0[: first * samples]
+        past = past.unsqueeze(1)
+        eps = parameterization.feedback_norm_eps
+        normed = shifted_norm(past, past[:, 0], eps, dtype=W_y.dtype, backend=backend)
+        fed = apply_feedback_weight(normed, W_y, heads).to(A.dtype)
+        f = fed.shape[-1] - p if parameterization.feeds_x else fed.shape[-1]
+        rows = (0, 0, 0, (heads - first) * samples)
+        of_raw = F.pad(fed[..., :f], (0, r - f, *rows))
+        of_x = F.pad(fed[..., f:], (0, 0, *rows)) if parameterization.feeds_x else None
+    join("feedback", of_raw, of_x)
+    return operands._replace(x=x if of_x is None else x + of_x, raw=raw + of_raw, W_y=None)
 
 
 def _of_heads(
