@@ -218,6 +218,7 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     heads, p = layer.num_heads, layer.head_dim
     part = copy.deepcopy(layer)
     part.num_heads, part.d_model, part.d_inner = 1, p, p
+    part.fed_heads = min(layer.fed_heads, 1)
     part.state_size = part.state_size._replace(d=p)
     eye = torch.eye(p).to(layer.D)
     for name, parameter in layer.named_parameters():
@@ -229,8 +230,11 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
             value = eye.repeat(layer.in_proj.out_features // layer.d_inner, 1)
         elif module == "out_proj":
             value = eye
+        elif module == "y_proj":
+            of_fed = value.view(layer.fed_heads, *value.shape[-2:])
+            value = of_fed[j] if j < layer.fed_heads else torch.zeros_like(of_fed[0])
         elif heads > 1:
-            by_head = module in ("x_proj", "y_proj", "b_proj")
+            by_head = module in ("x_proj", "b_proj")
             value = value[j] if by_head else value.unflatten(0, (heads, -1))[j]
         setattr(part.get_submodule(module), leaf, torch.nn.Parameter(value.clone()))
     return part
