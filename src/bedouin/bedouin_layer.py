@@ -106,11 +106,11 @@ class Bedouin(FixedPointLayer):
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
         feedback_heads: how many heads, the first ones, have feedback; None: all. The others have no
-            parameters W^y: what they write, erase and read depends on the input alone, so that the
-            sweep over time is one of the first heads. With feedback_scope="layer" these read the
-            outputs of the others, too, times feedback_heads / num_heads and at first with weights
-            of zero. Adam moves every weight by as much, and without the factor what is read of
-            many heads outweighs what a head reads of itself (examples/results/feedback-heads).
+            parameters W^y: what they write, erase and read depends on the input alone, and they
+            are swept before the first heads. With feedback_scope="layer" these read the outputs of
+            the others, too, times feedback_heads / num_heads and at first with weights of zero.
+            Adam moves every weight by as much, and without the factor what is read of many heads
+            outweighs what a head reads of itself (examples/results/feedback-heads).
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:

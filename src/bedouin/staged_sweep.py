@@ -5,6 +5,8 @@ heads with feedback, f, read of them is one product for all tokens:
 
     raw_t = raw^x_t + W^y_o norm(y^o_{t-1}) + W^y_f norm(y^f_{t-1})
 
+Of a single token all outputs that are read are known, so that one product stands before its sweep.
+
 Letters: b samples, all heads' counted; t time, H heads, k of them with feedback, p channels and n
 states of a head, r raw values.
 """
