@@ -358,10 +358,13 @@ def law_isolation(case: Case, draw: Draw) -> None:
         pivots = exact.stats.conditioning
     is_regular = pivots is None or bool((pivots[others] > ROUNDING[case.dtype]).all())
     if is_regular and stats.converged[others].all():
-        given = case.x.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(layer(given, case.state)[others].double().sum(), given)
-        # a gradient may overflow in float16
-        assert not (grad[others].isnan() & ~expected[others].isnan()).any()
+        found_nan = grad[others].isnan()
+        if case.dtype == torch.float16 and found_nan.any():
+            # a gradient may overflow in float16: then it does so without the changed sample, too
+            given = case.x.clone().requires_grad_()
+            healthy_sum = layer(given, case.state)[others].double().sum()
+            found_nan &= ~torch.autograd.grad(healthy_sum, given)[0][others].isnan()
+        assert not found_nan.any()
     error = digits(case, case.x, stats)
     assert_close("others", found[others], healthy[others], error, ATOL[case.dtype])
     # what is not causal is documented: these mix tokens, or stop a sample as a whole
