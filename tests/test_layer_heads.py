@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.random_layers import random_layer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
 from bedouin.kernels.householder import unit
@@ -233,6 +234,13 @@ def test_the_rates_of_heads_are_spaced_geometrically() -> None:
     layer = Bedouin(8, d_state=2, num_heads=4, initialization=memory)
     rates = layer.A_log.exp().unflatten(0, (4, 4))[:, 0, 0]
     assert_close("memory", rates, torch.tensor([0.5, 0.1, 0.01, 0.001]), 1e-5)
+    factors = []
+    for factor in (1.0, 10.0):
+        torch.manual_seed(0)
+        larger = Initialization(memory_heads=1, memory_delta=factor)
+        layer = Bedouin(8, num_heads=2, initialization=larger)
+        factors.append(F.softplus(layer.dt_bias.detach()).unflatten(0, (2, -1)))
+    assert_close("Delta", factors[1], factors[0] * torch.tensor([[1.0], [10.0]]), 1e-5)
     Bedouin(4, decay="griffin", initialization=Initialization(rates=(1, 1.0)))
     with pytest.raises(ValueError, match="rates must be 1 with decay 'griffin', got 0.1"):
         Bedouin.from_paper(4, initialization=Initialization(rates=0.1))

@@ -352,12 +352,21 @@ def test_the_vector_state(num_heads: int, decay: Any, projection: Any) -> None:
 
 
 def test_recall_and_what_replaces_its_options() -> None:
-    layer = Bedouin.recall(64)
-    assert (layer.num_heads, layer.head_dim, layer.d_state) == (2, 64, 32)
-    assert layer.feedback == ("delta", "x") and layer.mixer.raw_size(64) == 0
-    assert layer.initialization.rates == (1.0, 0.01)
-    one = Bedouin.recall(24)
-    assert one.num_heads == 1 and one.initialization.rates == 0.1
+    for d_model, (heads, fed) in {24: (2, 1), 64: (2, 1), 256: (7, 1), 768: (21, 2)}.items():
+        with torch.device("meta"):
+            layer = Bedouin.recall(d_model)
+        assert (layer.num_heads, layer.head_dim, layer.d_state) == (heads, 64, 64)
+        assert layer.feedback == ("delta", "x") and layer.mixer.raw_size(64) == 0
+        assert (layer.feedback_scope, layer.fed_heads) == ("layer", fed)
+        assert layer.initialization == Initialization(
+            memory_heads=heads - fed, memory_rates=(0.01, 0.0001), memory_delta=10.0
+        )
+    one = Bedouin.recall(24, expand=2)
+    assert (one.num_heads, one.fed_heads, one.initialization) == (1, 1, Initialization(rates=0.1))
+    by_head = Bedouin.recall(64, expand=2, feedback_scope="head", feedback_heads=None)
+    assert by_head.fed_heads == 2 and by_head.initialization == Initialization(rates=(1.0, 0.01))
+    without = Bedouin.recall(64, feedback=())
+    assert without.fed_heads == 0 and without.initialization.memory_heads == 2
     assert isinstance(Bedouin.recall(64, mixer=LowRank(1)).mixer, LowRank)
     other = Bedouin.recall(64, num_householder=1, erase=0.0, d_conv=None, decay="griffin")
     assert other.mixer.raw_size(64) == 65 and other.conv is None and other.erase == 0

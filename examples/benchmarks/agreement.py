@@ -34,7 +34,7 @@ def checks(setting: Setting, shape: Shape) -> tuple[tuple[Setting, Shape], ...]:
     """The settings and shapes of the comparisons for a row."""
     small = replace(setting, m=min(SMALL, setting.m), precision="float32")
     if setting.h > 1:  # two heads of the same size, so that the same kernels run
-        small = replace(small, h=2, m=2 * setting.p // setting.expand)
+        small = replace(small, h=2, expand=2, m=setting.p)
     return (small, Shape(3, TOKENS)), (setting, Shape(shape.b, min(shape.t, TOKENS)))
 
 

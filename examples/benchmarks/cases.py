@@ -52,12 +52,16 @@ class Case:
     """The number of reflections of the run is divided by this."""
     mixes: bool = True
     """Whether there are reflections."""
+    expand: float | None = None
+    """d_inner over d_model; None: that of the run."""
 
     def adapt(self, setting: Setting) -> Setting:
-        """The sizes of the run with the heads, the width, the states and the reflections of this
+        """The sizes of the run with the heads, the widths, the states and the reflections of this
         row."""
         width, n, k = setting.m // self.narrower, setting.n * self.states, setting.k // self.fewer
-        return replace(setting, h=self.heads, m=width, n=n, k=max(1, k) * self.mixes)
+        expand = setting.expand if self.expand is None else self.expand
+        sizes = {"h": self.heads, "m": width, "expand": expand, "n": n}
+        return replace(setting, **sizes, k=max(1, k) * self.mixes)
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -111,11 +115,13 @@ def _delta(states: int) -> Case:
     )
 
 
-def _recall(suffix: str, title: str, *, states: int, **options: Any) -> Case:
-    """The layer that tracks and recalls, as `Bedouin.recall` makes it but for the states."""
+def _recall(suffix: str, scope: str, *, states: int) -> Case:
+    """The layer that tracks and recalls, as `Bedouin.recall` makes it, but with 16 heads that all
+    have feedback."""
+    options: dict[str, Any] = {"feedback_scope": scope, "feedback_heads": None}
     return Case(
         f"recall{suffix}",
-        f"Bedouin.recall{title}, n {Setting.n * states}",
+        f"Bedouin.recall, 16 heads with feedback, scope {scope}, n {states * Setting.n}",
         _subject(partial(subjects.recall, **options)),
         agrees=partial(agreement.recall_agrees, **options),
         heads=16,
@@ -194,9 +200,19 @@ CASES = (
     _states(2),
     _states(4),
     _delta(4),
-    _recall("", "", states=4),
-    _recall("-wide", ", feedback of all heads", states=4, feedback_scope="layer"),
-    _recall("-chosen", "", states=2),
+    _recall("", "head", states=4),
+    _recall("-wide", "layer", states=4),
+    _recall("-by-head", "head", states=2),
+    Case(
+        "recall-chosen",
+        "Bedouin.recall",
+        _subject(subjects.recall),
+        agrees=agreement.recall_agrees,
+        heads=14,
+        states=4,
+        mixes=False,
+        expand=1.75,
+    ),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -290,6 +306,7 @@ SPEED = {
     "direct-heads16": "16 heads",
     "recall": "recall",
     "recall-wide": "wide",
+    "recall-by-head": "by head",
     "recall-chosen": "chosen",
     "direct-no-feedback": "no feedback",
     "lstm": "lstm",

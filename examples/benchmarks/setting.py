@@ -50,14 +50,14 @@ class Setting:
     device: torch.device
     precision: Precision = "bf16"
     m: int = 512
-    expand: int = 2
+    expand: float = 2
     n: int = 16
     k: int = 4
     h: int = 1
 
     @property
     def d(self) -> int:
-        return self.expand * self.m
+        return round(self.expand * self.m)
 
     @property
     def p(self) -> int:

@@ -89,7 +89,8 @@ def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[B
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
     if layer.projection == "input":
-        cost = partial(recall_cost, read=layer.fed_channels)
+        fed = layer.fed_heads * layer.head_dim
+        cost = partial(recall_cost, fed=fed, read=layer.fed_channels)
     else:
         cost = partial(layer_cost, fed=fed_values(setting, layer))
     return Subject(

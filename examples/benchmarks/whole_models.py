@@ -30,7 +30,7 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
 }
 """This repository's models: `SequenceModel` around a layer."""
 
-DEPTHS = {"bedouin": 15, "mamba": 24, "lstm": 6, "attention": 13, "mamba-ssm": 24}
+DEPTHS = {"bedouin": 14, "mamba": 24, "lstm": 6, "attention": 13, "mamba-ssm": 24}
 """Layers of each model: of the attention model of transformers (Llama) with an MLP, of mamba-ssm's
 as published; the others have the number with which they are about as large."""
 

@@ -57,21 +57,34 @@ def lstm(units: int) -> Layer:
     return partial(LSTM, expand=units / WIDTH, d_conv=CONVOLUTION)
 
 
-def ablation(**options: Any) -> tuple[Layer, ...]:
-    """A layer that differs from `recall_no_memory`, in which no head begins as a memory."""
-    return (recall(initialization=Initialization(rates=RECALL_RATES), **options),)
+def by_head(**options: Any) -> tuple[Layer, ...]:
+    """A layer in which every head has feedback, of its own outputs alone, and 32 states, so that
+    there is one head more."""
+    options = {"expand": 2, "d_state": 32, "feedback_scope": "head", **options}
+    if options.get("feedback") != ():
+        options["feedback_heads"] = None
+    initialization = Initialization(rates=RECALL_RATES)
+    return (recall(**{"initialization": initialization, **options}),)
+
+
+def half_memory(m: int) -> nn.Module:
+    """The same, and the slower half of the heads begins as a memory."""
+    memory = Initialization(rates=RECALL_RATES, memory_heads=4 * m // WIDTH)
+    return by_head(initialization=memory)[0](m)
 
 
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
-    "recall_no_memory": ablation(),
+    "recall_by_head": (half_memory,),
+    # the following differ from this one in one thing
+    "recall_no_memory": by_head(),
     # without feedback there is no W^y: one head more
-    "recall_no_feedback": ablation(feedback=(), expand=2.25),
-    "recall_no_x": ablation(feedback=("delta",)),
-    "recall_no_erase": ablation(erase=0.0),
+    "recall_no_feedback": by_head(feedback=(), expand=2.25),
+    "recall_no_x": by_head(feedback=("delta",)),
+    "recall_no_erase": by_head(erase=0.0),
     # reflections need the bounded scale (examples/results/recall-trials)
-    "recall_k2": ablation(num_householder=2, input_scale="bounded_delta", expand=1.5),
-    "recall_layer": ablation(feedback_scope="layer", expand=1.25),
+    "recall_k2": by_head(num_householder=2, input_scale="bounded_delta", expand=1.5),
+    "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),
     "deltaproduct_l2": (delta_product(2, gated=False),) * 2,

@@ -41,9 +41,13 @@ SHOWN = {
 }
 """The columns of the table."""
 
-SCREENED, BEGINNINGS = "recall-trials", "initial-values"
-"""Runs that chose the setting of `recall`, which are its tuning runs as well: the layer, which is
-that of `recall_no_memory`, and how it begins."""
+SCREENED = {
+    "recall_no_memory": ("recall-trials",),
+    "recall_by_head": ("recall-trials", "initial-values"),
+    "recall": ("recall-trials", "initial-values", "feedback-heads"),
+}
+"""Runs that chose the setting of `recall`, and of what it was before, which are tuning runs as
+well: the layer, how it begins, and which heads have feedback."""
 
 
 def summarize(results: Path) -> dict[str, Models]:
@@ -72,10 +76,9 @@ def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _screened(results: Path, task: str, model: str) -> int:
-    """For `recall` and `recall_no_memory`: the layers of Bedouin that were screened on a task or on
-    that of its rate."""
-    folders = {"recall": (SCREENED, BEGINNINGS), "recall_no_memory": (SCREENED,)}.get(model, ())
-    paths = [results / folder / "trials.json" for folder in folders]
+    """Of a model of SCREENED: the layers of Bedouin that were screened on a task or on that of its
+    rate."""
+    paths = [results / folder / "trials.json" for folder in SCREENED.get(model, ())]
     texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
     rows = [row for text in texts for row in json.loads(text)["rows"]]
     return sum(

@@ -44,8 +44,10 @@ ERASE_BIAS = -3.0
 well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
 RECALL_HEAD, RECALL_RATES = 64, (1.0, 0.01)
-"""The channels of a head, and the factors on the decay rates of the first and the last head, of
-`Bedouin.recall`, chosen by the trials (examples/results/README.md)."""
+MEMORY_RATES, MEMORY_DELTA = (0.01, 0.0001), 10.0
+"""Of `Bedouin.recall`: the channels of a head, the factors on the decay rates of the first and the
+last head where all have feedback, those of the heads without, and the factor on their Delta; chosen
+by the trials (examples/results/README.md)."""
 
 
 class Bedouin(FixedPointLayer):
@@ -187,12 +189,12 @@ class Bedouin(FixedPointLayer):
                 "initialization must be None or an Initialization such as Initialization(rates="
                 f"0.1), got {initialization!r}"
             )
-        for name in ("rates", "memory_rates"):
-            rates = getattr(self.initialization, name)
-            if self.decay != "mamba" and rates not in (None, 1, (1, 1)):
+        for name in ("rates", "memory_rates", "memory_delta"):
+            factor = getattr(self.initialization, name)
+            if self.decay != "mamba" and factor not in (None, 1, (1, 1)):
                 raise ValueError(
-                    f"initialization.{name} must be 1 with decay {decay!r}, got {rates!r}: use "
-                    "decay='mamba', whose rates -A it multiplies"
+                    f"initialization.{name} must be 1 with decay {decay!r}, got {factor!r}: use "
+                    "decay='mamba', whose rates -A or Delta it multiplies"
                 )
         check_number("erase", erase, 0, 2, open_low=False)
         self.erase = float(erase)
@@ -235,13 +237,18 @@ class Bedouin(FixedPointLayer):
     def recall(cls, d_model: int, **options: Any) -> Self:
         """A layer that tracks a state and recalls what a sequence contains.
 
-        It has heads of 64 channels where these divide d (else one), 32 states, x, raw values and
-        gate projected from the input with a convolution of width 4, an erase of at most 1, feedback
-        of Delta and x, input scale Delta, and decay rates whose factor falls from 1 in the first
-        head to 0.01 in the last (one head: 0.1); Q = I. The slower half of the heads begins as a
-        memory: without D and feedback (Initialization.memory_heads). The trials behind it:
-        examples/results/README.md, "Trials of the layer that tracks and recalls". The other
-        arguments are those of Bedouin; one that is given replaces the value named here.
+        It has seven heads of 64 channels for each 256 of d_model, at least two, and 64 states. One
+        head in eight, at least one, has feedback, of Delta and x, and reads the outputs of all
+        (feedback_scope="layer"). The others are memories that the input alone writes, erases and
+        reads: they begin without D, with ten times the usual Delta, and with decay rates whose
+        factor falls from 0.01 in the first to 0.0001 in the last. x, raw values and gate are
+        projected from the input with a convolution of width 4, erase is at most 1, the input scale
+        is Delta, and Q = I. The trials behind it: examples/results/feedback-heads.
+
+        The other arguments are those of Bedouin; one that is given replaces the value named here.
+        With `expand` or `num_heads` the heads have 64 channels where these divide d, else one head
+        has all. Where every head has feedback, as with feedback_heads=num_heads, the factor falls
+        from 1 in the first to 0.01 in the last, and is 0.1 of one head.
         """
         return cls(d_model, **recall_options(d_model, options))
 
@@ -311,7 +318,10 @@ class Bedouin(FixedPointLayer):
             if self.decay == "mamba":
                 like = self.num_heads, self.head_dim, self.A_log
                 self.A_log.copy_(self.initialization.A_log(*like))
-                self.dt_bias.copy_(inverse_softplus(log_uniform(self.dt_bias, *DELTA_RANGE)))
+                delta = log_uniform(self.dt_bias, *DELTA_RANGE)
+                first = self.num_heads - self.initialization.memory_heads
+                delta.view(self.num_heads, -1)[first:] *= self.initialization.memory_delta
+                self.dt_bias.copy_(inverse_softplus(delta))
             else:
                 self.omega.copy_(griffin_omega(self.omega))
                 self.dt_bias.zero_()
@@ -325,22 +335,36 @@ class Bedouin(FixedPointLayer):
 def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `Bedouin.recall(d_model, **options)`, those given among them."""
     chosen: dict[str, Any] = {
-        "d_state": 32,
+        "d_state": 64,
         "projection": "input",
         "d_conv": 4,
         "erase": 1.0,
         "feedback": ("delta", "x"),
+        "feedback_scope": "layer",
         "input_scale": "delta",
     }
     given = dict(options)
-    d = inner_size(given.get("expand", 2), d_model)
     if given.get("num_heads") is None:
-        given["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
+        if given.get("expand") is None:
+            given["num_heads"] = max(2, 7 * d_model // 256)
+            given["expand"] = given["num_heads"] * RECALL_HEAD / d_model
+        else:
+            d = inner_size(given["expand"], d_model)
+            given["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
     if given.get("mixer") is None and given.get("num_householder") is None:
         given["num_householder"] = 0
-    rates: float | tuple[float, float] = 1.0
-    if given.get("decay", "mamba") == "mamba":
-        rates = RECALL_RATES if given["num_heads"] > 1 else 0.1
-    memory = given["num_heads"] // 2
-    chosen["initialization"] = Initialization(rates=rates, memory_heads=memory)
-    return chosen | given
+    heads = given["num_heads"]
+    feedback = given.get("feedback", chosen["feedback"])
+    if heads > 1 and feedback:
+        chosen["feedback_heads"] = max(1, heads // 8)
+    fed = (chosen | given).get("feedback_heads")
+    memory = heads - (fed or heads) if feedback else heads
+    if given.get("decay", "mamba") != "mamba":
+        initialization = Initialization(memory_heads=memory)
+    elif memory:
+        initialization = Initialization(
+            memory_heads=memory, memory_rates=MEMORY_RATES, memory_delta=MEMORY_DELTA
+        )
+    else:
+        initialization = Initialization(rates=RECALL_RATES if heads > 1 else 0.1)
+    return {**chosen, "initialization": initialization, **given}

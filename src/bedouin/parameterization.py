@@ -54,15 +54,19 @@ class Initialization:
         (examples/results/initial-values). At most the heads of the layer.
     memory_rates: as `rates`, of the memory heads alone, `rates` then being those of the others;
         None: `rates` are those of all heads.
+    memory_delta: factor on Delta of the memory heads: with more than 1 what they write is larger at
+        first, and they are learned sooner. Must be 1 with griffin's decay.
 
-    Raises ValueError for rates that are neither a number nor a pair, for memory_rates without
-    memory heads, and for values out of range, TypeError for memory_heads that is not an int.
+    Raises ValueError for rates that are neither a number nor a pair, for memory_rates or
+    memory_delta without memory heads, and for values out of range, TypeError for memory_heads that
+    is not an int.
     """
 
     delta_from_x: float = 1.0
     rates: float | tuple[float, float] = 1.0
     memory_heads: int = 0
     memory_rates: float | tuple[float, float] | None = None
+    memory_delta: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
@@ -72,6 +76,12 @@ class Initialization:
             raise ValueError(
                 f"memory_rates must be None with memory_heads=0, got {self.memory_rates!r}: give "
                 "rates, or memory heads"
+            )
+        check_number("memory_delta", self.memory_delta, 0, 1e3, open_low=True)
+        if self.memory_delta != 1 and not self.memory_heads:
+            raise ValueError(
+                f"memory_delta must be 1 with memory_heads=0, got {self.memory_delta}: give memory "
+                "heads"
             )
         for name in ("rates", "memory_rates"):
             value: Any = getattr(self, name)

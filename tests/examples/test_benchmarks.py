@@ -106,7 +106,8 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("2x4", None, None)
     }
     assert [entry["layer"] for entry in found] == [
-        *("1 head", "8 heads", "16 heads", "recall", "wide", "chosen", "no feedback", "lstm")
+        *("1 head", "8 heads", "16 heads", "recall", "wide", "by head", "chosen"),
+        *("no feedback", "lstm"),
     ]
 
 
@@ -150,34 +151,38 @@ def test_only_a_whole_run_on_a_gpu_is_recorded(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("recall", {"d_state": 64}),
-        ("recall-wide", {"d_state": 64, "feedback_scope": "layer"}),
+        ("recall", {"expand": 2, "feedback_scope": "head", "feedback_heads": None}),
+        ("recall-wide", {"expand": 2, "feedback_scope": "layer", "feedback_heads": None}),
+        (
+            "recall-by-head",
+            {"expand": 2, "d_state": 32, "feedback_scope": "head", "feedback_heads": None},
+        ),
         ("recall-chosen", {}),
     ],
 )
 def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -> None:
     case = next(case for case in cases.CASES if case.name == name)
     setting, shape = case.adapt(Setting(CPU, "float32")), Shape(64, 256)
-    scope = {key: value for key, value in options.items() if key == "feedback_scope"}
-    layer = setting.recall(**scope)
+    fed = {key: value for key, value in options.items() if key.startswith("feedback")}
+    layer = setting.recall(**fed)
     torch.manual_seed(0)
     expected = Bedouin.recall(512, **options)
     assert repr(layer) == repr(expected)
     for key, value in expected.state_dict().items():
         assert torch.equal(layer.state_dict()[key], value)
     weights = sum(p.numel() for name, p in layer.named_parameters() if "proj" in name)
-    cost = subjects.recall(setting, shape, **scope).forward_cost
+    cost = subjects.recall(setting, shape, **fed).forward_cost
     assert cost.flops == 2 * shape.tokens * weights
     # the convolution alone reads and writes x, B and C
-    assert cost.bytes > 2 * 4 * shape.tokens * (1024 + 32 * setting.n)
+    assert cost.bytes > 2 * 4 * shape.tokens * (setting.d + 2 * setting.h * setting.n)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("scope", ["head", "layer"])
-def test_the_rows_of_recall_run_in_kernels(scope: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"feedback_scope": "head", "feedback_heads": None}])
+def test_the_rows_of_recall_run_in_kernels(options: dict[str, Any]) -> None:
     setting = Setting(CPU, "float32", m=8, n=4, k=0, h=2)
     assert interpreter_is_on() and setting.recall().backend == "triton"
-    agreement.recall_agrees(setting, Shape(1, 3), feedback_scope=scope)
+    agreement.recall_agrees(setting, Shape(1, 3), **options)
 
 
 def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

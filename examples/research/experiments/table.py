@@ -75,6 +75,7 @@ RATES_OF = {
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",),
+    "recall_by_head": ("recall_by_head",),
     "recall_no_memory": ("recall_no_memory",),
     "recall_no_feedback": ("recall_no_feedback",),
     "recall_no_x": ("recall_no_x",),
