@@ -92,11 +92,14 @@ def add_feedback(
     """x and raw with feedback. With `feeds_x` the last d entries of `fed` are added to x; the
     others are added to the first raw values."""
     if feeds_x:
-        x, fed = x + fed[..., -x.shape[-1] :], fed[..., : -x.shape[-1]]
-    f = fed.shape[-1]
-    if f == raw.shape[-1]:
+        d = x.shape[-1]
+        fed, of_x = fed.split([fed.shape[-1] - d, d], -1)
+        x = x + of_x
+    f, r = fed.shape[-1], raw.shape[-1]
+    if f == r:
         return x, raw + fed
-    return x, torch.cat([raw[..., :f] + fed, raw[..., f:]], -1)
+    first, others = raw.split([f, r - f], -1)
+    return x, torch.cat([first + fed, others], -1)
 
 
 def fed_cotangent(

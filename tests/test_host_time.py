@@ -34,6 +34,9 @@ pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter lau
 CALLS = 2
 """Calls of a kind that compile kernels and make plans, before one whose launches are planned."""
 
+BY_HEAD: dict[str, Any] = {"feedback_scope": "head", "feedback_heads": None, "d_state": 32}
+"""Options of `Bedouin.recall`, with which every head has feedback."""
+
 Launch = tuple[str, tuple[Any, ...]]
 """The name of a kernel and, without addresses, what it is launched with."""
 
@@ -136,7 +139,8 @@ class Operations(Inside):
         (partial(Bedouin, num_householder=4), 1, False, 525, 195),
         (partial(Bedouin, num_householder=4), 1, True, 510, 205),
         (partial(Bedouin, num_householder=4), 2, False, 510, 230),
-        (Bedouin.recall, 2, False, 555, 185),
+        (partial(Bedouin.recall, **BY_HEAD), 2, False, 555, 185),
+        (Bedouin.recall, 2, False, 880, 360),  # two sweeps, of the heads without feedback first
     ],
 )
 def test_a_call_and_its_backward_pass(

@@ -199,12 +199,15 @@ def test_the_number_of_launches(
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("num_heads", "most"), [(1, (24, 44)), (2, (30, 46))])
+@pytest.mark.parametrize(
+    ("num_heads", "fed", "most"), [(1, None, (24, 44)), (2, None, (30, 46)), (2, 1, (46, 52))]
+)
 def test_the_number_of_launches_of_recall(
-    num_heads: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    num_heads: int, fed: int | None, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a state after the last token, for which the window of the convolution is kept."""
-    options: dict[str, Any] = {"num_heads": num_heads, "backend": "triton"}
+    options: dict[str, Any] = {"num_heads": num_heads, "backend": "triton", "feedback_heads": fed}
+    options["feedback_scope"] = "head" if fed is None else "layer"
     layer = Bedouin.recall(32 * num_heads, on_unconverged="ignore", **options)
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     forward, backward = launches_of(layer, x, monkeypatch)

@@ -297,9 +297,9 @@ def test_the_first_table_is_that_of_the_summary() -> None:
 
     pairs = [seeds("mqar", model, "accuracy_512") for model in ("attention_l2", "rdn_l1")]
     assert f"recalls like attention (MQAR: {pairs[0]}; " in text and f" {pairs[1]})." in text
-    for model, models in summary["s5"].items():
+    for model, of_s5 in summary["s5"].items():
         recalls = min(summary["mqar"][model]["accuracy_512"]) > 0.97
-        assert (min(models["token_512"]) > 0.97 and recalls) == (model == "recall")
+        assert (min(of_s5["token_512"]) > 0.97 and recalls) == (model == "recall")
     lost = [value < 0.9 for value in summary["a5"]["recall"]["token_512"]]
     assert sum(lost) == 2 and "Beyond 128 tokens two seeds lose A5" in text
     by_head = summary["copy"]["recall_by_head"]["characters_200"]
@@ -349,8 +349,8 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     of_64 = [seeds("mqar", model, "accuracy_512") for model in ("recall", "rdn_l1")]
     assert "64 pairs: {}; RDN {};".format(*of_64) in pairs
     by_head = cell("With feedback by head (`recall_by_head`)")
-    shown = ("a5", "token_512"), ("copy", "characters_200"), ("mqar", "accuracy_512")
-    values_of = (seeds(task, "recall_by_head", measure) for task, measure in shown)
+    measures = ("a5", "token_512"), ("copy", "characters_200"), ("mqar", "accuracy_512")
+    values_of = (seeds(task, "recall_by_head", measure) for task, measure in measures)
     assert "labels at 512: {}; at 200: {}; 64 pairs: {};".format(*values_of) in by_head
     bound = cell("Every seed solves bound permutations of S3")
     assert set(summary["bound_s3"]["recall"]["sequence_16_32"]) == {1.0}
@@ -645,8 +645,8 @@ def test_differences_of_tuned_language_models_are_those_of_the_page() -> None:
     }
     behind = [means[name] - means["recall"] for name in ("gated_deltanet", "attention", "mamba")]
     page = TEXTS["language"]
-    shown = "{:.3f} less than Gated DeltaNet, {:.3f} less than attention, {:.3f} less than Mamba"
-    assert shown.format(*behind) in page
+    form = "{:.3f} less than Gated DeltaNet, {:.3f} less than attention, {:.3f} less than Mamba"
+    assert form.format(*behind) in page
     assert f"{means['bedouin'] - means['recall']:.3f} less than the default layer" in page
     assert min(behind) > 0
     of_readme = {"gated_deltanet": "Gated DeltaNet ", "attention": "attention ", "recall": "("}

@@ -27,7 +27,7 @@ def pair(layer: Bedouin, x: Tensor, lengths: Tensor | None) -> tuple[StructuredM
     staged.operands = operands._replace(h0=h0.requires_grad_(), y0=y0.requires_grad_())
     staged.lengths = None if lengths is None else lengths.repeat(H)
     whole = copy.copy(staged)
-    whole.fed_heads = None
+    whole.operands, whole.fed_heads = staged.whole, None
     return staged, whole
 
 

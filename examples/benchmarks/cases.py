@@ -60,8 +60,8 @@ class Case:
         row."""
         width, n, k = setting.m // self.narrower, setting.n * self.states, setting.k // self.fewer
         expand = setting.expand if self.expand is None else self.expand
-        sizes = {"h": self.heads, "m": width, "expand": expand, "n": n}
-        return replace(setting, **sizes, k=max(1, k) * self.mixes)
+        k = max(1, k) * self.mixes
+        return replace(setting, h=self.heads, m=width, expand=expand, n=n, k=k)
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.branches import beside
@@ -44,7 +45,7 @@ from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
-from bedouin.solvers.convergence import relative_residual
+from bedouin.solvers.convergence import relative_residual, within_rounding
 from bedouin.solvers.solution import (
     BackwardStats,
     DeferredStats,
@@ -53,6 +54,9 @@ from bedouin.solvers.solution import (
     has_values,
 )
 from bedouin.staged_sweep import Stage, sweep_in_stages, with_known_feedback
+
+NORMS = "defect", "scale", "magnitude"
+"""Those of a sweep's tokens."""
 
 
 class ScanInputs(NamedTuple):
@@ -91,8 +95,8 @@ class FixedPointMap:
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
     padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
     y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
-    heads of a sample converge together. W^y has rows of zeros for all heads but the first
-    `fed_heads`; None: all have feedback.
+    heads of a sample converge together. The W^y of `operands` is that of the first `fed_heads`
+    heads; None: all have feedback.
     """
 
     def __init__(
@@ -129,13 +133,23 @@ class FixedPointMap:
         return self._real
 
     @property
+    def whole(self) -> Operands:
+        """The operands, with rows of zeros in W^y for heads without feedback."""
+        W_y = self.operands.W_y
+        if W_y is None or self.fed_heads is None:
+            return self.operands
+        without = count_heads(self.operands.A) - self.fed_heads
+        return self.operands._replace(W_y=F.pad(W_y, (0, 0, 0, 0, 0, without)))
+
+    @property
     def wide(self) -> Operands:
-        """`Operands.wide`, for plain torch; the kernels read `operands` directly."""
+        """`Operands.wide` of `whole`, for plain torch; the kernels read `operands` directly."""
         if self._wide is None:
             # cached with its graph, because later calls may record gradients if the first does not
             with torch.enable_grad():
-                self.operands.check(self.parameterization.feeds_x)
-                self._wide = self.operands.wide()
+                whole = self.whole
+                whole.check(self.parameterization.feeds_x)
+                self._wide = whole.wide()
         return self._wide
 
     @property
@@ -336,6 +350,8 @@ class StructuredMap(FixedPointMap):
         if operands.x.shape[1] == 1 and (self.joined > 1 or fed_heads is not None):
             call = self.parameterization, fed_heads, self.backend
             operands, fed_heads = with_known_feedback(operands, *call), None
+        elif not operands.x.shape[1]:
+            operands = self.whole
         options = self.parameterization, self.bind, self.mixer_values
         if fed_heads is not None and operands.W_y is not None and operands.x.shape[1]:
             swept = self._sweep_stages(fed_heads, unroll, cell)
@@ -344,20 +360,30 @@ class StructuredMap(FixedPointMap):
         else:
             known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
             swept = direct_sweep(operands, *options, report=_make_reporter(cell), **known)
+        if swept.residual is None and self.lengths is not None:
+            # the defects of the padding are left to the solver to reduce
+            real = tokens_before(self.lengths, swept.y.shape[1])
+            norms = {n: zero_outside(real, getattr(swept, n)) for n in NORMS}
+            swept = swept._replace(**norms)
         if self.joined > 1:
-            norms = swept.defect, swept.scale, swept.magnitude
-            with beside("statistics", *norms, swept.pivot):
-                # the largest norms and the smallest pivot of a sample's heads
-                defect, scale, magnitude = (self._by_head(v).amax(0) for v in norms)
-                pivot = self._by_head(swept.pivot).amin(0)
-            y = unfold(swept.y, self.joined)
-            swept = Sweep(y, swept.h, defect, scale, magnitude, pivot)
+            swept = self._of_samples(swept)
         self._swept = swept
-        if swept.residual is not None or self.real is None:
-            return swept
-        # the defects of the padding are left to the solver to reduce
-        names = "defect", "scale", "magnitude"
-        return swept._replace(**{n: zero_outside(self.real, getattr(swept, n)) for n in names})
+        return swept
+
+    def _of_samples(self, swept: Sweep) -> Sweep:
+        """The sweep of joined heads, with the statistics of each sample's worst head."""
+        defect, scale, magnitude = (getattr(swept, n) for n in NORMS)
+        residual, converged = swept.residual, swept.converged
+        with beside("statistics", defect, scale, magnitude, swept.pivot):
+            if residual is None or converged is None:
+                residual = relative_residual(defect, scale)
+                converged = within_rounding(defect, scale, magnitude)
+            worst = {
+                "residual": self._by_head(residual).amax(0),
+                "converged": self._by_head(converged).all(0),
+                "pivot": self._by_head(swept.pivot).amin(0),
+            }
+        return swept._replace(y=unfold(swept.y, self.joined), **worst)
 
     def _sweep_stages(self, fed_heads: int, unroll: bool, cell: BackwardStats) -> Sweep:
         """The sweep of heads of which the first have feedback."""
@@ -388,7 +414,7 @@ class StructuredMap(FixedPointMap):
     def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
         """y_star with the exact implicit gradient."""
         y_star = fold(y_star, self.joined)
-        arguments = self.operands, self.parameterization, self.bind, self.mixer_values
+        arguments = self.whole, self.parameterization, self.bind, self.mixer_values
         options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
         return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
 
@@ -398,7 +424,7 @@ class StructuredMap(FixedPointMap):
         ValueError if backend="triton" cannot run."""
         if self.joined > 1 or not has_values(y):
             return None
-        arguments = self.operands, y, self.parameterization, self.mixer_values, rule
+        arguments = self.whole, y, self.parameterization, self.mixer_values, rule
         return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: of joined heads

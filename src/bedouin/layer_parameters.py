@@ -367,19 +367,16 @@ class LayerParameters(SavedLayer, ABC):
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop (f, c) or (H, f, c) and of the gate (p, c) or (H, p, c), where c is p or
         with feedback_scope="layer" d; None without feedback, and for the loop if only components
-        without raw values have it. Where not all heads have feedback, that of the loop has zeros
-        for the others, and that of the gate has the first axis of those with feedback."""
+        without raw values have it. Where not all heads have feedback, H is the number of those that
+        have."""
         if self.y_proj is None:
             return None, None
         weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.fed_heads)
-        without = self.num_heads - self.fed_heads
-        if without:
+        if self.fed_heads < self.num_heads:
             weight = weight.view(self.fed_heads, *weight.shape[-2:])
             if self.reads_others:
-                own, others = weight.tensor_split([self.fed_heads * self.head_dim], -1)
+                own_width = self.fed_heads * self.head_dim
+                own, others = weight.split([own_width, self.d_inner - own_width], -1)
                 weight = torch.cat([own, others * (self.fed_heads / self.num_heads)], -1)
         known = self.feedback, self._sizes, self.head_dim
-        of_loop, of_gate = split_feedback_weight(weight.to(dtype), *known)
-        if without and of_loop is not None:
-            of_loop = F.pad(of_loop, (0, 0, 0, 0, 0, without))
-        return of_loop, of_gate
+        return split_feedback_weight(weight.to(dtype), *known)

@@ -34,7 +34,7 @@ SweepOnce = Callable[[Stage, Operands, Tensor | None], Sweep]
 
 def sweep_in_stages(
     sweep_once: SweepOnce,
-    operands: Operands,  # W^y with rows of zeros for the heads without feedback
+    operands: Operands,  # W^y of the heads with feedback
     parameterization: Parameterization,
     fed_heads: int,
     lengths: Tensor | None,  # (b,)
@@ -56,9 +56,9 @@ def sweep_in_stages(
     swept_o = sweep_once("others", others, lengths_o)
 
     assert operands.W_y is not None
-    W_y, p = operands.W_y[:first], operands.A.shape[-2]
+    W_y, p = operands.W_y, operands.A.shape[-2]
     if reads_all_heads(W_y, p):
-        W_y, W_o = W_y[..., : first * p], W_y[..., first * p :]
+        W_y, W_o = W_y.split([first * p, (heads - first) * p], -1)
         eps = parameterization.feedback_norm_eps
         normed = shifted_norm(swept_o.y, y0_o, eps, dtype=W_o.dtype, backend=backend)
         # not by apply_feedback_weight, which would take one other head for the head itself
@@ -71,7 +71,7 @@ def sweep_in_stages(
 
 
 def with_known_feedback(
-    operands: Operands,  # of one token and several heads
+    operands: Operands,  # of one token and several heads, W^y of those with feedback
     parameterization: Parameterization,
     fed_heads: int | None,
     backend: Backend,
@@ -84,7 +84,6 @@ def with_known_feedback(
     heads, p, r = count_heads(A), A.shape[-2], raw.shape[-1]
     first = heads if fed_heads is None else fed_heads
     samples = x.shape[0] // heads
-    W_y = W_y[:first]
     with beside("feedback", W_y, y0):
         past = y0 if reads_all_heads(W_y, p) else y0[: first * samples]
         past = past.unsqueeze(1)
@@ -102,7 +101,7 @@ def with_known_feedback(
 def _of_heads(
     v: Tensor,  # (H, ...)
 ) -> Tensor:  # (H, ...), or (...) of one head
-    return v[0] if len(v) == 1 else v
+    return v.squeeze(0)  # which changes nothing of several
 
 
 def _join(fed: Sweep, others: Sweep) -> Sweep:
