@@ -60,15 +60,13 @@ def lstm(units: int) -> Layer:
 def by_head(**options: Any) -> tuple[Layer, ...]:
     """A layer in which every head has feedback, of its own outputs alone, and 32 states, so that
     there is one head more."""
-    options = {"expand": 2, "d_state": 32, "feedback_scope": "head", **options}
-    if options.get("feedback") != ():
-        options["feedback_heads"] = None
-    initialization = Initialization(rates=RECALL_RATES)
-    return (recall(**{"initialization": initialization, **options}),)
+    chosen: dict[str, Any] = {"expand": 2, "d_state": 32, "feedback_heads": None}
+    chosen |= {"feedback_scope": "head", "initialization": Initialization(rates=RECALL_RATES)}
+    return (recall(**(chosen | options)),)
 
 
 def half_memory(m: int) -> nn.Module:
-    """The same, and the slower half of the heads begins as a memory."""
+    """A layer of `by_head` in which the slower half of the heads begins as a memory."""
     memory = Initialization(rates=RECALL_RATES, memory_heads=4 * m // WIDTH)
     return by_head(initialization=memory)[0](m)
 

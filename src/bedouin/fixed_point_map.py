@@ -374,7 +374,7 @@ class StructuredMap(FixedPointMap):
         """The sweep of joined heads, with the statistics of each sample's worst head."""
         defect, scale, magnitude = (getattr(swept, n) for n in NORMS)
         residual, converged = swept.residual, swept.converged
-        with beside("statistics", defect, scale, magnitude, swept.pivot):
+        with beside("statistics", defect, scale, magnitude, residual, swept.pivot):
             if residual is None or converged is None:
                 residual = relative_residual(defect, scale)
                 converged = within_rounding(defect, scale, magnitude)
