@@ -182,7 +182,10 @@ def test_without_feedback_and_mixing_it_is_the_delta_rule(erase: float) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_householder": 1, "input_scale": "bounded_delta"},
+        {
+            **{"num_householder": 1, "input_scale": "bounded_delta"},
+            **{"feedback_scope": "head", "feedback_heads": None},
+        },
         {"feedback_scope": "layer", "feedback_heads": 1},
     ],
     ids=["reflections", "one head with feedback"],

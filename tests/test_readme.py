@@ -216,10 +216,8 @@ def test_ratios_of_whole_models_are_those_of_the_pages() -> None:
     speed = {(row["model"], row["task"]): row.get("tokens_per_second") for row in report["rows"]}
     best = speed["bedouin", "captured"], speed["mamba", "compiled"], speed["lstm", "captured"]
     shown = "tokens a second: {:,.0f}; Mamba {:,.0f}; LSTM {:,.0f}".format(*best)
-    start = (
-        f"A model of it of 130 M parameters trains at {mamba:.2f} of this library's Mamba's speed, "
-    )
-    start += f"{lstm:.2f} of the LSTM's, decodes at {one:.2f} of Mamba's"
+    start = f"A model of it with 130 M parameters trains at {mamba:.2f} of this library's Mamba's "
+    start += f"speed, {lstm:.2f} of the LSTM's, decodes at {one:.2f} of Mamba's"
     assert line(TEXTS["index"], start)[1] == shown
     page = TEXTS["benchmark"]
     assert f"({mamba:.2f}, met" in page and f"({lstm:.2f}, missed" in page

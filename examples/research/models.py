@@ -74,8 +74,8 @@ def half_memory(m: int) -> nn.Module:
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
-    # the following differ from this one in one thing
     "recall_no_memory": by_head(),
+    # the following forms of recall differ from recall_no_memory in one thing, beside their width;
     # without feedback there is no W^y: one head more
     "recall_no_feedback": by_head(feedback=(), expand=2.25),
     "recall_no_x": by_head(feedback=("delta",)),

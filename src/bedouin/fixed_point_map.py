@@ -347,13 +347,11 @@ class StructuredMap(FixedPointMap):
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         operands, fed_heads = self.operands, self.fed_heads
-        if operands.x.shape[1] == 1 and (self.joined > 1 or fed_heads is not None):
+        if operands.x.shape[1] <= 1 and (self.joined > 1 or fed_heads is not None):
             call = self.parameterization, fed_heads, self.backend
             operands, fed_heads = with_known_feedback(operands, *call), None
-        elif not operands.x.shape[1]:
-            operands = self.whole
         options = self.parameterization, self.bind, self.mixer_values
-        if fed_heads is not None and operands.W_y is not None and operands.x.shape[1]:
+        if fed_heads is not None and operands.W_y is not None:
             swept = self._sweep_stages(fed_heads, unroll, cell)
         elif unroll:
             swept = direct_sweep_reference(operands, *options)

@@ -71,7 +71,7 @@ def sweep_in_stages(
 
 
 def with_known_feedback(
-    operands: Operands,  # of one token and several heads, W^y of those with feedback
+    operands: Operands,  # of at most one token and several heads, W^y of those with feedback
     parameterization: Parameterization,
     fed_heads: int | None,
     backend: Backend,

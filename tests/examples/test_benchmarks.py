@@ -178,7 +178,11 @@ def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("options", [{}, {"feedback_scope": "head", "feedback_heads": None}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"feedback_heads": None}, {"feedback_scope": "head", "feedback_heads": None}],
+    ids=["one head with feedback", "feedback of all heads", "feedback by head"],
+)
 def test_the_rows_of_recall_run_in_kernels(options: dict[str, Any]) -> None:
     setting = Setting(CPU, "float32", m=8, n=4, k=0, h=2)
     assert interpreter_is_on() and setting.recall().backend == "triton"

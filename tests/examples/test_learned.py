@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,9 +91,9 @@ def check_heads(model: learned.Trained) -> None:
 @pytest.mark.parametrize("scope", ["head", "layer"])
 def test_the_jacobian_is_that_of_autograd(scope: str) -> None:
     torch.manual_seed(0)
-    layer = Bedouin.recall(
-        4, d_state=3, num_heads=2, feedback_scope=scope, feedback_init=1.0, dtype=torch.float64
-    )
+    options: dict[str, Any] = {"feedback_scope": scope, "feedback_heads": None}
+    options |= {"d_state": 3, "num_heads": 2, "feedback_init": 1.0, "dtype": torch.float64}
+    layer = Bedouin.recall(4, **options)
     _, state = layer(torch.randn(1, 5, 4, dtype=torch.float64), return_state=True)
     x_t, (ssm, y, window) = torch.randn(1, 4, dtype=torch.float64), state.tensors
     with torch.no_grad():

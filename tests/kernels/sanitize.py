@@ -7,6 +7,7 @@ compute-sanitizer python tests/kernels/sanitize.py "direct" "direct, heads"     
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def decode(num_heads: int = 1) -> Callable[[], None]:
 
 def main() -> None:
     """Run all, or those that are named; the first failing CUDA call raises."""
+    by_head = partial(Bedouin.recall, expand=2, feedback_scope="head", feedback_heads=None)
     runs: dict[str, Callable[[], None]] = {
         "scan": scan(),
         "scan, heads": scan(2),
@@ -92,10 +94,11 @@ def main() -> None:
         "direct, heads of one sample": layer(1, 34, 128, num_heads=2),
         "direct, heads one by one": layer(2, 6, 256, num_heads=2),
         "recall": layer(make=Bedouin.recall),
+        "recall, feedback by head": layer(make=by_head, d_state=32),
         "recall, many states and reflections": layer(
-            3, make=Bedouin.recall, d_state=64, num_householder=2, input_scale="bounded_delta"
+            3, make=by_head, d_state=64, num_householder=2, input_scale="bounded_delta"
         ),
-        "recall, feedback of all heads": layer(3, make=Bedouin.recall, feedback_scope="layer"),
+        "recall, feedback of all heads": layer(3, make=Bedouin.recall, feedback_heads=None),
         "jacobi, heads": layer(num_heads=2, solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
         "picard": layer(solver=Picard(), max_steps=4, on_unconverged="ignore"),
         "jacobi": layer(solver=Jacobi(), max_steps=4, on_unconverged="ignore"),

@@ -353,15 +353,20 @@ def other(**changes: Any) -> tuple[Operands, Parameterization]:
     return case.operands("cpu"), case.options()
 
 
+BY_HEAD = partial(Bedouin.recall, feedback_scope="head", feedback_heads=None)
+"""A layer in which every head has feedback."""
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("make", "k", "dtype"),
     [
-        (Bedouin.recall, 1, torch.float32),
+        (BY_HEAD, 1, torch.float32),
         (partial(Bedouin, feedback=("delta",)), 1, torch.bfloat16),
+        (BY_HEAD, 0, torch.float32),
+        (BY_HEAD, 0, torch.bfloat16),
+        (partial(Bedouin.recall, feedback_heads=None), 0, torch.float32),
         (Bedouin.recall, 0, torch.float32),
-        (Bedouin.recall, 0, torch.bfloat16),
-        (partial(Bedouin.recall, feedback_scope="layer"), 0, torch.float32),
     ],
 )
 def test_a_layer(make: Callable[..., Bedouin], k: int, dtype: torch.dtype) -> None:
