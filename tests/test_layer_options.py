@@ -274,10 +274,9 @@ def test_heads_without_feedback_have_a_w_y_of_zero(scope: str, number: int) -> N
     options = {"num_heads": 4, "feedback_scope": scope}
     some, whole = make(options | {"feedback_heads": number}), make(options)
     assert some.y_proj is not None and whole.y_proj is not None
-    # with feedback_scope="layer" what is read of the others is multiplied by half the share of the
-    # heads with feedback
+    # with feedback_scope="layer" what is read of the others is multiplied by the share of the heads
     factor = torch.ones(whole.y_proj.weight.shape[-1], dtype=torch.float64)
-    factor[number * whole.head_dim :] = number / 8
+    factor[number * whole.head_dim :] = number / 4
     with torch.no_grad():
         some.y_proj.weight.uniform_(-1, 1)
         whole.y_proj.weight[:number] = factor * some.y_proj.weight

@@ -110,9 +110,9 @@ class Bedouin(FixedPointLayer):
         feedback_heads: how many heads, the first ones, have feedback; None: all. The others have no
             parameters W^y: what they write, erase and read depends on the input alone, and they
             are swept before the first heads. With feedback_scope="layer" these read the outputs of
-            the others, too, times feedback_heads / (2 num_heads) and at first with weights of zero:
-            without the factor associative recall is often not learned, with twice the factor some
-            layers track no further than they were trained (examples/results/feedback-heads).
+            the others, too, times feedback_heads / num_heads and at first with weights of zero:
+            without the factor associative recall is often not learned
+            (examples/results/feedback-heads).
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:

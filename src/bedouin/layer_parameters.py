@@ -377,7 +377,6 @@ class LayerParameters(SavedLayer, ABC):
             if self.reads_others:
                 own_width = self.fed_heads * self.head_dim
                 own, others = weight.split([own_width, self.d_inner - own_width], -1)
-                factor = self.fed_heads / (2 * self.num_heads)
-                weight = torch.cat([own, others * factor], -1)
+                weight = torch.cat([own, others * (self.fed_heads / self.num_heads)], -1)
         known = self.feedback, self._sizes, self.head_dim
         return split_feedback_weight(weight.to(dtype), *known)
