@@ -129,14 +129,15 @@ def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    layers = numbers("benchmark/h100_layers")
+    layers = numbers("benchmark/h100_recall") | numbers("benchmark/h100_layers")
     starts = {
         "direct": "d_model 512, 1 head",
         "direct-heads8": "8 heads of 128",
         "direct-heads16": "16 heads of 64",
         "recall": "recall with n 64",
         "recall-wide": "the same, feedback of all heads",
-        "recall-by-head": "recall |",
+        "recall-by-head": "recall_by_head",
+        "recall-chosen": "`Bedouin.recall`",
         "direct-no-feedback": "1 head, no feedback",
         "lstm": "cuDNN LSTM",
     }
@@ -147,9 +148,9 @@ def test_speed_is_that_of_the_benchmark() -> None:
         shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
         peaks = ", ".join(f"{n['peak_gib']:.3g}" for n in times)
         assert line(page, start)[1:] == [*shown, peaks]
-    in_readme = [case for case in starts if case not in ("recall", "recall-wide")]
+    heads = "direct-heads16", "direct-heads8", "direct"
     for shape in shapes:
-        times = [layers[case, shape] for case in in_readme]
+        times = [layers[c, shape] for c in ("recall-chosen", "recall-by-head", *heads, "lstm")]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
         assert line(README, f"{shape} ")[1:7] == shown
     recorded = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
