@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.kernels.heads import fold, unfold
+from bedouin.kernels.heads import count_heads, fold, unfold
 from bedouin.kernels.linear import apply_weight, weight_gradient
 from bedouin.kernels.norms import inverse_norm
 from bedouin.kernels.operands import Operands, Parameterization
@@ -102,6 +102,28 @@ def add_feedback(
     return x, torch.cat([first + fed, others], -1)
 
 
+def bound_x(
+    x: Tensor,  # (b, ..., d), with feedback
+    heads: int,  # of the batch
+    options: Parameterization,
+) -> Tensor:  # (b, ..., d)
+    """tanh of the x of the first `options.bounded_heads`, and the x of the others."""
+    first = options.bounded_heads * (len(x) // heads)
+    if first == 0:
+        return x
+    return x.tanh() if first == len(x) else torch.cat([x[:first].tanh(), x[first:]])
+
+
+def bound_slope(
+    x: Tensor,  # (b, ..., d), of `bound_x`
+    heads: int,
+    options: Parameterization,
+) -> Tensor:  # (b, ..., d)
+    """The derivative of `bound_x`, by which its cotangent is multiplied, from its result."""
+    first = options.bounded_heads * (len(x) // heads)
+    return torch.cat([1 - x[:first].square(), torch.ones_like(x[first:])])
+
+
 def fed_cotangent(
     grad_x: Tensor,  # (..., d)
     grad_raw: Tensor,  # (..., r)
@@ -140,9 +162,10 @@ def with_feedback(
 ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, t, r)
     """x and raw with feedback, x^ and raw^x + W^y norm(y_{t-1}), of all tokens at once; `operands`
     as `Operands.wide` gives them."""
-    x, raw, W_y, _, _, y0 = operands
+    x, raw, W_y, A, _, y0 = operands
     if W_y is None or not y.shape[1]:
         return x, raw
     assert y0 is not None
     fed = project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)
-    return add_feedback(x, raw, fed, parameterization.feeds_x)
+    x, raw = add_feedback(x, raw, fed, parameterization.feeds_x)
+    return bound_x(x, count_heads(A), parameterization), raw

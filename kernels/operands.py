@@ -16,15 +16,16 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 """How Delta follows from its raw values; "softplus_of_minus" is softplus(-raw)."""
 
-Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool]
-"""The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps and feeds_x."""
+Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool, int]
+"""The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps, feeds_x and
+bounded_heads."""
 
 SCALARS = (
     "str activation, bool selective, SymInt num_householder, float beta_max, float erase, "
-    "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x"
+    "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x, SymInt bounded_heads"
 )
 """`Scalars` in the schema of an operation."""
-NUM_SCALARS = 9
+NUM_SCALARS = 10
 
 
 class Operands(NamedTuple):
@@ -136,6 +137,8 @@ class Parameterization:
     eigenvalues: Eigenvalues
     feedback_norm_eps: float | None  # None: W^y is applied to y itself
     feeds_x: bool = field(default=False, kw_only=True)  # whether the last d rows of W^y are of x
+    # of how many heads, the first ones, x with its feedback becomes its tanh
+    bounded_heads: int = field(default=0, kw_only=True)
 
     def diagonal(self, e: Tensor) -> Tensor | None:  # (..., 1) or (..., d)
         """e, or None where it is 0, as the layout or an empty axis says: its terms are then not
@@ -152,7 +155,8 @@ class Parameterization:
         """The fields one by one, since registered operations take no objects."""
         of = self.known_layout()
         fields = (of.activation, of.selective, of.num_householder, of.beta_max, of.erase)
-        return *fields, self.input_scale, self.eigenvalues, self.feedback_norm_eps, self.feeds_x
+        scales = self.input_scale, self.eigenvalues, self.feedback_norm_eps
+        return *fields, *scales, self.feeds_x, self.bounded_heads
 
     @staticmethod
     def from_scalars(
@@ -165,12 +169,15 @@ class Parameterization:
         eigenvalues: str,
         feedback_norm_eps: float | None,
         feeds_x: bool,
+        bounded_heads: int,
     ) -> "Parameterization":
         """The inverse of `scalars`."""
         kind = cast(Activation, activation)
         layout = RawLayout(kind, selective, num_householder, beta_max, erase)
         scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-        return Parameterization(layout, *scales, feedback_norm_eps, feeds_x=feeds_x)
+        return Parameterization(
+            layout, *scales, feedback_norm_eps, feeds_x=feeds_x, bounded_heads=bounded_heads
+        )
 
     def plain_only(self, operands: Operands) -> str | None:
         """The first of its properties for which there are no Triton kernels, or only those of

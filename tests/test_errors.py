@@ -102,6 +102,9 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"feedback_heads": 1, "feedback": ()}, ValueError,
      "feedback_heads must be None with feedback=(), got 1"),
     ({"feedback_heads": 1.0}, TypeError, "feedback_heads must be an int >= 1 or None, got 1.0"),
+    ({"bounded_x": True}, ValueError, 'bounded_x needs feedback of "x", got bounded_x=True and '
+     "feedback=('delta', 'B', 'C', 'mixer'): add"),
+    ({"bounded_x": 1}, TypeError, "bounded_x must be True or False, got 1"),
     ({"rate_scale": 1.0}, TypeError,
      "no option rate_scale: use initialization=Initialization(rates=...)"),
     ({"delta_from_x_init": 1.0}, TypeError,

@@ -28,7 +28,13 @@ CASES: list[dict[str, Any]] = [
     {"feedback": ("B", "x"), "feedback_norm": False, "erase": 1.0},
     {"feedback": ("delta", "x"), "num_heads": 2, "feedback_scope": "layer"},
     {"feedback": ("delta", "B", "C", "mixer"), "num_heads": 2, "feedback_scope": "layer"},
-    {"feedback": ("delta", "x"), "num_heads": 4, "feedback_scope": "layer", "feedback_heads": 3},
+    {
+        "feedback": ("delta", "x"),
+        "num_heads": 4,
+        "feedback_scope": "layer",
+        "feedback_heads": 3,
+        "bounded_x": True,
+    },
     {"num_heads": 2, "feedback_heads": 1},
     {
         "projection": "input",

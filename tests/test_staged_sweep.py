@@ -49,6 +49,7 @@ def make(**options: Any) -> tuple[Bedouin, Tensor]:
         {"feedback_heads": 1},
         {"feedback_heads": 3, "feedback": ("delta", "x"), "erase": 1.0},
         {"feedback_heads": 2, "feedback": ("B", "x"), "feedback_norm": False},
+        {"feedback_heads": 2, "feedback": ("delta", "x"), "erase": 1.0, "bounded_x": True},
     ],
     ids=str,
 )
@@ -80,12 +81,13 @@ def test_two_stages_are_one_sweep(
         assert_close(name, staged[name], value, 1e-9, atol=atol)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("number", [2, None])
 @pytest.mark.parametrize("scope", ["head", "layer"])
-def test_a_single_token_is_the_first_of_many(scope: str, number: int | None) -> None:
+def test_a_single_token_is_the_first_of_many(scope: str, number: int | None, bounded: bool) -> None:
     """Its feedback is added before the sweep."""
-    feedback = "delta", "erase", "x"
-    layer, x = make(feedback_scope=scope, feedback_heads=number, erase=1.0, feedback=feedback)
+    options: dict[str, Any] = {"feedback": ("delta", "erase", "x"), "bounded_x": bounded}
+    layer, x = make(feedback_scope=scope, feedback_heads=number, erase=1.0, **options)
     found: list[dict[str, Tensor]] = []
     for tokens in (x, x[:, :1]):
         f, _ = pair(layer, tokens, None)
@@ -107,6 +109,7 @@ def test_kernels_sweep_the_stages(scope: str) -> None:
     """With W^y in bfloat16, whose products are added to the input in float32."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"feedback_scope": scope, "feedback_heads": 1, "d_state": 16}
+    options["bounded_x"] = scope == "layer"
     layer, x = Bedouin.recall(32, num_heads=2, **options), torch.randn(1, 4, 32)
     found: list[dict[str, Tensor]] = []
     for backend in ("reference", "triton"):

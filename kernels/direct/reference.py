@@ -23,8 +23,8 @@ from torch import Tensor
 from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
-from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedback
-from bedouin.kernels.heads import per_sample
+from bedouin.kernels.feedback import add_feedback, bound_x, project_feedback, with_feedback
+from bedouin.kernels.heads import count_heads, per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize, erase_memory, selective_scan_reference
@@ -184,6 +184,7 @@ def sweep_tokens(
         if W_y is not None:
             fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
             x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
+            x_t = bound_x(x_t, count_heads(A), parameterization)
         token = LocalEquation.of(x_t, raw_t, h, A, parameterization, bind, bind_parameters)
         factors = token.factors()
         y = solve_local(contract(token.decayed, token.c.C), factors, x_t)

@@ -113,6 +113,9 @@ class Bedouin(FixedPointLayer):
             the others, too, times feedback_heads / num_heads and at first with weights of zero:
             without the factor associative recall is often not learned
             (examples/results/feedback-heads).
+        bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
+            Without it what a head tracks is a state of which errors neither grow nor fade, so that
+            they add up beyond the training length.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
@@ -169,6 +172,7 @@ class Bedouin(FixedPointLayer):
         feedback_init: float = 0.1,
         feedback_scope: FeedbackScope = "head",
         feedback_heads: int | None = None,
+        bounded_x: bool = False,
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
         adjoint: Adjoint | None = None,
@@ -212,6 +216,7 @@ class Bedouin(FixedPointLayer):
             feedback_init=feedback_init,
             feedback_scope=feedback_scope,
             feedback_heads=feedback_heads,
+            bounded_x=bounded_x,
             d_conv=d_conv,
             projection=projection,
             norm_eps=norm_eps,
@@ -289,6 +294,7 @@ class Bedouin(FixedPointLayer):
             "d_conv": None,
             "feedback_scope": "head",
             "feedback_heads": None,
+            "bounded_x": False,
         }
         return cls(
             d_model,

@@ -433,7 +433,7 @@ class FixedPointLayer(ProjectedLayer):
             f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
             f"feedback={self.feedback}, feedback_scope={self.feedback_scope!r}, "
-            f"fed_heads={self.fed_heads}, "
+            f"fed_heads={self.fed_heads}, bounded_x={self.bounded_x}, "
             f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )

@@ -148,6 +148,7 @@ class LayerParameters(SavedLayer, ABC):
         feedback_init: float,
         feedback_scope: FeedbackScope,
         feedback_heads: int | None,
+        bounded_x: bool,
         d_conv: int | None,
         projection: Projection,
         norm_eps: float,
@@ -167,6 +168,7 @@ class LayerParameters(SavedLayer, ABC):
         self.num_heads = choose_num_heads(num_heads, self.d_inner)
         self.head_dim = self.d_inner // self.num_heads
         check_bool("feedback_norm", feedback_norm)
+        check_bool("bounded_x", bounded_x)
         check_bool("bias", bias)
         check_dtype(dtype)
         if isinstance(layer_idx, bool) or not isinstance(layer_idx, int | None):
@@ -174,6 +176,12 @@ class LayerParameters(SavedLayer, ABC):
         self.feedback = ordered_subset("feedback", feedback, self.fed_names)
         self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
         self.fed_heads = choose_fed_heads(feedback_heads, self.num_heads, self.feedback)
+        if bounded_x and X not in self.feedback:
+            raise ValueError(
+                f'bounded_x needs feedback of "x", got bounded_x=True and feedback='
+                f'{self.feedback}: add "x" to feedback, or leave bounded_x out'
+            )
+        self.bounded_x = bounded_x
         self.projection = one_of("projection", projection, get_args(Projection))
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
@@ -329,8 +337,13 @@ class LayerParameters(SavedLayer, ABC):
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""
         scales = self.input_scale, self.eigenvalues
-        feeds_x = X in self.feedback
-        return Parameterization(self.layout(), *scales, self.feedback_norm_eps, feeds_x=feeds_x)
+        return Parameterization(
+            self.layout(),
+            *scales,
+            self.feedback_norm_eps,
+            feeds_x=X in self.feedback,
+            bounded_heads=self.fed_heads if self.bounded_x else 0,
+        )
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, except those of the mixer."""

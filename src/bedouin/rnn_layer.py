@@ -64,6 +64,7 @@ class FixedPointRNN(FixedPointLayer):
         "erase": "its memory is one number a channel and has no keys: use Bedouin",
         "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
         "feedback_heads": "all heads have feedback: use Bedouin",
+        "bounded_x": "x has no feedback: use Bedouin",
     }
 
     b_proj: Any
@@ -111,6 +112,7 @@ class FixedPointRNN(FixedPointLayer):
             feedback_init=feedback_init,
             feedback_scope="head",
             feedback_heads=None,
+            bounded_x=False,
             d_conv=d_conv,
             projection=projection,
             norm_eps=norm_eps,

@@ -21,7 +21,12 @@ from torch.nn import functional as F
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.branches import beside, join
 from bedouin.kernels.direct import Sweep
-from bedouin.kernels.feedback import add_feedback, apply_feedback_weight, reads_all_heads
+from bedouin.kernels.feedback import (
+    add_feedback,
+    apply_feedback_weight,
+    bound_x,
+    reads_all_heads,
+)
 from bedouin.kernels.heads import count_heads, fold, unfold
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands, Parameterization
@@ -76,11 +81,16 @@ def with_known_feedback(
     fed_heads: int | None,
     backend: Backend,
 ) -> Operands:
-    """The operands with W^y norm(y_0) added, and without W^y: all that the feedback of a single
-    token reads is known before it."""
+    """The operands with W^y norm(y_0) added, x bounded where it is, and without W^y: all that the
+    feedback of a single token reads is known before it."""
     x, raw, W_y, A, _, y0 = operands
-    if W_y is None or y0 is None:
-        return operands._replace(W_y=None)
+    if W_y is None:
+        return operands
+    if parameterization.bounded_heads:
+        x = x.to(A.dtype)  # as sweeps compute the tanh
+    if y0 is None:
+        x = bound_x(x, count_heads(A), parameterization)
+        return operands._replace(x=x, W_y=None)
     heads, p, r = count_heads(A), A.shape[-2], raw.shape[-1]
     first = heads if fed_heads is None else fed_heads
     samples = x.shape[0] // heads
@@ -95,7 +105,8 @@ def with_known_feedback(
         of_raw = F.pad(fed[..., :f], (0, r - f, *rows))
         of_x = F.pad(fed[..., f:], (0, 0, *rows)) if parameterization.feeds_x else None
     join("feedback", of_raw, of_x)
-    return operands._replace(x=x if of_x is None else x + of_x, raw=raw + of_raw, W_y=None)
+    x = bound_x(x if of_x is None else x + of_x, heads, parameterization)
+    return operands._replace(x=x, raw=raw + of_raw, W_y=None)
 
 
 def _of_heads(

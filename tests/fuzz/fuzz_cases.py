@@ -146,6 +146,7 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
         "erase": erase,
         "feedback": feedback,
         "feedback_heads": one(None, None, 1) if feedback else None,
+        "bounded_x": "x" in feedback and one(False, True),
         "feedback_scope": one("head", "head", "layer"),
         "output": one("norm", "paper"),
         "bias": one(True, False),

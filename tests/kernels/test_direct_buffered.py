@@ -21,7 +21,13 @@ from bedouin.kernels.operands import Activation, Operands, Parameterization, Raw
 D = 4
 STATISTICS = ("defect", "scale", "magnitude", "pivot")
 ERASES_AND_FEEDS_X = pytest.mark.parametrize(
-    "more", [{}, {"erase": 1.0, "feeds_x": True}], ids=["", "erase and x"]
+    "more",
+    [
+        {},
+        {"erase": 1.0, "feeds_x": True},
+        {"erase": 1.0, "feeds_x": True, "bounded_heads": 1},
+    ],
+    ids=["", "erase and x", "bounded x"],
 )
 
 
@@ -41,6 +47,7 @@ def draw(
     erase: float = 0.0,
     feeds_x: bool = False,
     reads_all: bool = False,
+    bounded_heads: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Operands, Parameterization]:
     """b samples of each head; `feedback` may be the number of raw values that get it, `reads_all`
@@ -58,7 +65,9 @@ def draw(
     W_y = 0.05 * normal(*lead, rows, columns) if rows else None
     A, state = -normal(*lead, D, n).exp(), (normal(b, D, n), normal(b, D))
     operands = Operands(normal(b, t, D), normal(b, t, r) - 0.5, W_y, A, *state)
-    return operands, Parameterization(layout, input_scale, eigenvalues, norm_eps, feeds_x=feeds_x)
+    bounded_heads = min(bounded_heads, heads) if feeds_x else 0
+    fed: dict[str, Any] = {"feeds_x": feeds_x, "bounded_heads": bounded_heads}
+    return operands, Parameterization(layout, input_scale, eigenvalues, norm_eps, **fed)
 
 
 def gradients(sweep: Sweep, inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -91,6 +100,7 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
     erase=st.sampled_from([0.0, 1.0, 2.0]),
     feeds_x=st.booleans(),
     reads_all=st.booleans(),
+    bounded_heads=st.integers(0, 2),
 )
 def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any) -> None:
     operands, parameterization = draw(b, t, **options)

@@ -59,11 +59,15 @@ class Case:
     starts: bool = True
     dtype: torch.dtype = torch.float32
     scope: FeedbackScope = "head"
+    bounded: bool = False
 
     def options(self) -> Parameterization:
         layout = RawLayout(self.activation, True, self.k, self.beta_max, self.erase)
         scales = self.input_scale, self.eigenvalues, self.norm_eps
-        return Parameterization(layout, *scales, feeds_x="x" in self.fed)
+        bounded_heads = self.heads if self.bounded else 0
+        return Parameterization(
+            layout, *scales, feeds_x="x" in self.fed, bounded_heads=bounded_heads
+        )
 
     def operands(self, device: str = DEVICE) -> Operands:
         generator = torch.Generator().manual_seed(self.b + 10 * self.t)
@@ -166,6 +170,11 @@ CASES = [
     Case(scope="layer", t=33, p=20, n=3, fed="x", erase=0.0, eigenvalues="full", norm_eps=None),
     Case(scope="layer", t=1, p=64, n=64, input_scale="bounded_delta"),
     Case(scope="layer", t=16, heads=4, dtype=torch.bfloat16),
+    # x with its feedback becomes its tanh
+    Case(bounded=True),
+    Case(heads=1, t=18, p=7, n=5, bounded=True, fed="x", erase=0.0, norm_eps=None),
+    Case(heads=1, t=2, p=64, n=64, bounded=True, dtype=torch.bfloat16),
+    Case(scope="layer", t=18, b=2, bounded=True, starts=False),
 ]
 
 

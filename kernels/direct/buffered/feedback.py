@@ -26,6 +26,7 @@ class Feedback:
         """`like` gives the shape and the dtype of y."""
         (b, _, d), (H, F) = like.shape, (W_y.shape[:-2].numel(), W_y.shape[-2])
         eps, self.feeds_x = options.feedback_norm_eps, options.feeds_x
+        self.bounded_heads = options.bounded_heads
         self.num_heads, self.has_heads, self.has_norm = H, W_y.dim() == 3, eps is not None
         self.vector, self.normed = like.new_empty(b, 1, d), like.new_empty(b, 1, d)
         self.vector_by_head, self.normed_by_head = map(self.by_head, (self.vector, self.normed))
@@ -71,6 +72,8 @@ class Feedback:
             raw.add_(fed[..., : raw.shape[-1]])
             if self.feeds_x:
                 x.add_(fed[..., raw.shape[-1] :])
+                if self.bounded_heads:
+                    (x[: self.bounded_heads] if self.has_heads else x).tanh_()
         elif self.has_heads:
             raw.baddbmm_(self.normed_by_head, self.W_columns)
         else:

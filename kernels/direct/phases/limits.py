@@ -10,6 +10,7 @@ import torch
 
 from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.feedback import reads_all_heads
+from bedouin.kernels.heads import count_heads
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -52,9 +53,12 @@ def takes_phases(operands: Operands, options: Parameterization) -> bool:
         return False
     if W_y is None:
         return d <= UNFED_CHANNELS and padded_size(d) * padded_size(n) <= UNFED_MEMORY
+    if options.bounded_heads not in (0, count_heads(operands.A)):
+        return False
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)
     reads_all = layout.num_householder > 0 and reads_all_heads(W_y, d)
-    return d <= PHASE_CHANNELS and rows in (0, d) and not reads_all
+    mixes = layout.num_householder > 0 and options.bounded_heads > 0
+    return d <= PHASE_CHANNELS and rows in (0, d) and not (reads_all or mixes)
 
 
 def padded_size(size: int) -> int:
@@ -122,6 +126,7 @@ def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     (b, t, d), n = operands.x.shape, operands.A.shape[-1]
     P, N = padded_size(d), padded_size(n)
     layout, V = options.known_layout(), 4 if operands.x.dtype == torch.bfloat16 else 2
-    fed = 0 if feeds_all_heads(operands) else sum(fed_vectors(operands, options))
-    factors = 2 + fed + (layout.erase > 0)
+    fed = fed_vectors(operands, options)
+    bounded = fed[1] and options.bounded_heads > 0
+    factors = 2 + (0 if feeds_all_heads(operands) else sum(fed)) + bounded + (layout.erase > 0)
     return Sizes(b, t, d, n, P, N, V, factors, layout.num_householder)

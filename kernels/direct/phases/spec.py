@@ -137,6 +137,7 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
         **{"START": starts, "LAST": ends, "SPLITS": splits * (vectors if kernel is REVERSE else 1)},
         **{"VECTORS": vectors, "SAMPLES": tile, "GROUP": heads_at_once(P)},
         **{"OF_DELTA": int(feeds_delta), "OF_X": int(feeds_x), "FEEDS": vectors},
+        **{"BOUNDED": int(feeds_x and options.bounded_heads > 0)},
         **{"EARLIER": kernel is FEED, "OVERLAP": overlaps},
         **{"NORM": eps is not None and kernel is not FEED_ADJOINT, "NORM_EPS": eps or 0.0},
         **{"ACTIVATION": layout.activation, "INPUT_SCALE": options.input_scale},

@@ -86,12 +86,12 @@ def load_transposed(
 def load_kept(
     row,  # (2, P) of a token
     factors,  # (FACTORS, P) of it
-    p, P: tl.constexpr, FEEDS: tl.constexpr,
+    p, P: tl.constexpr, FEEDS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Delta, g, read, and what was fed, of a token, as they are in memory: a conversion would wait
-    for them."""
+    """Delta, g, read, and what was fed, with BOUNDED also the slope of tanh, of a token, as they
+    are in memory: a conversion would wait for them."""
     fed = ()
-    for i in tl.static_range(FEEDS):
+    for i in tl.static_range(FEEDS + BOUNDED):
         fed = fed + (tl.load(factors + (2 + i) * P + p),)
     return tl.load(row + p), tl.load(factors + p), tl.load(factors + P + p), fed
 
@@ -227,6 +227,7 @@ def phase_reverse_kernel(
     LAST: tl.constexpr,
     OF_DELTA: tl.constexpr,
     OF_X: tl.constexpr,
+    BOUNDED: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -239,7 +240,7 @@ def phase_reverse_kernel(
     one."""
     ONE: tl.constexpr = SPLITS > 0
     FEEDS: tl.constexpr = 0 if ONE else OF_DELTA + OF_X
-    FACTORS: tl.constexpr = 2 + FEEDS + ERASE
+    FACTORS: tl.constexpr = 2 + FEEDS + BOUNDED + ERASE
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     PAIRS: tl.constexpr = K * (K + 1) // 2
@@ -281,7 +282,7 @@ def phase_reverse_kernel(
             h, q = replay(h, A, delta, written, unpack(B_words, V, True), V, FULL, FAST)
             store_words(scratch + i * (SIZE // V), places, pack(q, V, FAST))
     row, factors = kept_ptr + token * (2 * P), factors_ptr + token * (FACTORS * P)
-    delta, g, read, fed = load_kept(row, factors, p, P, FEEDS)
+    delta, g, read, fed = load_kept(row, factors, p, P, FEEDS, BOUNDED)
     scalars = scalars_ptr + token * SCALARS
     B_C, beta = tl.load(scalars), tl.load(scalars + 1)
     raw_row = raw_at + (t_end - 1).to(tl.int64) * raw_stride_t
@@ -329,7 +330,7 @@ def phase_reverse_kernel(
         earlier = tl.maximum(token - 1, first)
         next_step = step + 1
         row, factors = kept_ptr + earlier * (2 * P), factors_ptr + earlier * (FACTORS * P)
-        delta_next, g_next, read_next, fed_next = load_kept(row, factors, p, P, FEEDS)
+        delta_next, g_next, read_next, fed_next = load_kept(row, factors, p, P, FEEDS, BOUNDED)
         scalars = scalars_ptr + earlier * SCALARS
         B_C_next, beta_next = tl.load(scalars), tl.load(scalars + 1)
         raw_row = raw_at + (earlier - first) * raw_stride_t
@@ -366,6 +367,8 @@ def phase_reverse_kernel(
         grad_x = s * grad_written
         if K > 0:
             grad_x -= added
+        if BOUNDED:
+            grad_x *= fed[FEEDS].to(tl.float32)
         put(adjoint_ptr + token * (2 * P), w, channels, inside, True, P, NL)
         put(adjoint_ptr + token * (2 * P) + P, grad_written, channels, inside, True, P, NL)
         put(grad_raw_ptr + token * ROW, grad_raw, channels, inside, d == P, P, NL)

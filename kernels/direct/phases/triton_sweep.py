@@ -14,7 +14,7 @@ up to powers of two; V, NL as in `device.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.activations import activate, tanh
 from bedouin.kernels.device.discretize import build_decay, input_scale
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.device.norms import inverse_norm
@@ -161,7 +161,8 @@ def phase_sweep_kernel(
     h_ptr,  # (b, n, d), written
     y_ptr,  # (b, t, d)
     kept_ptr,  # (b, t, 2, P), written with KEEP_ROWS: Delta and `written`
-    factors_ptr,  # (b, t, FACTORS, P), likewise: g, read, what was fed, and r
+    # (b, t, FACTORS, P), likewise: g, read, what was fed, with BOUNDED the slope of tanh, and r
+    factors_ptr,
     inverse_ptr,  # (b, t), likewise: 1 / rms of y_{t-1}
     states_ptr,  # (b, ceil(t / KEEP), N, P), likewise: h before each chunk
     solved_ptr,  # (b, t, K + 1 + PAIRS), written: e, the smallest pivot, and S
@@ -189,6 +190,7 @@ def phase_sweep_kernel(
     START: tl.constexpr,  # whether y0 and h0 are given, else zeros
     OF_DELTA: tl.constexpr,  # what is fed back
     OF_X: tl.constexpr,
+    BOUNDED: tl.constexpr,  # whether x with its feedback becomes its tanh
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -199,7 +201,7 @@ def phase_sweep_kernel(
 ):
     """Tokens of a sample of a head, from `start` on."""
     FEEDS: tl.constexpr = 0 if SPLITS else OF_DELTA + OF_X
-    FACTORS: tl.constexpr = 2 + FEEDS + ERASE
+    FACTORS: tl.constexpr = 2 + FEEDS + BOUNDED + ERASE
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     PAIRS: tl.constexpr = K * (K + 1) // 2
@@ -253,6 +255,8 @@ def phase_sweep_kernel(
                     raw += fed[0]
                 if OF_X:
                     x += fed[OF_DELTA]
+                if BOUNDED:
+                    x = tanh(x, FAST)
                 delta = activate(raw, ACTIVATION, FAST)
                 s = input_scale(delta, INPUT_SCALE, FAST)
                 # The compiler does not move the next token's loads before this condition.
@@ -340,8 +344,10 @@ def phase_sweep_kernel(
                     put(at + P, read, channels, inside, True, P, NL)
                     for i in tl.static_range(FEEDS):
                         put(at + (2 + i) * P, fed[i], channels, inside, True, P, NL)
+                    if BOUNDED:
+                        put(at + (2 + FEEDS) * P, 1 - x * x, channels, inside, True, P, NL)
                     if ERASE:
-                        put(at + (2 + FEEDS) * P, erased, channels, inside, True, P, NL)
+                        put(at + (FACTORS - 1) * P, erased, channels, inside, True, P, NL)
                     if FEEDS > 0:
                         # all channels have the same
                         put(inverse_ptr + token, inverse, channels // P, inside, True, P, NL)
