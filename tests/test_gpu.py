@@ -97,6 +97,7 @@ def test_kernels_sweep_heads_with_feedback_after_the_others(
 ) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"feedback_heads": feedback_heads, "d_state": 64, "expand": 1.75}
+    options["bounded_x"] = feedback_heads == 1
     layer = Bedouin.recall(256, feedback_scope=scope, backend="triton", device="cuda", **options)
     x = torch.randn(2, 100, 256, device="cuda")
     found = []

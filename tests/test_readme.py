@@ -137,7 +137,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
         "recall": "recall with n 64",
         "recall-wide": "the same, feedback of all heads",
         "recall-by-head": "recall_by_head",
-        "recall-chosen": "`Bedouin.recall`",
+        "recall-chosen": "`Bedouin.recall`, 14 heads",
         "direct-no-feedback": "1 head, no feedback",
         "lstm": "cuDNN LSTM",
     }

@@ -76,11 +76,13 @@ def launched(
     tile: int = 0,
     states: int = 64,
     feedback: bool = True,
+    bounded: bool = False,
 ) -> CompiledKernel:
     """A kernel of the phases, for heads with k reflections, and with erase if with feedback."""
     layout = RawLayout("softplus", True, k, 1.0, float(feedback))
-    options = Parameterization(layout, "bounded_delta", "positive", 1e-5, feeds_x=feedback)
-    factors = 2 + (1 if tile else 3) * feedback
+    fed_x: dict[str, Any] = {"feeds_x": feedback, "bounded_heads": int(bounded)}
+    options = Parameterization(layout, "bounded_delta", "positive", 1e-5, **fed_x)
+    factors = 2 + (1 if tile else 3) * feedback + bounded
     sizes = Sizes(1, 1, channels, states, channels, states, V, factors, k)
     fed = feedback, feedback
     splits = SPLITS if tile else 0
@@ -128,6 +130,13 @@ def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, st
     found = launched(kernel, V, 64, 0, 90)
     assert found.asm["ptx"].count("bar.sync") <= barriers
     assert spilled(found) <= stack
+
+
+@pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 4), (REVERSE, 5)])
+def test_a_bounded_x_costs_no_barrier(kernel: PlannedKernel, barriers: int) -> None:
+    found = launched(kernel, 4, 64, 0, 90, bounded=True)
+    assert found.asm["ptx"].count("bar.sync") <= barriers
+    assert spilled(found) <= SPILLED
 
 
 @pytest.mark.parametrize("states", [32, 64])
