@@ -108,9 +108,9 @@ def bound_x(
     options: Parameterization,
 ) -> Tensor:  # (b, ..., d)
     """tanh of the x of the first `options.bounded_heads`, and the x of the others."""
-    first = options.bounded_heads * (len(x) // heads)
-    if first == 0:
+    if options.bounded_heads == 0:
         return x
+    first = options.bounded_heads * (len(x) // heads)
     return x.tanh() if first == len(x) else torch.cat([x[:first].tanh(), x[first:]])
 
 

@@ -34,8 +34,8 @@ class Operands(NamedTuple):
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
     uses the W_y and the A of that head; d are the channels of a head. The first f raw values of a
     token get feedback, f <= r; the others are those of x alone. Where `Parameterization.feeds_x`
-    says so, W_y has d more rows, whose product is added to x. A W_y with H d columns reads the
-    outputs of all heads of a sample.
+    says so, W_y has d more rows, whose product is added to x; of the first `bounded_heads` x then
+    becomes its tanh. A W_y with H d columns reads the outputs of all heads of a sample.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 

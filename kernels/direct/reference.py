@@ -10,7 +10,7 @@ Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
     h_t   = a'_t + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
 
 a' is known before y_t, so that the local equation is the same with and without erase; so it is with
-feedback of x, where x_t + W^y_x norm(y_{t-1}) takes the place of x_t.
+feedback of x, where x_t + W^y_x norm(y_{t-1}), or its tanh, takes the place of x_t.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw. With
 feedback of the first raw values only, the others are raw^x.
 """

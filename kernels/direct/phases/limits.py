@@ -45,7 +45,8 @@ def feeds_all_heads(operands: Operands) -> bool:
 
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
     """Whether the phases solve this call: they hold its heads, feedback is of nothing but all of
-    Delta and x, and there are no reflections where W^y reads all heads."""
+    Delta and x, x is bounded in all heads or in none, and there are no reflections where it is
+    or where W^y reads all heads."""
     (d, n), W_y, layout = operands.A.shape[-2:], operands.W_y, options.layout
     if layout is None or not layout.selective or layout.num_householder > PHASE_REFLECTIONS:
         return False
@@ -71,8 +72,8 @@ def describe_limits() -> str:
     return (
         f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels (without feedback "
         f"{UNFED_CHANNELS}, and a memory of {UNFED_MEMORY} values), {PHASE_STATES} states and "
-        f"{PHASE_REFLECTIONS} reflections, none with feedback of all heads, which feed back y to "
-        "Delta and x alone, with another input scale than 'one_minus_decay'"
+        f"{PHASE_REFLECTIONS} reflections, none with feedback of all heads or bounded x, which "
+        "feed back y to Delta and x alone, with another input scale than 'one_minus_decay'"
     )
 
 
