@@ -452,8 +452,9 @@ def test_low_precision_is_that_of_eager_mode() -> None:
 # -- the operations themselves
 
 LAYOUT = RawLayout("softplus", True, 2, 1.0)
-FIELDS = ("softplus", True, 2, 1.0, 0.0, "one_minus_decay", "full", 1e-5, False, True, 2)
-"""LAYOUT, input scale, eigenvalues, norm eps, feeds_x, plain and keep_every of an operation."""
+FIELDS = ("softplus", True, 2, 1.0, 0.0, "one_minus_decay", "full", 1e-5, False, 0, True, 2)
+"""LAYOUT, input scale, eigenvalues, norm eps, feeds_x, bounded_heads, plain, keep_every of an
+operation."""
 
 
 def operands(t: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
