@@ -54,7 +54,7 @@ def takes_phases(operands: Operands, options: Parameterization) -> bool:
         return False
     if W_y is None:
         return d <= UNFED_CHANNELS and padded_size(d) * padded_size(n) <= UNFED_MEMORY
-    if options.bounded_heads not in (0, count_heads(operands.A)):
+    if options.bounded_heads and options.bounded_heads != count_heads(operands.A):
         return False
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)
     reads_all = layout.num_householder > 0 and reads_all_heads(W_y, d)
