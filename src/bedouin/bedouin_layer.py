@@ -114,8 +114,8 @@ class Bedouin(FixedPointLayer):
             without the factor associative recall is often not learned
             (examples/results/feedback-heads).
         bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
-            Without it what a head tracks is a state of which errors neither grow nor fade, so that
-            they add up beyond the training length.
+            Without it errors in the state that such a head tracks were found neither to grow nor to
+            fade, so that they add up beyond the training length (examples/results/feedback-heads).
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
