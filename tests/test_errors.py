@@ -105,6 +105,9 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"bounded_x": True}, ValueError, 'bounded_x needs feedback of "x", got bounded_x=True and '
      "feedback=('delta', 'B', 'C', 'mixer'): add"),
     ({"bounded_x": 1}, TypeError, "bounded_x must be True or False, got 1"),
+    ({"feedback_noise": -0.1}, ValueError, "feedback_noise must lie in [0, 1000.0], got -0.1"),
+    ({"feedback_noise": 0.1, "feedback": ()}, ValueError,
+     "feedback_noise must be 0 with feedback=(), got 0.1: give feedback, or leave"),
     ({"rate_scale": 1.0}, TypeError,
      "no option rate_scale: use initialization=Initialization(rates=...)"),
     ({"delta_from_x_init": 1.0}, TypeError,

@@ -116,6 +116,11 @@ class Bedouin(FixedPointLayer):
         bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
             Without it errors in the state that such a head tracks were found neither to grow nor to
             fade, so that they add up beyond the training length (examples/results/feedback-heads).
+        feedback_noise: standard deviation of Gaussian noise that training mode adds, in heads with
+            feedback, to x and the raw values that have it, which stands for an error in what is fed
+            back. With bounded_x the state that such a head tracks then becomes one of which errors
+            fade (examples/results/feedback-heads). The noise comes from torch's default generator,
+            so that activation checkpointing needs preserve_rng_state=True.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:
@@ -173,6 +178,7 @@ class Bedouin(FixedPointLayer):
         feedback_scope: FeedbackScope = "head",
         feedback_heads: int | None = None,
         bounded_x: bool = False,
+        feedback_noise: float = 0.0,
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
         adjoint: Adjoint | None = None,
@@ -217,6 +223,7 @@ class Bedouin(FixedPointLayer):
             feedback_scope=feedback_scope,
             feedback_heads=feedback_heads,
             bounded_x=bounded_x,
+            feedback_noise=feedback_noise,
             d_conv=d_conv,
             projection=projection,
             norm_eps=norm_eps,
@@ -295,6 +302,7 @@ class Bedouin(FixedPointLayer):
             "feedback_scope": "head",
             "feedback_heads": None,
             "bounded_x": False,
+            "feedback_noise": 0.0,
         }
         return cls(
             d_model,

@@ -29,6 +29,7 @@ from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
+from bedouin.parameterization import X
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solve import Caller, SolveOptions
@@ -292,6 +293,8 @@ class FixedPointLayer(ProjectedLayer):
         dtype = accumulator(x.dtype)
         if drive is None:
             drive = self.drive(x.to(dtype)) if self.has_drive else x
+        if self.training and self.feedback_noise:
+            drive, raw = self._with_noise(drive, raw)
         with beside("decay"):
             A = by_head(self._A().to(dtype), self.num_heads)
         join("decay", A)
@@ -307,6 +310,20 @@ class FixedPointLayer(ProjectedLayer):
         kind = StructuredMap if self.is_structured else FixedPointMap
         fed_heads = self.fed_heads if self.fed_heads < self.num_heads else None
         return kind(operands, *options, lengths, joined, fed_heads)
+
+    def _with_noise(
+        self,
+        x: Tensor,  # (b', t, p)
+        raw: Tensor,  # (b', t, r)
+    ) -> tuple[Tensor, Tensor]:  # (b', t, p), (b', t, r)
+        """x and the raw values with the noise of feedback_noise."""
+        fed = self.fed_heads * (x.shape[0] // self.num_heads)
+        of_x, of_raw = torch.zeros_like(x), torch.zeros_like(raw)
+        parts = of_raw.split(list(self._sizes.values()), -1)
+        noise = {X: of_x, **dict(zip(self._sizes, parts, strict=True))}
+        for name in self.feedback:
+            noise[name][:fed].normal_(std=self.feedback_noise)
+        return x + of_x, raw + of_raw
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
@@ -434,6 +451,7 @@ class FixedPointLayer(ProjectedLayer):
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
             f"feedback={self.feedback}, feedback_scope={self.feedback_scope!r}, "
             f"fed_heads={self.fed_heads}, bounded_x={self.bounded_x}, "
+            f"feedback_noise={self.feedback_noise}, "
             f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )

@@ -149,6 +149,7 @@ class LayerParameters(SavedLayer, ABC):
         feedback_scope: FeedbackScope,
         feedback_heads: int | None,
         bounded_x: bool,
+        feedback_noise: float,
         d_conv: int | None,
         projection: Projection,
         norm_eps: float,
@@ -182,6 +183,13 @@ class LayerParameters(SavedLayer, ABC):
                 f'{self.feedback}: add "x" to feedback, or leave bounded_x out'
             )
         self.bounded_x = bounded_x
+        check_number("feedback_noise", feedback_noise, 0, 1e3, open_low=False)
+        if feedback_noise and not self.feedback:
+            raise ValueError(
+                f"feedback_noise must be 0 with feedback=(), got {feedback_noise}: give feedback, "
+                "or leave feedback_noise out"
+            )
+        self.feedback_noise = float(feedback_noise)
         self.projection = one_of("projection", projection, get_args(Projection))
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))

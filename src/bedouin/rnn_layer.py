@@ -65,6 +65,7 @@ class FixedPointRNN(FixedPointLayer):
         "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
         "feedback_heads": "all heads have feedback: use Bedouin",
         "bounded_x": "x has no feedback: use Bedouin",
+        "feedback_noise": "x and Delta have no feedback: use Bedouin",
     }
 
     b_proj: Any
@@ -113,6 +114,7 @@ class FixedPointRNN(FixedPointLayer):
             feedback_scope="head",
             feedback_heads=None,
             bounded_x=False,
+            feedback_noise=0.0,
             d_conv=d_conv,
             projection=projection,
             norm_eps=norm_eps,

@@ -63,8 +63,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
             feedback, feedback_norm, feedback_init, feedback_scope, feedback_heads, bounded_x,
-            output, bias, erase, projection: options of `bedouin.Bedouin`, where state_size is
-            called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1.
+            feedback_noise, output, bias, erase, projection: options of `bedouin.Bedouin`, where
+            state_size is called d_state. With num_householder 0 the mixer is `NoMixing`, and
+            beta_max is 1.
         mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
             `bedouin.Bedouin`, too. Objects of this library's types become dicts such as {"type":
             "Picard", "rtol": 1e-4, ...}, which are saved; others raise TypeError. With a mixer,
@@ -153,6 +154,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     feedback_scope: str = "head"
     feedback_heads: int | None = None
     bounded_x: bool = False
+    feedback_noise: int | float = 0.0
     conv_kernel: int | None = None
     attn_layers: list[int] | tuple[int, ...] = ()
     attn: dict[str, Any] | None = None
