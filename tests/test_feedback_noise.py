@@ -18,10 +18,10 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def make(options: dict[str, Any], noise: float = 0.3) -> Bedouin:
+def make(options: dict[str, Any]) -> Bedouin:
     torch.manual_seed(0)
     fixed: dict[str, Any] = {"d_state": 5, "num_heads": 4, "dtype": torch.float64}
-    return Bedouin(8, feedback_noise=noise, **fixed, **options)
+    return Bedouin(8, feedback_noise=0.3, **fixed, **options)
 
 
 def draw(*shape: int) -> Tensor:
