@@ -115,7 +115,8 @@ class Bedouin(FixedPointLayer):
             (examples/results/feedback-heads).
         bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
             Without it errors in the state that such a head tracks were found neither to grow nor to
-            fade, so that they add up beyond the training length (examples/results/feedback-heads).
+            fade, so that they add up beyond the training length. With it they faded on S3, while
+            A5 needed feedback_noise, too (examples/results/feedback-heads).
         feedback_noise: standard deviation of Gaussian noise that training mode adds, in heads with
             feedback, to x and the raw values that have it, which stands for an error in what is fed
             back. With bounded_x and two heads of seven, models of A5 were then right at 128 times
