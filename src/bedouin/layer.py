@@ -318,12 +318,13 @@ class FixedPointLayer(ProjectedLayer):
     ) -> tuple[Tensor, Tensor]:  # (b', t, p), (b', t, r)
         """x and the raw values with the noise of feedback_noise."""
         fed = self.fed_heads * (x.shape[0] // self.num_heads)
-        of_x, of_raw = torch.zeros_like(x), torch.zeros_like(raw)
-        parts = of_raw.split(list(self._sizes.values()), -1)
-        noise = {X: of_x, **dict(zip(self._sizes, parts, strict=True))}
+        sizes = {X: x.shape[-1], **self._sizes}
+        noise = raw.new_zeros(*raw.shape[:2], sum(sizes.values()))
+        parts = dict(zip(sizes, noise[:fed].split(list(sizes.values()), -1), strict=True))
         for name in self.feedback:
-            noise[name][:fed].normal_(std=self.feedback_noise)
-        return x + of_x, raw + of_raw
+            parts[name].normal_(std=self.feedback_noise)
+        of_x, of_raw = noise.split([sizes[X], raw.shape[-1]], -1)
+        return x + of_x.to(x.dtype), raw + of_raw
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
