@@ -199,7 +199,7 @@ def test_without_feedback_and_mixing_it_is_the_delta_rule(erase: float) -> None:
 def test_lower_precision(
     options: dict[str, Any], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    wide = Bedouin.recall(16, num_heads=2, d_state=8, **options)
+    wide = Bedouin.recall(16, num_heads=2, d_state=8, feedback_noise=0.0, **options)
     layer, x = wide.to(dtype), torch.randn(*shape, 16).to(dtype).mT.contiguous().mT
     y, state = layer(x.requires_grad_(), return_state=True)
     y.sum().backward()
@@ -367,6 +367,7 @@ def test_recall_and_what_replaces_its_options() -> None:
         assert (layer.num_heads, layer.head_dim, layer.d_state) == (heads, 64, 64)
         assert layer.feedback == ("delta", "x") and layer.mixer.raw_size(64) == 0
         assert (layer.feedback_scope, layer.fed_heads) == ("layer", fed)
+        assert layer.feedback_noise == 0.1 and not layer.bounded_x
         assert layer.initialization == Initialization(
             memory_heads=heads - fed, memory_rates=(0.01, 0.0001), memory_delta=10.0
         )
@@ -376,6 +377,7 @@ def test_recall_and_what_replaces_its_options() -> None:
     assert by_head.fed_heads == 2 and by_head.initialization == Initialization(rates=(1.0, 0.01))
     without = Bedouin.recall(64, feedback=())
     assert without.fed_heads == 0 and without.initialization.memory_heads == 2
+    assert one.feedback_noise == by_head.feedback_noise == without.feedback_noise == 0
     assert isinstance(Bedouin.recall(64, mixer=LowRank(1)).mixer, LowRank)
     other = Bedouin.recall(64, num_householder=1, erase=0.0, d_conv=None, decay="griffin")
     assert other.mixer.raw_size(64) == 65 and other.conv is None and other.erase == 0

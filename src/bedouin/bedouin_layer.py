@@ -44,10 +44,10 @@ ERASE_BIAS = -3.0
 well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
 RECALL_HEAD, RECALL_RATES = 64, (1.0, 0.01)
-MEMORY_RATES, MEMORY_DELTA = (0.01, 0.0001), 10.0
-"""Of `Bedouin.recall`: the channels of a head, the factors on the decay rates of the first and the
-last head where all have feedback, those of the heads without, and the factor on their Delta; chosen
-by the trials (examples/results/README.md)."""
+MEMORY_RATES, MEMORY_DELTA, MEMORY_NOISE = (0.01, 0.0001), 10.0, 0.1
+"""Of `Bedouin.recall`: the channels of a head, and the factors on the decay rates of the first and
+the last head where all have feedback; where not all have it, those of the heads without, the factor
+on their Delta, and the noise of feedback; chosen by the trials (examples/results/README.md)."""
 
 
 class Bedouin(FixedPointLayer):
@@ -254,14 +254,15 @@ class Bedouin(FixedPointLayer):
         head in eight, at least one, has feedback, of Delta and x, and reads the outputs of all
         (feedback_scope="layer"). The others are memories that the input alone writes, erases and
         reads: they begin without D, with ten times the usual Delta, and with decay rates whose
-        factor falls from 0.01 in the first to 0.0001 in the last. x, raw values and gate are
-        projected from the input with a convolution of width 4, erase is at most 1, the input scale
-        is Delta, and Q = I. The trials behind it: examples/results/feedback-heads.
+        factor falls from 0.01 in the first to 0.0001 in the last. Training adds noise of 0.1 to
+        what has feedback (feedback_noise), with which states are tracked further. x, raw values and
+        gate are projected from the input with a convolution of width 4, erase is at most 1, the
+        input scale is Delta, and Q = I. The trials behind it: examples/results/feedback-heads.
 
         The other arguments are those of Bedouin; one that is given replaces the value named here.
         With `expand` or `num_heads` the heads have 64 channels where these divide d, else one head
         has all. Where every head has feedback, as with feedback_heads=num_heads, the factor falls
-        from 1 in the first to 0.01 in the last, and is 0.1 of one head.
+        from 1 in the first to 0.01 in the last, and is 0.1 of one head; there is no noise.
         """
         return cls(d_model, **recall_options(d_model, options))
 
@@ -374,6 +375,8 @@ def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
         chosen["feedback_heads"] = max(1, heads // 8)
     fed = (chosen | given).get("feedback_heads")
     memory = heads - (fed or heads) if feedback else heads
+    if feedback and memory:
+        chosen["feedback_noise"] = MEMORY_NOISE
     if given.get("decay", "mamba") != "mamba":
         initialization = Initialization(memory_heads=memory)
     elif memory:

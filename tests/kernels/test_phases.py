@@ -375,7 +375,7 @@ BY_HEAD = partial(Bedouin.recall, feedback_scope="head", feedback_heads=None)
         (BY_HEAD, 0, torch.float32),
         (BY_HEAD, 0, torch.bfloat16),
         (partial(Bedouin.recall, feedback_heads=None), 0, torch.float32),
-        (Bedouin.recall, 0, torch.float32),
+        (partial(Bedouin.recall, feedback_noise=0.0), 0, torch.float32),
     ],
 )
 def test_a_layer(make: Callable[..., Bedouin], k: int, dtype: torch.dtype) -> None:
