@@ -75,10 +75,11 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
-    # the following forms of recall differ from recall_no_memory in one thing, beside their width;
-    # without feedback there is no W^y: one head more
-    "recall_no_feedback": by_head(feedback=(), expand=2.25),
-    "recall_no_x": by_head(feedback=("delta",)),
+    # the next two differ from recall in one thing, beside their width; without feedback there is no
+    # W^y: one head more
+    "recall_no_feedback": (recall(feedback=(), expand=2),),
+    "recall_no_x": (recall(feedback=("delta",)),),
+    # and the two after them from recall_no_memory
     "recall_no_erase": by_head(erase=0.0),
     # reflections need the bounded scale (examples/results/recall-trials)
     "recall_k2": by_head(num_householder=2, input_scale="bounded_delta", expand=1.5),
