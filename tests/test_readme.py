@@ -297,13 +297,14 @@ def test_the_first_table_is_that_of_the_summary() -> None:
     pairs = [seeds("mqar", model, "accuracy_512") for model in ("attention_l2", "rdn_l1")]
     assert f"recalls like attention (MQAR: {pairs[0]}; " in text and f" {pairs[1]})." in text
     for model, of_s5 in summary["s5"].items():
-        recalls = min(summary["mqar"][model]["accuracy_512"]) > 0.97
-        assert (min(of_s5["token_512"]) > 0.97 and recalls) == (model == "recall")
-    lost = [value < 0.9 for value in summary["a5"]["recall"]["token_512"]]
-    assert sum(lost) == 2 and "Beyond 128 tokens two seeds lose A5" in text
-    by_head = summary["copy"]["recall_by_head"]["characters_200"]
-    held = seeds("a5", "recall_by_head", "token_512")
-    assert f"(`recall_by_head`: {held}; copying {min(by_head):.2f} to {max(by_head):.2f})" in text
+        recalls = min(summary["mqar"][model]["accuracy_512"]) > 0.95
+        tracks = min(*of_s5["token_512"], *summary["a5"][model]["token_512"]) > 0.93
+        assert (tracks and recalls) == (model == "recall")
+    without = seeds("mqar", "recall_no_feedback", "accuracy_512")
+    assert f"Without feedback it recalls as well (MQAR {without}) and" in text
+    of_delta = seeds("a5", "recall_no_x", "sequence_128")
+    assert f"with that of Δ alone A5 is lost ({of_delta} at 128), S5 not learned" in text
+    assert max(summary["s5"]["recall_no_x"]["token_128"]) < 0.1
     bound = seeds("bound_a5", "recall_layer", "token_16_32")
     assert f"all heads read all (`recall_layer`: {bound})" in text
     for group in ("s3", "a5"):
@@ -317,9 +318,8 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         copies = [value for m in names for value in summary["copy"][m]["characters_200"]]
         assert form.format(min(copies), max(copies)) in text
         assert (fmean(ours) > fmean(copies) + 0.1) == (names is less)
-        for group in ("s3", "a5"):
-            learned = [summary[f"bound_{group}"][m]["token_16_32"] for m in names]
-            assert max(map(max, learned)) < 0.5
+        learned = [summary["bound_s3"][m]["token_16_32"] for m in names]
+        assert max(map(max, learned)) < 0.5
     for model in far:
         assert set(summary["a5"][model]["sequence_128"]) == {0.0}
 
@@ -333,11 +333,12 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     def cell(start: str) -> str:
         return line(TEXTS["index"], start)[1]
 
-    words = cell("S5 is tracked to 512")
+    words = cell("A5 and S5 are tracked to 512")
     for task, measure in (("a5", "sequence_128"), ("a5", "token_512"), ("s5", "token_512")):
         both = [seeds(task, model, measure) for model in ("recall", "lstm_l1")]
         assert f"{both[0]}; LSTM {both[1]}" in words
-    assert min(summary["s5"]["recall"]["token_512"]) > 0.97
+    for task in ("a5", "s5"):
+        assert min(summary[task]["recall"]["token_512"]) > 0.93
     copying = cell("Copying holds at twice")
     assert f"at 200: {seeds('copy', 'recall', 'characters_200')};" in copying
     assert f"Gated DeltaNet {seeds('copy', 'gated_deltanet_l1', 'characters_200')};" in copying
@@ -365,6 +366,15 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
         (row,) = raw(run)["rows"]
         return " ".join(f"{value:.2f}" for value in row["accuracy"][length][metric])
 
+    models = "recall_no_feedback", "recall_no_x"
+    copies, recalled = (
+        "; ".join(seeds(task, model, measure) for model in models)
+        for task, measure in (("copy", "characters_200"), ("mqar", "accuracy_512"))
+    )
+    of_delta = seeds("a5", "recall_no_x", "sequence_128")
+    expected = f"copying at 200: {copies}; 64 pairs: {recalled}; A5, sequences: 0.00; {of_delta}"
+    assert cell("Without feedback it recalls and tracks nothing") == expected
+    assert seeds("a5", "recall_no_feedback", "sequence_128") == "0.00 0.00 0.00"
     wide = cell("At d_model 512")
     longer = [
         values(f"table-wide/bound_a5-{model}", "16_128", "token")
@@ -403,8 +413,8 @@ def test_arithmetic_of_the_readme_and_of_the_index_is_that_of_the_runs() -> None
     runs = runs_of("table-languages")
     brackets = [max(at_length(*name.split("-"))) for name in runs if name.startswith("brackets")]
     same = '`feedback_scope="layer"`, two reflections, hybrid'
-    expected = f"1.00; {recall}, also {same}, LSTM {lstm}; at most {max(brackets):.2f}"
-    assert line(TEXTS["index"], "Parity and arithmetic modulo 5 hold")[1:] == [expected]
+    expected = f"1.00; {recall}; {same} 1.00, LSTM {lstm}; at most {max(brackets):.2f}"
+    assert line(TEXTS["index"], "Parity holds from 40 to 256")[1:] == [expected]
 
 
 OPERATIONS = [("16_32", "token"), ("16_32", "sequence"), ("16_32", "recall")]
