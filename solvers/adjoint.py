@@ -23,6 +23,7 @@ from bedouin.solvers.base import (
     TransposedBlockMap,
     check_count,
     check_number,
+    counted_parts,
     counted_tokens,
     map_name,
     offers,
@@ -301,7 +302,9 @@ class _AdjointMap:
         grad_output: Tensor,  # (b, ...)
         flips: bool,
         real: Tensor | None,  # (b, t), of a map with padding
+        parts: int,
     ) -> None:
+        self.parts = parts
         self.y, self.tracked, self.flips = y, tracked, flips
         self.g = self.flip(grad_output)
         self.real = None if real is None else self.flip(real)
@@ -338,7 +341,7 @@ def solve_adjoint(
     """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated, in at most
     as many steps as the problem."""
     f, flips = problem.f, problem.time_dim == 1
-    given = y, tracked, grad_output, flips, counted_tokens(f)
+    given = y, tracked, grad_output, flips, counted_tokens(f), counted_parts(f)
     if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
         blocks = _BlockAdjointMap(*given)
         blocks.diagonal, blocks.invert = f.block_transpose(y.detach())

@@ -113,6 +113,13 @@ def counted_tokens(f: object) -> Tensor | None:
     return real
 
 
+def counted_parts(f: object) -> int:
+    """The parts of a token that are judged each by itself (`solvers.convergence`): 1 for maps
+    without an attribute `parts`."""
+    parts: int = getattr(f, "parts", 1)
+    return parts
+
+
 @runtime_checkable
 class TransposedBlockMap(Protocol):
     """A map whose adjoint equation can be solved token by token, by Jacobi backward in time."""

@@ -2,7 +2,9 @@
 
 defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t| in the max norm. Token t has converged when
 defect_s < atol + rtol max_{r <= s} scale_r for all s <= t, so later tokens have no influence on it.
-Letters: b batch, t tokens of a sample.
+Where a token has several parts, as the heads of a layer that converge together, this must hold of
+each: a small head would else converge as soon as a large one has, whatever its values.
+Letters: b batch, t tokens of a sample, c the values of a token, p its parts.
 """
 
 import torch
@@ -15,6 +17,34 @@ ATOL = 1e-30
 unknown: cotangents, and layers with small inputs, can be far below any fixed number. This atol only
 lets a sample converge that is exactly zero, which no relative tolerance does. It is a normal number
 in float32."""
+
+
+def sizes_of_parts(
+    v: Tensor,  # (b, t, c)
+    parts: int,
+) -> Tensor:  # (b p, t)
+    """The max norm of each part of every token, which has as many values as the others; the parts
+    of a sample are neighbours."""
+    if parts == 1:
+        return v.abs().amax(-1)
+    sizes: Tensor = v.abs().unflatten(-1, (parts, -1)).amax(-1)
+    return sizes.mT.flatten(0, 1)
+
+
+def in_all_parts(
+    condition: Tensor,  # (b p, ...), bool
+    parts: int,
+) -> Tensor:  # (b, ...)
+    """Where the condition holds in every part."""
+    return condition if parts == 1 else condition.unflatten(0, (-1, parts)).all(1)
+
+
+def largest_of_parts(
+    v: Tensor,  # (b p, ...)
+    parts: int,
+) -> Tensor:  # (b, ...)
+    """The largest value of the parts; NaN where one is NaN."""
+    return v if parts == 1 else v.unflatten(0, (-1, parts)).amax(1)
 
 
 def holds_so_far(condition: Tensor) -> Tensor:

@@ -18,13 +18,17 @@ from bedouin.solvers.base import (
     Problem,
     Steps,
     TolerantSolver,
+    counted_parts,
     counted_tokens,
 )
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
     holds_so_far,
+    in_all_parts,
+    largest_of_parts,
     largest_so_far,
     reported_residual,
+    sizes_of_parts,
     within_tolerance,
 )
 from bedouin.solvers.solution import (
@@ -72,9 +76,9 @@ class IterativeSolver(TolerantSolver):
         """The next iterate from y and the value there, all (b, t, c), and the next memory."""
         return f_y, None
 
-    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b, t)
-        """Which tokens have a defect within tolerance, regardless of the tokens before them, of
-        which the caller requires the same; scale is |F(y)_t|."""
+    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b p, t)
+        """Which parts of tokens have a defect within tolerance, regardless of the tokens before
+        them, of which the caller requires the same; scale is |F(y)_t|."""
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
@@ -137,6 +141,7 @@ class _PlainSteps:
         history: list[Tensor] | None = None,
     ) -> None:
         self.solver, self.f, self.history, self.real = solver, f, history, counted_tokens(f)
+        self.parts = counted_parts(f)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -172,13 +177,15 @@ class _PlainSteps:
         before = self.progress
         # small tolerances would underflow to zero in float16
         dtype = accumulator(f_y.dtype)
-        defect = (f_y - before.y.detach()).abs().amax(-1).to(dtype)
-        scale = f_y.abs().amax(-1).to(dtype)
-        small = self.solver.within_tolerance(defect, scale) | before.frozen
+        defect = sizes_of_parts(f_y - before.y.detach(), self.parts).to(dtype)
+        scale = sizes_of_parts(f_y, self.parts).to(dtype)
+        small = in_all_parts(self.solver.within_tolerance(defect, scale), self.parts)
+        small = small | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
-        failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
+        largest = largest_of_parts(scale, self.parts)
+        failed = before.failed | first_open_token_is_nonfinite(frozen, largest)
         if self.history is not None:
-            self.history.append(reported_residual(defect, scale))
+            self.history.append(largest_of_parts(reported_residual(defect, scale), self.parts))
         return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
 
 
@@ -186,7 +193,8 @@ def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution
     unsolved = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
     found = progress.y if progress.value is None else progress.value
     value = torch.where(unsolved, torch.nan, found).reshape(shape)
-    residual = reported_residual(progress.defect, progress.scale)
+    parts = len(progress.defect) // len(progress.frozen)
+    residual = largest_of_parts(reported_residual(progress.defect, progress.scale), parts)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)
     # BackwardStats is passed because torch.compile cannot trace a default_factory

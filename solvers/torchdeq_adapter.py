@@ -7,7 +7,7 @@ returns z itself for samples that have converged and for tokens that are not fin
 moves others. It is scaled to a unit residual per sample, because torchdeq's Anderson regularizes
 with an absolute constant; torchdeq is restarted every few steps to keep that scale.
 
-Letters: b batch, t tokens of a sample, c the values of a token.
+Letters: b batch, t tokens of a sample, c the values of a token, p its parts.
 """
 
 import math
@@ -24,10 +24,18 @@ from bedouin.solvers.base import (
     TolerantSolver,
     check_count,
     check_number,
+    counted_parts,
     counted_tokens,
     strict_options,
 )
-from bedouin.solvers.convergence import holds_so_far, largest_so_far, reported_residual
+from bedouin.solvers.convergence import (
+    holds_so_far,
+    in_all_parts,
+    largest_of_parts,
+    largest_so_far,
+    reported_residual,
+    sizes_of_parts,
+)
 from bedouin.solvers.solution import (
     Solution,
     SolveStats,
@@ -47,7 +55,8 @@ class _GuardedMap:
     nonfinite (b, t): tokens at which F(y0) is not finite, and all after them.
     frozen (b,): samples that have converged.
     num_steps (b,): evaluations until the sample was frozen.
-    change (b, t): the larger of |F(y0)_s| and the largest defect_s so far, over all s <= t.
+    change (b p, t): of each part, the larger of |F(y0)_s| and the largest defect_s so far, over
+        all s <= t.
     """
 
     def __init__(
@@ -61,14 +70,14 @@ class _GuardedMap:
     ) -> None:
         self.history = history
         self.f, self.rtol, self.atol, self.budget = f, rtol, atol, budget
-        self.real = counted_tokens(f)
+        self.real, self.parts = counted_tokens(f), counted_parts(f)
         b, t, _ = y0.shape
         self.best = self.f_best = y0
         self.lowest = self.smallest = y0.new_full((b,), torch.inf)
         self.nonfinite = torch.zeros(b, t, dtype=torch.bool, device=y0.device)
         self.frozen = self.nonfinite[:, 0].clone()
         self.num_steps = torch.zeros(b, dtype=torch.int64, device=y0.device)
-        self.change = y0.new_zeros(b, t)
+        self.change = y0.new_zeros(b * self.parts, t)
         self.evaluate(y0, first=True)
 
     def start_round(self) -> Tensor:
@@ -96,32 +105,34 @@ class _GuardedMap:
         finite = holds_so_far(torch.isfinite(f_y).all(-1))
         if first:
             self.nonfinite, self.f_best = ~finite, f_y
-            self.change = self._largest_so_far(f_y.abs().amax(-1))
+            self.change = self._largest_so_far(sizes_of_parts(f_y, self.parts))
         self._judge(y, f_y, finite)
         return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
 
     def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
         """Measure the defect of y (b, t, c); update the best iterate and the samples that are
         frozen. finite: (b, t), whether F(y) is finite up to the token."""
-        defect = torch.where(self.nonfinite, 0.0, (f_y - y).abs().amax(-1))
-        scale = torch.where(self.nonfinite, 0.0, f_y.abs().amax(-1))
+        left_out = self.nonfinite.repeat_interleave(self.parts, 0)
+        defect = torch.where(left_out, 0.0, sizes_of_parts(f_y - y, self.parts))
+        scale = torch.where(left_out, 0.0, sizes_of_parts(f_y, self.parts))
         largest = self._largest_so_far(scale)
         self.change = torch.maximum(self.change, self._largest_so_far(defect))
         # whether y is small enough that a constant defect would not be lost in rounding
         measurable = (torch.finfo(largest.dtype).eps * largest <= self.change / 2).all(1)
-        judged = (finite | self.nonfinite).all(1) & measurable
+        judged = (finite | self.nonfinite).all(1) & in_all_parts(measurable, self.parts)
         # Quasi-Newton steps on a map without a fixed point, such as y + 1, make y grow until any
         # constant defect is small relative to it. The second bound therefore requires that the
         # defect has decreased from its initial size.
         relative = torch.minimum(self.rtol * largest, math.sqrt(self.rtol) * self.change)
-        small = (defect < self.atol + relative) | self.nonfinite
+        small = in_all_parts(defect < self.atol + relative, self.parts) | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
-        residual = torch.where(judged, reported_residual(defect, scale), torch.inf)
+        residual = largest_of_parts(reported_residual(defect, scale), self.parts)
+        residual = torch.where(judged, residual, torch.inf)
         if self.history is not None:
             # later evaluations do not concern the value of a converged sample
             self.history.append(torch.where(self.frozen, self.lowest, residual))
         # the residual is 1 for all iterates of y / 2
-        size = torch.where(judged, defect.amax(1), torch.inf)
+        size = torch.where(judged, largest_of_parts(defect, self.parts).amax(1), torch.inf)
         lower = (residual < self.lowest) | ((residual == self.lowest) & (size < self.smallest))
         better = (done | lower) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
@@ -130,9 +141,10 @@ class _GuardedMap:
         self.smallest = torch.where(better, size, self.smallest)
         self.frozen = self.frozen | done
 
-    def _largest_so_far(self, size: Tensor) -> Tensor:  # (b, t) -> (b, t)
+    def _largest_so_far(self, size: Tensor) -> Tensor:  # (b p, t) -> (b p, t)
         """max_{s <= t} size_s, without the tokens in `nonfinite`."""
-        kept = torch.where(self.nonfinite, 0.0, torch.nan_to_num(size, nan=torch.inf))
+        left_out = self.nonfinite.repeat_interleave(self.parts, 0)
+        kept = torch.where(left_out, 0.0, torch.nan_to_num(size, nan=torch.inf))
         return largest_so_far(kept)
 
     def __call__(self, z: Tensor) -> Tensor:  # (b, t c) -> (b, t c)

@@ -16,12 +16,15 @@ from torch.nn import functional as F
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
 from bedouin.kernels.householder import unit
 from bedouin.layer import FixedPointLayer
+from bedouin.measurements import find_fixed_point
 from bedouin.mixers import StructuredMixer, WYForm
 from bedouin.solvers import (
     Adjoint,
     Anderson,
+    Broyden,
     ConvergenceWarning,
     Direct,
+    FixedCap,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -266,6 +269,46 @@ def test_what_is_read_of_heads_without_feedback_begins_as_zero() -> None:
     assert layer.y_proj is not None
     own, others = layer.y_proj.weight.split([4, 12], -1)
     assert 0.9 * 0.25 < own.abs().max() <= 0.25 and not others.any()
+
+
+@pytest.mark.parametrize(
+    "solver", [Picard(), Picard(stop_rule="paper"), Jacobi(), Anderson(), Broyden()]
+)
+def test_a_small_head_converges_by_itself(solver: Solver) -> None:
+    """Heads that are a million times as large have converged after the first steps."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_heads": 1}
+    options |= {"feedback_init": 4.0, "feedback_noise": 0.0, "on_unconverged": "ignore"}
+    layer = Bedouin.recall(8, dtype=torch.float64, **options)
+    own = layer.d_inner // 4
+    with torch.no_grad():
+        layer.in_proj.weight[own : layer.d_inner] *= 1e6
+    x = torch.randn(3, 24, 8, dtype=torch.float64)
+    exact = find_fixed_point(layer, x).y[..., :own]
+    assert exact.abs().max() < 10
+    layer.solver, layer.max_steps = solver, FixedCap(60)
+    found = find_fixed_point(layer, x).y[..., :own]
+    layer(x)
+    assert layer.stats is not None
+    for error, size, converged in zip(found - exact, exact, layer.stats.converged, strict=True):
+        assert error.abs().max() < 0.01 * size.abs().max() or not converged
+    if isinstance(solver, Jacobi):
+        assert layer.stats.converged.all() and layer.stats.num_steps.min() > 10
+
+
+def test_the_cotangents_of_a_small_head_converge_by_themselves() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_heads": 1}
+    options |= {"feedback_init": 4.0, "feedback_noise": 0.0}
+    layer = Bedouin.recall(8, dtype=torch.float64, **options)
+    with torch.no_grad():
+        layer.out_proj.weight[:, layer.d_inner // 4 :] *= 1e6
+    x, weight = torch.randn(2, 24, 8, dtype=torch.float64), layer.y_proj
+    assert weight is not None
+    (exact,) = torch.autograd.grad(layer(x).square().sum(), weight.weight)
+    layer.adjoint, layer.max_steps = ImplicitAdjoint(Jacobi(rtol=1e-8)), FixedCap(60)
+    (found,) = torch.autograd.grad(layer(x).square().sum(), weight.weight)
+    assert_close("gradient", found, exact, 1e-6)
 
 
 def test_a_mixers_parameters_are_shared_by_the_heads() -> None:

@@ -95,8 +95,8 @@ class FixedPointMap:
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
     padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
     y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
-    heads of a sample converge together. The W^y of `operands` is that of the first `fed_heads`
-    heads; None: all have feedback.
+    heads of a sample converge together, each judged by itself (`parts`). The W^y of `operands` is
+    that of the first `fed_heads` heads; None: all have feedback.
     """
 
     def __init__(
@@ -123,6 +123,11 @@ class FixedPointMap:
         found = copy.copy(self)
         found.joined, found._real = num_heads, None
         return found
+
+    @property
+    def parts(self) -> int:
+        """The parts of a token that solvers judge each by itself."""
+        return self.joined
 
     @property
     def real(self) -> Tensor | None:  # (b / joined, t)

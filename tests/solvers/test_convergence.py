@@ -6,9 +6,12 @@ import torch
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
     holds_so_far,
+    in_all_parts,
+    largest_of_parts,
     largest_so_far,
     relative_residual,
     reported_residual,
+    sizes_of_parts,
     within_rounding,
     within_tolerance,
 )
@@ -98,3 +101,16 @@ def test_the_reported_residual_is_nan_only_for_values_that_are_not_finite(
 
 def test_the_residual_of_no_tokens_is_zero() -> None:
     assert relative_residual(torch.empty(3, 0), torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_each_part_of_a_token_has_a_size_of_its_own() -> None:
+    v = torch.tensor([[[1.0, -2.0, 30.0, 4.0], [5.0, 6.0, -7.0, NAN]], [[0.0] * 4] * 2])
+    actual = sizes_of_parts(v, 2)
+    expected = torch.tensor([[2.0, 6.0], [30.0, NAN], [0.0, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    torch.testing.assert_close(sizes_of_parts(v, 1), v.abs().amax(-1), equal_nan=True)
+    largest = largest_of_parts(actual, 2)
+    torch.testing.assert_close(largest, torch.tensor([[30.0, NAN], [0.0, 0.0]]), equal_nan=True)
+    assert in_all_parts(actual > 2, 2).tolist() == [[False, False], [False, False]]
+    assert in_all_parts(actual >= 0, 2).tolist() == [[True, False], [True, True]]
+    assert torch.equal(in_all_parts(actual > 2, 1), actual > 2)
