@@ -402,8 +402,8 @@ def draw(out: Path) -> None:
             continue
         figure, axes = plt.subplots(figsize=(5.4, 3.8), layout="constrained")
         for number, (name, run) in enumerate(runs.items()):
-            for i, model in enumerate(run["models"]):
-                points = model.get(kind, {})
+            for i, model in enumerate(run["models"] if kind in run["models"][0] else ()):
+                points = model[kind]
                 for solver, dashes in SOLVERS.items() if kind == "steps" else (("", "-"),):
                     values = [v[solver] if solver else v for v in points.values()]
                     shown = f"{name} {solver}".strip() if i == 0 else None
