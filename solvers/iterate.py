@@ -110,7 +110,7 @@ class IterativeSolver(TolerantSolver):
             # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
                 steps.certify()
-        return _conclude(steps.progress, y0.shape, readable)
+        return _conclude(steps.progress, y0.shape, readable, counted_parts(f))
 
     def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
@@ -189,11 +189,10 @@ class _PlainSteps:
         return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
 
 
-def _conclude(progress: Progress, shape: torch.Size, readable: bool) -> Solution:
+def _conclude(progress: Progress, shape: torch.Size, readable: bool, parts: int) -> Solution:
     unsolved = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
     found = progress.y if progress.value is None else progress.value
     value = torch.where(unsolved, torch.nan, found).reshape(shape)
-    parts = len(progress.defect) // len(progress.frozen)
     residual = largest_of_parts(reported_residual(progress.defect, progress.scale), parts)
     residual = torch.where(progress.failed, torch.nan, residual)
     converged = progress.frozen.all(1)
