@@ -2,8 +2,8 @@
 
 defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t| in the max norm. Token t has converged when
 defect_s < atol + rtol max_{r <= s} scale_r for all s <= t, so later tokens have no influence on it.
-Where a token has several parts, as the heads of a layer that converge together, this must hold of
-each: a small head would else converge as soon as a large one has, whatever its values.
+Where a token has several parts, such as the heads of a layer that converge together, this must hold
+for each of them: otherwise a small head would count as converged as soon as a large one has.
 Letters: b batch, t tokens of a sample, c the values of a token, p its parts.
 """
 
@@ -23,8 +23,8 @@ def sizes_of_parts(
     v: Tensor,  # (b, t, c)
     parts: int,
 ) -> Tensor:  # (b p, t)
-    """The max norm of each part of every token, which has as many values as the others; the parts
-    of a sample are neighbours."""
+    """The max norm of each part of every token. All parts have c / p values, and the rows of a
+    sample's parts are adjacent."""
     if parts == 1:
         return v.abs().amax(-1)
     sizes: Tensor = v.abs().unflatten(-1, (parts, -1)).amax(-1)

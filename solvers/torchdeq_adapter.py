@@ -105,18 +105,16 @@ class _GuardedMap:
         finite = holds_so_far(torch.isfinite(f_y).all(-1))
         if first:
             self.nonfinite, self.f_best = ~finite, f_y
-            self.change = self._largest_so_far(sizes_of_parts(f_y, self.parts))
+            self.change = _finite_largest_so_far(self._sizes(f_y))
         self._judge(y, f_y, finite)
         return f_y, (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
 
     def _judge(self, y: Tensor, f_y: Tensor, finite: Tensor) -> None:
         """Measure the defect of y (b, t, c); update the best iterate and the samples that are
         frozen. finite: (b, t), whether F(y) is finite up to the token."""
-        left_out = self.nonfinite.repeat_interleave(self.parts, 0)
-        defect = torch.where(left_out, 0.0, sizes_of_parts(f_y - y, self.parts))
-        scale = torch.where(left_out, 0.0, sizes_of_parts(f_y, self.parts))
-        largest = self._largest_so_far(scale)
-        self.change = torch.maximum(self.change, self._largest_so_far(defect))
+        defect, scale = self._sizes(f_y - y), self._sizes(f_y)
+        largest = _finite_largest_so_far(scale)
+        self.change = torch.maximum(self.change, _finite_largest_so_far(defect))
         # whether y is small enough that a constant defect would not be lost in rounding
         measurable = (torch.finfo(largest.dtype).eps * largest <= self.change / 2).all(1)
         judged = (finite | self.nonfinite).all(1) & in_all_parts(measurable, self.parts)
@@ -141,11 +139,10 @@ class _GuardedMap:
         self.smallest = torch.where(better, size, self.smallest)
         self.frozen = self.frozen | done
 
-    def _largest_so_far(self, size: Tensor) -> Tensor:  # (b p, t) -> (b p, t)
-        """max_{s <= t} size_s, without the tokens in `nonfinite`."""
+    def _sizes(self, v: Tensor) -> Tensor:  # (b, t, c) -> (b p, t)
+        """The max norm of each part of every token, 0 for the tokens in `nonfinite`."""
         left_out = self.nonfinite.repeat_interleave(self.parts, 0)
-        kept = torch.where(left_out, 0.0, torch.nan_to_num(size, nan=torch.inf))
-        return largest_so_far(kept)
+        return torch.where(left_out, 0.0, sizes_of_parts(v, self.parts))
 
     def __call__(self, z: Tensor) -> Tensor:  # (b, t c) -> (b, t c)
         z_tokens = z.reshape(self.best.shape)
@@ -156,6 +153,11 @@ class _GuardedMap:
             f_y, stays = self.evaluate((z_tokens * self.unit).to(self.best.dtype))
         # z itself, because torchdeq takes only a residual of exactly zero for solved
         return torch.where(stays, z_tokens, (f_y / self.unit).to(z.dtype)).reshape(z.shape)
+
+
+def _finite_largest_so_far(size: Tensor) -> Tensor:  # (b p, t) -> (b p, t)
+    """max_{s <= t} size_s, where NaN counts as infinite, and infinite as the largest number."""
+    return largest_so_far(torch.nan_to_num(size, nan=torch.inf))
 
 
 class _TorchDEQSolver(TolerantSolver):

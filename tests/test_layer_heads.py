@@ -271,16 +271,21 @@ def test_what_is_read_of_heads_without_feedback_begins_as_zero() -> None:
     assert 0.9 * 0.25 < own.abs().max() <= 0.25 and not others.any()
 
 
+def one_head_with_feedback(**options: Any) -> tuple[Bedouin, int]:
+    """A layer of four heads, of which the first has feedback, and the channels of a head."""
+    sizes: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_heads": 1}
+    sizes |= {"feedback_init": 4.0, "feedback_noise": 0.0, "dtype": torch.float64}
+    layer = Bedouin.recall(8, **sizes, **options)
+    return layer, layer.d_inner // 4
+
+
 @pytest.mark.parametrize(
     "solver", [Picard(), Picard(stop_rule="paper"), Jacobi(), Anderson(), Broyden()]
 )
 def test_a_small_head_converges_by_itself(solver: Solver) -> None:
     """Heads that are a million times as large have converged after the first steps."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_heads": 1}
-    options |= {"feedback_init": 4.0, "feedback_noise": 0.0, "on_unconverged": "ignore"}
-    layer = Bedouin.recall(8, dtype=torch.float64, **options)
-    own = layer.d_inner // 4
+    layer, own = one_head_with_feedback(on_unconverged="ignore")
     with torch.no_grad():
         layer.in_proj.weight[own : layer.d_inner] *= 1e6
     x = torch.randn(3, 24, 8, dtype=torch.float64)
@@ -298,11 +303,9 @@ def test_a_small_head_converges_by_itself(solver: Solver) -> None:
 
 def test_the_cotangents_of_a_small_head_converge_by_themselves() -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_heads": 1}
-    options |= {"feedback_init": 4.0, "feedback_noise": 0.0}
-    layer = Bedouin.recall(8, dtype=torch.float64, **options)
+    layer, own = one_head_with_feedback()
     with torch.no_grad():
-        layer.out_proj.weight[:, layer.d_inner // 4 :] *= 1e6
+        layer.out_proj.weight[:, own:] *= 1e6
     x, weight = torch.randn(2, 24, 8, dtype=torch.float64), layer.y_proj
     assert weight is not None
     (exact,) = torch.autograd.grad(layer(x).square().sum(), weight.weight)

@@ -295,10 +295,11 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         return " ".join(f"{value:.2f}" for value in summary[task][model][measure])
 
     pairs = [seeds("mqar", model, "accuracy_512") for model in ("attention_l2", "rdn_l1")]
-    assert f"recalls like attention (MQAR: {pairs[0]}; " in text and f" {pairs[1]})." in text
+    claim = "No other layer has 0.93 on A5 and S5 at 512 and 0.96 on MQAR"
+    assert f"{claim} (attention {pairs[0]}; " in text and f" {pairs[1]})." in text
     for model, of_s5 in summary["s5"].items():
-        recalls = min(summary["mqar"][model]["accuracy_512"]) > 0.95
-        tracks = min(*of_s5["token_512"], *summary["a5"][model]["token_512"]) > 0.93
+        recalls = min(summary["mqar"][model]["accuracy_512"]) >= 0.96
+        tracks = min(*of_s5["token_512"], *summary["a5"][model]["token_512"]) >= 0.93
         assert (tracks and recalls) == (model == "recall")
     without = seeds("mqar", "recall_no_feedback", "accuracy_512")
     assert f"Without feedback it recalls as well (MQAR {without}) and" in text
@@ -318,8 +319,10 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         copies = [value for m in names for value in summary["copy"][m]["characters_200"]]
         assert form.format(min(copies), max(copies)) in text
         assert (fmean(ours) > fmean(copies) + 0.1) == (names is less)
-        learned = [summary["bound_s3"][m]["token_16_32"] for m in names]
-        assert max(map(max, learned)) < 0.5
+        for group in ("s3", "a5"):
+            found = summary[f"bound_{group}"]
+            learned = [found[m]["token_16_32"] for m in names if m in found]
+            assert max(map(max, learned)) < 0.5
     for model in far:
         assert set(summary["a5"][model]["sequence_128"]) == {0.0}
 

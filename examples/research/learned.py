@@ -229,15 +229,17 @@ def steps(trained: Trained, options: Options) -> dict[str, dict[str, float]]:
 
 
 def milliseconds(layer: Bedouin, x: Tensor) -> float:  # x: (b, t, m)
-    """The median of three calls, after one; that of the first where it takes SLOW or longer."""
-    times: list[float] = []
-    while len(times) < 4 and not (len(times) == 1 and times[0] >= SLOW):
+    """The median of three calls, after one; the time of that one if it is SLOW or more."""
+
+    def once() -> float:
         started = time.perf_counter()
         layer(x)
         if x.is_cuda:
             torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - started))
-    return median(times[1:] or times)
+        return 1e3 * (time.perf_counter() - started)
+
+    first = once()
+    return first if first >= SLOW else median(once() for _ in range(3))
 
 
 @contextmanager

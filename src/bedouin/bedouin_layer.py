@@ -254,10 +254,11 @@ class Bedouin(FixedPointLayer):
         head in eight, at least one, has feedback, of Delta and x, and reads the outputs of all
         (feedback_scope="layer"). The others are memories that the input alone writes, erases and
         reads: they begin without D, with ten times the usual Delta, and with decay rates whose
-        factor falls from 0.01 in the first to 0.0001 in the last. Training adds noise of 0.1 to
-        what has feedback (feedback_noise), with which states are tracked further. x, raw values and
-        gate are projected from the input with a convolution of width 4, erase is at most 1, the
-        input scale is Delta, and Q = I. The trials behind it: examples/results/feedback-heads.
+        factor falls from 0.01 in the first to 0.0001 in the last. In training mode, noise of
+        standard deviation 0.1 is added to Delta and x of the heads with feedback (feedback_noise),
+        so that they track states over more tokens. x, raw values and gate are projected from the
+        input with a convolution of width 4, erase is at most 1, the input scale is Delta, and
+        Q = I. The trials behind it: examples/results/feedback-heads.
 
         The other arguments are those of Bedouin; one that is given replaces the value named here.
         With `expand` or `num_heads` the heads have 64 channels where these divide d, else one head
