@@ -306,6 +306,12 @@ def test_the_first_table_is_that_of_the_summary() -> None:
     of_delta = seeds("a5", "recall_no_x", "sequence_128")
     assert f"with that of Δ alone A5 is lost ({of_delta} at 128), S5 not learned" in text
     assert max(summary["s5"]["recall_no_x"]["token_128"]) < 0.1
+    assert "Without erase A5, S5 and bound S3 lose a seed each; two reflections cost MQAR." in text
+    lost = ("a5", "sequence_128"), ("s5", "token_128"), ("bound_s3", "token_16_32")
+    for task, measure in lost:
+        lower, *others = sorted(summary[task]["recall_no_erase"][measure])
+        assert lower < 0.8 and min(others) > 0.99
+    assert max(summary["mqar"]["recall_k2"]["accuracy_256"]) < 0.01
     bound = seeds("bound_a5", "recall_layer", "token_16_32")
     assert f"all heads read all (`recall_layer`: {bound})" in text
     for group in ("s3", "a5"):
@@ -378,20 +384,32 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     expected = f"copying at 200: {copies}; 64 pairs: {recalled}; A5, sequences: 0.00; {of_delta}"
     assert cell("Without feedback it recalls and tracks nothing") == expected
     assert seeds("a5", "recall_no_feedback", "sequence_128") == "0.00 0.00 0.00"
+    measures = ("mqar", "accuracy_512"), ("a5", "sequence_128"), ("s5", "token_128")
+    measures += (("bound_s3", "token_16_32"),)
+    shown = [seeds(task, "recall_no_erase", measure) for task, measure in measures]
+    expected = "64 pairs: {}; A5, sequences: {}; S5, labels: {}; bound S3, products: {}"
+    assert cell("Without erase recall is equal") == expected.format(*shown)
+    measures = ("a5", "sequence_128"), ("copy", "characters_200")
+    shown = [seeds(task, "recall_k2", measure) for task, measure in measures]
+    expected = "A5, sequences: {}; at 200: {}; MQAR 0.00; bound S3 1.00".format(*shown)
+    assert cell("Two reflections cost A5, copying, MQAR") == expected
+    assert seeds("mqar", "recall_k2", "accuracy_256") == "0.00 0.00 0.00"
+    assert seeds("bound_s3", "recall_k2", "token_16_32") == "1.00 1.00 1.00"
     wide = cell("At d_model 512")
     longer = [
         values(f"table-wide/bound_a5-{model}", "16_128", "token")
         for model in ("recall_layer", "hybrid_l2")
     ]
-    assert "at 128 operations {}, hybrid {};".format(*longer) in wide
-    tracked = [
-        values(f"table-wide/a5-{m}", "128", "sequence") for m in ("recall_by_head", "lstm_l1")
+    copied = [
+        values(f"table-wide/copy-{m}", "200", "token") for m in ("recall", "gated_deltanet_l1")
     ]
-    assert "A5, sequences: {}; LSTM {}".format(*tracked) in wide
-    names = (
-        "table-controls/bound_z60-recall_by_head",
-        "table-controls/bound_a5_one_name-recall_no_memory",
+    tracked = [values(f"table-wide/a5-{m}", "512", "token") for m in ("recall", "lstm_l1")]
+    expected = (
+        "at 200: {}, Gated DeltaNet {}; A5, labels at 512: {}, LSTM {}; "
+        "products at 128 operations: {}, hybrid {}"
     )
+    assert wide == expected.format(*copied, *tracked, *longer)
+    names = ("table-controls/bound_z60-recall", "table-controls/bound_a5_one_name-recall")
     shown = [values(names[0], "16_32", "token")]
     shown += [values(names[1], f"1_{length}", "token") for length in (32, 128)]
     shown += [values("table-controls/bound_a5_one_name-hybrid_l2", "1_128", "token")]
@@ -409,13 +427,13 @@ def test_arithmetic_of_the_readme_and_of_the_index_is_that_of_the_runs() -> None
         return " ".join(f"{value:.2f}" for value in at_length("arithmetic", model))
 
     recall, lstm, hybrid = map(shown, ("recall", "lstm_l1", "hybrid_l2"))
-    assert {hybrid, shown("recall_layer"), shown("recall_k2")} == {"1.00 1.00 1.00"}
+    assert {hybrid, shown("recall_layer")} == {"1.00 1.00 1.00"}
     text = README.replace("\n", " ")
     assert f"to 256: {recall}, LSTM {lstm}." in text
     assert min(at_length("parity", "recall")) == 1
     runs = runs_of("table-languages")
     brackets = [max(at_length(*name.split("-"))) for name in runs if name.startswith("brackets")]
-    same = '`feedback_scope="layer"`, two reflections, hybrid'
+    same = '`feedback_scope="layer"`, hybrid'
     expected = f"1.00; {recall}; {same} 1.00, LSTM {lstm}; at most {max(brackets):.2f}"
     assert line(TEXTS["index"], "Parity holds from 40 to 256")[1:] == [expected]
 
@@ -443,9 +461,7 @@ def test_further_runs_of_the_table_are_those_of_the_pages(name: str) -> None:
     accuracy = row["accuracy"]
     values = [" ".join(f"{v:.2f}" for v in accuracy[length][metric]) for length, metric in shown]
     sizes = [str(row["parameters"]), str(row["state_size"]), f"{row['point']['lr']:g}"]
-    where = [] if folder == "table-wide" else [device(content)]
-    assert where or device(content) == "H100"
-    assert line(TEXTS[folder], f"{run} |")[1:] == [*where, *sizes, *values]
+    assert line(TEXTS[folder], f"{run} |")[1:] == [device(content), *sizes, *values]
 
 
 def test_the_table_of_rivals_is_that_of_the_summary() -> None:

@@ -75,14 +75,13 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
-    # the next two differ from recall in one thing, beside their width; without feedback there is no
-    # W^y: one head more
+    # the following forms differ from recall in one thing, beside their width; without feedback
+    # there is no W^y: one head more; with reflections one head less
     "recall_no_feedback": (recall(feedback=(), expand=2),),
     "recall_no_x": (recall(feedback=("delta",)),),
-    # and the two after them from recall_no_memory
-    "recall_no_erase": by_head(erase=0.0),
+    "recall_no_erase": (recall(erase=0.0),),
     # reflections need the bounded scale (examples/results/recall-trials)
-    "recall_k2": by_head(num_householder=2, input_scale="bounded_delta", expand=1.5),
+    "recall_k2": (recall(num_householder=2, input_scale="bounded_delta", expand=1.5),),
     "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),
