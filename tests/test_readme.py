@@ -384,13 +384,13 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     expected = f"copying at 200: {copies}; 64 pairs: {recalled}; A5, sequences: 0.00; {of_delta}"
     assert cell("Without feedback it recalls and tracks nothing") == expected
     assert seeds("a5", "recall_no_feedback", "sequence_128") == "0.00 0.00 0.00"
-    measures = ("mqar", "accuracy_512"), ("a5", "sequence_128"), ("s5", "token_128")
-    measures += (("bound_s3", "token_16_32"),)
-    shown = [seeds(task, "recall_no_erase", measure) for task, measure in measures]
+    of_parts = [("mqar", "accuracy_512"), ("a5", "sequence_128"), ("s5", "token_128")]
+    of_parts += [("bound_s3", "token_16_32")]
+    shown = [seeds(task, "recall_no_erase", measure) for task, measure in of_parts]
     expected = "64 pairs: {}; A5, sequences: {}; S5, labels: {}; bound S3, products: {}"
     assert cell("Without erase recall is equal") == expected.format(*shown)
-    measures = ("a5", "sequence_128"), ("copy", "characters_200")
-    shown = [seeds(task, "recall_k2", measure) for task, measure in measures]
+    of_parts = [("a5", "sequence_128"), ("copy", "characters_200")]
+    shown = [seeds(task, "recall_k2", measure) for task, measure in of_parts]
     expected = "A5, sequences: {}; at 200: {}; MQAR 0.00; bound S3 1.00".format(*shown)
     assert cell("Two reflections cost A5, copying, MQAR") == expected
     assert seeds("mqar", "recall_k2", "accuracy_256") == "0.00 0.00 0.00"
