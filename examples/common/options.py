@@ -87,9 +87,9 @@ class RunConfig(SolverOptions, TrackerOptions):
     """Largest norm of the gradient; inf: gradients are not clipped."""
 
     mixer_layer: Literal["bedouin", "recall", "paper"] | Baseline = "bedouin"
-    """bedouin; recall: `Bedouin.recall`, which fixes every option of the layer; paper:
-    `Bedouin.from_paper`, which fixes every one but the sizes; or a baseline, which takes few
-    options of Bedouin and refuses the others."""
+    """bedouin; recall: `Bedouin.recall`, which fixes every option of the layer but those of its
+    solve; paper: `Bedouin.from_paper`, which fixes every one but the sizes; or a baseline, which
+    takes few options of Bedouin and refuses the others."""
     d_model: Count = 128
     """Width of the model; see --match-parameters."""
     match_parameters: Count | None = None
@@ -183,16 +183,16 @@ class TrainConfig(CurriculumOptions, RunConfig):
         RunConfig.__post_init__(self)
 
 
-_FIXED_BY_PAPER = (
+_FIXED_BY_RECALL = (
     *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
     *("rate_scale", "d_conv", "feedback_lr_scale", "feedback_lr_steps"),
-    *SolverOptions.__dataclass_fields__,
 )
-_OF_BEDOUIN = (*_FIXED_BY_PAPER, "d_state", "expand", "num_householder")
+_OF_BEDOUIN = (*_FIXED_BY_RECALL, *SolverOptions.__dataclass_fields__)
+_SIZES = ("d_state", "expand", "num_householder")
 _NOT_TAKEN: dict[str, Collection[str]] = {
-    **{name: set(_OF_BEDOUIN) - set(taken) for name, taken in TAKES.items()},
-    "paper": _FIXED_BY_PAPER,
-    "recall": _OF_BEDOUIN,
+    **{name: {*_OF_BEDOUIN, *_SIZES} - set(taken) for name, taken in TAKES.items()},
+    "paper": _OF_BEDOUIN,
+    "recall": (*_FIXED_BY_RECALL, *_SIZES),
 }
 """The options of Bedouin that another layer does not take."""
 
@@ -237,7 +237,7 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
         options = {option: getattr(config, option) for option in TAKES[name]}
         return BASELINES[name](config.d_model, **_given(options))
     if name == "recall":
-        return Bedouin.recall(config.d_model, layer_idx=layer_idx)
+        return Bedouin.recall(config.d_model, **fixed_point_options(config), layer_idx=layer_idx)
     if name == "paper":
         return Bedouin.from_paper(
             config.d_model,

@@ -50,7 +50,13 @@ from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
 from research.experiments.controls import CONTROLS_CPU
-from research.experiments.earlier import A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TUNING_RUNS
+from research.experiments.earlier import (
+    A5_CPU,
+    A5_ONE_HEAD,
+    COPYING_CPU,
+    COPYING_ONE_HEAD,
+    TUNING_RUNS,
+)
 from research.experiments.heads import heads
 from research.experiments.language_model import (
     language_model,
@@ -104,7 +110,7 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(A5_CPU, A5_ONE_HEAD, COPYING_ONE_HEAD, TUNING_RUNS, CONTROLS_CPU),
+        *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD, TUNING_RUNS, CONTROLS_CPU),
         *(heads(), language_model(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
     )

@@ -22,7 +22,7 @@ from bedouin.baselines import (
     DeltaProduct,
     RecurrentDeltaNet,
 )
-from bedouin.bedouin_layer import RECALL_RATES
+from bedouin.bedouin_layer import RECALL_HEAD, RECALL_RATES
 
 Layer = Callable[[int], nn.Module]
 """A layer for a d_model, a multiple of 256."""
@@ -71,17 +71,23 @@ def half_memory(m: int) -> nn.Module:
     return by_head(initialization=memory)[0](m)
 
 
+def reflecting(m: int) -> nn.Module:
+    """`recall` with two reflections, four heads for five. They need the bounded scale
+    (examples/results/recall-trials)."""
+    expand = round(4 / 5 * 7 * m / WIDTH) * RECALL_HEAD / m
+    return recall(num_householder=2, input_scale="bounded_delta", expand=expand)(m)
+
+
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
     # the following forms differ from recall in one thing, beside their width; without feedback
-    # there is no W^y: one head more; with reflections one head less
+    # there is no W^y: one head more
     "recall_no_feedback": (recall(feedback=(), expand=2),),
     "recall_no_x": (recall(feedback=("delta",)),),
     "recall_no_erase": (recall(erase=0.0),),
-    # reflections need the bounded scale (examples/results/recall-trials)
-    "recall_k2": (recall(num_householder=2, input_scale="bounded_delta", expand=1.5),),
+    "recall_k2": (reflecting,),
     "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),

@@ -13,12 +13,14 @@ import torch
 import train_a5
 import train_copy
 import train_lm
+from bedouin import Bedouin
 from bedouin.baselines import DeltaNet
 from bedouin.solvers import (
     Anderson,
     Broyden,
     Direct,
     Jacobi,
+    OneStepAdjoint,
     PhantomAdjoint,
     Picard,
 )
@@ -196,10 +198,24 @@ def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
 
 
 def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> None:
-    config = parse_a5("--preset", "gpu", "--mixer-layer", "deltanet", "--num-heads", "2")
-    assert config.num_householder == TrainConfig.num_householder != train_a5.GPU.num_householder
+    config = parse_a5("--preset", "cpu", "--mixer-layer", "deltanet", "--num-heads", "2")
+    assert config.input_scale == TrainConfig.input_scale != train_a5.CPU.input_scale
     model = build_model(config, 7, 5)
     assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
+
+
+def test_the_layer_that_recalls_takes_options_of_the_solve_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--preset", "cpu", "--solver", "picard", "--rtol", "0.01", "--adjoint", "one_step"
+    (layer,) = build_model(parse_config(train_copy.PRESETS, flags), 7, 5).mixers
+    assert isinstance(layer, Bedouin) and layer.fed_heads == 1 < layer.num_heads
+    assert layer.solver == Picard(rtol=0.01, atol=1e-30)
+    assert isinstance(layer.adjoint, OneStepAdjoint)
+    with pytest.raises(SystemExit):
+        parse_config(train_copy.PRESETS, ("--preset", "cpu", "--d-state", "3"))
+    message = unboxed(capsys.readouterr().err)
+    assert "--mixer-layer recall takes no --d-state: leave it out or use --mixer-layer" in message
 
 
 def test_a_convolution_is_that_of_the_layer() -> None:

@@ -52,12 +52,25 @@ COPYING_ONE_HEAD = Experiment(
     "copying-one-head",
     "Does a layer with one head copy strings of twice the training length?",
     (
-        Run("copy_cpu_seed0", _CPU, "train_copy"),
+        Run(
+            "copy_cpu_seed0",
+            f"{_CPU} --mixer-layer bedouin --d-model 128 --lr 0.001 --schedule cosine",
+            "train_copy",
+        ),
         Run(
             "copy_parameterizations",
             f"--stacked {_OLD} --task copy --eval-lengths 4 8 16 --input-scale bounded_delta delta "
             "--num-householder 1 2 --batch-size 64 --steps 3000 --seeds 3",
         ),
+    ),
+)
+
+COPYING_CPU = Experiment(
+    "copying-cpu",
+    "How far does the model of make copy copy, trained on two CPU cores?",
+    tuple(
+        Run(f"copy_cpu_recall_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
+        for seed in range(3)
     ),
 )
 
