@@ -752,6 +752,16 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
     for seed in range(5):
         shown = [f"{a['token'][seed]:.3f} / {a['sequence'][seed]:.3f}" for a in accuracies]
         assert line(TEXTS["a5-one-head"], f"{seed} | 1.000 / 1.000")[1:] == shown
+    copies = [raw(f"copying-cpu/copy_cpu_recall_seed{seed}") for seed in range(3)]
+    for seed, content in enumerate(copies):
+        token, string = content["character_accuracy"], content["string_accuracy"]
+        shown = [f"{token[n]:.3f} / {string[n]:.3f}" for n in ("4", "8", "12", "16")]
+        seconds = f"{content['seconds']:.0f}"
+        assert line(TEXTS["copying-cpu"], f"{seed} |")[1:] == [*shown, seconds]
+    values = [content["character_accuracy"]["16"] for content in copies]
+    shown = ["characters: " + " ".join(f"{value:.2f}" for value in values)]
+    assert line(TEXTS["index"], "`make copy`, `recall`")[1:2] == shown
+    assert f"{fmean(values):.2f} of the characters right at 16" in TEXTS["examples"]
     for row in raw("copying-one-head/copy_parameterizations")["rows"]:
         accuracy, point = row["accuracy"], row["point"]
         shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
