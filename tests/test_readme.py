@@ -274,6 +274,9 @@ def test_tuning_runs_are_those_of_the_page(run: str) -> None:
     assert line(table, f"{name} ")[1:] == [*both, f"{row['seconds']:.0f}"]
 
 
+RIVALS = [model for model in VARIANTS if not model.startswith("recall")]
+
+
 def test_the_first_table_is_that_of_the_summary() -> None:
     summary = summarize(RESULTS)
     rows = {
@@ -312,6 +315,11 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         lower, *others = sorted(summary[task]["recall_no_erase"][measure])
         assert lower < 0.8 and min(others) > 0.99
     assert max(summary["mqar"]["recall_k2"]["accuracy_256"]) < 0.01
+    counts = {model: [of[model]["tuning_runs"] for of in summary.values()] for model in RIVALS}
+    ours = [of["recall"]["tuning_runs"] for of in summary.values()]
+    rivals = [count for found in counts.values() for count in found]
+    tuned = f"`recall` {min(ours)}–{max(ours)}, rivals {min(rivals)}–{max(rivals)}."
+    assert f"Tuning runs a task: {tuned}" in text
     bound = seeds("bound_a5", "recall_layer", "token_16_32")
     assert f"all heads read all (`recall_layer`: {bound})" in text
     for group in ("s3", "a5"):
