@@ -72,8 +72,8 @@ def half_memory(m: int) -> nn.Module:
 
 
 def reflecting(m: int) -> nn.Module:
-    """`recall` with two reflections, four heads for five. They need the bounded scale
-    (examples/results/recall-trials)."""
+    """`recall` with two reflections, which need the input scale bounded_delta
+    (examples/results/recall-trials), and four fifths of the heads."""
     expand = round(4 / 5 * 7 * m / WIDTH) * RECALL_HEAD / m
     return recall(num_householder=2, input_scale="bounded_delta", expand=expand)(m)
 
@@ -82,8 +82,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
-    # the following forms differ from recall in one thing, beside their width; without feedback
-    # there is no W^y: one head more
+    # variants of recall; without feedback there is no W^y, so that one head more fits
     "recall_no_feedback": (recall(feedback=(), expand=2),),
     "recall_no_x": (recall(feedback=("delta",)),),
     "recall_no_erase": (recall(erase=0.0),),
