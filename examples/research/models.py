@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from bedouin import Bedouin, Initialization
@@ -47,14 +48,25 @@ def delta_product(number: int, *, gated: bool) -> Layer:
     return heads(DeltaProduct, number, **size, **options)
 
 
-def gated_delta_net(number: int) -> Layer:
+def gated_delta_net(number: int, head_dim: int = 64) -> Layer:
     """Eigenvalues in [-1, 1]."""
-    return heads(DeltaNet, number, head_dim=64, gated=True, eigenvalues="full")
+    return heads(DeltaNet, number, head_dim=head_dim, gated=True, eigenvalues="full")
 
 
 def lstm(units: int) -> Layer:
     """An LSTM with so many units at d_model 256."""
     return partial(LSTM, expand=units / WIDTH, d_conv=CONVOLUTION)
+
+
+def remembering_lstm(m: int) -> nn.Module:
+    """The same whose forget gates have a bias of 1 at first
+    (Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015)."""
+    layer = LSTM(m, expand=312 / WIDTH, d_conv=CONVOLUTION)
+    with torch.no_grad():
+        for name, forget in (("bias_ih_l0", 1.0), ("bias_hh_l0", 0.0)):
+            bias = layer.lstm.get_parameter(name)
+            bias[layer.d_inner : 2 * layer.d_inner] = forget
+    return layer
 
 
 def by_head(**options: Any) -> tuple[Layer, ...]:
@@ -93,11 +105,16 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "deltaproduct_l2": (delta_product(2, gated=False),) * 2,
     "deltaproduct_l2_gated": (delta_product(2, gated=True),) * 2,
     "gated_deltanet_l1": (gated_delta_net(6),),
+    "gated_deltanet_l1_large": (gated_delta_net(3, head_dim=128),),
     "lstm_l1": (lstm(312),),
+    "lstm_l1_forget": (remembering_lstm,),
     "attention_l2": (heads(Attention, 8, head_dim=48),) * 2,
+    "attention_l2_nope": (heads(Attention, 8, head_dim=48, rope_base=None),) * 2,
     "rdn_l1": (heads(RecurrentDeltaNet, 14, head_dim=64, expand_v=0.5),),
     "rdn_l1_slow": (heads(RecurrentDeltaNet, 14, head_dim=64, expand_v=0.5, feedback_init=0.1),),
     "m2rnn_l1": (heads(M2RNN, 17, head_dim=64, expand_v=0.25),),
+    "m2rnn_l1_square": (heads(M2RNN, 19, head_dim=32, expand_v=1),),
     "hybrid_l2": (gated_delta_net(3), lstm(192)),
+    "hybrid_l2_lstm_first": (lstm(192), gated_delta_net(3)),
 }
 """The layers of every model, from the input on."""

@@ -3,7 +3,8 @@
 Every model has the parameters of `Bedouin.recall(256)` (`models.py`), one optimizer, schedule,
 warm-up and weight decay, and a learning rate that "table-tuning" chose for it on seed 100, on A5,
 copying and bound permutations of S3; S5, associative recall and bound permutations of A5 take the
-same rates. What a model has to choose besides, as gating, is chosen there, too.
+same rates, but a model that does not learn associative recall so has tuning runs of that. What a
+model has to choose besides, as gating, is chosen there, too.
 """
 
 import math
@@ -71,7 +72,11 @@ RATES_OF = {
     **dict.fromkeys(CONTROLS, "bound_s3"),
     **dict.fromkeys(LANGUAGES, "a5"),
 }
-"""The task whose tuning runs choose the rate."""
+"""The task whose tuning runs choose the rate and the form."""
+TUNED_ON_MQAR = (
+    *("recall_k2", "deltaproduct_l1", "gated_deltanet_l1", "lstm_l1", "m2rnn_l1", "hybrid_l2"),
+)
+"""Models that did not learn MQAR with the rate and the form of copying: MQAR chooses its own."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",),
@@ -84,14 +89,19 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "recall_layer": ("recall_layer",),
     "deltaproduct_l1": ("deltaproduct_l1", "deltaproduct_l1_gated"),
     "deltaproduct_l2": ("deltaproduct_l2", "deltaproduct_l2_gated"),
-    "gated_deltanet_l1": ("gated_deltanet_l1",),
-    "lstm_l1": ("lstm_l1",),
-    "attention_l2": ("attention_l2",),
+    "gated_deltanet_l1": ("gated_deltanet_l1", "gated_deltanet_l1_large"),
+    "lstm_l1": ("lstm_l1", "lstm_l1_forget"),
+    "attention_l2": ("attention_l2", "attention_l2_nope"),
     "rdn_l1": ("rdn_l1", "rdn_l1_slow"),
-    "m2rnn_l1": ("m2rnn_l1",),
-    "hybrid_l2": ("hybrid_l2",),
+    "m2rnn_l1": ("m2rnn_l1", "m2rnn_l1_square"),
+    "hybrid_l2": ("hybrid_l2", "hybrid_l2_lstm_first"),
 }
 """The models of the table, and the forms of each that tuning compares."""
+
+
+def tuned_on(task: str, model: str) -> str:
+    """The task whose tuning runs choose the rate and the form of a model."""
+    return task if task == "mqar" and model in TUNED_ON_MQAR else RATES_OF[task]
 
 
 def score(row: dict[str, Any]) -> float:
@@ -115,7 +125,7 @@ def tuning_rows(runs: Runs, task: str, model: str) -> dict[tuple[str, float], di
     return {
         (form, row["point"]["lr"]): row
         for form in VARIANTS[model]
-        for row in rows_of(runs, f"{RATES_OF[task]}-{form}")
+        for row in rows_of(runs, f"{tuned_on(task, model)}-{form}")
     }
 
 
@@ -137,15 +147,17 @@ def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
 def _layer(form: str) -> str:
     """The flags of a layer."""
     # kernels of this library, or of cuDNN, leave little that could be fused
-    is_fused = form == "lstm_l1" or form.startswith("recall")
+    is_fused = form.startswith("lstm_l1") or form.startswith("recall")
     return f"--model {form}" if is_fused else f"--model {form} --compile"
 
 
 def _tuning(runs: Runs) -> Experiment:
     """Three rates for every form, and a further one where the best is at an edge."""
     found = []
-    for task in sorted(set(RATES_OF.values())):
+    for task in (*sorted(set(RATES_OF.values())), "mqar"):
         for model, forms in VARIANTS.items():
+            if tuned_on(task, model) != task:
+                continue
             best = chosen(runs, task, model)
             for form in forms:
                 options = joined(TASKS[task], RECIPE, NARROW, _layer(form), TUNING)
