@@ -7,6 +7,7 @@ those of Bedouin. At another d_model the number of heads grows in proportion.
 Letters: m d_model.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,6 +52,15 @@ def delta_product(number: int, *, gated: bool) -> Layer:
 def gated_delta_net(number: int, head_dim: int = 64) -> Layer:
     """Eigenvalues in [-1, 1]."""
     return heads(DeltaNet, number, head_dim=head_dim, gated=True, eigenvalues="full")
+
+
+def slow_gated_delta_net(m: int) -> nn.Module:
+    """Three heads of 128 whose decay rates are at first a hundredth of the usual ones, as the
+    memories of `recall` begin with small ones."""
+    layer = gated_delta_net(3, head_dim=128)(m)
+    with torch.no_grad():
+        layer.get_parameter("A_log").sub_(math.log(100))
+    return layer
 
 
 def lstm(units: int) -> Layer:
@@ -106,6 +116,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "deltaproduct_l2_gated": (delta_product(2, gated=True),) * 2,
     "gated_deltanet_l1": (gated_delta_net(6),),
     "gated_deltanet_l1_large": (gated_delta_net(3, head_dim=128),),
+    "gated_deltanet_l1_slow": (slow_gated_delta_net,),
     "lstm_l1": (lstm(312),),
     "lstm_l1_forget": (remembering_lstm,),
     "attention_l2": (heads(Attention, 8, head_dim=48),) * 2,

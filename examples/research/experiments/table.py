@@ -89,7 +89,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "recall_layer": ("recall_layer",),
     "deltaproduct_l1": ("deltaproduct_l1", "deltaproduct_l1_gated"),
     "deltaproduct_l2": ("deltaproduct_l2", "deltaproduct_l2_gated"),
-    "gated_deltanet_l1": ("gated_deltanet_l1", "gated_deltanet_l1_large"),
+    "gated_deltanet_l1": (
+        *("gated_deltanet_l1", "gated_deltanet_l1_large", "gated_deltanet_l1_slow"),
+    ),
     "lstm_l1": ("lstm_l1", "lstm_l1_forget"),
     "attention_l2": ("attention_l2", "attention_l2_nope"),
     "rdn_l1": ("rdn_l1", "rdn_l1_slow"),
