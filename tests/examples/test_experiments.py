@@ -13,6 +13,7 @@ import pytest
 import torch
 import tyro
 
+from bedouin.baselines import Attention
 from common.options import parse_config
 from common.runs import add_runs, read_runs
 from research import ensemble, experiment
@@ -302,6 +303,23 @@ def test_models_of_the_table_have_equal_parameters() -> None:
         for name, size in sizes.items():
             # a head is 3 to 8 % of the layer
             assert abs(size / sizes["recall"] - 1) < 0.11, (d_model, name, size)
+
+
+def test_forms_of_rivals_begin_as_their_names_say() -> None:
+    (make,) = MODELS["lstm_l1_forget"]
+    biases = [make(256).get_parameter(f"lstm.bias_{name}_l0").chunk(4) for name in ("ih", "hh")]
+    (i, f, *others), (_, recurrent, *_) = biases
+    assert torch.equal(f + recurrent, torch.ones_like(f))
+    assert max(bias.abs().max() for bias in (i, *others)) <= len(f) ** -0.5
+    (usual,), (slow,) = MODELS["gated_deltanet_l1_large"], MODELS["gated_deltanet_l1_slow"]
+    rates = []
+    for make in (usual, slow):
+        torch.manual_seed(0)
+        rates.append(make(256).get_parameter("A_log").exp())
+    torch.testing.assert_close(rates[1], rates[0] / 100)
+    for make in MODELS["attention_l2_nope"]:
+        layer = make(256)
+        assert isinstance(layer, Attention) and layer.rope_base is None
 
 
 SHORT = (
