@@ -101,6 +101,13 @@ BEDOUIN_OPTIONS: list[Bad] = [
      "feedback_heads must be at most num_heads = 2 with feedback=('delta', 'B', 'C', 'mixer')"),
     ({"feedback_heads": 1, "feedback": ()}, ValueError,
      "feedback_heads must be None with feedback=(), got 1"),
+    ({"num_groups": 2, "num_heads": 4, "feedback_heads": 3, "projection": "input"}, ValueError,
+     "num_groups must be at most 1, the number of heads without feedback, of 4 heads in all, got"),
+    ({"num_groups": 1, "projection": "input"}, ValueError,
+     "num_groups must be None, of 1 heads in all, got 1: only those share B and C; give"),
+    ({"num_groups": 1, "feedback": ()}, ValueError,
+     'num_groups needs projection="input", got num_groups=1 and projection=\'inner\': B and C of'),
+    ({"num_groups": True}, TypeError, "num_groups must be an int >= 1 or None, got True"),
     ({"feedback_heads": 1.0}, TypeError, "feedback_heads must be an int >= 1 or None, got 1.0"),
     ({"bounded_x": True}, ValueError, 'bounded_x needs feedback of "x", got bounded_x=True and '
      "feedback=('delta', 'B', 'C', 'mixer'): add"),

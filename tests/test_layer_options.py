@@ -56,6 +56,24 @@ CASES: list[dict[str, Any]] = [
         "projection": "input",
         "d_conv": 3,
         "erase": 1.0,
+        "feedback": ("delta", "x"),
+        "num_householder": 0,
+        "num_heads": 4,
+        "feedback_scope": "layer",
+        "feedback_heads": 1,
+        "num_groups": 2,
+    },
+    {
+        "projection": "input",
+        "num_heads": 2,
+        "feedback": (),
+        "num_householder": 1,
+        "num_groups": 1,
+    },
+    {
+        "projection": "input",
+        "d_conv": 3,
+        "erase": 1.0,
         "feedback": ("delta", "mixer", "erase", "x"),
         "num_heads": 2,
         "feedback_scope": "layer",
@@ -252,6 +270,37 @@ def test_kernels_take_projections_and_convolutions(options: dict[str, Any]) -> N
     layer.backend = "triton"
     for name, grad in layer_gradients(layer, x, state=state).items():
         assert_close(name, grad, expected[name], 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 4])
+def test_heads_of_a_group_share_their_keys(num_groups: int) -> None:
+    """The layer is that of a key for each head in which those of a group are equal."""
+    shared: dict[str, Any] = {"num_heads": 5, "expand": 5, "d_state": 3, "feedback_noise": 0.0}
+    layer = Bedouin.recall(M, num_groups=num_groups, **shared).double()
+    whole = Bedouin.recall(M, **shared).double()
+    x = torch.randn(2, T, M, dtype=torch.float64)
+    heads = [0] + [1 + i for i, group in enumerate(torch.arange(4).tensor_split(num_groups))
+                   for _ in group]  # fmt: skip
+    columns = torch.cat([torch.arange(3) + 3 * head for head in heads])
+
+    def spread(weight: Tensor, sizes: dict[str, int]) -> Tensor:
+        parts = dict(zip(sizes, weight.split(list(sizes.values())), strict=True))
+        parts |= {name: parts[name][columns] for name in ("B", "C")}
+        return torch.cat(list(parts.values()))
+
+    assert layer.conv is not None
+    projection, convolution = layer.in_proj.weight, layer.conv.weight
+    given = dict(layer.named_parameters()) | {
+        "in_proj.weight": spread(projection, layer.projected_sizes),
+        "conv.weight": spread(convolution, layer._convolved_sizes()),
+    }
+    expected = torch.func.functional_call(whole, given, (x,))
+    y = layer(x)
+    assert_close("output", y, expected, 1e-12)
+    leaves = [*layer.parameters()]
+    grads = (torch.autograd.grad(v.sin().sum(), leaves) for v in (y, expected))
+    for ours, theirs in zip(*grads, strict=True):
+        assert_close("gradient", ours, theirs, 1e-10, atol=1e-13)
 
 
 def test_one_head_reads_all_channels_in_both_scopes() -> None:

@@ -91,8 +91,8 @@ class Bedouin(FixedPointLayer):
             share of what the memory holds under the token's key B that it gives up before the token
             is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase.
             0: none, and no raw value. Kernels for erase and for feedback of x are those of the
-            exact sweep of heads with at most 64 channels (without feedback 256, and a memory of at
-            most 4,096 values) and 64 states, k <= 4, another input scale than "one_minus_decay"
+            exact sweep of heads with at most 64 channels (without feedback 256 with a memory of at
+            most 4,096 values) and 128 states, k <= 4, another input scale than "one_minus_decay"
             and feedback of nothing but Delta and x, and with feedback_scope="layer" without
             reflections; other layers with these options run in plain PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the
@@ -113,6 +113,10 @@ class Bedouin(FixedPointLayer):
             the others, too, times feedback_heads / num_heads and at first with weights of zero:
             without the factor associative recall is often not learned
             (examples/results/feedback-heads).
+        num_groups: in how many groups the heads without feedback share B and C, and with erase
+            their keys, as Mamba-2's ngroups; None: every head has its own. It needs
+            projection="input". A memory of 64 channels and 128 states then costs about as many
+            parameters as one of 64 channels and 64 states with keys of its own.
         bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
             Without it errors in the state that such a head tracks were found neither to grow nor to
             fade, so that they add up beyond the training length. With it they faded on S3, while
@@ -178,6 +182,7 @@ class Bedouin(FixedPointLayer):
         feedback_init: float = 0.1,
         feedback_scope: FeedbackScope = "head",
         feedback_heads: int | None = None,
+        num_groups: int | None = None,
         bounded_x: bool = False,
         feedback_noise: float = 0.0,
         norm_eps: float = 1e-5,
@@ -223,6 +228,7 @@ class Bedouin(FixedPointLayer):
             feedback_init=feedback_init,
             feedback_scope=feedback_scope,
             feedback_heads=feedback_heads,
+            num_groups=num_groups,
             bounded_x=bounded_x,
             feedback_noise=feedback_noise,
             d_conv=d_conv,
@@ -304,6 +310,7 @@ class Bedouin(FixedPointLayer):
             "d_conv": None,
             "feedback_scope": "head",
             "feedback_heads": None,
+            "num_groups": None,
             "bounded_x": False,
             "feedback_noise": 0.0,
         }

@@ -58,6 +58,52 @@ def choose_fed_heads(feedback_heads: int | None, num_heads: int, feedback: tuple
     return number
 
 
+def choose_num_groups(
+    num_groups: int | None, num_heads: int, fed_heads: int, projection: str
+) -> int | None:
+    """The groups of the heads without feedback, which share B and C; None: every head has its own.
+
+    Raises TypeError for a value that is no int, ValueError for one above their number, and with
+    another projection than "input".
+    """
+    if num_groups is None:
+        return None
+    positive_int("num_groups", num_groups, " or None")
+    if projection != "input":
+        raise ValueError(
+            f'num_groups needs projection="input", got num_groups={num_groups} and projection='
+            f'{projection!r}: B and C of "inner" are those of the head that they are projected from'
+        )
+    others = num_heads - fed_heads
+    if num_groups > others:
+        limit = f"at most {others}, the number of heads without feedback" if others else "None"
+        raise ValueError(
+            f"num_groups must be {limit}, of {num_heads} heads in all, got {num_groups}: only "
+            "those share B and C; give feedback_heads, or leave num_groups out"
+        )
+    return num_groups
+
+
+def spread_keys(
+    v: Tensor,  # (..., (f + g) n)
+    n: int,
+    num_heads: int,
+    fed_heads: int,
+) -> Tensor:  # (..., H n)
+    """B or C of every head from those of the f heads with feedback and of g groups of the others,
+    which are consecutive heads, one more in the first groups where g does not divide their number.
+    Gradients are sums over a group."""
+    groups = v.shape[-1] // n - fed_heads
+    size, larger = divmod(num_heads - fed_heads, groups)
+    own, *parts = v.split([count * n for count in (fed_heads, larger, groups - larger)], -1)
+    repeated = [
+        part.unflatten(-1, (-1, 1, n)).expand(*part.shape[:-1], -1, count, n).flatten(-3)
+        for part, count in zip(parts, (size + 1, size), strict=True)
+        if part.shape[-1]
+    ]
+    return torch.cat([own, *repeated], -1)
+
+
 def fold_pair(
     v: Tensor,  # (b, t, 2 d)
     num_heads: int,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.heads import by_head
+from bedouin.heads import by_head, spread_keys
 from bedouin.kernels.backend import autocast_dtype, choose_backend
 from bedouin.kernels.branches import beside, join
 from bedouin.kernels.heads import fold, per_sample
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.projection import split_projection, takes_split
-from bedouin.layer_parameters import LayerParameters
+from bedouin.layer_parameters import KEYS, LayerParameters
 from bedouin.packing import Packing
 from bedouin.projection import project_raw, split_projected
 from bedouin.short_convolution import ShortConvolution
@@ -125,10 +125,13 @@ class ProjectedLayer(LayerParameters):
         the gate (b', t, p), from one product of the input, whose parts have been convolved unless a
         kernel does that `at_once`."""
         heads = self.num_heads
+        projected = self._spread(projected, self.projected_sizes)
         if at_once:
             weight, window = None if self.conv is None else self.conv.weight, None
             if weight is not None and before is not None and before.conv is not None:
-                window = before.conv.float()
+                window = self._spread(before.conv.float(), self._convolved_sizes())
+            if weight is not None and self.num_groups is not None:
+                weight = self._spread(weight.T, self._convolved_sizes()).T
             with beside("parameters"):
                 bias = self.dt_bias.view(heads, -1)
                 if self.raw_bias is not None:
@@ -136,7 +139,11 @@ class ProjectedLayer(LayerParameters):
             join("parameters", bias)
             x, raw, gate = split_projection(projected, bias, weight, window, self._parts)
             return x, raw, None, gate
-        parts = {name: fold(v, heads) for name, v in self._parts_of(projected).items()}
+        sizes = {
+            name: heads * self._sizes.get(name, self.head_dim) for name in self.projected_sizes
+        }
+        split = zip(sizes, projected.split(list(sizes.values()), -1), strict=True)
+        parts = {name: fold(v, heads) for name, v in split}
         raw = torch.cat([parts[name] for name in self.components], -1)
         bias = self._input_bias().to(raw.dtype)
         if heads > 1:
@@ -146,6 +153,19 @@ class ProjectedLayer(LayerParameters):
         if self.has_drive:
             drive = F.silu(parts["b"].to(dtype)) * parts["x"].to(dtype)
         return parts["x"], raw, drive, parts["gate"]
+
+    def _spread(
+        self,
+        v: Tensor,  # (..., sum of sizes)
+        sizes: dict[str, int],
+    ) -> Tensor:  # the same, or wider
+        """v with B and C of every head where groups of heads share them."""
+        if self.num_groups is None:
+            return v
+        parts = dict(zip(sizes, v.split(list(sizes.values()), -1), strict=True))
+        sizes_of_keys = self.d_state, self.num_heads, self.fed_heads
+        keys = {name: spread_keys(parts[name], *sizes_of_keys) for name in KEYS}
+        return torch.cat(list((parts | keys).values()), -1)
 
     def _input_bias(self) -> Tensor:  # (r,) or (H, r)
         """The bias of the raw values with projection="input"."""

@@ -26,7 +26,7 @@ from bedouin.checks import (
 )
 from bedouin.decoding import StepGraphs
 from bedouin.fixed_point_map import ScanInputs, split_by_layout
-from bedouin.heads import choose_fed_heads, choose_num_heads, make_linear
+from bedouin.heads import choose_fed_heads, choose_num_groups, choose_num_heads, make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
@@ -56,6 +56,9 @@ from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import StateSize
 from bedouin.wrapped import effective_weight
+
+KEYS = ("B", "C")
+"""The raw components that heads of a group share."""
 
 
 class LayerParameters(SavedLayer, ABC):
@@ -148,6 +151,7 @@ class LayerParameters(SavedLayer, ABC):
         feedback_init: float,
         feedback_scope: FeedbackScope,
         feedback_heads: int | None,
+        num_groups: int | None,
         bounded_x: bool,
         feedback_noise: float,
         d_conv: int | None,
@@ -191,6 +195,9 @@ class LayerParameters(SavedLayer, ABC):
             )
         self.feedback_noise = float(feedback_noise)
         self.projection = one_of("projection", projection, get_args(Projection))
+        self.num_groups = choose_num_groups(
+            num_groups, self.num_heads, self.fed_heads, self.projection
+        )
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
         self.output = one_of("output", output, get_args(OutputStage))
@@ -293,19 +300,26 @@ class LayerParameters(SavedLayer, ABC):
         return self.head_dim if self.feedback_scope == "head" else self.d_inner
 
     @property
+    def num_keys(self) -> int:
+        """How many heads and groups have B and C of their own."""
+        return self.num_heads if self.num_groups is None else self.fed_heads + self.num_groups
+
+    @property
     def projected_sizes(self) -> dict[str, int]:
         """The parts of in_proj's output in their order: x and z, or with projection="input" x, that
         of W_b if there is one, the raw values of all heads, and the gate."""
         if self.projection == "inner":
             return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
         raw = {name: self.num_heads * self._sizes[name] for name in self.projected_components}
+        if self.num_groups is not None:
+            raw |= dict.fromkeys(KEYS, self.num_keys * self.d_state)
         drive = {"b": self.d_inner} if self.has_drive else {}
         return {"x": self.d_inner, **drive, **raw, "gate": self.d_inner}
 
     def _convolved_sizes(self) -> dict[str, int]:
         """The parts that the convolution acts on."""
-        n = self.num_heads * self.d_state
-        more = {"B": n, "C": n} if self.selective and self.projection == "input" else {}
+        n = self.num_keys * self.d_state
+        more = dict.fromkeys(KEYS, n) if self.selective and self.projection == "input" else {}
         return {"x": self.d_inner, **more}
 
     def _biased_sizes(self) -> dict[str, int]:
@@ -322,8 +336,13 @@ class LayerParameters(SavedLayer, ABC):
         if self.raw_bias is not None:
             biased |= self._biased_sizes()
         return tuple(
-            Part(size // self.num_heads, places[name], name in convolved, biased.get(name, 0))
-            for name, size in self.projected_sizes.items()
+            Part(
+                self._sizes.get(name, self.head_dim),
+                places[name],
+                name in convolved,
+                biased.get(name, 0),
+            )
+            for name in self.projected_sizes
         )
 
     # -- parameters

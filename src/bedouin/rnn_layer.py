@@ -64,6 +64,7 @@ class FixedPointRNN(FixedPointLayer):
         "erase": "its memory is one number a channel and has no keys: use Bedouin",
         "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
         "feedback_heads": "all heads have feedback: use Bedouin",
+        "num_groups": "its memory is one number a channel and has no keys: use Bedouin",
         "bounded_x": "x has no feedback: use Bedouin",
         "feedback_noise": "x and Delta have no feedback: use Bedouin",
     }
@@ -113,6 +114,7 @@ class FixedPointRNN(FixedPointLayer):
             feedback_init=feedback_init,
             feedback_scope="head",
             feedback_heads=None,
+            num_groups=None,
             bounded_x=False,
             feedback_noise=0.0,
             d_conv=d_conv,

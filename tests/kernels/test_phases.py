@@ -170,6 +170,12 @@ CASES = [
     Case(scope="layer", t=33, p=20, n=3, fed="x", erase=0.0, eigenvalues="full", norm_eps=None),
     Case(scope="layer", t=1, p=64, n=64, input_scale="bounded_delta"),
     Case(scope="layer", t=16, heads=4, dtype=torch.bfloat16),
+    # more states for a channel than a thread holds
+    Case(heads=1, t=2, p=64, n=128),
+    Case(heads=1, t=17, p=20, n=100, dtype=torch.bfloat16),
+    Case(t=2, p=33, n=128, fed="", erase=0.5, dtype=torch.bfloat16),
+    Case(heads=1, t=18, p=12, n=70, k=1, fed="d", erase=0.0, input_scale="bounded_delta"),
+    Case(scope="layer", t=2, p=20, n=128),
     # x with its feedback becomes its tanh
     Case(bounded=True),
     Case(heads=1, t=18, p=7, n=5, bounded=True, fed="x", erase=0.0, norm_eps=None),

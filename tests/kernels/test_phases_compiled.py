@@ -132,6 +132,17 @@ def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, st
     assert spilled(found) <= stack
 
 
+@pytest.mark.parametrize("channels", [32, 64])
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 4), (REVERSE, 5), (GRADIENTS, 0)])
+def test_many_states(kernel: PlannedKernel, barriers: int, feedback: bool, channels: int) -> None:
+    found = launched(kernel, 4, channels, 0, 90, states=128, feedback=feedback)
+    assert found.asm["ptx"].count("bar.sync") <= (barriers if feedback else 1)
+    # phase R of 64 channels has 16 warps, and a thread therefore 128 registers
+    is_large = kernel is REVERSE and channels == 64
+    assert spilled(found) <= (384 if is_large else SPILLED)
+
+
 @pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 4), (REVERSE, 5)])
 def test_a_bounded_x_costs_no_barrier(kernel: PlannedKernel, barriers: int) -> None:
     found = launched(kernel, 4, 64, 0, 90, bounded=True)

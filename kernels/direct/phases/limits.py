@@ -19,12 +19,13 @@ PHASE_CHANNELS = 64
 program."""
 
 UNFED_CHANNELS, UNFED_MEMORY = 256, 4096
-"""Most channels of a head without feedback, and most values of its memory, P N: of 1,024 channels
-with 16 states the kernels of one head are faster (5.8 ms instead of 8.0 at 64x256)."""
+"""Most channels of a head without feedback, and most values of the memory, P N, of one with more
+than 64 channels: of 1,024 channels with 16 states the kernels of one head are faster (5.8 ms
+instead of 8.0 at 64x256)."""
 
 PHASE_REFLECTIONS = 4
 
-PHASE_STATES = 64
+PHASE_STATES = 128
 """Most states of a channel: its memory and the cotangent of that are in registers, too."""
 
 
@@ -53,7 +54,8 @@ def takes_phases(operands: Operands, options: Parameterization) -> bool:
     if n > PHASE_STATES or options.input_scale == "one_minus_decay":
         return False
     if W_y is None:
-        return d <= UNFED_CHANNELS and padded_size(d) * padded_size(n) <= UNFED_MEMORY
+        is_small = padded_size(d) * padded_size(n) <= UNFED_MEMORY
+        return d <= PHASE_CHANNELS or (d <= UNFED_CHANNELS and is_small)
     if options.bounded_heads and options.bounded_heads != count_heads(operands.A):
         return False
     rows = W_y.shape[-2] - (d if options.feeds_x else 0)
@@ -71,7 +73,7 @@ def describe_limits() -> str:
     """What `takes_phases` requires of erase and feedback of x, as a part of an error message."""
     return (
         f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels (without feedback "
-        f"{UNFED_CHANNELS}, and a memory of {UNFED_MEMORY} values), {PHASE_STATES} states and "
+        f"{UNFED_CHANNELS} with a memory of {UNFED_MEMORY} values), {PHASE_STATES} states and "
         f"{PHASE_REFLECTIONS} reflections, none with feedback of all heads or bounded x, which "
         "feed back y to Delta and x alone, with another input scale than 'one_minus_decay'"
     )

@@ -34,11 +34,11 @@ from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 LANES = 2
 """Lanes of a warp that share the states of a channel in phases S and R; the others have other
-channels. Two programs then share a multiprocessor; with four lanes one program takes all of it, and
-S with 64 states 1.8 instead of 1.1 ms at 64x256 on an H100."""
+channels, at least. Two programs then share a multiprocessor; with four lanes one program takes all
+of it, and S with 64 states 1.8 instead of 1.1 ms at 64x256 on an H100."""
 
-REVERSE_LANES = 4
-"""Those of phase R with more than 32 states, of which it holds more values than S."""
+STATES_OF_SWEEP, STATES_OF_REVERSE = 32, 16
+"""Most states of a channel that a thread of phases S and R holds, R with more values of each."""
 
 CHANNELS = 8
 """Channels of a thread of phase G, which has two states of each of them."""
@@ -127,7 +127,8 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     vectors = feeds_delta + feeds_x
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
-    lanes = REVERSE_LANES if kernel in (REVERSE, REPLAY) and N > 32 else LANES
+    states = STATES_OF_REVERSE if kernel in (REVERSE, REPLAY) else STATES_OF_SWEEP
+    lanes = max(LANES, N // states)
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "FACTORS": factors, "LOW": V == 4},

@@ -62,10 +62,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init, feedback_scope, feedback_heads, bounded_x,
-            feedback_noise, output, bias, erase, projection: options of `bedouin.Bedouin`, where
-            state_size is called d_state. With num_householder 0 the mixer is `NoMixing`, and
-            beta_max is 1.
+            feedback, feedback_norm, feedback_init, feedback_scope, feedback_heads, num_groups,
+            bounded_x, feedback_noise, output, bias, erase, projection: options of
+            `bedouin.Bedouin`, where state_size is called d_state. With num_householder 0 the mixer
+            is `NoMixing`, and beta_max is 1.
         mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
             `bedouin.Bedouin`, too. Objects of this library's types become dicts such as {"type":
             "Picard", "rtol": 1e-4, ...}, which are saved; others raise TypeError. With a mixer,
@@ -153,6 +153,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     projection: str = "inner"
     feedback_scope: str = "head"
     feedback_heads: int | None = None
+    num_groups: int | None = None
     bounded_x: bool = False
     feedback_noise: int | float = 0.0
     conv_kernel: int | None = None
