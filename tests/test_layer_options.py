@@ -288,12 +288,9 @@ def test_heads_of_a_group_share_their_keys(num_groups: int) -> None:
         parts |= {name: parts[name][columns] for name in ("B", "C")}
         return torch.cat(list(parts.values()))
 
-    assert layer.conv is not None
-    projection, convolution = layer.in_proj.weight, layer.conv.weight
-    given = dict(layer.named_parameters()) | {
-        "in_proj.weight": spread(projection, layer.projected_sizes),
-        "conv.weight": spread(convolution, layer._convolved_sizes()),
-    }
+    given: dict[str, Tensor] = dict(layer.named_parameters())
+    sizes = {"in_proj.weight": layer.projected_sizes, "conv.weight": layer._convolved_sizes()}
+    given |= {name: spread(given[name], of) for name, of in sizes.items()}
     expected = torch.func.functional_call(whole, given, (x,))
     y = layer(x)
     assert_close("output", y, expected, 1e-12)

@@ -127,7 +127,8 @@ class ProjectedLayer(LayerParameters):
         heads = self.num_heads
         projected = self._spread(projected, self.projected_sizes)
         if at_once:
-            weight, window = None if self.conv is None else self.conv.weight, None
+            weight: Tensor | None = None if self.conv is None else self.conv.weight
+            window = None
             if weight is not None and before is not None and before.conv is not None:
                 window = self._spread(before.conv.float(), self._convolved_sizes())
             if weight is not None and self.num_groups is not None:

@@ -128,7 +128,7 @@ def phase_constants(kernel: PlannedKernel, spec: LaunchSpec) -> Constants:
     chunk = CHUNK if keeps and not (by_token and kernel is SWEEP) else 0
     layout, eps = options.known_layout(), options.feedback_norm_eps
     states = STATES_OF_REVERSE if kernel in (REVERSE, REPLAY) else STATES_OF_SWEEP
-    lanes = max(LANES, N // states)
+    lanes = min(max(LANES, N // states), P // 4)  # a thread adds up four inputs of W^y or more
     r = layout.size(d, n)
     every: dict[str, Any] = {
         **{"d": d, "n": n, "P": P, "N": N, "V": V, "K": k, "FACTORS": factors, "LOW": V == 4},
