@@ -262,7 +262,9 @@ def test_kernels_refuse_what_they_lack(options: dict[str, Any], reason: str, sol
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("options", [CASES[12], CASES[14]], ids=["conv", "input"])
+@pytest.mark.parametrize(
+    "options", [CASES[12], CASES[14], CASES[-3]], ids=["conv", "input", "groups"]
+)
 def test_kernels_take_projections_and_convolutions(options: dict[str, Any]) -> None:
     layer = make(options, dtype=torch.float32)
     x, state = torch.randn(2, 3, M), random_state(layer)
