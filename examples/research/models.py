@@ -55,8 +55,8 @@ def gated_delta_net(number: int, head_dim: int = 64) -> Layer:
 
 
 def slow_gated_delta_net(m: int) -> nn.Module:
-    """Three heads of 128 whose decay rates are at first a hundredth of the usual ones, as the
-    memories of `recall` begin with small ones."""
+    """Gated DeltaNet with three heads of 128 channels, whose decay rates begin with a hundredth of
+    the usual ones, since those of the memories of `recall` are small, too."""
     layer = gated_delta_net(3, head_dim=128)(m)
     with torch.no_grad():
         layer.get_parameter("A_log").sub_(math.log(100))
@@ -68,14 +68,14 @@ def lstm(units: int) -> Layer:
     return partial(LSTM, expand=units / WIDTH, d_conv=CONVOLUTION)
 
 
-def remembering_lstm(m: int) -> nn.Module:
-    """The same whose forget gates have a bias of 1 at first
-    (Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015)."""
-    layer = LSTM(m, expand=312 / WIDTH, d_conv=CONVOLUTION)
+def lstm_with_forget_bias(m: int) -> nn.Module:
+    """An LSTM whose forget gates have a bias of 1 at first (Jozefowicz et al., An Empirical
+    Exploration of Recurrent Network Architectures, 2015)."""
+    layer = lstm(312)(m)
     with torch.no_grad():
-        for name, forget in (("bias_ih_l0", 1.0), ("bias_hh_l0", 0.0)):
-            bias = layer.lstm.get_parameter(name)
-            bias[layer.d_inner : 2 * layer.d_inner] = forget
+        # torch adds two biases, each of the input, forget, cell and output gates
+        for name, value in (("lstm.bias_ih_l0", 1.0), ("lstm.bias_hh_l0", 0.0)):
+            layer.get_parameter(name).chunk(4)[1].fill_(value)
     return layer
 
 
@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "gated_deltanet_l1_large": (gated_delta_net(3, head_dim=128),),
     "gated_deltanet_l1_slow": (slow_gated_delta_net,),
     "lstm_l1": (lstm(312),),
-    "lstm_l1_forget": (remembering_lstm,),
+    "lstm_l1_forget": (lstm_with_forget_bias,),
     "attention_l2": (heads(Attention, 8, head_dim=48),) * 2,
     "attention_l2_nope": (heads(Attention, 8, head_dim=48, rope_base=None),) * 2,
     "rdn_l1": (heads(RecurrentDeltaNet, 14, head_dim=64, expand_v=0.5),),

@@ -74,7 +74,12 @@ RATES_OF = {
 }
 """The task whose tuning runs choose the rate and the form."""
 TUNED_ON_MQAR = (
-    *("recall_k2", "deltaproduct_l1", "gated_deltanet_l1", "lstm_l1", "m2rnn_l1", "hybrid_l2"),
+    "recall_k2",
+    "deltaproduct_l1",
+    "gated_deltanet_l1",
+    "lstm_l1",
+    "m2rnn_l1",
+    "hybrid_l2",
 )
 """Models that did not learn MQAR with the rate and the form of copying: MQAR chooses its own."""
 
@@ -90,7 +95,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "deltaproduct_l1": ("deltaproduct_l1", "deltaproduct_l1_gated"),
     "deltaproduct_l2": ("deltaproduct_l2", "deltaproduct_l2_gated"),
     "gated_deltanet_l1": (
-        *("gated_deltanet_l1", "gated_deltanet_l1_large", "gated_deltanet_l1_slow"),
+        "gated_deltanet_l1",
+        "gated_deltanet_l1_large",
+        "gated_deltanet_l1_slow",
     ),
     "lstm_l1": ("lstm_l1", "lstm_l1_forget"),
     "attention_l2": ("attention_l2", "attention_l2_nope"),
@@ -149,7 +156,7 @@ def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
 def _layer(form: str) -> str:
     """The flags of a layer."""
     # kernels of this library, or of cuDNN, leave little that could be fused
-    is_fused = form.startswith("lstm_l1") or form.startswith("recall")
+    is_fused = form.startswith(("lstm_l1", "recall"))
     return f"--model {form}" if is_fused else f"--model {form} --compile"
 
 
