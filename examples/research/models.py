@@ -73,7 +73,7 @@ def lstm_with_forget_bias(m: int) -> nn.Module:
     Exploration of Recurrent Network Architectures, 2015)."""
     layer = lstm(312)(m)
     with torch.no_grad():
-        # torch adds two biases, each of the input, forget, cell and output gates
+        # torch adds two biases; each has four parts, of which the forget gate's is the second
         for name, value in (("lstm.bias_ih_l0", 1.0), ("lstm.bias_hh_l0", 0.0)):
             layer.get_parameter(name).chunk(4)[1].fill_(value)
     return layer

@@ -18,141 +18,23 @@ Letters: b batch, t time, i rows of a chunk (token by token), d channels, n stat
 k reflections, k' values of the maps (maps.py), r raw values, H heads (kernels/heads.py).
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.buffered.feedback import Feedback, NormedTokens
-from bedouin.kernels.direct.buffered.maps import fill_maps, map_width
+from bedouin.kernels.direct.buffered.known import Known, allocate_known, fill_known
 from bedouin.kernels.direct.buffered.rows import (
     LOG2E,
     RowMaker,
     Rows,
     by_token,
     count_fed,
-    first_rows,
     split_tokens,
 )
 from bedouin.kernels.direct.buffered.trace import Trace
-from bedouin.kernels.direct.layout import activation_slope
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
 from bedouin.kernels.feedback import bound_slope
 from bedouin.kernels.heads import count_heads, sum_samples
-
-
-class _Known(NamedTuple):
-    """What no cotangent enters, for the rows of a chunk, and memory for what its tokens compute."""
-
-    delta: Tensor  # (i, 1, d), of `Rows`, as all up to U_columns
-    B: Tensor  # (i, 1, n)
-    B_column: Tensor  # (i, n, 1)
-    C_column: Tensor  # (i, n, 1)
-    units: Tensor  # (i, 2, n)
-    memory_norms: Tensor  # (i, 2, 1)
-    BC: Tensor  # (i, 1, 1), or not read
-    s: Tensor  # (i, 1, d), or not read
-    sigma: Tensor  # (i, 1, d)
-    U: Tensor  # (i, k, d)
-    U_columns: Tensor  # (i, d, k)
-    mixed: Tensor  # (i, 1, d)
-    written: Tensor  # (i, d, 1), s * mixed - erased, or for "one_minus_decay" mixed
-    erase: Tensor  # (i, 1, 1), of `Rows`, as the next
-    erased: Tensor  # (i, 1, d)
-    maps: Tensor  # (i, k, k')
-    constant: Tensor  # (i, 1, k')
-    slope: Tensor  # (i, 1, d), of the activation of Delta
-    slope_reads: Tensor | None  # (i, 1, d), the slope of Delta's raw value for H B
-    factor: Tensor  # (i, k + 2, d), U, y - x and m, which the token computes, in one matrix
-    m: Tensor  # (i, 1, d)
-    z: Tensor  # (i, 1, d), which the token computes, as all that follow
-    w: Tensor  # (i, 1, d)
-    w_column: Tensor  # (i, d, 1), a view of w
-    found: Tensor  # (i, 1, k'), what the maps compute
-    f: Tensor  # (i, 1, k), a view of found, as the next two
-    found_alpha: Tensor  # (i, k, 1)
-    found_u: Tensor  # (i, k, k + 2)
-    grad_B: Tensor  # (i, n, 1), the cotangents of B and C
-    grad_C: Tensor  # (i, n, 1)
-    pair: Tensor  # (i, 2, n), a view of both
-    grad_log_erase: Tensor  # (i, 1, 1), the cotangent of log(beta^e); or (i, 1, 0)
-
-    def first(self, count: int) -> "_Known":
-        """Views of the first rows."""
-        return self if count == len(self.m) else _Known(*first_rows(self, count))
-
-    def tokens(self, b: int) -> list["_Known"]:
-        """Views of the b rows of each token."""
-        if len(self.m) == b:
-            return [self]
-        return [_Known(*parts) for parts in zip(*split_tokens(self, b), strict=True)]
-
-
-def _allocate(
-    maker: RowMaker,
-    rows: Rows,
-    mixed: Tensor,  # (i, 1, d)
-) -> _Known:
-    (i, _, d), n, k = mixed.shape, maker.n, maker.k
-    new = maker.like.new_empty
-    found, pair, factor = new(i, 1, map_width(k)), new(2, i, n, 1), new(i, k + 2, d)
-    w, written = new(i, 1, d), mixed if maker.coupled else new(i, 1, d)
-    return _Known(
-        delta=rows.delta,
-        B=rows.B,
-        B_column=rows.B_column,
-        C_column=rows.C_column,
-        units=rows.units,
-        memory_norms=rows.memory_norms,
-        BC=rows.BC,
-        s=rows.s,
-        sigma=rows.sigma,
-        U=rows.U,
-        U_columns=rows.U_columns,
-        mixed=mixed,
-        written=written.mT,
-        erase=rows.erase,
-        erased=rows.erased,
-        maps=new(i, k, map_width(k)),
-        constant=new(i, 1, map_width(k)),
-        slope=new(i, 1, d),
-        slope_reads=None if maker.coupled else new(i, 1, d),
-        factor=factor,
-        m=factor[:, k + 1 :],
-        z=new(i, 1, d),
-        w=w,
-        w_column=w.mT,
-        found=found,
-        f=found[..., :k],
-        found_alpha=found[..., k : 2 * k].mT,
-        found_u=found[:, 0, 2 * k :].unflatten(-1, (k, k + 2)),
-        grad_B=pair[0],
-        grad_C=pair[1],
-        pair=pair.squeeze(-1).transpose(0, 1),
-        grad_log_erase=new(i, 1, int(maker.erases)),
-    )
-
-
-def _fill_known(
-    maker: RowMaker,
-    rows: Rows,
-    known: _Known,  # its views of `rows` and `mixed` are given
-    e: Tensor,  # (i, 1, k)
-) -> None:
-    """What follows from the rows and from the mixing. Without reflections z is 0, too."""
-    if maker.k:
-        known.factor[:, :-2].copy_(rows.U)
-        fill_maps(maker, rows, e, known.maps, known.constant)
-    else:
-        known.z.zero_()
-    known.slope.copy_(activation_slope(maker.layout, rows.raw_delta))
-    if known.slope_reads is not None:
-        torch.mul(known.mixed, rows.s, out=known.written.mT)
-        if maker.erases:
-            known.written.mT.sub_(rows.erased)
-        torch.mul(known.mixed, known.slope, out=known.slope_reads)
-        if maker.options.input_scale == "bounded_delta":
-            known.slope_reads.div_(torch.add(rows.delta, maker.one).square_())
 
 
 class _Step:
@@ -198,7 +80,7 @@ class _Step:
 
     def remember(
         self,
-        known: _Known,  # of a token
+        known: Known,  # of a token
         before: Tensor,  # (b, n, d), h before the token
         after: Tensor,  # (b, n, d), overwritten
     ) -> None:
@@ -224,15 +106,15 @@ class _Step:
         if self.other is not None:
             out.mul_(2).sub_(before)
 
-    def read(self, known: _Known) -> None:
+    def read(self, known: Known) -> None:
         """B H of the token that is the next to run; for "one_minus_decay" that follows later."""
         if self.scale is None:
             torch.bmm(known.B, self.H, out=self.reads)
 
     def run(
         self,
-        known: _Known,
-        earlier: _Known | None,  # the token that runs next, if there is one in the chunk
+        known: Known,
+        earlier: Known | None,  # the token that runs next, if there is one in the chunk
         before: Tensor,  # (b, n, d), h before the token
         after: Tensor,  # (b, n, d), h after it
         g: Tensor,  # (b, 1, d)
@@ -271,7 +153,7 @@ class _Step:
 
     def _through_erase(
         self,
-        known: _Known,
+        known: Known,
         before: Tensor,  # (b, n, d)
     ) -> None:
         """The cotangents of beta^e, and of B as a key that is erased; makes H that of a. The scale
@@ -294,8 +176,8 @@ class _Step:
 
     def _through_decay(
         self,
-        known: _Known,
-        earlier: _Known | None,
+        known: Known,
+        earlier: Known | None,
         before: Tensor,  # (b, n, d)
         grad: Tensor,  # (b, 1, d), overwritten
     ) -> None:
@@ -334,7 +216,7 @@ class _Step:
 
 def _finish_rows(
     maker: RowMaker,
-    known: _Known,
+    known: Known,
     grad_raw: Tensor,  # (i, 1, r), overwritten except for Delta
 ) -> None:
     """The cotangents of the raw values of B, C, u, alpha and beta^e, for rows that `_Step.run` has
@@ -354,7 +236,7 @@ def _finish_rows(
 
 
 def _check(
-    known: _Known,
+    known: Known,
     T: Tensor,  # (i, k, k)
 ) -> Tensor:  # (2, i)
     """Defect and scale of the adjoint equation w = g + (I - Q)^T m."""
@@ -404,7 +286,7 @@ def buffered_reverse(
     trace = Trace.allocate(maker, count, b, n) if given is None else given
     step = _Step(maker, A_rows, H, count if given is None else 0)
     every_row = maker.rows_of(trace.rows)
-    all_known = _allocate(maker, every_row, trace.mixed.mixed)
+    all_known = allocate_known(maker, every_row, trace.mixed.mixed)
     each, hs = all_known.tokens(b), list(trace.h.unbind(0))
     # h after the last token of a chunk
     hs.append(torch.empty_like(hs[0]) if solved.h is None else solved.h.mT)
@@ -425,7 +307,7 @@ def buffered_reverse(
             for j in range(i // b):
                 step.turn_to(j)
                 step.remember(each[j], hs[j], hs[j + 1])
-        _fill_known(maker, rows, known, again.e)
+        fill_known(maker, rows, known, again.e)
         step.read(each[i // b - 1])
         for t in reversed(range(start, tokens.stop)):
             j = t - start
