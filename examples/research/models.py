@@ -100,6 +100,11 @@ def reflecting(m: int) -> nn.Module:
     return recall(num_householder=2, input_scale="bounded_delta", expand=expand)(m)
 
 
+def large_memory(m: int) -> nn.Module:
+    """`recall` with 128 states; three heads share their keys, so that it has no more parameters."""
+    return recall(d_state=128, num_groups=2 * m // WIDTH)(m)
+
+
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
@@ -109,6 +114,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "recall_no_x": (recall(feedback=("delta",)),),
     "recall_no_erase": (recall(erase=0.0),),
     "recall_k2": (reflecting,),
+    "recall_n128": (large_memory,),
     "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),

@@ -138,9 +138,8 @@ def test_barriers_and_registers(kernel: PlannedKernel, V: int, barriers: int, st
 def test_many_states(kernel: PlannedKernel, barriers: int, feedback: bool, channels: int) -> None:
     found = launched(kernel, 4, channels, 0, 90, states=128, feedback=feedback)
     assert found.asm["ptx"].count("bar.sync") <= (barriers if feedback else 1)
-    # phase R of 64 channels has 16 warps, and a thread therefore 128 registers
-    is_large = kernel is REVERSE and channels == 64
-    assert spilled(found) <= (384 if is_large else SPILLED)
+    # a thread of phase R holds 32 states and their cotangents; with more lanes it is slower
+    assert spilled(found) <= (256 if kernel is REVERSE else SPILLED)
 
 
 @pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 4), (REVERSE, 5)])

@@ -91,6 +91,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "recall_no_x": ("recall_no_x",),
     "recall_no_erase": ("recall_no_erase",),
     "recall_k2": ("recall_k2",),
+    "recall_n128": ("recall_n128",),
     "recall_layer": ("recall_layer",),
     "deltaproduct_l1": ("deltaproduct_l1", "deltaproduct_l1_gated"),
     "deltaproduct_l2": ("deltaproduct_l2", "deltaproduct_l2_gated"),
