@@ -395,17 +395,6 @@ def test_the_length_doubles_for_each_seed_by_itself() -> None:
     assert tokens.shape == (2, 8, copying.task.context_len)
 
 
-def test_a_longer_length_begins_with_the_step_after_the_log_entry() -> None:
-    changes: dict[str, Any] = {"curriculum": "double", "length": 16, "stacked": False, "seeds": 1}
-    data, config = make_data(**changes), small(**changes)
-    trained = stack.Ensemble(config, POINT | {"steps": 100}, data, CPU)
-    for length in (2, 4, 8):
-        for _ in range(config.log_every):
-            trained.refill()
-            assert int((trained.labels != IGNORE).sum(-1).max()) == length
-        data.advance([1.0])
-
-
 def test_a_width_is_found_for_a_number_of_parameters() -> None:
     point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     config = study.matched(small(match_parameters=200_000), point)
