@@ -50,7 +50,7 @@ LOWEST_CAPABILITY = (8, 0)
 """Of a GPU. Older ones have less shared memory than the kernels take, and no bfloat16."""
 
 _TOO_OLD: dict[torch.device, str] = {}
-_TOLD: set[torch.device] = set()
+_TOLD: set[tuple[torch.device, str]] = set()
 
 
 @constant_in_graphs
@@ -67,18 +67,24 @@ def _old_capability(device: torch.device) -> str:
 
 
 @constant_in_graphs
-def _warn_once(device: torch.device) -> bool:
+def _warn_once(device: torch.device, reason: str) -> bool:
     """Warn that "auto" takes the reference on this GPU; returns whether this call did."""
-    if device in _TOLD:
+    if (device, reason) in _TOLD:
         return False
-    _TOLD.add(device)
+    _TOLD.add((device, reason))
     warnings.warn(
-        f"backend='auto' takes the reference on {device}, which is slow: the Triton kernels need "
-        f"compute capability {_dotted(LOWEST_CAPABILITY)}, and this GPU has "
-        f"{_old_capability(device)}",
+        f"backend='auto' takes the reference on {device}, which is slow: the Triton kernels "
+        f"{reason}",
         stacklevel=4,
     )
     return True
+
+
+def warn_of_reference(device: torch.device, unsupported: str) -> None:
+    """Warn, once a device and reason, that "auto" has taken the reference on a GPU for a call that
+    the kernels do not support. Of transforms, for which there are none at all, nothing is said."""
+    if is_cuda_device(device) and _TRITON and not is_transformed():
+        _warn_once(device, f"do not support {unsupported}")
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
@@ -128,7 +134,9 @@ def choose_backend(
         return "reference"
     _check_version(backend, plain)
     if _old_capability(device):
-        _warn_once(device)
+        lowest = _dotted(LOWEST_CAPABILITY)
+        found = _old_capability(device)
+        _warn_once(device, f"need compute capability {lowest}, and this GPU has {found}")
         return "reference"
     return "triton"
 

@@ -6,7 +6,7 @@ Letters: d channels of a head, n state per channel.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
@@ -62,9 +62,14 @@ def choose_sweep(
     *,
     is_solved: bool = False,  # whether y is known, and only its memory and gradient are wanted
 ) -> Implementation:
-    """The implementation of a sweep; raises as `choose_backend` does."""
+    """The implementation of a sweep; raises as `choose_backend` does. Warns of a sweep on a GPU
+    that has no kernel, unless it is in float64, for which there are none at all."""
     unsupported = _unsupported(operands, parameterization, bind_parameters, is_solved=is_solved)
-    return choose_backend(backend, operands.x.device, operands.x.dtype, unsupported)
+    device, dtype = operands.x.device, operands.x.dtype
+    chosen = choose_backend(backend, device, dtype, unsupported)
+    if unsupported is not None and backend == "auto" and operands.A.dtype != torch.float64:
+        warn_of_reference(device, unsupported)
+    return chosen
 
 
 def _unsupported(

@@ -134,7 +134,8 @@ class Bedouin(FixedPointLayer):
         solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
             Picard.
         adjoint: an adjoint object; None: ImplicitAdjoint(), the exact gradient.
-        max_steps: an int or a Cap. backend: "auto", "triton" or "reference".
+        max_steps: an int or a Cap. backend: "auto", "triton" or "reference". On a GPU "auto" warns
+            of a layer whose sweep has no Triton kernel.
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
             layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither.
             Applies to the forward solve and to the adjoint solve in the backward pass (see

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels import backend as kernels_backend
-from bedouin.kernels.backend import Backend, check_backend, choose_backend
+from bedouin.kernels.backend import Backend, check_backend, choose_backend, warn_of_reference
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -101,6 +101,21 @@ def test_a_graph_knows_whether_the_gpu_is_an_older_one(monkeypatch: pytest.Monke
     x = torch.zeros(2)
     with pytest.warns(UserWarning, match="takes the reference on cuda:0"):
         assert torch.compile(probe, fullgraph=True, backend="eager")(x).tolist() == [3, 3]
+
+
+def test_a_graph_warns_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_backend, "_TRITON", "3.6.0")
+    monkeypatch.setattr(kernels_backend, "_TOLD", set())
+
+    def probe(x: Tensor) -> Tensor:
+        warn_of_reference(CUDA, f"{x.shape[0]} reflections")
+        return x + 1
+
+    compiled = torch.compile(probe, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match="on cuda:0.* do not support 2 reflections"):
+        assert compiled(torch.zeros(2)).tolist() == [1, 1]
+    warn_of_reference(CUDA, "2 reflections")
+    assert torch.func.vmap(probe)(torch.zeros(3, 1)).shape == (3, 1)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])

@@ -286,12 +286,18 @@ def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bedouin.kernels.backend._TRITON", "3.6.0")
     monkeypatch.setattr("bedouin.kernels.backend._IS_OLD", False)
     assert choose_sweep("auto", *other()) == choose_sweep("auto", *other(fed="d")) == "triton"
-    assert choose_sweep("auto", *other(p=65)) == choose_sweep("auto", *other(n=129)) == "reference"
     given, options = other()
     assert choose_sweep("auto", given._replace(A=given.A.double()), options) == "reference"
-    assert choose_sweep("auto", given._replace(raw=given.raw.double()), options) == "reference"
     # they solve: for a y that is given there are other kernels, but none for erase
-    assert choose_sweep("auto", *other(), is_solved=True) == "reference"
+    wide = given._replace(raw=given.raw.double())
+    calls = (other(p=65), False), (other(n=129), False), ((wide, options), False), (other(), True)
+    for call, is_solved in calls:
+        monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
+        with pytest.warns(UserWarning, match="which is slow: the Triton kernels do not support"):
+            assert choose_sweep("auto", *call, is_solved=is_solved) == "reference"
+        # once
+        assert choose_sweep("auto", *call, is_solved=is_solved) == "reference"
+        assert choose_sweep("reference", *call) == "reference"
     assert choose_sweep("auto", *other(fed="d", erase=0.0), is_solved=True) == "triton"
 
 
