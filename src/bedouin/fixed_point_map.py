@@ -415,12 +415,18 @@ class StructuredMap(FixedPointMap):
 
     def folded(self, y: Tensor) -> Tensor:  # of joined heads -> (b, t, d)
         """y of each head, without a copy if y is the result of the last sweep."""
-        return super().folded(y) if self._swept is None or self._y is not y else self._swept.y
+        known = self._sweep_to(y)
+        return super().folded(y) if known is None else known.y
 
     def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
-        return super().memory(y) if self._swept is None or self._y is not y else self._swept.h
+        known = self._sweep_to(y)
+        return super().memory(y) if known is None else known.h
+
+    def _sweep_to(self, y: Tensor) -> Sweep | None:
+        """The last sweep, if y is its result."""
+        return self._swept if self._y is y else None
 
     def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
         """y_star with the exact implicit gradient."""
