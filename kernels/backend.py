@@ -82,7 +82,8 @@ def _warn_once(device: torch.device, reason: str) -> bool:
 
 def warn_of_reference(device: torch.device, unsupported: str) -> None:
     """Warn, once a device and reason, that "auto" has taken the reference on a GPU for a call that
-    the kernels do not support. Of transforms, for which there are none at all, nothing is said."""
+    the kernels do not support. There is no warning under transforms, which have no kernels at
+    all."""
     if is_cuda_device(device) and _TRITON and not is_transformed():
         _warn_once(device, f"do not support {unsupported}")
 

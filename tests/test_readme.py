@@ -786,16 +786,24 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
     shown = ["characters: " + " ".join(f"{value:.2f}" for value in values)]
     assert line(TEXTS["index"], "`make copy`, `recall`")[1:2] == shown
     assert f"{fmean(values):.2f} of the characters right at 16" in TEXTS["examples"]
-    found = raw("gpu-presets/a5_gpu_from_2_seed0")
-    token, sequence = found["accuracy"], found["sequence_accuracy"]
-    shown = [token[n] for n in ("16", "128", "256", "512")] + [sequence["128"], sequence["512"]]
-    cells = [*(f"{value:.3f}" for value in shown), f"{found['seconds']:.0f}"]
-    assert line(TEXTS["gpu-presets"], "2, 4, 8, 16 |")[1:] == cells
-    found = raw("gpu-presets/copy_gpu_seed0")
-    token, string = found["character_accuracy"], found["string_accuracy"]
-    shown = [token[n] for n in ("50", "100", "200")] + [string["50"], string["100"]]
-    cells = [*(f"{value:.3f}" for value in shown), f"{found['seconds']:.0f}"]
-    assert line(TEXTS["gpu-presets"], "5 to 50 letters |")[1:] == cells
+    for row in raw("copying-one-head/copy_parameterizations")["rows"]:
+        accuracy, point = row["accuracy"], row["point"]
+        shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
+        start = f"{point['input_scale']}, k {point['num_householder']} |"
+        assert line(TEXTS["copying-one-head"], start)[1:3] == shown
+
+
+def test_the_page_of_the_presets_has_the_numbers_of_the_raw_results() -> None:
+    page = TEXTS["gpu-presets"]
+    for start, name, unit, of_units, of_rows in (
+        ("2, 4, 8, 16 |", "a5_gpu_from_2_seed0", "", ("16", "128", "256", "512"), ("128", "512")),
+        ("5 to 50 letters |", "copy_gpu_seed0", "character_", ("50", "100", "200"), ("50", "100")),
+    ):
+        found = raw(f"gpu-presets/{name}")
+        units, rows = found[f"{unit}accuracy"], found["sequence_accuracy"]
+        shown = [*(units[n] for n in of_units), *(rows[n] for n in of_rows)]
+        cells = [*(f"{value:.3f}" for value in shown), f"{found['seconds']:.0f}"]
+        assert line(page, start)[1:] == cells
     for start, name in (
         ("A5 | `recall` | from 8 |", "a5-recall_from_8"),
         ("A5 | `recall` | doubled from 2 |", "a5-recall_doubled"),
@@ -804,15 +812,8 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
         ("S5 | `recall` | from 8 |", "s5-recall_from_8"),
     ):
         (row,) = raw(f"gpu-presets/{name}")["rows"]
-        of = [row["accuracy"][n]["token"] for n in ("128", "512")]
-        assert line(TEXTS["gpu-presets"], start)[-2:] == [
-            " ".join(f"{value:.2f}" for value in values) for values in of
-        ]
-    for row in raw("copying-one-head/copy_parameterizations")["rows"]:
-        accuracy, point = row["accuracy"], row["point"]
-        shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
-        start = f"{point['input_scale']}, k {point['num_householder']} |"
-        assert line(TEXTS["copying-one-head"], start)[1:3] == shown
+        shown = [row["accuracy"][n]["token"] for n in ("128", "512")]
+        assert line(page, start)[-2:] == [" ".join(f"{v:.2f}" for v in seeds) for seeds in shown]
 
 
 def test_table_of_schedules_is_that_of_the_raw_results() -> None:

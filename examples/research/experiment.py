@@ -111,15 +111,8 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(
-            A5_CPU,
-            A5_ONE_HEAD,
-            COPYING_CPU,
-            GPU_PRESETS,
-            COPYING_ONE_HEAD,
-            TUNING_RUNS,
-            CONTROLS_CPU,
-        ),
+        *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD, TUNING_RUNS),
+        *(CONTROLS_CPU, GPU_PRESETS),
         *(heads(), language_model(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
     )

@@ -288,8 +288,8 @@ def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_sweep("auto", *other()) == choose_sweep("auto", *other(fed="d")) == "triton"
     given, options = other()
     assert choose_sweep("auto", given._replace(A=given.A.double()), options) == "reference"
-    # they solve: for a y that is given there are other kernels, but none for erase
     wide = given._replace(raw=given.raw.double())
+    # the last: they solve, and for a y that is given there are other kernels, but none for erase
     calls = (other(p=65), False), (other(n=129), False), ((wide, options), False), (other(), True)
     for call, is_solved in calls:
         monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())

@@ -74,14 +74,14 @@ COPYING_CPU = Experiment(
     ),
 )
 
-SCRIPTS: tuple[tuple[str, Script], ...] = (("a5", "train_a5"), ("copy", "train_copy"))
+_SCRIPTS: dict[str, Script] = {"a5": "train_a5", "copy": "train_copy"}
 
 GPU_PRESETS = Experiment(
     "gpu-presets",
     "What do the models of train_a5.py and train_copy.py reach on a GPU?",
     tuple(
         Run(f"{task}_gpu_seed{seed}", f"--preset gpu --seed {seed}", script)
-        for task, script in SCRIPTS
+        for task, script in _SCRIPTS.items()
         for seed in range(3)
     ),
 )

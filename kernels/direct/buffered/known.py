@@ -1,4 +1,4 @@
-"""What the adjoint of a chunk of tokens knows before any cotangent does.
+"""What the adjoint of a chunk of tokens computes without cotangents.
 
 Letters: b batch, i rows of a chunk (token by token), d channels, n state per channel, k
 reflections, k' values of the maps (maps.py).
@@ -15,7 +15,8 @@ from bedouin.kernels.direct.layout import activation_slope
 
 
 class Known(NamedTuple):
-    """What no cotangent enters, for the rows of a chunk, and memory for what its tokens compute."""
+    """Values of the rows of a chunk that do not depend on cotangents, and memory for those that its
+    tokens compute."""
 
     delta: Tensor  # (i, 1, d), of `Rows`, as all up to U_columns
     B: Tensor  # (i, 1, n)
