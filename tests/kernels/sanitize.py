@@ -94,6 +94,7 @@ def main() -> None:
         "direct, heads of one sample": layer(1, 34, 128, num_heads=2),
         "direct, heads one by one": layer(2, 6, 256, num_heads=2),
         "recall": layer(make=Bedouin.recall),
+        "recall, groups of 128 states": layer(make=Bedouin.recall, d_state=128, num_groups=1),
         "recall, feedback by head": layer(make=by_head, d_state=32),
         "recall, many states and reflections": layer(
             3, make=by_head, d_state=64, num_householder=2, input_scale="bounded_delta"
