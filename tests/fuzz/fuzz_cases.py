@@ -136,6 +136,8 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
     names = ["delta", "B", "C", "mixer", "x", *(["erase"] if erase else [])]
     subsets, decay = st.lists(st.sampled_from(names), unique=True), one("mamba", "griffin")
     feedback = tuple(draw(subsets))
+    fed_heads = one(None, None, 1) if feedback else None
+    has_memories = options["num_heads"] > 1 and (fed_heads == 1 or not feedback)
     return options | {
         "d_state": one(1, 2, 5),
         "decay": decay,
@@ -145,7 +147,8 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
         "erase": erase,
         "feedback": feedback,
-        "feedback_heads": one(None, None, 1) if feedback else None,
+        "feedback_heads": fed_heads,
+        "num_groups": one(None, 1) if has_memories and options["projection"] == "input" else None,
         "bounded_x": "x" in feedback and one(False, True),
         "feedback_scope": one("head", "head", "layer"),
         "output": one("norm", "paper"),

@@ -219,6 +219,7 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     part = copy.deepcopy(layer)
     part.num_heads, part.d_model, part.d_inner = 1, p, p
     part.fed_heads = min(layer.fed_heads, 1)
+    part.bounded_x = layer.bounded_x and j < layer.fed_heads
     part.state_size = part.state_size._replace(d=p)
     eye = torch.eye(p).to(layer.D)
     for name, parameter in layer.named_parameters():
