@@ -79,7 +79,7 @@ GPU = WordProblemConfig(
     lr=1e-3,
     schedule="hold",
     length=16,
-    curriculum="double",
+    curriculum="quadruple",
     eval_lengths=(16, 128, 512),
     final_lengths=(2, 4, 8, 32, 64, 256),
 )
