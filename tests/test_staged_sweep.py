@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bedouin import Bedouin
 from bedouin.fixed_point_map import StructuredMap
+from bedouin.kernels.heads import fold
 from bedouin.solvers.solution import BackwardStats
 from bedouin.testing import assert_close, layer_gradients
 
@@ -131,3 +132,15 @@ def test_a_stage_that_no_gradient_reaches_has_no_defects() -> None:
     stats = cell.stats
     assert stats is not None and stats.residual.shape == (B * H,)
     assert bool(stats.converged.all()) and not stats.residual[:B].any()
+
+
+@pytest.mark.parametrize("feedback_heads", [1, H])
+def test_the_outputs_of_heads_are_those_of_the_sweep_without_a_copy(feedback_heads: int) -> None:
+    layer, x = make(feedback_scope="layer", feedback_heads=feedback_heads)
+    found = layer.map(x)
+    assert isinstance(found, StructuredMap)
+    y = found.sweep(False, BackwardStats()).y
+    of_heads = found.folded(y)
+    assert of_heads.data_ptr() == found.folded(y).data_ptr() != y.data_ptr()
+    assert torch.equal(of_heads, fold(y, H))
+    assert torch.equal(found.folded(2 * y), 2 * of_heads)

@@ -55,6 +55,7 @@ from research.experiments.earlier import (
     A5_ONE_HEAD,
     COPYING_CPU,
     COPYING_ONE_HEAD,
+    GPU_PRESETS,
     TUNING_RUNS,
 )
 from research.experiments.heads import heads
@@ -110,7 +111,15 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD, TUNING_RUNS, CONTROLS_CPU),
+        *(
+            A5_CPU,
+            A5_ONE_HEAD,
+            COPYING_CPU,
+            GPU_PRESETS,
+            COPYING_ONE_HEAD,
+            TUNING_RUNS,
+            CONTROLS_CPU,
+        ),
         *(heads(), language_model(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
     )

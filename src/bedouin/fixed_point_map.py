@@ -186,6 +186,10 @@ class FixedPointMap:
         v = unfold(v, self.joined)
         return v if self.real is None else zero_outside(self.real, v)
 
+    def folded(self, y: Tensor) -> Tensor:  # of joined heads -> (b, t, d)
+        """y of each head."""
+        return fold(y, self.joined)
+
     def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
         """h after the last token of y."""
         tensors, options = self._scan_arguments(fold(y, self.joined))
@@ -331,6 +335,9 @@ class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
     _swept: Sweep | None = None
+    """The last sweep, of each head as samples of its own."""
+    _y: Tensor | None = None
+    """Its result, of joined heads."""
 
     @property
     def bind(self) -> MixerBind:
@@ -368,10 +375,9 @@ class StructuredMap(FixedPointMap):
             real = tokens_before(self.lengths, swept.y.shape[1])
             norms = {n: zero_outside(real, getattr(swept, n)) for n in NORMS}
             swept = swept._replace(**norms)
-        if self.joined > 1:
-            swept = self._of_samples(swept)
-        self._swept = swept
-        return swept
+        found = self._of_samples(swept) if self.joined > 1 else swept
+        self._swept, self._y = swept, found.y
+        return found
 
     def _of_samples(self, swept: Sweep) -> Sweep:
         """The sweep of joined heads, with the statistics of each sample's worst head."""
@@ -407,12 +413,14 @@ class StructuredMap(FixedPointMap):
     def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)
         return v.reshape(self.joined, v.shape[0] // self.joined, *v.shape[1:])
 
+    def folded(self, y: Tensor) -> Tensor:  # of joined heads -> (b, t, d)
+        """y of each head, without a copy if y is the result of the last sweep."""
+        return super().folded(y) if self._swept is None or self._y is not y else self._swept.y
+
     def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
-        if self._swept is not None and self._swept.y is y:
-            return self._swept.h
-        return super().memory(y)
+        return super().memory(y) if self._swept is None or self._y is not y else self._swept.h
 
     def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
         """y_star with the exact implicit gradient."""

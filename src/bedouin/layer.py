@@ -23,7 +23,7 @@ from bedouin.input_projection import ProjectedLayer
 from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.branches import beside, join
 from bedouin.kernels.feedback import apply_feedback_weight
-from bedouin.kernels.heads import fold, unfold
+from bedouin.kernels.heads import fold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         before, f = self.before, self.f
         if before is not None and y.shape[1] == 0:
             return before.clone()
-        h, y = f.memory(y), fold(y, f.joined)
+        h, y = f.memory(y), f.folded(y)
         last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
         return BedouinState(h, last, self.window)
 
@@ -171,7 +171,7 @@ class FixedPointLayer(ProjectedLayer):
             solution = options.solve(call.f, call.start, 1, caller)
             join("gate", fed)
             keep(call.after(solution.value), solution.stats)
-            hidden = self._gated(call, fold(solution.value, call.f.joined), fed)
+            hidden = self._gated(call, call.f.folded(solution.value), fed)
         output: Tensor = self.out_proj(hidden)
         return output.squeeze(1)
 
@@ -275,10 +275,12 @@ class FixedPointLayer(ProjectedLayer):
                 W_y, W_gate = self._feedback_weights(gemm_dtype)
             join("parameters", W_y, W_gate)
             f = self._map(x, raw, drive, W_y, before, packing)
-            if isinstance(options.solver, Direct) and f.joined == 1:
-                start = x.new_empty((), dtype=dtype).expand(x.shape)
+            (b, t, p), joined = x.shape, f.joined
+            shape = b // joined, t, joined * p
+            if isinstance(options.solver, Direct):
+                start = x.new_empty((), dtype=dtype).expand(shape)
             else:
-                start = torch.zeros_like(unfold(x, f.joined), dtype=dtype, requires_grad=False)
+                start = x.new_zeros(shape, dtype=dtype)
         return Call(f, start, x, z, gate, W_gate, low, before, window)
 
     def _map(
@@ -353,7 +355,7 @@ class FixedPointLayer(ProjectedLayer):
         if wanted."""
         with without_autocast(y.device):
             after = call.after(y) if wants_state else None
-            hidden = self._output_stage(call, fold(y, call.f.joined))
+            hidden = self._output_stage(call, call.f.folded(y))
         output: Tensor = self.out_proj(hidden)
         return output, after
 

@@ -1,6 +1,6 @@
 """The runs of the README and of examples/results, most of them stacked and with one head."""
 
-from research.experiments.plan import NARROW, STRINGS, TUNING, Experiment, Run, joined
+from research.experiments.plan import NARROW, STRINGS, TUNING, Experiment, Run, Script, joined
 
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
@@ -70,6 +70,18 @@ COPYING_CPU = Experiment(
     "How far does the model of make copy copy, trained on two CPU cores?",
     tuple(
         Run(f"copy_cpu_recall_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
+        for seed in range(3)
+    ),
+)
+
+SCRIPTS: tuple[tuple[str, Script], ...] = (("a5", "train_a5"), ("copy", "train_copy"))
+
+GPU_PRESETS = Experiment(
+    "gpu-presets",
+    "What do the models of train_a5.py and train_copy.py reach on a GPU?",
+    tuple(
+        Run(f"{task}_gpu_seed{seed}", f"--preset gpu --seed {seed}", script)
+        for task, script in SCRIPTS
         for seed in range(3)
     ),
 )
