@@ -786,6 +786,28 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
     shown = ["characters: " + " ".join(f"{value:.2f}" for value in values)]
     assert line(TEXTS["index"], "`make copy`, `recall`")[1:2] == shown
     assert f"{fmean(values):.2f} of the characters right at 16" in TEXTS["examples"]
+    found = raw("gpu-presets/a5_gpu_from_2_seed0")
+    token, sequence = found["accuracy"], found["sequence_accuracy"]
+    shown = [token[n] for n in ("16", "128", "256", "512")] + [sequence["128"], sequence["512"]]
+    cells = [*(f"{value:.3f}" for value in shown), f"{found['seconds']:.0f}"]
+    assert line(TEXTS["gpu-presets"], "2, 4, 8, 16 |")[1:] == cells
+    found = raw("gpu-presets/copy_gpu_seed0")
+    token, string = found["character_accuracy"], found["string_accuracy"]
+    shown = [token[n] for n in ("50", "100", "200")] + [string["50"], string["100"]]
+    cells = [*(f"{value:.3f}" for value in shown), f"{found['seconds']:.0f}"]
+    assert line(TEXTS["gpu-presets"], "5 to 50 letters |")[1:] == cells
+    for start, name in (
+        ("A5 | `recall` | from 8 |", "a5-recall_from_8"),
+        ("A5 | `recall` | doubled from 2 |", "a5-recall_doubled"),
+        ("A5 | LSTM (`lstm_l1_forget`) | from 8 |", "a5-lstm_l1_forget_from_8"),
+        ("A5 | LSTM (`lstm_l1_forget`) | doubled from 2 |", "a5-lstm_l1_forget_doubled"),
+        ("S5 | `recall` | from 8 |", "s5-recall_from_8"),
+    ):
+        (row,) = raw(f"gpu-presets/{name}")["rows"]
+        of = [row["accuracy"][n]["token"] for n in ("128", "512")]
+        assert line(TEXTS["gpu-presets"], start)[-2:] == [
+            " ".join(f"{value:.2f}" for value in values) for values in of
+        ]
     for row in raw("copying-one-head/copy_parameterizations")["rows"]:
         accuracy, point = row["accuracy"], row["point"]
         shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]

@@ -58,12 +58,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def new_accelerator() -> None:
-    """Accelerate keeps the precision of a process's first run."""
-    AcceleratorState._reset_state()
-
-
 def small(text: Path, out: Path, **changes: Any) -> LanguageConfig:
     return LanguageConfig(**{**SMALL, "text": text, "out": out, **changes})
 
