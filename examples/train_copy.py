@@ -44,7 +44,9 @@ class CopyingConfig(TrainConfig):
         with naming_flags(_TASK_FIELDS):
             self.task()
         if self.curriculum == "uniform":
-            raise ValueError("--curriculum must be none or double: copying draws lengths anyway")
+            raise ValueError(
+                "--curriculum must be none, double or quadruple: copying draws lengths anyway"
+            )
         first_length(self, self.max_length)
 
     def task(self) -> Copying:

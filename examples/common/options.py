@@ -163,7 +163,7 @@ class TrainConfig(CurriculumOptions, RunConfig):
     """Options of a training run whose accuracy is evaluated by length."""
 
     curriculum_every: Count = 50
-    """Steps between two decisions of "double", each by the accuracy of one batch."""
+    """Steps between two decisions on the length, each by the accuracy of one batch."""
 
     eval_lengths: tuple[Count, ...] = ()
     """Lengths evaluated during training and after it."""

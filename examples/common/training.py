@@ -28,7 +28,7 @@ from common.checkpoint import (
     plain_config,
     save_checkpoint,
 )
-from common.curriculum import first_length, next_length
+from common.curriculum import FACTORS, first_length, next_length
 from common.errors import Interrupted, UsageError
 from common.evaluation import evaluate, layer_stats, solve_scores, stop_accuracy
 from common.folder import (
@@ -123,7 +123,7 @@ def train_steps(job: Job, run: Run, stop: StopRequest, started: float) -> None:
                 return
             batch = problem.train_batch(run.generator, run.step, run.length)
             logits = train_step(job, run, batch)
-            if config.curriculum == "double" and run.step % config.curriculum_every == 0:
+            if config.curriculum in FACTORS and run.step % config.curriculum_every == 0:
                 lengthen(job, run, logits, batch)
             bar.update()
             if due(run, config.log_every, config):

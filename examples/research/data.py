@@ -53,7 +53,7 @@ class TaskOptions(CurriculumOptions, WordOptions):
     length: int = 16
     """Training length; the longest one of parity and arithmetic."""
     curriculum_until: Share = 1.0
-    """Share of the steps in which the lengths of "double" hold; afterwards it is the longest."""
+    """Share of the steps after which the longest length holds, learned or not."""
     min_length: int = 3
     """Shortest training row of parity and arithmetic."""
     eval_from: int | None = None

@@ -4,8 +4,8 @@ Letters: s seeds, b batch, t time, v classes.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from math import isinf
 from typing import Any
 
 import torch
@@ -74,9 +74,11 @@ class Ensemble:
                 factors.append(feedback_factor if slow else factor)
         self.optimizers = [self._optimizer(model, groups) for model in self.models]
         self.schedule = LambdaLR(self.optimizers[0], factors)
-        ahead = 1 if config.stacked else DRAWN_AHEAD
+        # lengths may grow at every log entry, at which then none are left that were drawn before
+        ahead = 1 if config.stacked else math.gcd(DRAWN_AHEAD, config.log_every)
+        first = data.batch(point["batch_size"], 0, point["steps"])
+        self.tokens, self.labels = (part.clone() for part in first)
         self.batches = data.batches(point["batch_size"], point["steps"], ahead)
-        self.tokens, self.labels = (part.clone() for part in next(self.batches))
         # a stream for each model, if they run side by side
         concurrent = config.concurrent and device.type == "cuda"
         self.streams = [torch.cuda.Stream(device) for _ in self.models] if concurrent else []
@@ -205,7 +207,7 @@ class Ensemble:
             "loss": (self.loss_sum / n).tolist(),
             "accuracy": (self.correct_sum / n).tolist(),
             "length": list(self.data.reached),
-            "conditioning": [None if isinf(v) else v for v in self.pivot_min.tolist()],
+            "conditioning": [None if math.isinf(v) else v for v in self.pivot_min.tolist()],
             "skipped": self.skipped.tolist(),
         }
         self.skipped.zero_()

@@ -393,6 +393,22 @@ def test_the_length_doubles_for_each_seed_by_itself() -> None:
     assert isinstance(copying.task, Copying) and copying.reached == [4, 2]
     tokens, _ = copying.batch(8, 0, 10)
     assert tokens.shape == (2, 8, copying.task.context_len)
+    four_times = make_data(curriculum="quadruple", length=16)
+    four_times.advance([0.95, 0.94])
+    assert four_times.reached == [8, 2]
+    four_times.advance([1.0, 1.0])
+    assert four_times.reached == [16, 8]
+
+
+def test_a_longer_length_begins_with_the_step_after_the_log_entry() -> None:
+    changes: dict[str, Any] = {"curriculum": "double", "length": 16, "stacked": False, "seeds": 1}
+    data, config = make_data(**changes), small(**changes)
+    trained = stack.Ensemble(config, POINT | {"steps": 100}, data, CPU)
+    for length in (2, 4, 8):
+        for _ in range(config.log_every):
+            trained.refill()
+            assert int((trained.labels != IGNORE).sum(-1).max()) == length
+        data.advance([1.0])
 
 
 def test_a_width_is_found_for_a_number_of_parameters() -> None:

@@ -27,11 +27,11 @@ NARROW = "--d-model 256"
 RECIPE = "--autocast bf16 --schedule hold --concurrent"
 _WORDS = (
     "--length 16 --eval-lengths 16 128 512 2048 --batch-size 256 --steps 12000 "
-    "--curriculum double --curriculum-until 0.5"
+    "--curriculum quadruple --curriculum-until 0.5"
 )
 _BOUND = (
     "--task bound --eval-definitions 16 16 24 --eval-lengths 32 128 128 --batch-size 128 "
-    "--curriculum double --curriculum-from 4 --curriculum-until 0.3"
+    "--curriculum quadruple --curriculum-from 4 --curriculum-until 0.3"
 )
 TASKS = {
     "a5": _WORDS,
@@ -58,7 +58,7 @@ CONTROLS = {
 """A commutative group; one binding at a time. Plain A5 is one binding for each element."""
 _LENGTHS = (
     "--length 40 --eval-from 40 --eval-lengths 40 256 --batch-size 256 --steps 6000 "
-    "--curriculum double --curriculum-until 0.5"
+    "--curriculum quadruple --curriculum-until 0.5"
 )
 LANGUAGES = {task: f"--task {task} {_LENGTHS}" for task in ("parity", "arithmetic", "brackets")}
 """Parity, and arithmetic modulo 5 without and with brackets, as published: trained to length 40,
