@@ -795,9 +795,12 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
 
 def test_the_page_of_the_presets_has_the_numbers_of_the_raw_results() -> None:
     page = TEXTS["gpu-presets"]
-    for start, name, unit, of_units, of_rows in (
-        ("2, 4, 8, 16 |", "a5_gpu_from_2_seed0", "", ("16", "128", "256", "512"), ("128", "512")),
-        ("5 to 50 letters |", "copy_gpu_seed0", "character_", ("50", "100", "200"), ("50", "100")),
+    words = "", ("16", "128", "256", "512"), ("128", "512")
+    letters = "character_", ("50", "100", "200"), ("50", "100")
+    for start, name, (unit, of_units, of_rows) in (
+        *((f"2, 8, 16 (the preset), {i} |", f"a5_gpu_seed{i}", words) for i in range(3)),
+        ("2, 4, 8, 16, 0 |", "a5_gpu_from_2_seed0", words),
+        *((f"{i} |", f"copy_gpu_seed{i}", letters) for i in range(3)),
     ):
         found = raw(f"gpu-presets/{name}")
         units, rows = found[f"{unit}accuracy"], found["sequence_accuracy"]
@@ -809,11 +812,39 @@ def test_the_page_of_the_presets_has_the_numbers_of_the_raw_results() -> None:
         ("A5 | `recall` | doubled from 2 |", "a5-recall_doubled"),
         ("A5 | LSTM (`lstm_l1_forget`) | from 8 |", "a5-lstm_l1_forget_from_8"),
         ("A5 | LSTM (`lstm_l1_forget`) | doubled from 2 |", "a5-lstm_l1_forget_doubled"),
+        ("A5 | `recall` | 2, 8, 16 |", "a5-recall_quadrupled"),
+        ("A5 | LSTM (`lstm_l1_forget`) | 2, 8, 16 |", "a5-lstm_l1_forget_quadrupled"),
+        ("S5 | `recall` | 2, 8, 16 |", "s5-recall_quadrupled"),
         ("S5 | `recall` | from 8 |", "s5-recall_from_8"),
     ):
         (row,) = raw(f"gpu-presets/{name}")["rows"]
         shown = [row["accuracy"][n]["token"] for n in ("128", "512")]
         assert line(page, start)[-2:] == [" ".join(f"{v:.2f}" for v in seeds) for seeds in shown]
+
+
+def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
+    page = TEXTS["many-states"]
+
+    def shown(name: str, length: str, measure: str = "token", digits: int = 2) -> str:
+        (row,) = raw(f"many-states/{name}")["rows"]
+        return " ".join(f"{value:.{digits}f}" for value in row["accuracy"][length][measure])
+
+    for form in ("9x64x64g1", "7x64x128g2", "8x64x128g1"):
+        copies = [shown(f"copy-{form}", length) for length in ("100", "200")]
+        pairs = [shown(f"mqar-{form}", "256"), shown(f"mqar-{form}", "512", digits=3)]
+        assert line(page, f"{form} |")[-4:] == [*copies, *pairs]
+    for task in ("a5", "s5"):
+        cells = [shown(f"{task}-9x64x64g1", length) for length in ("16", "128", "512")]
+        assert line(page, f"{task.upper()}, labels")[1:] == cells
+    lengths = ("16_32", "16_128", "24_128")
+    cells = [shown("bound_s3-9x64x64g1", length, "sequence") for length in lengths]
+    assert line(page, "bound S3, sequences")[1:] == cells
+    for form in ("7x16x16", "7x16x32g2", "8x16x32g1", "6x16x64g1"):
+        copies = [shown(f"d64-{form}", length) for length in ("40", "80")]
+        (found,) = re.findall(
+            rf"^\| {form} \| [\d,]+ \| ([\d. ]+) \| ([\d. ]+) \|", page, re.MULTILINE
+        )
+        assert list(found) == copies
 
 
 def test_table_of_schedules_is_that_of_the_raw_results() -> None:
