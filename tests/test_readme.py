@@ -847,6 +847,21 @@ def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
         assert list(found) == copies
 
 
+def test_hazards_of_the_sanitizer_are_those_of_cublas() -> None:
+    path = RESULTS / "benchmark" / "h200_checks.json"
+    checks = json.loads(path.read_text(encoding="utf-8"))
+    page = TEXTS["benchmark"].split("## Checks on a GPU")[1]
+    entries = {row["entry"] for row in checks["rows"]}
+    assert f"in {len(entries)} entries: no error" in page
+    assert len(checks["rows"]) == 2 * len(entries)
+    found = [row for row in checks["rows"] if row["errors"]]
+    assert len(found) == 6 and all(row["tool"] == "racecheck" for row in found)
+    assert all(name.startswith("nvjet_sm90_") for row in found for name in row["kernels"])
+    for row in checks["replays"]:
+        assert not row["differing"] and f"{row['replays']:,} " in page
+        assert f"`{row['layer']}`" in page
+
+
 def test_table_of_schedules_is_that_of_the_raw_results() -> None:
     rows = {
         (row["point"]["lr"], row["point"]["schedule"]): row["accuracy"]["12"]["token"]

@@ -1,7 +1,7 @@
 """Launches every Triton kernel once at a small shape, for compute-sanitizer; needs a GPU.
 
 compute-sanitizer --tool memcheck python tests/kernels/sanitize.py
-compute-sanitizer --tool racecheck python tests/kernels/sanitize.py
+compute-sanitizer --tool racecheck python tests/kernels/sanitize.py    # cuBLAS has hazards, too
 compute-sanitizer python tests/kernels/sanitize.py "direct" "direct, heads"     # only these
 """
 
