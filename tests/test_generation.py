@@ -120,6 +120,19 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
 
 
+@torch.no_grad()
+def test_the_state_of_a_decoder_is_a_copy_for_every_layer() -> None:
+    model, tokens = make_model(), ids(2)
+    decoder = Decoder(model, 2)
+    decoder(tokens)
+    state = decoder.state
+    expected, _ = model.step(tokens, state)
+    for of_layer in state:
+        for v in of_layer.tensors:
+            v.zero_()
+    assert_close("output", decoder(tokens), expected, 1e-12)
+
+
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
     """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
     b = len(tokens)
