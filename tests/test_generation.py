@@ -305,6 +305,13 @@ def test_draws_follow_the_probabilities() -> None:
     assert (frequencies(temperature=1.0, top_k=9) > 0).tolist() == [True, True, True, False]
 
 
+def test_top_k_keeps_no_more_than_k_of_equal_logits() -> None:
+    for k in (1, 2):
+        sampling = Sampling(1.0, top_k=k, generator=torch.Generator().manual_seed(0))
+        chosen = sampling.choose(torch.tensor([[1.0, 2.0, 2.0, 2.0]]).expand(200, -1))
+        assert len(chosen.unique()) == k and chosen.min() > 0
+
+
 def test_equal_generators_give_equal_tokens() -> None:
     model, prompt = make_model(), ids(2, 3)
     first, second = (
