@@ -310,6 +310,11 @@ def test_inputs_of_a_step() -> None:
         layer.step(torch.zeros(2, 1, 4), layer.init_state(2))
     with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 3)"):
         layer.step(torch.zeros(2, 3), layer.init_state(2))
+    for hooked in (False, True):
+        if hooked:
+            layer.register_forward_hook(lambda module, args, output: None)
+        with raises(TypeError, "state must not be None: make one with init_state(batch_size)"):
+            layer.step(torch.zeros(2, 4), None)  # type: ignore[arg-type]
 
 
 ssm, y = torch.zeros(2, 8, 3), torch.zeros(2, 8)

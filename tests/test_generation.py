@@ -120,6 +120,19 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
 
 
+@torch.no_grad()
+def test_the_state_of_a_decoder_is_a_copy_for_every_layer() -> None:
+    model, tokens = make_model(), ids(2)
+    decoder = Decoder(model, 2)
+    decoder(tokens)
+    state = decoder.state
+    expected, _ = model.step(tokens, state)
+    for of_layer in state:
+        for v in of_layer.tensors:
+            v.zero_()
+    assert_close("output", decoder(tokens), expected, 1e-12)
+
+
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
     """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
     b = len(tokens)
@@ -290,6 +303,13 @@ def test_draws_follow_the_probabilities() -> None:
     torch.testing.assert_close(frequencies(temperature=1.0, top_p=0.7), expected(1, 2), **near)
     torch.testing.assert_close(frequencies(temperature=1.0, top_p=0.6), expected(2), **near)
     assert (frequencies(temperature=1.0, top_k=9) > 0).tolist() == [True, True, True, False]
+
+
+def test_top_k_keeps_no_more_than_k_of_equal_logits() -> None:
+    for k in (1, 2):
+        sampling = Sampling(1.0, top_k=k, generator=torch.Generator().manual_seed(0))
+        chosen = sampling.choose(torch.tensor([[1.0, 2.0, 2.0, 2.0]]).expand(200, -1))
+        assert len(chosen.unique()) == k and chosen.min() > 0
 
 
 def test_equal_generators_give_equal_tokens() -> None:

@@ -433,6 +433,29 @@ def test_recall_and_what_replaces_its_options() -> None:
         Bedouin.recall(64, foo=1)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"d_model": 0}, ValueError, "d_model must be at least 1, got 0"),
+        ({"d_model": "64"}, TypeError, "d_model must be an int >= 1, got '64'"),
+        ({"num_heads": 4.0}, TypeError, "num_heads must be an int >= 1, got 4.0"),
+        ({"num_heads": "4"}, TypeError, "num_heads must be an int >= 1, got '4'"),
+        ({"feedback_heads": 3}, ValueError, "feedback_heads must be at most num_heads = 2"),
+        ({"feedback_heads": "1"}, TypeError, "feedback_heads must be an int >= 1 or None, got '1'"),
+    ],
+)
+def test_errors_of_recall_name_what_was_given(
+    options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Bedouin.recall(**{"d_model": 64, **options})
+
+
+def test_recall_takes_what_bedouin_takes_for_feedback() -> None:
+    without = Bedouin.recall(64, feedback=iter(()))
+    assert without.feedback == () and without.initialization.memory_heads == 2
+
+
 def test_errors_of_options() -> None:
     with pytest.raises(ValueError, match="erase must lie in .0, 2., got 2.5"):
         Bedouin(M, erase=2.5)

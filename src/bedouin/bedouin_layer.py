@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import inner_size, known_options, one_of
-from bedouin.heads import by_head
+from bedouin.checks import inner_size, known_options, one_of, ordered_subset, positive_int
+from bedouin.heads import by_head, choose_fed_heads
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -268,9 +268,10 @@ class Bedouin(FixedPointLayer):
         Q = I. The trials behind it: examples/results/feedback-heads.
 
         The other arguments are those of Bedouin; one that is given replaces the value named here.
-        With `expand` or `num_heads` the heads have 64 channels where these divide d, else one head
-        has all. Where every head has feedback, as with feedback_heads=num_heads, the factor falls
-        from 1 in the first to 0.01 in the last, and is 0.1 of one head; there is no noise.
+        With `expand` the heads have 64 channels where these divide d, else one head has all; with
+        `num_heads` they have d / num_heads. Where every head has feedback, as with
+        feedback_heads=num_heads, the factor falls from 1 in the first to 0.01 in the last, and is
+        0.1 of one head; there is no noise.
         """
         return cls(d_model, **recall_options(d_model, options))
 
@@ -369,6 +370,8 @@ def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
         "input_scale": "delta",
     }
     given = dict(options)
+    # checked here because the values chosen below depend on them
+    positive_int("d_model", d_model)
     if given.get("num_heads") is None:
         if given.get("expand") is None:
             given["num_heads"] = max(2, 7 * d_model // 256)
@@ -378,12 +381,12 @@ def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
             given["num_heads"] = d // RECALL_HEAD if d % RECALL_HEAD == 0 else 1
     if given.get("mixer") is None and given.get("num_householder") is None:
         given["num_householder"] = 0
-    heads = given["num_heads"]
-    feedback = given.get("feedback", chosen["feedback"])
+    heads = positive_int("num_heads", given["num_heads"])
+    names = given.get("feedback", chosen["feedback"])
+    feedback = given["feedback"] = ordered_subset("feedback", names, Bedouin.fed_names)
     if heads > 1 and feedback:
         chosen["feedback_heads"] = max(1, heads // 8)
-    fed = (chosen | given).get("feedback_heads")
-    memory = heads - (fed or heads) if feedback else heads
+    memory = heads - choose_fed_heads((chosen | given).get("feedback_heads"), heads, feedback)
     if feedback and memory:
         chosen["feedback_noise"] = MEMORY_NOISE
     if given.get("decay", "mamba") != "mamba":

@@ -56,8 +56,9 @@ class Sampling:
             return logits.argmax(-1)
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         if self.top_k is not None:
-            least = scaled.topk(min(self.top_k, scaled.shape[-1])).values[:, -1:]
-            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+            # by place, since several logits may equal the k-th largest, above all in bfloat16
+            kept = scaled.topk(min(self.top_k, scaled.shape[-1]))
+            scaled = torch.full_like(scaled, -torch.inf).scatter(-1, kept.indices, kept.values)
         probabilities = scaled.softmax(-1)
         if self.top_p is not None:
             probabilities = _most_probable(probabilities, self.top_p)

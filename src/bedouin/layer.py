@@ -127,7 +127,7 @@ class FixedPointLayer(ProjectedLayer):
         If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
         On a GPU without gradients, a token is a replay of a CUDA graph (bedouin.decoding), which
         the first call with a batch size and dtype captures. Hooks on the layer run, as in a call.
-        Raises the same errors as `forward`.
+        Raises the same errors as `forward`, and TypeError for a state that is None.
         """
         replays = may_replay(self, x_t)
         if replays:
@@ -145,6 +145,8 @@ class FixedPointLayer(ProjectedLayer):
 
     def _one_token(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """`step` without a graph."""
+        if state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
         options = self.token_options
         call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(call.start.device):

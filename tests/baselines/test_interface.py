@@ -114,12 +114,17 @@ def test_writing_into_a_detached_state_changes_no_backward(kind: Kind) -> None:
 
 @every_kind
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)])
-def test_empty_input_leaves_the_state(kind: Kind, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_empty_input_leaves_the_state(kind: Kind, shape: tuple[int, ...], masked: bool) -> None:
     layer = kind(8)
     state = layer.init_state(shape[0])
-    y, after = layer(torch.randn(shape), state, return_state=True)
+    mask = torch.ones(shape[:2], dtype=torch.bool) if masked else None
+    y, after = layer(torch.randn(shape), state, return_state=True, mask=mask)
     assert y.shape == shape
     close(after.tensors, state.tensors)
+    for v in after.tensors:
+        v.fill_(1)  # the state that is returned is another one
+    close(state.tensors, layer.init_state(shape[0]).tensors)
 
 
 @every_kind

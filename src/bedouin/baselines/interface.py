@@ -129,7 +129,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         b = x.shape[0]
         state = self.init_state(b) if state is None else self._checked_state(state, b)
         if not x.numel():
-            return x.clone(), state
+            return x.clone(), state.clone()
         return self._run(x, state, None)
 
     def _packed_run(
@@ -140,7 +140,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         state = packing.before(state, self.init_state(1))
         u = packing.take(x)
         if not u.numel():
-            return x.clone(), packing.after(state)
+            return x.clone(), packing.after(state.clone())
         # padding follows the tokens, so that it changes only the state
         lengths = packing.padded_lengths() if wants_state else None
         output, state = self._run(u, state, lengths)

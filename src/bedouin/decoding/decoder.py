@@ -12,7 +12,7 @@ from torch import Tensor
 from bedouin.checks import check_batch_size, check_tensor, find_method
 from bedouin.decoding.graphs import Captured, graph_key, is_decoded
 from bedouin.decoding.parts import is_buffered, may_replay
-from bedouin.state import check_state
+from bedouin.state import RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 
 
@@ -90,9 +90,7 @@ class Decoder:
     def state(self) -> Any:
         """A copy of the state after the last token, of a model one for each layer."""
         states = self._states()
-        if self.is_model:
-            return states
-        return states[0] if self._parts is None else states[0].clone()
+        return states if self.is_model else states[0]
 
     def _states(self) -> tuple[Any, ...]:
         if self._parts is not None:
@@ -184,12 +182,17 @@ class _SteppedLayer:
     """A layer without graphs, with its state."""
 
     def __init__(self, layer: Any, state: Any) -> None:
-        self.step, self.state = find_method(layer, "step"), state
+        self.step, self._state = find_method(layer, "step"), state
+
+    @property
+    def state(self) -> Any:
+        """A copy of the state; the state itself if its type is that of another library."""
+        return self._state.clone() if isinstance(self._state, RecurrentState) else self._state
 
     def __call__(
         self,
         x_t: Tensor,  # (b, m)
     ) -> Tensor:  # (b, m)
         output: Tensor
-        output, self.state = self.step(x_t, self.state)
+        output, self._state = self.step(x_t, self._state)
         return output
