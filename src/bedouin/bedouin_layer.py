@@ -89,12 +89,13 @@ class Bedouin(FixedPointLayer):
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
             share of what the memory holds under the token's key B that it gives up before the token
-            is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase.
-            0: none, and no raw value. Kernels for erase and for feedback of x are those of the
-            exact sweep of heads with at most 64 channels (without feedback 256 with a memory of at
-            most 4,096 values) and 128 states, k <= 4, another input scale than "one_minus_decay"
-            and feedback of nothing but Delta and x, and with feedback_scope="layer" without
-            reflections; other layers with these options run in plain PyTorch on a GPU, too.
+            is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase,
+            with bias=False at 0.5 erase. 0: none, and no raw value. Kernels for erase and for
+            feedback of x are those of the exact sweep of heads with at most 64 channels (without
+            feedback 256 with a memory of at most 4,096 values) and 128 states, k <= 4, another
+            input scale than "one_minus_decay" and feedback of nothing but Delta and x, and with
+            feedback_scope="layer" without reflections; other layers with these options run in
+            plain PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the
             paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
             layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is

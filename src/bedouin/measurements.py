@@ -82,7 +82,7 @@ def find_fixed_point(
 ) -> FixedPoint:
     """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings.
 
-    Raises TypeError for another kind of layer.
+    In training mode with the noise of feedback_noise. Raises TypeError for another kind of layer.
     """
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
