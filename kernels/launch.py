@@ -64,8 +64,3 @@ class Device:
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         return Device(properties.multi_processor_count, shared_memory, properties.major >= 9)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Programs that run at the same time if each occupies a whole multiprocessor."""
-    return Device.of(device).programs or 1

@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.buffers import (
     WORKSPACE,
     GradBuffers,
@@ -31,7 +30,7 @@ from bedouin.kernels.direct.triton_constants import (
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
-from bedouin.kernels.launch import ceil_div, multiprocessors, next_power_of_two
+from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_transposed_weight
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
@@ -245,7 +244,7 @@ def choose_samples(
     heads, n, d = A.shape
     most = WARPS if d <= 64 else WARPS // 2
     most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
-    units = 4 if interpreter_is_on() else multiprocessors(A.device)
+    units = Device.of(A.device).programs or 4
     samples = 2
     while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
         samples *= 2

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.branches import beside, join
 from bedouin.kernels.direct.buffers import CHUNK, exponents
 from bedouin.kernels.direct.phases.limits import Sizes, sizes_of
@@ -33,7 +32,7 @@ from bedouin.kernels.direct.phases.spec import (
     phase_constants,
 )
 from bedouin.kernels.feedback import normalize_feedback_vjp
-from bedouin.kernels.launch import ceil_div, last_axis_contiguous, multiprocessors
+from bedouin.kernels.launch import Device, ceil_div, last_axis_contiguous
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.plans import LaunchSeries, PlannedKernel
@@ -382,9 +381,8 @@ def _gradients(
     """Phase G: the gradients of the unit B and C (b, t, N), and of A in parts (b, splits, n, d)."""
     b, t, d, n, P, N = sizes[:6]
     A = inputs.A
-    units = 1 if interpreter_is_on() else multiprocessors(A.device)
     blocks = ceil_div(N, STATES)
-    wanted = ceil_div(PROGRAMS * units, b * blocks)
+    wanted = ceil_div(PROGRAMS * (Device.of(A.device).programs or 1), b * blocks)
     each = ceil_div(sizes.chunks, min(wanted, sizes.chunks))
     splits = ceil_div(sizes.chunks, each)
     programs = b * splits * blocks
