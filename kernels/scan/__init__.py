@@ -10,7 +10,7 @@ from bedouin.kernels.checks import check_choice, check_sequence, check_shape
 from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.scan.autograd import plain_scan, run_triton_scan
+from bedouin.kernels.scan.autograd import plain_scan, triton_scan
 from bedouin.kernels.scan.reference import (
     contract,
     discretize,
@@ -74,7 +74,9 @@ def selective_scan(
     options = ScanOptions(input_scale, eigenvalues, exclusive)
     is_empty = not (x.numel() and A.numel())
     if implementation == "triton" and not is_empty:
-        return run_triton_scan(operands, options)
+        keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
+        y, h, _ = triton_scan(*operands, *options, keep)
+        return y, h
     erase = x.new_empty(*x.shape[:2], 0) if erase is None else erase
     if torch.compiler.is_compiling() and not is_empty:
         y, h = plain_scan(*operands[:6], erase, *options)

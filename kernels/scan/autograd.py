@@ -1,8 +1,8 @@
 """The scan as operations of torch.library, so that torch.compile keeps whole graphs.
 
-`run_triton_scan` calls the kernels, `plain_scan` the reference, which torch.compile would
-otherwise unroll over t. All four registered operations take the operands and options of a scan one
-by one, in the order of `ScanOperands` and `ScanOptions`. Triton is imported when an operation runs:
+`triton_scan` calls the kernels, `plain_scan` the reference, which torch.compile would otherwise
+unroll over t. All four registered operations take the operands and options of a scan one by one, in
+the order of `ScanOperands` and `ScanOptions`. Triton is imported when an operation runs:
 registering costs nothing where it is not used.
 """
 
@@ -15,13 +15,7 @@ from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.operation import operation, recording
 from bedouin.kernels.scan.reference import selective_scan_reference
-from bedouin.kernels.scan.types import (
-    SCAN_CHUNK,
-    ScanCotangents,
-    ScanOperands,
-    ScanOptions,
-    ScanResult,
-)
+from bedouin.kernels.scan.types import SCAN_CHUNK, ScanOperands, ScanOptions
 
 TENSORS = "Tensor x, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor h0"
 OPTIONS = "str input_scale, str eigenvalues, bool exclusive"
@@ -34,19 +28,20 @@ COTANGENTS = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
     "selective_scan",
     schema=f"({TENSORS}, Tensor? D, {OPTIONS}, bool keep) -> (Tensor, Tensor, Tensor)",
 )
-def _scan(*flat: Any) -> ScanResult:
-    """y (b, t, d), the last h (b, d, n), and with `keep` h before every chunk."""
+def triton_scan(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """y (b, t, d) with D * x, the last h (b, d, n), and with `keep` h before every chunk. Once
+    differentiable. No size may be 0."""
     from bedouin.kernels.scan.launch import scan_forward
 
     return scan_forward(ScanOperands(*flat[:7]), ScanOptions(*flat[7:10]), keep=flat[10])
 
 
-@_scan.register_fake
-def _scan_fake(*flat: Any) -> ScanResult:
+@triton_scan.register_fake
+def _scan_fake(*flat: Any) -> tuple[Tensor, ...]:
     x, _, A, _, _, h0, _ = ScanOperands(*flat[:7])
     chunks = ceil_div(x.shape[1], SCAN_CHUNK) if flat[10] else 0
     kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=torch.float32)
-    return ScanResult(x.new_empty(x.shape), h0.new_empty(h0.shape), kept)
+    return *_empty_like(x, h0), kept
 
 
 @operation(
@@ -56,7 +51,7 @@ def _scan_fake(*flat: Any) -> ScanResult:
         f"-> ({COTANGENTS}, Tensor)"
     ),
 )
-def _scan_backward(grad_y: Tensor, grad_h: Tensor, kept: Tensor, *flat: Any) -> ScanCotangents:
+def _scan_backward(grad_y: Tensor, grad_h: Tensor, kept: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     """Shapes as in `scan_backward`."""
     from bedouin.kernels.scan.launch import scan_backward
 
@@ -102,17 +97,7 @@ def _backward(
     return (*once, None, None, None, None)
 
 
-_scan.register_autograd(_backward, setup_context=_save)
-
-
-def run_triton_scan(operands: ScanOperands, options: ScanOptions) -> tuple[Tensor, Tensor]:
-    """y (b, t, d) with D * x added, and the last h (b, d, n). Once differentiable.
-
-    No size may be 0.
-    """
-    keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
-    y, h, _ = _scan(*operands, *options, keep)
-    return y, h
+triton_scan.register_autograd(_backward, setup_context=_save)
 
 
 # The plain scan

@@ -20,13 +20,7 @@ from bedouin.kernels.launch import (
 from bedouin.kernels.scan.triton_backward import backward_kernel
 from bedouin.kernels.scan.triton_forward import forward_kernel
 from bedouin.kernels.scan.triton_segments import carry_kernel, segment_kernel
-from bedouin.kernels.scan.types import (
-    SCAN_CHUNK,
-    ScanCotangents,
-    ScanOperands,
-    ScanOptions,
-    ScanResult,
-)
+from bedouin.kernels.scan.types import SCAN_CHUNK, ScanOperands, ScanOptions
 
 MOST_WARPS = 8
 BACKWARD_CHANNELS = 16
@@ -132,8 +126,11 @@ def _backward_block(d: int, block_n: int, warps: int) -> int:
     return min(max(1, warps * WARP // block_n, least), next_power_of_two(d))
 
 
-def scan_forward(operands: ScanOperands, options: ScanOptions, *, keep: bool) -> ScanResult:
-    """The scan; `keep` stores the memories that `scan_backward` needs. No size may be 0."""
+def scan_forward(
+    operands: ScanOperands, options: ScanOptions, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y (b, t, d), the last h (b, d, n), and h before each chunk (b, ceil(t / SCAN_CHUNK), d, n),
+    which `scan_backward` needs; without `keep` of no chunk. No size may be 0."""
     A, h0, D = operands.A, operands.h0, operands.D
     x, delta, B, C = map(last_axis_contiguous, (operands.x, operands.delta, operands.B, operands.C))
     by_state, skip = A.mT.contiguous(), A if D is None else D.contiguous()
@@ -156,7 +153,7 @@ def scan_forward(operands: ScanOperands, options: ScanOptions, *, keep: bool) ->
         CHUNK=SCAN_CHUNK,
         **plan.blocks,
     )
-    return ScanResult(y, h, kept)
+    return y, h, kept
 
 
 def scan_backward(
@@ -165,8 +162,9 @@ def scan_backward(
     kept: Tensor,  # (b, ceil(t / SCAN_CHUNK), d, n), as `scan_forward` returns it
     operands: ScanOperands,
     options: ScanOptions,
-) -> ScanCotangents:
-    """The adjoint of the scan, from the last token to the first. No size may be 0."""
+) -> tuple[Tensor, ...]:
+    """The cotangents of the operands, each in the shape and dtype of its operand, that of D empty
+    without D: the adjoint of the scan, from the last token to the first. No size may be 0."""
     h0, D = operands.h0, operands.D
     grad_y, x, delta, B, C = map(
         last_axis_contiguous, (grad_y, operands.x, operands.delta, operands.B, operands.C)
@@ -201,7 +199,7 @@ def scan_backward(
     summed_B, summed_C = grad_BC.sum(3)
     summed_B, summed_C = summed_B.to(B.dtype, copy=True), summed_C.to(C.dtype, copy=True)
     summed_D = A.new_empty(0) if D is None else _sum_samples(grad_D, D)
-    return ScanCotangents(grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D)
+    return grad_x, grad_delta, summed_A, summed_B, summed_C, grad_h0, summed_D
 
 
 def _sum_samples(

@@ -32,23 +32,3 @@ class ScanOptions(NamedTuple):
     input_scale: InputScale
     eigenvalues: Eigenvalues
     exclusive: bool
-
-
-class ScanResult(NamedTuple):
-    """What the forward kernel computes."""
-
-    y: Tensor  # (b, t, d)
-    h: Tensor  # (b, d, n), after the last token
-    kept: Tensor  # (b, ceil(t / SCAN_CHUNK), d, n), h before each chunk; none unless kept
-
-
-class ScanCotangents(NamedTuple):
-    """Cotangents of the operands, each in the shape and dtype of its operand."""
-
-    x: Tensor  # (b, t, d)
-    delta: Tensor  # (b, t, d)
-    A: Tensor  # (d, n) or (H, d, n)
-    B: Tensor  # (b, t, n)
-    C: Tensor  # (b, t, n)
-    h0: Tensor  # (b, d, n)
-    D: Tensor  # (d,) or (H, d), empty without D
