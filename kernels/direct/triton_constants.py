@@ -115,12 +115,12 @@ def uses_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32" and not interpreter_is_on()
 
 
-def scan_constants(
+def map_constants(
     A: Shape,  # (n, d) or (H, n, d)
     options: Parameterization,
 ) -> dict[str, Any]:
-    """Blocks and discretization."""
-    layout = options.known_layout()
+    """Blocks, discretization, the norm of the feedback, and the mixer."""
+    layout, eps = options.known_layout(), options.feedback_norm_eps
     return {
         "BLOCK_D": next_power_of_two(A[-1]),
         "BLOCK_N": next_power_of_two(A[-2]),
@@ -130,24 +130,11 @@ def scan_constants(
         "FULL": options.eigenvalues == "full",
         "EPS": UNIT_EPS,
         "FAST": not interpreter_is_on(),
+        "NORM": eps is not None,
+        "NORM_EPS": 0.0 if eps is None else eps,
+        "K": layout.num_householder,
+        "BETA_MAX": layout.beta_max,
     }
-
-
-def norm_constants(options: Parameterization) -> dict[str, Any]:
-    """The norm of the feedback."""
-    eps = options.feedback_norm_eps
-    return {"NORM": eps is not None, "NORM_EPS": 0.0 if eps is None else eps}
-
-
-def mixer_constants(options: Parameterization) -> dict[str, Any]:
-    """The number of reflections and the bound of beta."""
-    layout = options.known_layout()
-    return {"K": layout.num_householder, "BETA_MAX": layout.beta_max}
-
-
-def alignment(*strides: int) -> dict[str, int]:
-    """A power of two, at most 8, that divides all strides between rows of raw values."""
-    return {"ALIGNED": math.gcd(8, *strides)}
 
 
 def num_warps(d: int, rows: int) -> int:
@@ -167,11 +154,6 @@ def kernel_constants(
 ) -> Constants:
     """The constants that a kernel has as parameters, and its launch options: its `own`, and those
     that options, sizes, and strides of rows of raw values determine."""
-    every = {
-        **scan_constants(A, options),
-        **norm_constants(options),
-        **mixer_constants(options),
-        **alignment(*strides),
-        **own,
-    }
+    # a power of two that divides all strides
+    every = {**map_constants(A, options), "ALIGNED": math.gcd(8, *strides), **own}
     return Constants.of(kernel, every)

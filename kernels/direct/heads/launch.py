@@ -23,10 +23,8 @@ from bedouin.kernels.direct.triton_constants import (
     DTYPES,
     Shape,
     input_strides,
-    mixer_constants,
-    norm_constants,
+    map_constants,
     product_constants,
-    scan_constants,
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
@@ -183,9 +181,7 @@ def _constants(
     layout = options.known_layout()
     blocks = head_blocks(A[2], A[1], layout.num_householder, layout.selective)
     every = {
-        **scan_constants(A, options),
-        **norm_constants(options),
-        **mixer_constants(options),
+        **map_constants(A, options),
         **product_constants(dtype, tf32),
         "ROUND": DTYPES[dtype],
         "KEEP": keep_every,
