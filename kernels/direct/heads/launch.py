@@ -88,24 +88,30 @@ def launch_head_reverse(
     wants_y0: bool = True,
 ) -> Tensor | None:
     """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d) if wanted."""
-    b, t_end, d = known.y.shape
-    n = known.A.shape[1]
-    size = _tokens_at_once(known.y, n, keep_every, options)
-    samples, parts = choose_rows(b, known.A)
+    x, y, raw, fed, A, h0, kept = known
+    assert fed is not None
+    (b, t_end, d), n = y.shape, A.shape[1]
+    size = _tokens_at_once(y, n, keep_every, options)
+    samples, parts = choose_rows(b, A)
     buffers = chunk_buffers(known, size, options)
-    replayed = known.A.new_empty(b, max(1, keep_every - 1), n, d)
-    W = _whole_rows(W)
-    given = known.A.shape, W.dtype, options, samples, parts, uses_tf32(), keep_every
+    programs, W = _programs(b, A, samples), _whole_rows(W)
+    given = A.shape, W.dtype, options, samples, parts, uses_tf32(), keep_every
     constants = _constants(REVERSE, *given, buffers.local.shape[2])
+    replayed = A.new_empty(b, max(1, keep_every - 1), n, d)
+    scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
+    read = grads.y, x, y, raw, fed, W, A, *buffers, h0, kept, replayed
+    tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics, scratch
+    inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
+    strides = *inner, *fed.stride()[:2], W.stride(0), h0.stride(0)
+    sizes = t_end, kept.shape[1], b // A.shape[0], d, n, grads.raw.shape[-1]
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)
-        own = buffers.mixed, buffers.local, replayed, chunk
-        _reverse(known, grads, W, *own, constants)
+        REVERSE.launch((programs,), tensors, (start, len(chunk), *sizes, *strides), constants)
     if not wants_y0:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
-    return apply_transposed_weight(first, W).to(known.A.dtype)
+    return apply_transposed_weight(first, W).to(A.dtype)
 
 
 def _tokens_at_once(
@@ -123,46 +129,6 @@ def _tokens_at_once(
     most = max(WORKSPACE, keep_every * (b * n * d + prepared))
     tokens = (most - (keep_every - 1) * b * n * d) // prepared
     return min(tokens, t_end + keep_every - 1) // keep_every * keep_every
-
-
-def _reverse(
-    known: SolvedBuffers,
-    grads: GradBuffers,
-    W: Tensor,  # (H, r, d)
-    mixed: Tensor,  # (b, count or more, d)
-    local: Tensor,  # (b, count or more, WIDTH)
-    replayed: Tensor,  # (b, KEEP - 1, n, d), overwritten
-    chunk: range,
-    constants: Constants,
-) -> None:
-    x, y, raw, fed, A, h0, kept = known
-    assert fed is not None
-    b, t_end, d = y.shape
-    programs = _programs(b, A, constants["S"])
-    sizes = chunk.start, len(chunk), t_end, kept.shape[1], b // A.shape[0], d, A.shape[1]
-    inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
-    strides = *inner, *fed.stride()[:2], W.stride(0), h0.stride(0)
-    tensors = (
-        grads.y,
-        x,
-        y,
-        raw,
-        fed,
-        W,
-        A,
-        mixed,
-        local,
-        h0,
-        kept,
-        replayed,
-        grads.H,
-        grads.x,
-        grads.raw,
-        grads.A,
-        grads.statistics,
-        A.new_empty(programs, constants["S"], 2, constants["BLOCK_L"]),
-    )
-    REVERSE.launch((programs,), tensors, (*sizes, grads.raw.shape[-1], *strides), constants)
 
 
 @lru_cache(maxsize=KEPT_CONSTANTS)
