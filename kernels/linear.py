@@ -23,25 +23,12 @@ def apply_weight(
     v: Tensor,  # (b, ..., d)
     W: Tensor,  # (r, d) or (H, r, d)
 ) -> Tensor:  # (b, ..., r)
-    """W v for all vectors in v, with the W of the sample's head if there are several heads."""
-    return linear(v, W) if W.dim() == 2 else _by_head(v, W.mT)
-
-
-def apply_transposed_weight(
-    v: Tensor,  # (b, ..., r)
-    W: Tensor,  # (r, d) or (H, r, d)
-) -> Tensor:  # (b, ..., d)
-    """W^T v, with W as in `apply_weight`."""
-    return v @ W if W.dim() == 2 else _by_head(v, W)
-
-
-def _by_head(
-    v: Tensor,  # (b, ..., r)
-    W: Tensor,  # (H, r, d)
-) -> Tensor:  # (b, ..., d)
-    """v W in one batched product, with the W of the sample's head."""
-    rows = v.reshape(W.shape[0], -1, W.shape[1])
-    return reshape_whole(torch.bmm(rows, W), *v.shape[:-1], W.shape[2])
+    """W v for all vectors in v, with the W of the sample's head if there are several heads: in one
+    product or one batched product."""
+    if W.dim() == 2:
+        return linear(v, W)
+    rows = v.reshape(W.shape[0], -1, W.shape[2])
+    return reshape_whole(torch.bmm(rows, W.mT), *v.shape[:-1], W.shape[1])
 
 
 def reshape_whole(

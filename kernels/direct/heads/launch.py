@@ -29,7 +29,7 @@ from bedouin.kernels.direct.triton_constants import (
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
 from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
-from bedouin.kernels.linear import apply_transposed_weight
+from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Parameterization
 from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
@@ -111,7 +111,7 @@ def launch_head_reverse(
     if not wants_y0:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
-    return apply_transposed_weight(first, W).to(A.dtype)
+    return apply_weight(first, W.mT).to(A.dtype)
 
 
 def _tokens_at_once(
