@@ -134,11 +134,8 @@ class StepGraphs:
         self._entries: dict[tuple[Any, ...], Captured] = {}
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
-        return StepGraphs()
-
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[()]]:
-        return StepGraphs, ()
+        return StepGraphs, ()  # for copies and pickles
 
     def __len__(self) -> int:
         return len(self._entries)
