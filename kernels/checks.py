@@ -1,14 +1,18 @@
 """Checks of arguments that the public operations share."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
+OptionT = TypeVar("OptionT", bound=str)
 
-def check_choice(argument: str, value: str, valid: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of `valid`."""
+
+def one_of(argument: str, value: OptionT, valid: Sequence[str]) -> OptionT:
+    """Return `value`. Raises ValueError unless it is one of `valid`."""
     if value not in valid:
         raise ValueError(f"{argument} must be one of {tuple(valid)}, got {value!r}")
+    return value
 
 
 def check_shape(

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from bedouin.kernels.checks import one_of
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import check_count, check_number, strict_options
 from bedouin.solvers.convergence import holds_so_far, within_tolerance
@@ -63,10 +64,7 @@ class Picard(IterativeSolver):
         check_number("damping", self.damping, 0, 1, open_low=True)
         check_number("shrink", self.shrink, 0, 1, open_low=True)
         check_count("patience", self.patience, optional=True)
-        if self.stop_rule not in get_args(StopRule):
-            raise ValueError(
-                f"stop_rule must be one of {get_args(StopRule)}, got {self.stop_rule!r}"
-            )
+        one_of("stop_rule", self.stop_rule, get_args(StopRule))
 
     def rule(self) -> IterationRule:
         paper, adaptive = self.stop_rule == "paper", self.patience is not None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.checks import check_choice, check_sequence, check_shape
+from bedouin.kernels.checks import check_sequence, check_shape, one_of
 from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
@@ -63,8 +63,8 @@ def selective_scan(
     option names, or a backend that cannot run on the device.
     """
     _check_shapes(x, delta, A, B, C, h0, D)
-    check_choice("input_scale", input_scale, get_args(InputScale))
-    check_choice("eigenvalues", eigenvalues, get_args(Eigenvalues))
+    one_of("input_scale", input_scale, get_args(InputScale))
+    one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
     check_shape("erase", erase, (*x.shape[:2], 1))
     unsupported = None if erase is None else "erase"
     implementation = choose_backend(backend, x.device, x.dtype, unsupported)

@@ -6,19 +6,18 @@ Letters: b batch, t time, m d_model.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.kernels.checks import one_of as one_of
 from bedouin.solvers.base import check_number
 from bedouin.solvers.base import known_options as known_options
 from bedouin.solvers.base import positive_int as positive_int
-
-OptionT = TypeVar("OptionT", bound=str)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -130,13 +129,6 @@ def output_tensor(output: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
     return tensor
-
-
-def one_of(name: str, value: OptionT, valid: Sequence[str]) -> OptionT:
-    """Return `value`. Raises ValueError unless it is one of `valid`."""
-    if value not in valid:
-        raise ValueError(f"{name} must be one of {tuple(valid)}, got {value!r}")
-    return value
 
 
 def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
-from bedouin.tasks.checks import whole_number
+from bedouin.tasks.checks import one_of, whole_number
 from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
 
 Protocol = Literal["plain", "official"]
@@ -81,8 +81,7 @@ class Copying:
             )
         if not 2 <= self.num_letters <= len(string.ascii_lowercase):
             raise ValueError(f"num_letters must be in [2, 26], got {self.num_letters}")
-        if self.protocol not in get_args(Protocol):
-            raise ValueError(f"protocol must be one of {get_args(Protocol)}, got {self.protocol!r}")
+        one_of("protocol", self.protocol, get_args(Protocol))
 
     @property
     def symbols(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from bedouin.tasks.checks import whole_number
+from bedouin.tasks.checks import one_of, whole_number
 
 Split = Literal["train", "test", "all"]
 
@@ -44,7 +44,8 @@ class Stream(torch.Generator):
     def __new__(cls, device: torch.device | str = "cpu", split: Split = "all") -> Self:
         # torch.Generator reads the device in __new__, although its stub declares it in __init__
         made = super().__new__(cls, device)  # type: ignore[call-arg]
-        made._split = _checked_split(split)
+        one_of("split", split, get_args(Split))
+        made._split = split
         return made
 
     @property
@@ -142,7 +143,7 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
             'make one with stream("train", seed)'
         )
     if split is not None:
-        _checked_split(split)
+        one_of("split", split, get_args(Split))
     if not isinstance(generator, Stream):
         return "all" if split is None else split
     if split is not None and split != generator.split:
@@ -151,12 +152,6 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
             f"make another one with stream({split!r}, seed)"
         )
     return generator.split
-
-
-def _checked_split(split: Split) -> Split:
-    if split not in get_args(Split):
-        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
-    return split
 
 
 def draw_last(
