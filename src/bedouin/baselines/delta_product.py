@@ -17,8 +17,8 @@ from bedouin.baselines.delta_rule import (
     check_delta_backend,
     delta_rule,
 )
-from bedouin.baselines.interface import Baseline, StateShapes, owned
-from bedouin.baselines.options import expanded, head_size, positive_number, reset_dt_bias
+from bedouin.baselines.interface import MatrixBaseline, owned
+from bedouin.baselines.options import positive_number, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
@@ -47,7 +47,7 @@ class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class DeltaProduct(Baseline[DeltaState]):
+class DeltaProduct(MatrixBaseline[DeltaState]):
     """DeltaProduct, (b, t, m) -> (b, t, m): k delta-rule steps a token and head,
 
         S <- alpha_t S,  then for j = 1 ... k:  S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T
@@ -97,18 +97,15 @@ class DeltaProduct(Baseline[DeltaState]):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, dtype)
+        super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
         check_bool("gated", gated)
         check_bool("output_gate", output_gate)
         check_delta_backend(backend)
         self.gated, self.backend = gated, backend
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
         self.norm_eps = positive_number("norm_eps", norm_eps)
-        h = self.num_heads = positive_int("num_heads", num_heads)
         k = self.num_householder = positive_int("num_householder", num_householder)
-        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
-        v = expanded("expand_v", expand_v, "head_dim", p)
-        self.head_dim, self.value_dim = p, v
+        h, p, v = self.num_heads, self.head_dim, self.value_dim
         self._sizes = [h * p, k * h * p, k * h * v]
 
         factory = factory_options(device, dtype)
@@ -141,10 +138,6 @@ class DeltaProduct(Baseline[DeltaState]):
     def _mark_parameters(self) -> None:
         for name in ("A_log", "dt_bias"):
             mark(self._parameters.get(name), "_no_weight_decay")
-
-    def _state_sizes(self) -> StateShapes:
-        memory = self.num_heads, self.head_dim, self.value_dim
-        return {"conv": self.conv.window_size, "memory": memory}
 
     def _run(
         self,
