@@ -19,6 +19,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.projection import split_projection, takes_split
 from bedouin.layer_parameters import KEYS, LayerParameters
 from bedouin.packing import Packing
+from bedouin.parameterization import split_named
 from bedouin.projection import project_raw, split_projected
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import BedouinState
@@ -60,19 +61,11 @@ class ProjectedLayer(LayerParameters):
                 return projected, self._last_window(window, projected, lengths)
         if not projected.numel():
             return projected, window
-        parts, convolved = self._parts_of(projected), self._convolved_sizes()
+        parts, convolved = split_named(projected, self.projected_sizes), self._convolved_sizes()
         joined = torch.cat([parts[name] for name in convolved], -1)
         acted, window = conv(joined, window, lengths)
-        acted = F.silu(acted).split(list(convolved.values()), -1)
-        parts |= dict(zip(convolved, acted, strict=True))
+        parts |= split_named(F.silu(acted), convolved)
         return torch.cat(list(parts.values()), -1), window
-
-    def _parts_of(
-        self,
-        projected: Tensor,  # (b, t, sum of projected_sizes)
-    ) -> dict[str, Tensor]:
-        sizes = self.projected_sizes
-        return dict(zip(sizes, projected.split(list(sizes.values()), -1), strict=True))
 
     def _splits_at_once(
         self,
@@ -111,7 +104,7 @@ class ProjectedLayer(LayerParameters):
         projected: Tensor,  # (b, t, sum of projected_sizes)
     ) -> Tensor:  # (b, t, c)
         """The parts that the convolution acts on, side by side."""
-        parts = self._parts_of(projected)
+        parts = split_named(projected, self.projected_sizes)
         return torch.cat([parts[name] for name in self._convolved_sizes()], -1)
 
     def _split_projected(
@@ -143,8 +136,7 @@ class ProjectedLayer(LayerParameters):
         sizes = {
             name: heads * self._sizes.get(name, self.head_dim) for name in self.projected_sizes
         }
-        split = zip(sizes, projected.split(list(sizes.values()), -1), strict=True)
-        parts = {name: fold(v, heads) for name, v in split}
+        parts = {name: fold(v, heads) for name, v in split_named(projected, sizes).items()}
         raw = torch.cat([parts[name] for name in self.components], -1)
         bias = self._input_bias().to(raw.dtype)
         if heads > 1:
@@ -163,7 +155,7 @@ class ProjectedLayer(LayerParameters):
         """v with B and C of every head where groups of heads share them."""
         if self.num_groups is None:
             return v
-        parts = dict(zip(sizes, v.split(list(sizes.values()), -1), strict=True))
+        parts = split_named(v, sizes)
         sizes_of_keys = self.d_state, self.num_heads, self.fed_heads
         keys = {name: spread_keys(parts[name], *sizes_of_keys) for name in KEYS}
         return torch.cat(list((parts | keys).values()), -1)
@@ -174,8 +166,7 @@ class ProjectedLayer(LayerParameters):
         values = {first: by_head(self.dt_bias, heads)}
         if self.raw_bias is not None:
             biased = {name: size for name, size in self._biased_sizes().items() if size}
-            parts = by_head(self.raw_bias, heads).split(list(biased.values()), -1)
-            values |= dict(zip(biased, parts, strict=True))
+            values |= split_named(by_head(self.raw_bias, heads), biased)
         zeros, padded = self.dt_bias.new_zeros(self.raw_size), []
         for name, size in self._sizes.items():
             # no empty parts, for which autograd would launch operations

@@ -29,7 +29,7 @@ from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
-from bedouin.parameterization import X
+from bedouin.parameterization import X, split_named
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solve import Caller, SolveOptions
@@ -324,7 +324,7 @@ class FixedPointLayer(ProjectedLayer):
         fed = self.fed_heads * (x.shape[0] // self.num_heads)
         sizes = {X: x.shape[-1], **self._sizes}
         noise = raw.new_zeros(*raw.shape[:2], sum(sizes.values()))
-        parts = dict(zip(sizes, noise[:fed].split(list(sizes.values()), -1), strict=True))
+        parts = split_named(noise[:fed], sizes)
         for name in self.feedback:
             parts[name].normal_(std=self.feedback_noise)
         of_x, of_raw = noise.split([sizes[X], raw.shape[-1]], -1)

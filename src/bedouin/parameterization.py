@@ -5,7 +5,7 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -244,6 +244,11 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: Inp
     )
 
 
+def split_named(v: Tensor, sizes: Mapping[str, int], axis: int = -1) -> dict[str, Tensor]:
+    """The parts of v, of any shape, along an axis by their names."""
+    return dict(zip(sizes, v.split(list(sizes.values()), axis), strict=True))
+
+
 def split_feedback_weight(
     weight: Tensor,  # (s + p, c) or (H, s + p, c): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
@@ -268,7 +273,7 @@ def split_feedback_weight(
     first = names[: names.index(raw_names[-1]) + 1] if raw_names else ()
     if tuple(raw_names) == first:
         return loop, gate
-    rows = dict(zip(fed, loop.split(list(fed.values()), -2), strict=True))
+    rows = split_named(loop, fed, -2)
     *heads, _, c = gate.shape
     blocks = [
         rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], c) for name in first
