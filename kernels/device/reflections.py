@@ -226,32 +226,6 @@ def eliminate(
     A pivot of 0 gives Inf or NaN, without a branch or an error. RECIPROCALS: one reciprocal a
     pivot, approximate if FAST, and no other division.
     """
-    matrix, b, inverses, smallest = triangularize(matrix, b, K, N, RECIPROCALS and FAST)
-    # back substitution, last first
-    out = ()
-    for step in tl.static_range(K):
-        solved = ()
-        for column in tl.static_range(N):
-            total = b[(K - 1 - step) * N + column]
-            for done in tl.static_range(K):
-                if done < step:
-                    entry = matrix[(K - 1 - step) * K + K - 1 - done]
-                    total -= entry * out[(step - 1 - done) * N + column]
-            if RECIPROCALS:
-                solved = solved + (total * inverses[K - 1 - step],)
-            else:
-                solved = solved + (total / matrix[(K - 1 - step) * K + K - 1 - step],)
-        out = solved + out
-    return out, smallest
-
-
-@triton.jit
-def triangularize(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr):
-    """R and c of an upper triangular system R z = c with the solution of matrix z = b, b (k, N), by
-    elimination with row pivoting; 1 / R_ii (k,); min(1, smallest |pivot|).
-
-    Below the diagonal R has arbitrary entries. FAST: with approximate reciprocals.
-    """
     smallest = tl.full([], 1.0, b[0].dtype)
     inverses = ()
     for c in tl.static_range(K):
@@ -266,7 +240,7 @@ def triangularize(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexp
         top = _chosen_row(matrix, chosen, c, c, K, K)
         top_b = _chosen_row(b, chosen, c, 0, K, N)
         smallest = tl.minimum(smallest, tl.abs(top[0]))
-        inverse = reciprocal(top[0], FAST)
+        inverse = reciprocal(top[0], RECIPROCALS and FAST)
         inverses = inverses + (inverse,)
         new_matrix = ()
         new_b = ()
@@ -290,7 +264,22 @@ def triangularize(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexp
                     new_b = new_b + (value - factor * top_b[column],)
         matrix = new_matrix
         b = new_b
-    return matrix, b, inverses, smallest
+    # back substitution, last first
+    out = ()
+    for step in tl.static_range(K):
+        solved = ()
+        for column in tl.static_range(N):
+            total = b[(K - 1 - step) * N + column]
+            for done in tl.static_range(K):
+                if done < step:
+                    entry = matrix[(K - 1 - step) * K + K - 1 - done]
+                    total -= entry * out[(step - 1 - done) * N + column]
+            if RECIPROCALS:
+                solved = solved + (total * inverses[K - 1 - step],)
+            else:
+                solved = solved + (total / matrix[(K - 1 - step) * K + K - 1 - step],)
+        out = solved + out
+    return out, smallest
 
 
 @triton.jit
