@@ -26,6 +26,11 @@ def _silu_slope(a, sigmoid):
 
 
 @triton.jit
+def _load(ptr, mask):
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _store(ptr, v, mask):
     tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
 
@@ -76,16 +81,16 @@ def output_kernel(
         z_ptr += head * z_stride_h
         out_ptr += head * out_stride_h
 
-    y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + token * gate_stride + channel, mask=mask, other=0.0).to(tl.float32)
+    y = _load(y_ptr + token * y_stride + channel, mask)
+    x = _load(x_ptr + token * x_stride + channel, mask)
+    gate = _load(gate_ptr + token * gate_stride + channel, mask)
     if FED:
-        gate += tl.load(fed_ptr + token * fed_stride + channel, mask=mask, other=0.0).to(tl.float32)
-    D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+        gate += _load(fed_ptr + token * fed_stride + channel, mask)
+    D = _load(D_ptr + channel, in_d)
     v = y + D * x
     if NORM:
-        gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+        gate += _load(z_ptr + token * z_stride + channel, mask)
+        weight = _load(weight_ptr + channel, in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
         out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
     else:
@@ -144,30 +149,24 @@ def output_backward_kernel(
         grad_y_ptr += head * T * d
         grad_x_ptr += head * T * d
         grad_gate_ptr += head * T * d
-    D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+    D = _load(D_ptr + channel, in_d)
     if NORM:
-        weight = tl.load(weight_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+        weight = _load(weight_ptr + channel, in_d)
         weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
     D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
 
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
-        grad = tl.load(grad_ptr + token * grad_stride + channel, mask=mask, other=0.0).to(
-            tl.float32
-        )
-        y = tl.load(y_ptr + token * y_stride + channel, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + token * x_stride + channel, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + token * gate_stride + channel, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        grad = _load(grad_ptr + token * grad_stride + channel, mask)
+        y = _load(y_ptr + token * y_stride + channel, mask)
+        x = _load(x_ptr + token * x_stride + channel, mask)
+        gate = _load(gate_ptr + token * gate_stride + channel, mask)
         if FED:
-            gate += tl.load(fed_ptr + token * fed_stride + channel, mask=mask, other=0.0).to(
-                tl.float32
-            )
+            gate += _load(fed_ptr + token * fed_stride + channel, mask)
         v = y + D * x
         if NORM:
-            gate += tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0).to(tl.float32)
+            gate += _load(z_ptr + token * z_stride + channel, mask)
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
             sigmoid = _sigmoid(gate)
@@ -218,11 +217,9 @@ def shifted_norm_kernel(
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
     before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
-    v = tl.load(before, mask=mask & (t > 0), other=0.0).to(tl.float32)
+    v = _load(before, mask & (t > 0))
     if START:
-        v += tl.load(y0_ptr + b * y0_stride + channel, mask=mask & (t == 0), other=0.0).to(
-            tl.float32
-        )
+        v += _load(y0_ptr + b * y0_stride + channel, mask & (t == 0))
     if NORM:
         v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
     _store(out_ptr + row * d + channel, v, mask)
@@ -257,12 +254,12 @@ def shifted_norm_backward_kernel(
     first = mask & (t == 0)
     later = mask & (t > 0)
     grad_row = grad_ptr + b * grad_stride_b + t * grad_stride_t + channel
-    grad = tl.load(grad_row, mask=mask & (t < t_end), other=0.0).to(tl.float32)
+    grad = _load(grad_row, mask & (t < t_end))
     if NORM:
         before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
-        v = tl.load(before, mask=later, other=0.0).to(tl.float32)
+        v = _load(before, later)
         if START:
-            v += tl.load(y0_ptr + b * y0_stride + channel, mask=first, other=0.0).to(tl.float32)
+            v += _load(y0_ptr + b * y0_stride + channel, first)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
