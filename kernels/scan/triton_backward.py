@@ -142,12 +142,8 @@ def backward_kernel(
             i = CHUNK - 1 - back_i
             t = chunk * CHUNK + i
             before, grad_y = before_0, grad_y_0.to(tl.float32)
-            x, delta, B, C = (
-                x_0.to(tl.float32),
-                delta_0.to(tl.float32),
-                B_0.to(tl.float32),
-                C_0.to(tl.float32),
-            )
+            x, delta = x_0.to(tl.float32), delta_0.to(tl.float32)
+            B, C = B_0.to(tl.float32), C_0.to(tl.float32)
             ahead = tl.maximum(i - 1, 0)
             before_0 = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
             t_0 = chunk * CHUNK + ahead

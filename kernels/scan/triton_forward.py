@@ -102,10 +102,8 @@ def forward_kernel(
                 tl.store(kept_ptr + cell, h, mask=in_cell)
                 kept_ptr += size
         x_4, delta_4 = xs, deltas
-        B_4, C_4 = (
-            split_columns(Bs.to(tl.float32), BLOCK_N),
-            split_columns(Cs.to(tl.float32), BLOCK_N),
-        )
+        B_4 = split_columns(Bs.to(tl.float32), BLOCK_N)
+        C_4 = split_columns(Cs.to(tl.float32), BLOCK_N)
         x_ptr += tl.cast(x_stride_t, tl.int64) * 4
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
