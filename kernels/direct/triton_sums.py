@@ -53,10 +53,9 @@ def sums_of_rows(lanes, ROWS: tl.constexpr):
     """Sums of N <= 32 tensors (ROWS, 32) over their columns: (ROWS, 32) with sum i of a row in its
     columns i, i + V, i + 2 V, ..., where V is N rounded up to a power of two."""
     N: tl.constexpr = len(lanes)
-    LEVELS: tl.constexpr = (N > 1) + (N > 2) + (N > 4) + (N > 8) + (N > 16)
-    for _ in tl.static_range(2**LEVELS - N):
+    V: tl.constexpr = triton.next_power_of_2(N)
+    for _ in tl.static_range(V - N):
         lanes = lanes + (tl.zeros_like(lanes[0]),)
-    V: tl.constexpr = 2**LEVELS
     return column_sums(stack_states(lanes, ROWS, LANES, V), V, ROWS, LANES)
 
 

@@ -101,26 +101,16 @@ def rows_of(
     return tl.reshape(v, [S * PARTS, BLOCK // PARTS])
 
 
+@triton.constexpr_function
+def _bits_of_states(S, BLOCK_D, N):
+    return [S, BLOCK_D] + [2] * (N.bit_length() - 1)
+
+
 @triton.jit
 def split_axis(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """(s, d, N) as (s, d, 2, ..., 2): an axis for each bit of the state's number."""
-    tl.static_assert(N <= 128, "at most 64 states")
-    if N == 1:
-        return tl.reshape(states, [S, BLOCK_D])
-    elif N == 2:
-        return states
-    elif N == 4:
-        return tl.reshape(states, [S, BLOCK_D, 2, 2])
-    elif N == 8:
-        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2])
-    elif N == 16:
-        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2])
-    elif N == 32:
-        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2])
-    elif N == 64:
-        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2, 2])
-    else:
-        return tl.reshape(states, [S, BLOCK_D, 2, 2, 2, 2, 2, 2, 2])
+    SHAPE: tl.constexpr = _bits_of_states(S, BLOCK_D, N)
+    return tl.reshape(states, SHAPE)
 
 
 @triton.jit
