@@ -62,45 +62,6 @@ def selective_scan(
     Raises ValueError for shapes that do not fit, a batch that is not H groups of one size, unknown
     option names, or a backend that cannot run on the device.
     """
-    _check_shapes(x, delta, A, B, C, h0, D)
-    one_of("input_scale", input_scale, get_args(InputScale))
-    one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-    check_shape("erase", erase, (*x.shape[:2], 1))
-    unsupported = None if erase is None else "erase"
-    implementation = choose_backend(backend, x.device, x.dtype, unsupported)
-    if h0 is None:
-        h0 = x.new_zeros(x.shape[0], *A.shape[-2:], dtype=accumulator(x.dtype))
-    operands = ScanOperands(x, delta, A, B, C, h0, D)
-    options = ScanOptions(input_scale, eigenvalues, exclusive)
-    is_empty = not (x.numel() and A.numel())
-    if implementation == "triton" and not is_empty:
-        keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
-        y, h, _ = triton_scan(*operands, *options, keep)
-        return y, h
-    erase = x.new_empty(*x.shape[:2], 0) if erase is None else erase
-    if torch.compiler.is_compiling() and not is_empty:
-        y, h = plain_scan(*operands[:6], erase, *options)
-    else:
-        y, h = selective_scan_reference(
-            *(x, delta, A, B, C, h0, erase),
-            input_scale=input_scale,
-            eigenvalues=eigenvalues,
-            exclusive=exclusive,
-        )
-    if D is None:
-        return y, h
-    return y + (D if D.dim() == 1 else per_sample(D, x.shape[0]).unsqueeze(1)) * x, h
-
-
-def _check_shapes(
-    x: Tensor,  # (b, t, d)
-    delta: Tensor,  # (b, t, d)
-    A: Tensor,  # (d, n) or (H, d, n)
-    B: Tensor,  # (b, t, n)
-    C: Tensor,  # (b, t, n)
-    h0: Tensor | None,  # (b, d, n)
-    D: Tensor | None,  # (d,) or (H, d)
-) -> None:
     check_sequence("x", x)
     b, t, d = x.shape
     if A.dim() not in (2, 3) or A.shape[-2] != d:
@@ -112,3 +73,30 @@ def _check_shapes(
     check_shape("C", C, (b, t, n))
     check_shape("h0", h0, (b, d, n))
     check_shape("D", D, A.shape[:-1])
+    one_of("input_scale", input_scale, get_args(InputScale))
+    one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+    check_shape("erase", erase, (b, t, 1))
+    unsupported = None if erase is None else "erase"
+    implementation = choose_backend(backend, x.device, x.dtype, unsupported)
+    if h0 is None:
+        h0 = x.new_zeros(b, d, n, dtype=accumulator(x.dtype))
+    operands = ScanOperands(x, delta, A, B, C, h0, D)
+    options = ScanOptions(input_scale, eigenvalues, exclusive)
+    is_empty = not (x.numel() and A.numel())
+    if implementation == "triton" and not is_empty:
+        keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
+        y, h, _ = triton_scan(*operands, *options, keep)
+        return y, h
+    erase = x.new_empty(b, t, 0) if erase is None else erase
+    if torch.compiler.is_compiling() and not is_empty:
+        y, h = plain_scan(*operands[:6], erase, *options)
+    else:
+        y, h = selective_scan_reference(
+            *(x, delta, A, B, C, h0, erase),
+            input_scale=input_scale,
+            eigenvalues=eigenvalues,
+            exclusive=exclusive,
+        )
+    if D is None:
+        return y, h
+    return y + (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x, h
