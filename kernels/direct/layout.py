@@ -49,27 +49,15 @@ def choose_bind(
     return bind or bind_by_layout(parameterization.known_layout(), A)
 
 
-def _split(
-    layout: RawLayout,
-    sizes: tuple[int, ...],
-    raw: Tensor,  # (..., r)
-) -> tuple[Tensor, ...]:
-    """The raw values of Delta (..., d), of B and C (..., n) if selective, u (..., k, d), alpha
-    (..., k) and beta^e (..., 1 or 0); `sizes` is (d, n)."""
-    d, n = sizes
-    *before, u, alpha, erase = raw.split(layout.parts(d, n), -1)
-    return *before, u.unflatten(-1, (layout.num_householder, d)), alpha, erase
-
-
 def _bind(
     layout: RawLayout,
-    sizes: tuple[int, ...],
+    sizes: tuple[int, ...],  # d, n
     raw: Tensor,  # (..., r)
 ) -> Coefficients:
-    delta, *memory, u, alpha, erase = _split(layout, sizes, raw)
+    delta, *memory, u, alpha, erase = raw.split(layout.parts(*sizes), -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in memory) if memory else (ones, ones)
-    U = unit(u)
+    U = unit(u.unflatten(-1, (layout.num_householder, sizes[0])))
     T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
     erase = layout.erase * torch.sigmoid(erase)
     return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T, erase)
