@@ -75,12 +75,6 @@ class SolvedSweep(NamedTuple):
         known = y, full_x, full_raw, operands, parameterization, bind, bind_parameters
         return SolvedSweep(*known, memory, h)
 
-    @property
-    def y_before(self) -> Tensor:  # (b, t, d)
-        """y_{t-1} for every t."""
-        assert self.operands.y0 is not None
-        return shifted(self.y, self.operands.y0)
-
 
 def _vjp(
     function: Callable[..., Any],
@@ -113,8 +107,9 @@ def reverse_sweep(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters; None without W_y."""
     x, raw, options = solved.full_x, solved.full_raw, solved.parameterization
-    _, _, W_y, A, *_ = solved.operands
-    t_end, before, eps = x.shape[1], solved.y_before, options.feedback_norm_eps
+    _, _, W_y, A, _, y0 = solved.operands
+    assert y0 is not None
+    t_end, before, eps = x.shape[1], shifted(solved.y, y0), options.feedback_norm_eps
 
     def write(
         x: Tensor,  # (b, d)
