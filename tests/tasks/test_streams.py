@@ -13,7 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedouin.tasks import Group, Split, Stream, WordProblem, stream
+from bedouin.tasks import (
+    MQAR,
+    BoundPermutations,
+    Copying,
+    Group,
+    ModularArithmetic,
+    Parity,
+    Split,
+    Stream,
+    WordProblem,
+    stream,
+)
 from bedouin.tasks.streams import MAX_RANK, MAX_SEED, draw_last, resolve_split, row_hash
 
 seeds = st.integers(0, MAX_SEED - 1)
@@ -210,3 +221,25 @@ def test_a_stream_of_all_rows_takes_every_state() -> None:
         source = stream(split, 3)
         taken = Stream().set_state(source.get_state())
         assert torch.equal(torch.rand(3, generator=taken), torch.rand(3, generator=source))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        BoundPermutations(),
+        Copying(),
+        ModularArithmetic(),
+        MQAR(),
+        Parity(),
+        WordProblem(Group.from_name("S3")),
+    ],
+    ids=lambda task: type(task).__name__,
+)
+def test_rows_do_not_depend_on_the_default_dtype(task: Any) -> None:
+    expected = task.sample(4, stream("train", 0))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = task.sample(4, stream("train", 0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(v, w) for v, w in zip(found, expected, strict=True))

@@ -4,7 +4,7 @@ Letters: b batch, t time; m definitions and L operations of a row, n elements of
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -143,10 +143,12 @@ class BoundPermutations:
         most, width = defined[-1], 2 * defined[-1] + 3 * operated[-1]
         m = draw_lengths(b, defined, rng).unsqueeze(1)  # (b, 1)
         L = draw_lengths(b, operated, rng).unsqueeze(1)
-        names = torch.rand(b, NUM_NAMES, generator=rng, device=device).argsort(-1)[:, :most]
+        # rows do not depend on the default dtype
+        drawn: dict[str, Any] = {"dtype": torch.float32, "device": device, "generator": rng}
+        names = torch.rand(b, NUM_NAMES, **drawn).argsort(-1)[:, :most]
         bound = torch.randint(n, (b, most), generator=rng, device=device)
         shape = (b, operated[-1])
-        kind, which = torch.rand(2, *shape, generator=rng, device=device)
+        kind, which = torch.rand(2, *shape, **drawn)
         rebound = torch.randint(n, shape, generator=rng, device=device)
         uses, asks = kind < _USE, kind >= _USE + _REBIND
         rebinds = ~uses & ~asks

@@ -4,6 +4,7 @@ Letters: b batch, t time, r pairs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -99,11 +100,13 @@ class MQAR:
 
     def _draw(self, b: int, t: int, r: int, split: Split, rng: torch.Generator) -> Batch:
         half, device = self.vocab_size // 2, rng.device
-        keys = 1 + torch.rand(b, half - 1, generator=rng, device=device).topk(r).indices
-        values = half + torch.rand(b, half, generator=rng, device=device).topk(r).indices
+        # rows do not depend on the default dtype
+        drawn: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        keys = 1 + torch.rand(b, half - 1, generator=rng, **drawn).topk(r).indices
+        values = half + torch.rand(b, half, generator=rng, **drawn).topk(r).indices
         # the smallest of exponential variables with these rates are a draw without replacement
-        rate = torch.arange(1, t // 2 - r + 1, device=device) ** (self.power - 1)
-        times = torch.empty(b, len(rate), device=device).exponential_(generator=rng) / rate
+        rate = torch.arange(1, t // 2 - r + 1, **drawn) ** (self.power - 1)
+        times = torch.empty(b, len(rate), **drawn).exponential_(generator=rng) / rate
         query = 2 * (r + times.topk(r, largest=False).indices)  # (b, r)
         tokens = torch.randint(self.vocab_size, (b, t), generator=rng, device=device)
         tokens[:, : 2 * r : 2] = keys
