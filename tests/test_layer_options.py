@@ -18,6 +18,17 @@ from bedouin.testing import assert_close, decode_gap, layer_gradients, log_growt
 
 M, T = 8, 6
 
+RECALL: dict[str, Any] = {
+    "projection": "input",
+    "d_conv": 3,
+    "erase": 1.0,
+    "feedback": ("delta", "x"),
+    "num_householder": 0,
+    "num_heads": 4,
+    "feedback_scope": "layer",
+    "feedback_heads": 1,
+}
+
 CASES: list[dict[str, Any]] = [
     {"erase": 1.0},
     {"erase": 2.0, "num_heads": 2, "feedback": ("delta", "B", "C", "mixer", "erase")},
@@ -36,33 +47,13 @@ CASES: list[dict[str, Any]] = [
         "bounded_x": True,
     },
     {"num_heads": 2, "feedback_heads": 1},
-    {
-        "projection": "input",
-        "d_conv": 3,
-        "erase": 1.0,
-        "feedback": ("delta", "x"),
-        "num_householder": 0,
-        "num_heads": 4,
-        "feedback_scope": "layer",
-        "feedback_heads": 1,
-        "initialization": Initialization(memory_heads=3),
-    },
+    RECALL | {"initialization": Initialization(memory_heads=3)},
     {"d_conv": 3, "num_heads": 2},
     {"d_conv": 1},
     {"projection": "input", "num_heads": 2},
     {"projection": "input", "d_conv": 1, "num_householder": 0, "feedback": ()},
     {"projection": "input", "d_conv": 4, "output": "paper", "bias": False},
-    {
-        "projection": "input",
-        "d_conv": 3,
-        "erase": 1.0,
-        "feedback": ("delta", "x"),
-        "num_householder": 0,
-        "num_heads": 4,
-        "feedback_scope": "layer",
-        "feedback_heads": 1,
-        "num_groups": 2,
-    },
+    RECALL | {"num_groups": 2},
     {
         "projection": "input",
         "num_heads": 2,

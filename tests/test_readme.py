@@ -820,6 +820,11 @@ def test_the_page_of_the_presets_has_the_numbers_of_the_raw_results() -> None:
         (row,) = raw(f"gpu-presets/{name}")["rows"]
         shown = [row["accuracy"][n]["token"] for n in ("128", "512")]
         assert line(page, start)[-2:] == [" ".join(f"{v:.2f}" for v in seeds) for seeds in shown]
+    again = (
+        line(page, f"A5 | {model} | 2, 8, 16 |")[-1]
+        for model in ("`recall`", "LSTM (`lstm_l1_forget`)")
+    )
+    assert "A5 at 512: `recall` {}, LSTM {}.".format(*again) in README
 
 
 def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
