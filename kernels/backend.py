@@ -134,9 +134,9 @@ def choose_backend(
     if not _TRITON or unsupported is not None:
         return "reference"
     _check_version(backend, plain)
-    if _old_capability(device):
+    found = _old_capability(device)
+    if found:
         lowest = _dotted(LOWEST_CAPABILITY)
-        found = _old_capability(device)
         _warn_once(device, f"need compute capability {lowest}, and this GPU has {found}")
         return "reference"
     return "triton"

@@ -154,6 +154,6 @@ def kernel_constants(
 ) -> Constants:
     """The constants that a kernel has as parameters, and its launch options: its `own`, and those
     that options, sizes, and strides of rows of raw values determine."""
-    # a power of two that divides all strides
+    # a power of two, at most 8, that divides all strides between rows of raw values
     every = {**map_constants(A, options), "ALIGNED": math.gcd(8, *strides), **own}
     return Constants.of(kernel, every)
