@@ -197,15 +197,17 @@ def _reported(
 
 
 def tables(results: Path) -> tuple[Experiment, ...]:
-    """Tuning, the reported seeds, two more of them, a larger width, controls, and languages."""
+    """Tuning, the reported seeds, more of them, a larger width, controls, and languages."""
     runs = read_runs(results / TUNED)
     wide = {task: TASKS[task] for task in ("a5", "copy", "bound_a5")}
+    words = {task: TASKS[task] for task in ("a5", "s5")}
     table, more = REPORTED_RUNS
     three = range(3)
     return (
         _tuning(runs),
         _reported(runs, table, "Which layer tracks, recalls, and does both?", TASKS, three),
         _reported(runs, more, "The same for two more seeds", TASKS, range(3, 5)),
+        _reported(runs, "table-seeds", "Which layer tracks further?", words, range(5, 10)),
         _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
         _reported(runs, "table-controls", "What makes bound names hard?", CONTROLS, three),
         _reported(runs, "table-languages", "Parity and arithmetic at length", LANGUAGES, three),
