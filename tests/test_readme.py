@@ -358,9 +358,10 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
 
     words = cell("Most seeds track A5 to 512")
     for task, measure in (("a5", "sequence_128"), ("a5", "token_512"), ("s5", "token_512")):
-        models = ("recall", "recall_n128", "lstm_l1")
-        values = [seeds(task, model, measure) for model in models]
-        assert "{}; 128 states {}; LSTM {}".format(*values) in words
+        ours, larger, lstm = (
+            seeds(task, model, measure) for model in ("recall", "recall_n128", "lstm_l1")
+        )
+        assert f"{ours}; 128 states {larger}; LSTM {lstm}" in words
     assert min(summary["a5"]["recall_n128"]["token_512"]) > 0.99
     copying = cell("Copying holds at twice")
     assert f"at 200: {seeds('copy', 'recall', 'characters_200')};" in copying
