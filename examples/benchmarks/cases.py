@@ -130,6 +130,20 @@ def _recall(suffix: str, scope: str, *, states: int) -> Case:
     )
 
 
+def _chosen(name: str, title: str, *, states: int, **options: Any) -> Case:
+    """`Bedouin.recall` as it is, or with other memories."""
+    return Case(
+        f"recall-{name}",
+        f"Bedouin.recall{title}",
+        _subject(partial(subjects.recall, **options)),
+        agrees=partial(agreement.recall_agrees, **options),
+        heads=14,
+        states=states,
+        mixes=False,
+        expand=1.75,
+    )
+
+
 def _narrow_lstm(narrower: int) -> Case:
     """The LSTM beside a layer with heads of the same width."""
     width = D_MODEL // narrower
@@ -203,16 +217,8 @@ CASES = (
     _recall("", "head", states=4),
     _recall("-wide", "layer", states=4),
     _recall("-by-head", "head", states=2),
-    Case(
-        "recall-chosen",
-        "Bedouin.recall",
-        _subject(subjects.recall),
-        agrees=agreement.recall_agrees,
-        heads=14,
-        states=4,
-        mixes=False,
-        expand=1.75,
-    ),
+    _chosen("chosen", "", states=4),
+    _chosen("n128", ", n 128, shared keys", states=8, shares_keys=True),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -308,6 +314,7 @@ SPEED = {
     "recall-wide": "wide",
     "recall-by-head": "by head",
     "recall-chosen": "chosen",
+    "recall-n128": "128 states",
     "direct-no-feedback": "no feedback",
     "lstm": "lstm",
 }

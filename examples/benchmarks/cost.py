@@ -30,12 +30,14 @@ def layer_cost(setting: Setting, shape: Shape, *, fed: int | None, backward: boo
     return forward * 3 if backward else forward
 
 
-def recall_cost(setting: Setting, shape: Shape, *, fed: int, read: int, backward: bool) -> Cost:
+def recall_cost(
+    setting: Setting, shape: Shape, *, keys: int, fed: int, read: int, backward: bool
+) -> Cost:
     """The layer of `Bedouin.recall`: one product of its input for x, raw values and gate, of which
-    x, B and C are convolved; feedback of Delta and x to `fed` channels from `read` channels of y;
-    no mixing."""
+    x, B and C are convolved, B and C of so many `keys`; feedback of Delta and x to `fed` channels
+    from `read` channels of y; no mixing."""
     m, d, h, e = setting.m, setting.d, setting.h, setting.gemm_dtype.itemsize
-    convolved = d + 2 * h * setting.n
+    convolved = d + 2 * keys * setting.n
     projected = convolved + 2 * d + h  # with Delta, the gate, and beta^e of each head
     weights = m * projected + 3 * fed * read + d * m
     products = (m + projected) + (d + m)

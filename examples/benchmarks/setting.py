@@ -88,11 +88,13 @@ class Setting:
         """Whether Triton kernels can run."""
         return is_cuda_device(self.device) or interpreter_is_on()
 
-    def recall(self, **options: Any) -> Bedouin:
+    def recall(self, *, shares_keys: bool = False, **options: Any) -> Bedouin:
         """`Bedouin.recall` of these sizes, which raises if it cannot run in kernels where there are
-        any: "auto" would take plain PyTorch."""
+        any: "auto" would take plain PyTorch. With `shares_keys` three memories at a time do, or
+        four."""
         backend = "triton" if self.has_kernels else "auto"
-        return self.layer(make=Bedouin.recall, **({"backend": backend} | options))
+        groups = {"num_groups": max(1, (self.h - 1) // 3)} if shares_keys else {}
+        return self.layer(make=Bedouin.recall, **({"backend": backend} | groups | options))
 
     def layer(self, *, make: Callable[..., Bedouin] = Bedouin, **options: Any) -> Bedouin:
         """One layer of these sizes from a fixed seed, which never checks its convergence."""
