@@ -118,29 +118,21 @@ def _delta(states: int) -> Case:
 def _recall(suffix: str, scope: str, *, states: int) -> Case:
     """The layer that tracks and recalls, as `Bedouin.recall` makes it, but with 16 heads that all
     have feedback."""
-    options: dict[str, Any] = {"feedback_scope": scope, "feedback_heads": None}
+    fed = f"16 heads with feedback, scope {scope}"
+    return _memories(suffix, fed, 16, states, feedback_scope=scope, feedback_heads=None)
+
+
+def _memories(suffix: str, title: str, heads: int, states: int, **options: Any) -> Case:
+    """`Bedouin.recall` with so many heads of 64 channels, and these options."""
     return Case(
         f"recall{suffix}",
-        f"Bedouin.recall, 16 heads with feedback, scope {scope}, n {states * Setting.n}",
+        f"Bedouin.recall, {title}, n {states * Setting.n}",
         _subject(partial(subjects.recall, **options)),
         agrees=partial(agreement.recall_agrees, **options),
-        heads=16,
+        heads=heads,
         states=states,
         mixes=False,
-    )
-
-
-def _chosen(name: str, title: str, *, states: int, **options: Any) -> Case:
-    """`Bedouin.recall` as it is, or with other memories."""
-    return Case(
-        f"recall-{name}",
-        f"Bedouin.recall{title}",
-        _subject(partial(subjects.recall, **options)),
-        agrees=partial(agreement.recall_agrees, **options),
-        heads=14,
-        states=states,
-        mixes=False,
-        expand=1.75,
+        expand=heads * 64 / D_MODEL,
     )
 
 
@@ -217,8 +209,8 @@ CASES = (
     _recall("", "head", states=4),
     _recall("-wide", "layer", states=4),
     _recall("-by-head", "head", states=2),
-    _chosen("chosen", "", states=4),
-    _chosen("n128", ", n 128, shared keys", states=8, shares_keys=True),
+    _memories("-chosen", "one head with feedback", 14, 4),
+    _memories("-n128", "one head with feedback, shared keys", 14, 8, shares_keys=True),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
