@@ -90,8 +90,8 @@ class Setting:
 
     def recall(self, *, shares_keys: bool = False, **options: Any) -> Bedouin:
         """`Bedouin.recall` of these sizes, which raises if it cannot run in kernels where there are
-        any: "auto" would take plain PyTorch. With `shares_keys` three memories at a time do, or
-        four."""
+        any: "auto" would take plain PyTorch. With `shares_keys` three or four memories at a time
+        have the same keys."""
         backend = "triton" if self.has_kernels else "auto"
         groups = {"num_groups": max(1, (self.h - 1) // 3)} if shares_keys else {}
         return self.layer(make=Bedouin.recall, **({"backend": backend} | groups | options))
