@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bedouin.bedouin_layer import RECALL_HEAD
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks import packed as documents
@@ -115,15 +116,14 @@ def _delta(states: int) -> Case:
     )
 
 
-def _recall(suffix: str, scope: str, *, states: int) -> Case:
-    """The layer that tracks and recalls, as `Bedouin.recall` makes it, but with 16 heads that all
-    have feedback."""
+def _recall_all_fed(suffix: str, scope: str, *, states: int) -> Case:
+    """`Bedouin.recall` with 16 heads that all have feedback."""
     fed = f"16 heads with feedback, scope {scope}"
-    return _memories(suffix, fed, 16, states, feedback_scope=scope, feedback_heads=None)
+    return _recall(suffix, fed, 16, states, feedback_scope=scope, feedback_heads=None)
 
 
-def _memories(suffix: str, title: str, heads: int, states: int, **options: Any) -> Case:
-    """`Bedouin.recall` with so many heads of 64 channels, and these options."""
+def _recall(suffix: str, title: str, heads: int, states: int, **options: Any) -> Case:
+    """The layer that tracks and recalls, as `Bedouin.recall` makes it with these options."""
     return Case(
         f"recall{suffix}",
         f"Bedouin.recall, {title}, n {states * Setting.n}",
@@ -132,7 +132,7 @@ def _memories(suffix: str, title: str, heads: int, states: int, **options: Any) 
         heads=heads,
         states=states,
         mixes=False,
-        expand=heads * 64 / D_MODEL,
+        expand=heads * RECALL_HEAD / D_MODEL,
     )
 
 
@@ -206,11 +206,11 @@ CASES = (
     _states(2),
     _states(4),
     _delta(4),
-    _recall("", "head", states=4),
-    _recall("-wide", "layer", states=4),
-    _recall("-by-head", "head", states=2),
-    _memories("-chosen", "one head with feedback", 14, 4),
-    _memories("-n128", "one head with feedback, shared keys", 14, 8, shares_keys=True),
+    _recall_all_fed("", "head", states=4),
+    _recall_all_fed("-wide", "layer", states=4),
+    _recall_all_fed("-by-head", "head", states=2),
+    _recall("-chosen", "one head with feedback", 14, 4),
+    _recall("-n128", "one head with feedback, shared keys", 14, 8, shares_keys=True),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",

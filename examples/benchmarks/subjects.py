@@ -89,10 +89,8 @@ def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[B
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
     if layer.projection == "input":
-        fed, heads = layer.fed_heads, layer.num_heads
-        keys = heads if layer.num_groups is None else fed + layer.num_groups
-        channels = fed * layer.head_dim
-        cost = partial(recall_cost, keys=keys, fed=channels, read=layer.fed_channels)
+        fed = layer.fed_heads * layer.head_dim
+        cost = partial(recall_cost, keys=layer.num_keys, fed=fed, read=layer.fed_channels)
     else:
         cost = partial(layer_cost, fed=fed_values(setting, layer))
     return Subject(

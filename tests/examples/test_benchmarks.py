@@ -176,8 +176,7 @@ def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -
     cost = subjects.recall(setting, shape, **fed).forward_cost
     assert cost.flops == 2 * shape.tokens * weights
     # the convolution alone reads and writes x, B and C
-    keys = setting.h if layer.num_groups is None else layer.fed_heads + layer.num_groups
-    assert cost.bytes > 2 * 4 * shape.tokens * (setting.d + 2 * keys * setting.n)
+    assert cost.bytes > 2 * 4 * shape.tokens * (setting.d + 2 * layer.num_keys * setting.n)
 
 
 @pytest.mark.interpreter
