@@ -78,6 +78,7 @@ GPU = replace(
     device="auto",
     autocast="bf16",
     steps=5000,
+    lr=1e-3,
     d_model=256,
     min_length=5,
     max_length=50,

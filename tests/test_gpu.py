@@ -96,10 +96,13 @@ def test_kernels_sweep_heads_with_feedback_after_the_others(
     scope: Any, feedback_heads: int, autocast: bool
 ) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"feedback_heads": feedback_heads, "d_state": 64, "expand": 1.75}
-    options["bounded_x"] = feedback_heads == 1
-    options["feedback_noise"] = 0.3 if feedback_heads == 1 else 0.0
+    options: dict[str, Any] = {"feedback_heads": feedback_heads, "expand": 1.75}
+    if feedback_heads == 1:  # with the default number of states, and shared keys
+        options |= {"bounded_x": True, "feedback_noise": 0.3}
+    else:
+        options |= {"d_state": 64, "feedback_noise": 0.0}
     layer = Bedouin.recall(256, feedback_scope=scope, backend="triton", device="cuda", **options)
+    assert (layer.d_state, layer.num_groups) == ((128, 2) if feedback_heads == 1 else (64, None))
     x = torch.randn(2, 100, 256, device="cuda")
     found = []
     for backend in ("triton", "reference"):

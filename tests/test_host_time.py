@@ -140,7 +140,9 @@ class Operations(Inside):
         (partial(Bedouin, num_householder=4), 1, True, 510, 205),
         (partial(Bedouin, num_householder=4), 2, False, 510, 230),
         (partial(Bedouin.recall, **BY_HEAD), 2, False, 555, 185),
-        (Bedouin.recall, 2, False, 880, 345),  # two sweeps, of the heads without feedback first
+        # two sweeps, of the heads without feedback first
+        (Bedouin.recall, 2, False, 880, 345),
+        (partial(Bedouin.recall, num_groups=1), 2, False, 900, 412),
     ],
 )
 def test_a_call_and_its_backward_pass(

@@ -400,10 +400,13 @@ def test_the_vector_state(num_heads: int, decay: Any, projection: Any) -> None:
 
 
 def test_recall_and_what_replaces_its_options() -> None:
-    for d_model, (heads, fed) in {24: (2, 1), 64: (2, 1), 256: (7, 1), 768: (21, 2)}.items():
+    expected: dict[int, Any] = {24: (2, 1, 64, None), 64: (2, 1, 64, None)}
+    expected |= {256: (7, 1, 128, 2), 768: (21, 2, 128, 6)}
+    for d_model, (heads, fed, states, groups) in expected.items():
         with torch.device("meta"):
             layer = Bedouin.recall(d_model)
-        assert (layer.num_heads, layer.head_dim, layer.d_state) == (heads, 64, 64)
+        assert (layer.num_heads, layer.head_dim) == (heads, 64)
+        assert (layer.d_state, layer.num_groups) == (states, groups)
         assert layer.feedback == ("delta", "x") and layer.mixer.raw_size(64) == 0
         assert (layer.feedback_scope, layer.fed_heads) == ("layer", fed)
         assert layer.feedback_noise == 0.1 and not layer.bounded_x
@@ -422,6 +425,26 @@ def test_recall_and_what_replaces_its_options() -> None:
     assert other.mixer.raw_size(64) == 65 and other.conv is None and other.erase == 0
     with pytest.raises(TypeError, match="Bedouin has no option 'foo'"):
         Bedouin.recall(64, foo=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "states", "groups"),
+    [
+        ({"d_state": 64}, 64, None),
+        ({"feedback_heads": 7}, 64, None),
+        ({"num_groups": 2}, 64, 2),
+        ({"num_groups": None}, 64, None),
+        ({"projection": "inner", "d_conv": None}, 64, None),
+        ({"feedback": ()}, 128, 2),
+        ({"num_heads": 2}, 128, 1),
+    ],
+)
+def test_the_state_of_recall_and_what_replaces_it(
+    options: dict[str, Any], states: int, groups: int | None
+) -> None:
+    with torch.device("meta"):
+        layer = Bedouin.recall(256, **options)
+    assert (layer.d_state, layer.num_groups) == (states, groups)
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,8 @@ CASES = (
     _recall_all_fed("", "head", states=4),
     _recall_all_fed("-wide", "layer", states=4),
     _recall_all_fed("-by-head", "head", states=2),
-    _recall("-chosen", "one head with feedback", 14, 4),
-    _recall("-n128", "one head with feedback, shared keys", 14, 8, shares_keys=True),
+    _recall("-chosen", "one head with feedback, shared keys", 14, 8, shares_keys=True),
+    _recall("-n64", "one head with feedback", 14, 4),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -306,7 +306,7 @@ SPEED = {
     "recall-wide": "wide",
     "recall-by-head": "by head",
     "recall-chosen": "chosen",
-    "recall-n128": "128 states",
+    "recall-n64": "64 states",
     "direct-no-feedback": "no feedback",
     "lstm": "lstm",
 }

@@ -90,10 +90,10 @@ class Setting:
 
     def recall(self, *, shares_keys: bool = False, **options: Any) -> Bedouin:
         """`Bedouin.recall` of these sizes, which raises if it cannot run in kernels where there are
-        any: "auto" would take plain PyTorch. With `shares_keys` three or four memories at a time
-        have the same keys."""
+        any: "auto" would take plain PyTorch. With `shares_keys` the memories share keys in
+        m // 128 groups, at least one, as they do by default where no d_state is given."""
         backend = "triton" if self.has_kernels else "auto"
-        groups = {"num_groups": max(1, (self.h - 1) // 3)} if shares_keys else {}
+        groups = {"num_groups": max(1, self.m // 128)} if shares_keys else {}
         return self.layer(make=Bedouin.recall, **({"backend": backend} | groups | options))
 
     def layer(self, *, make: Callable[..., Bedouin] = Bedouin, **options: Any) -> Bedouin:

@@ -42,6 +42,11 @@ def recall(**options: Any) -> Layer:
     return partial(Bedouin.recall, on_unconverged="ignore", **options)
 
 
+def recall_n64(**options: Any) -> Layer:
+    """The same with 64 states and keys of its own in every head."""
+    return recall(d_state=64, **options)
+
+
 def delta_product(number: int, *, gated: bool) -> Layer:
     """Four steps a token with eigenvalues in [-1, 1]."""
     size = {"head_dim": 68, "expand_v": 1}
@@ -94,27 +99,22 @@ def half_memory(m: int) -> nn.Module:
 
 
 def reflecting(m: int) -> nn.Module:
-    """`recall` with two reflections, which need the input scale bounded_delta
+    """`recall_n64` with two reflections, which need the input scale bounded_delta
     (examples/results/recall-trials), and four fifths of the heads."""
     expand = round(4 / 5 * 7 * m / WIDTH) * RECALL_HEAD / m
-    return recall(num_householder=2, input_scale="bounded_delta", expand=expand)(m)
-
-
-def large_memory(m: int) -> nn.Module:
-    """`recall` with 128 states; three heads share their keys, so that it has no more parameters."""
-    return recall(d_state=128, num_groups=2 * m // WIDTH)(m)
+    return recall_n64(num_householder=2, input_scale="bounded_delta", expand=expand)(m)
 
 
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
-    # variants of recall; without feedback there is no W^y, so that one head more fits
-    "recall_no_feedback": (recall(feedback=(), expand=2),),
-    "recall_no_x": (recall(feedback=("delta",)),),
-    "recall_no_erase": (recall(erase=0.0),),
+    "recall_n64": (recall_n64(),),
+    # variants of recall_n64; without feedback there is no W^y, so that one head more fits
+    "recall_no_feedback": (recall_n64(feedback=(), expand=2),),
+    "recall_no_x": (recall_n64(feedback=("delta",)),),
+    "recall_no_erase": (recall_n64(erase=0.0),),
     "recall_k2": (reflecting,),
-    "recall_n128": (large_memory,),
     "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),

@@ -44,7 +44,9 @@ SHOWN = {
 SCREENED = {
     "recall_no_memory": ("recall-trials",),
     "recall_by_head": ("recall-trials", "initial-values"),
-    "recall": ("recall-trials", "initial-values", "feedback-heads"),
+    **dict.fromkeys(
+        ("recall", "recall_n64"), ("recall-trials", "initial-values", "feedback-heads")
+    ),
 }
 """Runs that chose the setting of `recall`, and of what it was before, which are tuning runs as
 well: the layer, how it begins, and which heads have feedback."""

@@ -43,11 +43,12 @@ ERASE_BIAS = -3.0
 """The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
 well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
-RECALL_HEAD, RECALL_RATES = 64, (1.0, 0.01)
+RECALL_HEAD, RECALL_RATES, RECALL_SHARED_FROM = 64, (1.0, 0.01), 256
 MEMORY_RATES, MEMORY_DELTA, MEMORY_NOISE = (0.01, 0.0001), 10.0, 0.1
-"""Of `Bedouin.recall`: the channels of a head, and the factors on the decay rates of the first and
-the last head where all have feedback; where not all have it, those of the heads without, the factor
-on their Delta, and the noise of feedback; chosen by the trials (examples/results/README.md)."""
+"""Of `Bedouin.recall`: the channels of a head, the factors on the decay rates of the first and the
+last head where all have feedback, and the d_model from which on memories share keys; where not all
+heads have feedback, those factors of the heads without, the factor on their Delta, and the noise of
+feedback; chosen by the trials (examples/results/README.md)."""
 
 
 class Bedouin(FixedPointLayer):
@@ -258,25 +259,28 @@ class Bedouin(FixedPointLayer):
     def recall(cls, d_model: int, **options: Any) -> Self:
         """A layer that tracks a state and recalls what a sequence contains.
 
-        It has seven heads of 64 channels for each 256 of d_model, at least two, and 64 states. One
-        head in eight, at least one, has feedback, of Delta and x, and reads the outputs of all
+        It has seven heads of 64 channels for each 256 of d_model, at least two. One head in eight,
+        at least one, has feedback, of Delta and x, and reads the outputs of all
         (feedback_scope="layer"). The others are memories that the input alone writes, erases and
         reads: they begin without D, with ten times the usual Delta, and with decay rates whose
         factor falls from 0.01 in the first to 0.0001 in the last. In training mode, noise of
         standard deviation 0.1 is added to Delta and x of the heads with feedback (feedback_noise),
         so that they track states over more tokens. x, raw values and gate are projected from the
         input with a convolution of width 4, erase is at most 1, the input scale is Delta, and
-        Q = I. The trials behind it: examples/results/feedback-heads.
+        Q = I. The trials behind it: examples/results/feedback-heads and many-states.
+
+        From a d_model of 256 on it has 128 states, and the memories share B, C and keys of erase in
+        d_model // 128 groups (num_groups). Where d_model is smaller, or `d_state` or `num_groups`
+        is given, or no head is a memory, it has 64 states and every head has its own keys, unless
+        the arguments say otherwise. d_state=64 has 1 to 7 % more parameters than 128 states with
+        shared keys, trains 1.6 to 1.9 times as fast, and tracks and recalls less reliably
+        (`recall_n64` in examples/results/table).
 
         The other arguments are those of Bedouin; one that is given replaces the value named here.
         With `expand` the heads have 64 channels where these divide d, else one head has all; with
         `num_heads` they have d / num_heads. Where every head has feedback, as with
         feedback_heads=num_heads, the factor falls from 1 in the first to 0.01 in the last, and is
         0.1 of one head; there is no noise.
-
-        From a d_model of 256 on, d_state=128 with num_groups = d_model // 128 has no more
-        parameters and nearly twice the state. It tracks and recalls more reliably (`recall_n128` in
-        examples/results/table), and training takes 1.6 to 1.9 times as long.
         """
         return cls(d_model, **recall_options(d_model, options))
 
@@ -394,6 +398,10 @@ def recall_options(d_model: int, options: Mapping[str, Any]) -> dict[str, Any]:
     memory = heads - choose_fed_heads((chosen | given).get("feedback_heads"), heads, feedback)
     if feedback and memory:
         chosen["feedback_noise"] = MEMORY_NOISE
+    is_sized = "d_state" in given or "num_groups" in given
+    can_share_keys = memory > 0 and (chosen | given)["projection"] == "input"
+    if d_model >= RECALL_SHARED_FROM and can_share_keys and not is_sized:
+        chosen |= {"d_state": 128, "num_groups": min(memory, d_model // 128)}
     if given.get("decay", "mamba") != "mamba":
         initialization = Initialization(memory_heads=memory)
     elif memory:

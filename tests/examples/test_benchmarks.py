@@ -107,7 +107,7 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     assert [entry["layer"] for entry in found] == [
         *("1 head", "8 heads", "16 heads", "recall", "wide", "by head", "chosen"),
-        *("128 states", "no feedback", "lstm"),
+        *("64 states", "no feedback", "lstm"),
     ]
 
 
@@ -158,14 +158,14 @@ def test_only_a_whole_run_on_a_gpu_is_recorded(
             {"expand": 2, "d_state": 32, "feedback_scope": "head", "feedback_heads": None},
         ),
         ("recall-chosen", {}),
-        ("recall-n128", {"d_state": 128, "num_groups": 4}),
+        ("recall-n64", {"d_state": 64}),
     ],
 )
 def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -> None:
     case = next(case for case in cases.CASES if case.name == name)
     setting, shape = case.adapt(Setting(CPU, "float32")), Shape(64, 256)
     fed = {key: value for key, value in options.items() if key.startswith("feedback")}
-    fed |= {"shares_keys": "num_groups" in options}
+    fed |= {"shares_keys": name == "recall-chosen"}
     layer = setting.recall(**fed)
     torch.manual_seed(0)
     expected = Bedouin.recall(512, **options)

@@ -302,7 +302,7 @@ def test_models_of_the_table_have_equal_parameters() -> None:
             }
         for name, size in sizes.items():
             # a head is 3 to 8 % of the layer
-            assert abs(size / sizes["recall"] - 1) < 0.11, (d_model, name, size)
+            assert abs(size / sizes["recall_n64"] - 1) < 0.11, (d_model, name, size)
 
 
 def test_forms_of_rivals_begin_as_their_names_say() -> None:

@@ -387,6 +387,7 @@ BY_HEAD = partial(Bedouin.recall, feedback_scope="head", feedback_heads=None)
         (BY_HEAD, 0, torch.float32),
         (BY_HEAD, 0, torch.bfloat16),
         (partial(Bedouin.recall, feedback_heads=None), 0, torch.float32),
+        (partial(Bedouin.recall, feedback_noise=0.0, num_groups=1), 0, torch.float32),
         (partial(Bedouin.recall, feedback_noise=0.0), 0, torch.float32),
     ],
 )

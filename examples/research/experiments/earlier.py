@@ -81,10 +81,11 @@ GPU_PRESETS = Experiment(
     "What do the models of train_a5.py and train_copy.py reach on a GPU?",
     tuple(
         Run(f"{task}_gpu_seed{seed}", f"--preset gpu --seed {seed}", script)
-        for task, script in _SCRIPTS.items()
-        for seed in range(3)
+        for (task, script), seeds in zip(_SCRIPTS.items(), (range(3, 6), range(3)), strict=True)
+        for seed in seeds
     ),
 )
+"""Of A5 seeds 3 to 5, because the rate was changed after another one had failed on 0 to 2."""
 
 _TASKS = {
     "a": f"{NARROW} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",

@@ -85,13 +85,13 @@ TUNED_ON_MQAR = (
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",),
+    "recall_n64": ("recall_n64",),
     "recall_by_head": ("recall_by_head",),
     "recall_no_memory": ("recall_no_memory",),
     "recall_no_feedback": ("recall_no_feedback",),
     "recall_no_x": ("recall_no_x",),
     "recall_no_erase": ("recall_no_erase",),
     "recall_k2": ("recall_k2",),
-    "recall_n128": ("recall_n128",),
     "recall_layer": ("recall_layer",),
     "deltaproduct_l1": ("deltaproduct_l1", "deltaproduct_l1_gated"),
     "deltaproduct_l2": ("deltaproduct_l2", "deltaproduct_l2_gated"),

@@ -42,7 +42,7 @@ _OF_TRANSFORMERS = {
 }
 """Names that transformers gives to configurations without a field for them."""
 
-_SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2048), "370m": (1024, 16, 2432)}
+_SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2176), "370m": (1024, 16, 2688)}
 """hidden_size, num_hidden_layers and intermediate_size of the presets."""
 
 _ATTENTION = {"num_kv_heads": None, "window": None, "rope_theta": 1e4}
@@ -210,9 +210,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
         | name | hidden_size | layers | intermediate_size | parameters |
         |---|---|---|---|---|
-        | "60m" | 512 | 6 | 1792 | 60.3 M |
-        | "130m" | 768 | 8 | 2048 | 131.0 M |
-        | "370m" | 1024 | 16 | 2432 | 366.5 M |
+        | "60m" | 512 | 6 | 1792 | 59.0 M |
+        | "130m" | 768 | 8 | 2176 | 130.1 M |
+        | "370m" | 1024 | 16 | 2688 | 368.2 M |
 
         options: fields, which replace those of the preset. Raises ValueError for another name.
         """
