@@ -379,7 +379,8 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     rates = [config.lr for config in configs if config.lr != 8e-3]
     assert rates == [*RATES] * len(COMPARED)
     sizes = [size(config) for config in configs if config.lr == 1e-3]
-    assert all(abs(n / sizes[0] - 1) < 0.05 for n in sizes)
+    # recall has 5.5 % fewer, because its number of heads is an integer, and one more has 8 %
+    assert all(-0.06 < n / sizes[0] - 1 < 0.05 for n in sizes)
     add_runs(tmp_path / "language-tuning", {"mamba-0.008": further})
     _, reported = tuned_language_models(tmp_path)
     configs = [parse_config(train_lm.PRESETS, run.arguments) for run in reported.runs]
