@@ -98,23 +98,19 @@ def half_memory(m: int) -> nn.Module:
     return by_head(initialization=memory)[0](m)
 
 
-def reflecting(m: int) -> nn.Module:
-    """`recall_n64` with two reflections, which need the input scale bounded_delta
-    (examples/results/recall-trials), and four fifths of the heads."""
-    expand = round(4 / 5 * 7 * m / WIDTH) * RECALL_HEAD / m
-    return recall_n64(num_householder=2, input_scale="bounded_delta", expand=expand)(m)
-
-
 MODELS: dict[str, tuple[Layer, ...]] = {
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
     "recall_n64": (recall_n64(),),
-    # variants of recall_n64; without feedback there is no W^y, so that one head more fits
-    "recall_no_feedback": (recall_n64(feedback=(), expand=2),),
-    "recall_no_x": (recall_n64(feedback=("delta",)),),
-    "recall_no_erase": (recall_n64(erase=0.0),),
-    "recall_k2": (reflecting,),
+    # without feedback there is no W^y, so that two heads more fit; reflections need the input scale
+    # bounded_delta (examples/results/recall-trials) and the parameters of two heads
+    "recall_no_feedback": (recall(feedback=(), expand=9 * RECALL_HEAD / WIDTH),),
+    "recall_no_x": (recall(feedback=("delta",)),),
+    "recall_no_erase": (recall(erase=0.0),),
+    "recall_k2": (
+        recall(num_householder=2, input_scale="bounded_delta", expand=5 * RECALL_HEAD / WIDTH),
+    ),
     "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),

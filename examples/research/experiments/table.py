@@ -74,7 +74,6 @@ RATES_OF = {
 }
 """The task whose tuning runs choose the rate and the form."""
 TUNED_ON_MQAR = (
-    "recall_k2",
     "deltaproduct_l1",
     "gated_deltanet_l1",
     "lstm_l1",
