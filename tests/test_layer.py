@@ -217,23 +217,7 @@ def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     assert not [name for name in parts if "proj.weight" in name or "embedding" in name]
 
 
-def test_the_feedback_weights_can_have_groups_of_their_own() -> None:
-    model = SequenceModel(5, 4, [Bedouin(4), FixedPointRNN(4), Bedouin(4, feedback=()), Mamba(4)])
-    groups = param_groups(model, weight_decay=0.1, separate_feedback=True)
-    assert [(g["feedback"], g["weight_decay"]) for g in groups] == [
-        *((False, 0.1), (False, 0.0)),
-        (True, 0.1),
-    ]
-    slow = {id(p) for n, p in model.named_parameters() if n.endswith("y_proj.weight")}
-    assert len(slow) == 2 and {id(p) for p in groups[2]["params"]} == slow
-    merged = [p for g in groups for p in g["params"]]
-    assert len(merged) == len(list(model.parameters()))
-    torch.optim.AdamW(groups)
-
-
 def test_groups_of_the_wrong_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="separate_feedback must"):
-        param_groups(Bedouin(4), 0.1, separate_feedback=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model must be an nn.Module, got list"):
         param_groups([], weight_decay=0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weight_decay must"):

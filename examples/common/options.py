@@ -124,10 +124,6 @@ class RunConfig(SolverOptions, TrackerOptions):
     d_conv: Count | None = None
     """Width of each layer's convolution, with which x, the raw values and the gate are projected
     from the layer's input; None: no convolution. Baselines have their own."""
-    feedback_lr_scale: Share = 1.0
-    """Factor on the learning rate of W^y in the first steps."""
-    feedback_lr_steps: Natural = 0
-    """For so many steps that factor holds."""
 
     log_every: Count = 20
     """Steps between two updates of the progress bar, which read numbers from the device."""
@@ -185,7 +181,7 @@ class TrainConfig(CurriculumOptions, RunConfig):
 
 _FIXED_BY_RECALL = (
     *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
-    *("rate_scale", "d_conv", "feedback_lr_scale", "feedback_lr_steps"),
+    *("rate_scale", "d_conv"),
 )
 _OF_BEDOUIN = (*_FIXED_BY_RECALL, *SolverOptions.__dataclass_fields__)
 _SIZES = ("d_state", "expand", "num_householder")

@@ -1,7 +1,6 @@
 """Learning rate schedules: functions of the step alone, so that a resumed run needs no state."""
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 Schedule = Literal["cosine", "linear", "hold"]
@@ -20,14 +19,3 @@ def decay(schedule: Schedule, step: int, warmup_steps: int, steps: int) -> float
     if schedule == "hold":
         done = max(0.0, (done - HOLD_SHARE) / (1 - HOLD_SHARE))
     return (1 + math.cos(math.pi * done)) / 2
-
-
-def slow_at_first(
-    factor: Callable[[int], float], scale: float, steps: float
-) -> Callable[[int], float]:
-    """`factor`, multiplied by `scale` before step number `steps`."""
-
-    def slowed(step: int) -> float:
-        return factor(step) * (scale if step < steps else 1.0)
-
-    return slowed

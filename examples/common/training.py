@@ -55,7 +55,7 @@ from common.report import (
     versions,
     write_metrics,
 )
-from common.schedule import decay, slow_at_first
+from common.schedule import decay
 from common.skipping import has_failed, skip_unless
 from common.trackers import close_trackers, tracked_config, tracked_scores
 
@@ -215,9 +215,9 @@ def prepare_run(job: Place, model: nn.Module, generator: Stream, length: int) ->
 
 
 def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """AdamW with W^y in groups of its own; parameters marked `_no_weight_decay`, biases and norms
-    are not decayed. It is fused, so that its steps can be skipped (`skip_unless`)."""
-    groups = param_groups(model, config.weight_decay, separate_feedback=True)
+    """AdamW in which parameters marked `_no_weight_decay`, biases and norms are not decayed. It is
+    fused, so that its steps can be skipped (`skip_unless`)."""
+    groups = param_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
@@ -228,9 +228,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: RunConfig) -> Lambd
     def factor(step: int) -> float:
         return decay(config.schedule, step, config.warmup_steps, config.steps)
 
-    of_feedback = slow_at_first(factor, config.feedback_lr_scale, config.feedback_lr_steps)
-    groups = optimizer.param_groups
-    return LambdaLR(optimizer, [of_feedback if g.get("feedback") else factor for g in groups])
+    return LambdaLR(optimizer, factor)
 
 
 def lengthen(

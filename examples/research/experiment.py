@@ -56,7 +56,6 @@ from research.experiments.earlier import (
     COPYING_CPU,
     COPYING_ONE_HEAD,
     GPU_PRESETS,
-    TUNING_RUNS,
 )
 from research.experiments.heads import heads
 from research.experiments.language_model import (
@@ -111,7 +110,7 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD, TUNING_RUNS),
+        *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD),
         *(CONTROLS_CPU, GPU_PRESETS),
         *(heads(), language_model(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),

@@ -3,7 +3,6 @@
 Letters: s seeds, b batch, t time, v classes.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,14 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, MQAR, token_accuracy
-from common.schedule import decay, slow_at_first
+from common.schedule import decay
 from common.skipping import skip_unless
 from research.data import DRAWN_AHEAD, Data, Point, metrics
 from research.positions import by_pair, by_position
 from research.study import Config, make_model, model_seeds
-
-FED_WEIGHT = "y_proj.weight"
-"""W^y, which has a learning rate of its own."""
 
 Params = dict[str, Tensor]
 
@@ -55,25 +51,19 @@ class Ensemble:
         def factor(step: int) -> float:
             return decay(point["schedule"], step, warmup, steps)
 
-        slow_steps = point["feedback_lr_share"] * steps
-        feedback_factor = slow_at_first(factor, point["feedback_lr_scale"], slow_steps)
         undecayed = {
             n for n, p in self.model.named_parameters() if getattr(p, "_no_weight_decay", False)
         }
         groups: list[dict[str, Any]] = []
-        factors: list[Callable[[int], float]] = []
-        for slow, skip in itertools.product((False, True), repeat=2):
-            chosen = [
-                n for n in self.params if (n in undecayed, n.endswith(FED_WEIGHT)) == (skip, slow)
-            ]
+        for skip in (False, True):
+            chosen = [n for n in self.params if (n in undecayed) == skip]
             if chosen:
                 decayed = 0.0 if skip else config.weight_decay
                 # a captured step reads its rate from the device; the models share it
                 lr = torch.tensor(point["lr"], device=device)
                 groups.append({"names": chosen, "weight_decay": decayed, "lr": lr})
-                factors.append(feedback_factor if slow else factor)
         self.optimizers = [self._optimizer(model, groups) for model in self.models]
-        self.schedule = LambdaLR(self.optimizers[0], factors)
+        self.schedule = LambdaLR(self.optimizers[0], factor)
         # lengths may grow at every log entry, at which then none are left that were drawn before
         ahead = 1 if config.stacked else math.gcd(DRAWN_AHEAD, config.log_every)
         first = data.batch(point["batch_size"], 0, point["steps"])

@@ -45,9 +45,6 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     decay: tuple[str, ...] = ("mamba",)
     rate_scale: tuple[float, ...] = (1.0,)
     """Factor on the initial decay rates -A of "mamba" (1 .. d_state); below 1 memory is longer."""
-    rate_scale_last: tuple[float | None, ...] = (None,)
-    """That factor for the last head; those of the heads between are spaced geometrically. None:
-    the same for all heads."""
     beta_max: tuple[float, ...] = (1.0,)
     mixer: Literal["householder", "kronecker", "monarch"] = "householder"
     """Q: a product of reflections, or one of the mixers whose local systems are dense."""
@@ -63,11 +60,6 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
     num_layers: Count = 1
     feedback_init: tuple[float, ...] = (0.1,)
-    feedback_lr_scale: tuple[float, ...] = (1.0,)
-    """Factor on the learning rate of W^y, so that what the layer can learn without feedback, it
-    learns first."""
-    feedback_lr_share: tuple[float, ...] = (1.0,)
-    """Share of the steps, from the first on, in which that factor holds; afterwards it is 1."""
     delta_from_x_init: tuple[float, ...] = (1.0,)
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
     expand: tuple[int, ...] = (2,)
@@ -158,13 +150,11 @@ LAYER_OPTIONS = (
     "feedback",
     "feedback_init",
 )
-MODEL_OPTIONS = ("delta_from_x_init", "rate_scale", "rate_scale_last")
+MODEL_OPTIONS = ("delta_from_x_init", "rate_scale")
 """Options of the layer's initial weights."""
 GRID = (
     *LAYER_OPTIONS,
     *MODEL_OPTIONS,
-    "feedback_lr_scale",
-    "feedback_lr_share",
     "lr",
     "schedule",
     "batch_size",
@@ -180,9 +170,8 @@ def model_seeds(config: Config) -> range:
 def layer_options(point: dict[str, Any]) -> dict[str, Any]:
     """The options of the layer at a point of the grid."""
     options = {name: point[name] for name in LAYER_OPTIONS}
-    fed, first, last = options["feedback"], point["rate_scale"], point["rate_scale_last"]
-    rates = first if last is None else (first, last)
-    options["initialization"] = Initialization(point["delta_from_x_init"], rates)
+    fed = options["feedback"]
+    options["initialization"] = Initialization(point["delta_from_x_init"], point["rate_scale"])
     return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
 

@@ -27,7 +27,7 @@ ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("table", "table-wide", "table-controls", "table-languages")
-TUNING = ("tuning", "heads", "table-tuning")
+TUNING = ("heads", "table-tuning")
 NOT_PLANNED = {
     *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
 }
@@ -58,7 +58,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
 
 @pytest.mark.parametrize(
     "name",
-    ["a5-cpu", "a5-one-head", "copying-one-head", "tuning", "controls-cpu", "heads"],
+    ["a5-cpu", "a5-one-head", "copying-one-head", "controls-cpu", "heads"],
 )
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()

@@ -325,23 +325,8 @@ def test_marked_parameters_are_not_decayed(tmp_path: Path) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     spared = [names[id(p)].split(".")[-1] for p in groups[1]["params"]]
     assert "A_log" in spared and groups[1]["weight_decay"] == 0.0
-    assert groups[0]["weight_decay"] == groups[2]["weight_decay"] == 0.5
+    assert groups[0]["weight_decay"] == 0.5
     assert sum(len(group["params"]) for group in groups) == len(names)
-
-
-def test_the_feedback_weights_learn_slowly_at_first(tmp_path: Path) -> None:
-    config = a5_config(
-        tmp_path, lr=1.0, warmup_steps=0, steps=100, feedback_lr_scale=0.01, feedback_lr_steps=2
-    )
-    optimizer = training.build_optimizer(build_model(config, 60, 60), config)
-    schedule, rates = training.build_schedule(optimizer, config), []
-    for _ in range(3):
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.step()
-        schedule.step()
-    first, _, third = rates
-    assert first == pytest.approx([1.0, 1.0, 0.01])
-    assert third[0] == third[2] > 0.9
 
 
 @pytest.mark.parametrize("mixer", ["bedouin", "lstm"])

@@ -1,6 +1,6 @@
 """The runs of the README and of examples/results, most of them stacked and with one head."""
 
-from research.experiments.plan import NARROW, STRINGS, TUNING, Experiment, Run, Script, joined
+from research.experiments.plan import Experiment, Run, Script
 
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
@@ -86,76 +86,3 @@ GPU_PRESETS = Experiment(
     ),
 )
 """Of A5 seeds 3 to 5, because the rate was changed after another one had failed on 0 to 2."""
-
-_TASKS = {
-    "a": f"{NARROW} --length 16 --eval-lengths 16 48 128 --batch-size 128 --steps 12000 --lr 5e-4",
-    "c": f"{NARROW} {STRINGS} --steps 5000 --lr 1e-3",
-}
-_WORDS = {
-    "griffin": "--decay griffin",
-    "mamba": "--decay mamba",
-    "delta": "--input-scale delta",
-    "bounded": "--input-scale bounded_delta",
-    "coupled": "--input-scale one_minus_decay",
-    "all": "--feedback delta+B+C+mixer",
-    "bcm": "--feedback B+C+mixer",
-    "rate0.1": "--rate-scale 0.1",
-    "rate0.03": "--rate-scale 0.03",
-    "lr2e": "",  # "lr2e-3" is split at its hyphen
-    "3": "--lr 2e-3",
-    "seed101": "--first-seed 101",
-    "seed102": "--first-seed 102",
-    "d512": "--d-model 512",
-    "heads8": "--num-heads 8",
-    "heads16": "--num-heads 16",
-    **{f"k{k}": f"--num-householder {k}" for k in (1, 2, 4)},
-    **{f"n{n}": f"--d-state {n}" for n in (16, 64)},
-}
-_BASELINES = {
-    "lstm-l1": "--mixer-layer lstm",
-    "lstm-l2": "--mixer-layer lstm --num-layers 2",
-    "attention-l2": "--mixer-layer attention --num-layers 2",
-    "mamba-l2": "--mixer-layer mamba --num-layers 2",
-    "mamba-full-l2": "--mixer-layer mamba --eigenvalues full --num-layers 2",
-    "deltanet-l2": "--mixer-layer deltanet --num-layers 2",
-    "deltaproduct-l1": "--mixer-layer deltaproduct",
-}
-_SETTINGS = {
-    "a": (
-        "griffin-delta-all-k2 griffin-delta-bcm-k2 griffin-bounded-all-k2 mamba-bounded-all-k2 "
-        "mamba-bounded-all-k2-rate0.1 mamba-bounded-all-k2-rate0.03 mamba-delta-all-k2-rate0.1 "
-        "lstm-l1 attention-l2 mamba-full-l2 deltaproduct-l1 deltanet-l2 "
-        "mamba-bounded-all-k4-n16-d512-heads16"
-    ),
-    "c": (
-        "griffin-delta-all-k2 griffin-delta-all-k4 griffin-delta-bcm-k2 griffin-delta-bcm-k4 "
-        "griffin-bounded-bcm-k2 mamba-bounded-all-k2 mamba-bounded-all-k2-rate0.1 "
-        "mamba-bounded-all-k2-rate0.03 mamba-bounded-bcm-k2 mamba-delta-all-k2-rate0.1 "
-        "mamba-delta-bcm-k2 mamba-bounded-all-k2-rate0.1-lr2e-3 mamba-bounded-all-k2-rate0.1-n64 "
-        "mamba-delta-all-k2-rate0.1-n64 mamba-bounded-all-k2-rate0.1-n16 "
-        "mamba-bounded-all-k2-rate0.1-seed101 mamba-bounded-all-k1-rate0.1 "
-        "mamba-delta-all-k2-rate0.1-seed101 mamba-coupled-all-k2-rate0.1 "
-        "attention-l2 deltanet-l2 lstm-l1 lstm-l2 mamba-l2 deltanet-l2-seed101 deltanet-l2-seed102 "
-        "attention-l2-seed101 attention-l2-seed102 mamba-delta-all-k2-rate0.1-n16-heads8"
-    ),
-}
-
-
-def setting(name: str) -> str:
-    """The flags that the name of a tuning run stands for."""
-    baseline = next((b for b in _BASELINES if name == b or name.startswith(f"{b}-seed")), None)
-    if baseline is not None:
-        rest = name.removeprefix(baseline).removeprefix("-")
-        return joined(_BASELINES[baseline], _WORDS.get(rest, ""))
-    return joined("--d-state 32 --num-heads 1", *(_WORDS[word] for word in name.split("-")))
-
-
-TUNING_RUNS = Experiment(
-    "tuning",
-    "Which setting copies and tracks?",
-    tuple(
-        Run(f"{task}-{name}", joined(_TASKS[task], TUNING, setting(name)))
-        for task, names in _SETTINGS.items()
-        for name in names.split()
-    ),
-)
