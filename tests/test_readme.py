@@ -618,22 +618,6 @@ def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
                 assert is_marked or value <= 0.01, name
 
 
-@pytest.mark.parametrize("name", ["bedouin", "mamba", "deltaproduct", "attention", "lstm"])
-def test_language_models_are_those_of_the_page(name: str) -> None:
-    found = runs_of("language-model")
-    runs = [found[run] for run in found if run.startswith(f"{name}-seed")]
-    assert {device(run) for run in runs} == {"H200"}
-    lengths = [" ".join(f"{run['bits_per_byte'][n]:.3f}" for run in runs) for n in ("1024", "8192")]
-    expected = [
-        f"{runs[0]['parameters'] / 1e6:.2f} M",
-        " ".join(str(run["seed"]) for run in runs),
-        *lengths,
-        " ".join(f"{run['tokens_per_second'] / 1e3:.0f}" for run in runs),
-        f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
-    ]
-    assert line(TEXTS["language-model"], f"{name}, 4 layers")[1:] == expected
-
-
 def bits(runs: list[Any], length: str) -> str:
     return " ".join(f"{run['bits_per_byte'][length]:.3f}" for run in runs)
 

@@ -4,7 +4,7 @@
     python examples/research/experiment.py heads table      # make the runs that are not there yet
     python examples/research/experiment.py table --only a5-recall "*-lstm_l1"
     python examples/research/experiment.py table --extra="--steps 20 --device cpu" --out runs/trial
-    python examples/research/experiment.py language-model --devices 2   # two at a time, a GPU each
+    python examples/research/experiment.py language --devices 2   # two at a time, a GPU each
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
     python examples/research/experiment.py table --minutes 25    # none that would take longer
     python examples/research/experiment.py --summary
@@ -59,7 +59,6 @@ from research.experiments.earlier import (
 )
 from research.experiments.heads import heads
 from research.experiments.language_model import (
-    language_model,
     language_model_cpu,
     tuned_language_models,
 )
@@ -112,7 +111,7 @@ def experiments() -> dict[str, Experiment]:
     found = (
         *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD),
         *(CONTROLS_CPU, GPU_PRESETS),
-        *(heads(), language_model(), language_model_cpu()),
+        *(heads(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
     )
     return {experiment.name: experiment for experiment in found}
