@@ -317,7 +317,7 @@ def test_the_first_table_is_that_of_the_summary() -> None:
     copying = summary["copy"]
     copied = copying["recall"]["characters_200"]
     unerased = seeds("copy", "recall_no_erase", "characters_200")
-    assert f"without erase it copies better ({unerased}) and tracks less;" in text
+    assert f"with `erase=0` it copies better ({unerased}) and tracks less;" in text
     assert "two reflections cost copying." in text
     assert min(copying["recall_no_erase"]["characters_200"]) > max(copied)
     for task, measure in (("a5", "token_512"), ("s5", "token_128")):
