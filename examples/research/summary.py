@@ -41,6 +41,22 @@ SHOWN = {
 }
 """The columns of the table."""
 
+LABELS = {
+    "recall": "Bedouin.recall",
+    "recall_n64": "64 states",
+    "recall_by_head": "feedback by head",
+    "recall_layer": "feedback of all heads",
+    "deltaproduct_l1": "DeltaProduct",
+    "deltaproduct_l2": "DeltaProduct, two layers",
+    "gated_deltanet_l1": "Gated DeltaNet",
+    "lstm_l1": "LSTM",
+    "attention_l2": "attention, two layers",
+    "rdn_l1": "Recurrent Delta Net",
+    "m2rnn_l1": "M²RNN",
+    "hybrid_l2": "hybrid, two layers",
+}
+"""The models of the figure, and what it calls them."""
+
 SCREENED = {
     "recall_no_memory": ("recall-trials",),
     "recall_by_head": ("recall-trials", "initial-values"),
@@ -112,24 +128,34 @@ def _cells(cells: list[str]) -> str:
 
 
 def figure_of_both(summary: dict[str, Models], path: Path) -> None:
-    """Plot copying against A5: one point for each model at the mean of its seeds, with lines over
-    their range. Raises ValueError if there is no model."""
+    """Plot copying against A5: one point for each model of LABELS at the mean of its seeds, with
+    lines over their range. Raises ValueError if there is no model."""
     a5, copying = summary["a5"], summary["copy"]
-    shown = [model for model in a5 if model in copying]
+    shown = [model for model in LABELS if model in a5 and model in copying]
     if not shown:
         raise ValueError("no model has runs of both A5 and copying: run the experiments first")
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
-    for number, model in enumerate(shown):
-        marker = "os^"[number // 10 % 3]  # the colours repeat after ten
-        x, y = a5[model]["sequence_128"], copying[model]["characters_100"]
-        ranges = [[[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y)]
-        axes.errorbar(mean(x), mean(y), xerr=ranges[0], yerr=ranges[1], marker=marker, label=model)
+    for model in shown:
+        x, y = a5[model]["token_512"], copying[model]["characters_200"]
+        xerr, yerr = ([[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y))
+        color = "C0" if model.startswith("recall") else "0.45"
+        axes.errorbar(mean(x), mean(y), yerr, xerr, "o", color=color, elinewidth=0.8)
+        is_right = mean(x) > 0.5
+        axes.annotate(
+            LABELS[model],
+            (mean(x), mean(y)),
+            (-7 if is_right else 7, 5),
+            textcoords="offset points",
+            ha="right" if is_right else "left",
+            color=color,
+            fontsize="small",
+            fontweight="bold" if model == "recall" else "normal",
+        )
     axes.set(
-        xlabel="A5: sequences of length 128 without an error (trained at 16)",
-        ylabel="copying: characters at 100 letters (trained to 50)",
+        xlabel="A5: right labels in sequences of 512 (trained at 16)",
+        ylabel="copying: right characters of 200 letters (trained to 50)",
         xlim=(-0.03, 1.03),
-        ylim=(-0.03, 1.03),
+        ylim=(-0.03, 1.07),
     )
-    figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
