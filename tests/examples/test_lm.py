@@ -31,7 +31,6 @@ from common.options import matched, num_parameters, parse_config
 from common.runs import add_runs
 from common.script import leave_process_group
 from research.experiments.language_model import (
-    COMMON,
     COMPARED,
     SCORE,
     TUNING_SEED,
@@ -352,14 +351,6 @@ def test_models_have_equal_parameters(tmp_path: Path) -> None:
     assert all(abs(n - 10**6) < 1.2e5 for n in sizes) and len(set(sizes)) > 1
 
 
-def test_the_experiment_compares_about_equal_models() -> None:
-    sizes = [
-        size(parse_config(train_lm.PRESETS, f"{COMMON} {flags}".split()))
-        for flags in COMPARED.values()
-    ]
-    assert all(abs(n / sizes[0] - 1) < 0.06 for n in sizes)
-
-
 def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     found = {"mamba-0.008": 1.1, "lstm-0.001": 1.6}
     for name, bits in {"recall": (1.4, 1.3, 1.5), "mamba": (1.4, 1.3, 1.2)}.items():
@@ -381,6 +372,7 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     add_runs(tmp_path / "language-tuning", {"mamba-0.008": further})
     _, reported = tuned_language_models(tmp_path)
     configs = [parse_config(train_lm.PRESETS, run.arguments) for run in reported.runs]
+    assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
     chosen = [(c.mixer_layer, c.lr, c.seed) for c in configs]
     assert chosen == [(*pair, i) for pair in (("mamba", 8e-3), ("recall", 2e-3)) for i in range(3)]
 
