@@ -313,7 +313,8 @@ def test_the_first_table_is_that_of_the_summary() -> None:
     assert min(summary["mqar"]["recall_no_feedback"]["accuracy_512"]) > 0.995
     assert max(summary["a5"]["recall_no_feedback"]["token_512"]) < 0.03
     of_delta = seeds("a5", "recall_no_x", "sequence_128")
-    assert f"with that of Δ alone A5 is lost ({of_delta} at 128);" in text
+    assert f"with that of Δ alone A5 is lost ({of_delta} at 128), bound S3 is not;" in text
+    assert min(summary["bound_s3"]["recall_no_x"]["sequence_16_128"]) > 0.99
     copying = summary["copy"]
     copied = copying["recall"]["characters_200"]
     unerased = seeds("copy", "recall_no_erase", "characters_200")
@@ -420,11 +421,15 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     assert min(min(summary["mqar"][model]["accuracy_512"]) for model in models) > 0.995
     of_delta = seeds("a5", "recall_no_x", "sequence_128")
     expected = f"copying at 200: {copies}; 64 pairs: 1.00; 1.00; A5, sequences: 0.00; {of_delta}"
+    bound = seeds("bound_s3", "recall_no_x", "sequence_16_128")
+    expected += f"; bound S3 at 128 operations: 0.00; {bound}"
     assert cell("Without feedback it recalls and tracks nothing") == expected
+    assert max(summary["bound_s3"]["recall_no_feedback"]["sequence_16_128"]) == 0
     assert seeds("a5", "recall_no_feedback", "sequence_128") == "0.00 0.00 0.00"
     of_parts = [("copy", "characters_200"), ("a5", "token_512"), ("s5", "token_128")]
+    of_parts.append(("bound_s3", "sequence_16_128"))
     shown = [seeds(task, "recall_no_erase", measure) for task, measure in of_parts]
-    expected = "at 200: {}; A5, labels at 512: {}; S5 at 128: {}"
+    expected = "at 200: {}; A5, labels at 512: {}; S5 at 128: {}; bound S3 at 128 operations: {}"
     assert cell("Without erase copying is as by Gated") == expected.format(*shown)
     of_parts = [("a5", "token_512"), ("s5", "token_512"), ("copy", "characters_200")]
     shown = [seeds(task, "recall_k2", measure) for task, measure in of_parts]
@@ -835,6 +840,12 @@ def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
     lengths = ("16_32", "16_128", "24_128")
     cells = [shown("bound_s3-9x64x64g1", length, "sequence") for length in lengths]
     assert line(page, "bound S3, sequences")[1:] == cells
+    for form in ("fed", "m6"):
+        parts = ("copy", "100"), ("copy", "200"), ("a5", "128"), ("a5", "512")
+        cells = [shown(f"{task}-erase_{form}", length) for task, length in parts]
+        cells += [shown(f"s5-erase_{form}", length) for length in ("128", "512")]
+        of_bound = ("bound_s3-erase_" + form, "16_128", "sequence")
+        assert line(page, f"`erase_{form}`")[1:] == [*cells, shown(*of_bound)]
     for form in ("7x16x16", "7x16x32g2", "8x16x32g1", "6x16x64g1"):
         copies = [shown(f"d64-{form}", length) for length in ("40", "80")]
         (found,) = re.findall(
