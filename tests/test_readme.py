@@ -846,6 +846,10 @@ def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
         cells += [shown(f"s5-erase_{form}", length) for length in ("128", "512")]
         of_bound = ("bound_s3-erase_" + form, "16_128", "sequence")
         assert line(page, f"`erase_{form}`")[1:] == [*cells, shown(*of_bound)]
+    of_heads = "that with feedback", "it and the first group", "it and the second group", "all"
+    for start, form in zip(of_heads, ("fed", "first_group", "second_group", "all"), strict=True):
+        copies = [shown(f"d64-erase_{form}", length) for length in ("40", "80")]
+        assert line(page, start)[1:3] == copies
     for form in ("7x16x16", "7x16x32g2", "8x16x32g1", "6x16x64g1"):
         copies = [shown(f"d64-{form}", length) for length in ("40", "80")]
         (found,) = re.findall(
