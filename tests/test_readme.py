@@ -850,6 +850,12 @@ def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
     for start, form in zip(of_heads, ("fed", "first_group", "second_group", "all"), strict=True):
         copies = [shown(f"d64-erase_{form}", length) for length in ("40", "80")]
         assert line(page, start)[1:3] == copies
+    for start, form in (of_heads[1], "first_group"), (of_heads[3], "all"):
+        tracked = [shown(f"d64-s3-erase_{form}", length) for length in ("128", "512")]
+        assert line(page, start)[3:5] == tracked
+    for start, form in (of_heads[0], "fed"), (of_heads[1], "first_group"):
+        name = f"d64-bound_s3-erase_{form}"
+        assert line(page, start)[5:7] == [shown(name, "6_16"), shown(name, "6_64", "recall")]
     for form in ("7x16x16", "7x16x32g2", "8x16x32g1", "6x16x64g1"):
         copies = [shown(f"d64-{form}", length) for length in ("40", "80")]
         (found,) = re.findall(
