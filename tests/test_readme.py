@@ -440,13 +440,14 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
         values(f"table-wide/bound_a5-{model}", "16_128", "token")
         for model in ("recall_layer", "hybrid_l2")
     ]
+    of_both = ("recall", "recall_n64")
     copied = [
-        values(f"table-wide/copy-{m}", "200", "token") for m in ("recall_n64", "gated_deltanet_l1")
+        values(f"table-wide/copy-{m}", "200", "token") for m in (*of_both, "gated_deltanet_l1")
     ]
-    tracked = [values(f"table-wide/a5-{m}", "512", "token") for m in ("recall_n64", "lstm_l1")]
+    tracked = [values(f"table-wide/a5-{m}", "512", "token") for m in (*of_both, "lstm_l1")]
     expected = (
-        "at 200: {}, Gated DeltaNet {}; A5, labels at 512: {}, LSTM {}; "
-        "products at 128 operations: {}, hybrid {}"
+        "at 200: {}, 64 states {}, Gated DeltaNet {}; A5, labels at 512: {}, 64 states {}, "
+        "LSTM {}; products at 128 operations: {}, hybrid {}"
     )
     assert wide == expected.format(*copied, *tracked, *longer)
     names = ("table-controls/bound_z60-recall_n64", "table-controls/bound_a5_one_name-recall_n64")
@@ -466,13 +467,15 @@ def test_arithmetic_of_the_index_is_that_of_the_runs() -> None:
     def shown(model: str) -> str:
         return " ".join(f"{value:.2f}" for value in at_length("arithmetic", model))
 
-    recall, lstm, hybrid = map(shown, ("recall_n64", "lstm_l1", "hybrid_l2"))
+    recall, of_64, lstm, hybrid = map(shown, ("recall", "recall_n64", "lstm_l1", "hybrid_l2"))
     assert {hybrid, shown("recall_layer")} == {"1.00 1.00 1.00"}
-    assert min(at_length("parity", "recall_n64")) == 1
+    assert min(at_length("parity", "recall") + at_length("parity", "recall_n64")) == 1
     runs = runs_of("table-languages")
     brackets = [max(at_length(*name.split("-"))) for name in runs if name.startswith("brackets")]
     same = '`feedback_scope="layer"`, hybrid'
-    expected = f"1.00; {recall}; {same} 1.00, LSTM {lstm}; at most {max(brackets):.2f}"
+    expected = (
+        f"1.00; {recall}, 64 states {of_64}; {same} 1.00, LSTM {lstm}; at most {max(brackets):.2f}"
+    )
     assert line(TEXTS["index"], "Parity holds from 40 to 256")[1:] == [expected]
 
 
@@ -840,12 +843,19 @@ def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
     lengths = ("16_32", "16_128", "24_128")
     cells = [shown("bound_s3-9x64x64g1", length, "sequence") for length in lengths]
     assert line(page, "bound S3, sequences")[1:] == cells
-    for form in ("fed", "m6"):
+    for form in ("fed", "m6", "half", "half_m6"):
         parts = ("copy", "100"), ("copy", "200"), ("a5", "128"), ("a5", "512")
         cells = [shown(f"{task}-erase_{form}", length) for task, length in parts]
         cells += [shown(f"s5-erase_{form}", length) for length in ("128", "512")]
         of_bound = ("bound_s3-erase_" + form, "16_128", "sequence")
-        assert line(page, f"`erase_{form}`")[1:] == [*cells, shown(*of_bound)]
+        assert line(page, f"`erase_{form}` |")[1:] == [*cells, shown(*of_bound)]
+    copied = {
+        form: [shown(f"copy-erase_{form}-0.001", length) for length in ("100", "200")]
+        for form in ("half", "m6")
+    }
+    assert line(page, "`erase_half`, copying 1e-3")[1:3] == copied["half"]
+    tracked = [shown("a5-erase_m6-0.004", length) for length in ("128", "512")]
+    assert line(page, "`erase_m6`, copying 1e-3")[1:5] == [*copied["m6"], *tracked]
     of_heads = "that with feedback", "it and the first group", "it and the second group", "all"
     for start, form in zip(of_heads, ("fed", "first_group", "second_group", "all"), strict=True):
         copies = [shown(f"d64-erase_{form}", length) for length in ("40", "80")]
