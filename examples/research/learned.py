@@ -44,6 +44,7 @@ from bedouin import Bedouin, SequenceModel
 from bedouin.kernels.heads import fold
 from bedouin.kernels.scan import discretize
 from bedouin.measurements import copy_with, find_fixed_point
+from bedouin.mixers import NoMixing
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard
 from bedouin.state import BedouinState
 from bedouin.tasks import WordProblem, stream
@@ -311,38 +312,58 @@ def transition(trained: Trained, options: Options) -> dict[str, Any]:
     _, state = layer(x[:, :-1], return_state=True)
     moduli, ranks = [], []
     for head in range(layer.num_heads):
-        J, size = jacobian(layer, x[:, -1], state, head)
-        found = torch.linalg.eigvals(J.cpu()).abs().sort(descending=True).values
+        by_h, by_y = derivatives(layer, x[:, -1], state, head)
+        # where nothing mixes channels or reads y_{t-1}, that of h_t by h_{t-1} has all eigenvalues
+        J = jacobian(by_h, by_y) if by_h.dim() == 4 or by_y.any() else by_h[:, :-1]
+        found = torch.linalg.eigvals(J.cpu()).abs().flatten().sort(descending=True).values
         moduli.append(found[:EIGENVALUES].tolist())
-        ranks.append(participation(torch.linalg.svdvals(J[:, size:])))
+        ranks.append(participation(torch.linalg.svdvals(by_y.flatten(0, 1))))
     return {"moduli": moduli, "rank": ranks}
 
 
-def jacobian(
+def derivatives(
     layer: Bedouin,
     x_t: Tensor,  # (1, m)
     state: BedouinState,
     head: int,
-) -> tuple[Tensor, int]:  # (s, s) for the s numbers of memory and y of the head
-    """The derivative of the head's part of a state by that of the state before, by central
-    differences, and the numbers of its memory."""
+) -> tuple[Tensor, Tensor]:  # (d, n + 1, n) or (d, n + 1, d, n), and (d, n + 1, d)
+    """Those of the n numbers of h_t and of the y_t of the d channels of the head, by h_{t-1} and by
+    y_{t-1}, by central differences.
+
+    Without reflections a channel's h_t depends on no other channel's h_{t-1}: one number of every
+    channel is moved at the same time, and the derivative is that by its own.
+    """
     ssm, y = state.ssm[0], state.y[0]
     d, n = len(y) // layer.num_heads, ssm.shape[1]
     own = slice(head * d, head * d + d)
-    numbers = d * n + d
-    moved = torch.eye(numbers, dtype=x_t.dtype, device=x_t.device) * DIFFERENCE
+    mixes = not isinstance(layer.mixer, NoMixing)
+    numbers = d * n if mixes else n
+    moved = torch.eye(numbers + d, dtype=x_t.dtype, device=x_t.device) * DIFFERENCE
     columns = []
-    for part in moved.split(256):
+    for part in moved.split(64):
         after = []
         for sign in (1, -1):
             ssms, ys = ssm.repeat(len(part), 1, 1), y.repeat(len(part), 1)
-            ssms[:, own] += sign * part[:, : d * n].unflatten(1, (d, n))
-            ys[:, own] += sign * part[:, d * n :]
+            ssms[:, own] += sign * part[:, :numbers].unflatten(1, (-1, n))
+            ys[:, own] += sign * part[:, numbers:]
             rest = (v.expand(len(part), *v.shape[1:]) for v in state.tensors[2:])
             _, found = layer.step(x_t.expand(len(part), -1), BedouinState(ssms, ys, *rest))
-            after.append(torch.cat([found.ssm[:, own].flatten(1), found.y[:, own]], 1))
+            after.append(torch.cat([found.ssm[:, own], found.y[:, own, None]], 2))
         columns.append((after[0] - after[1]) / (2 * DIFFERENCE))
-    return torch.cat(columns).mT, d * n
+    by_h, by_y = torch.cat(columns).permute(1, 2, 0).split([numbers, d], dim=2)
+    return by_h.unflatten(2, (d, n)) if mixes else by_h, by_y
+
+
+def jacobian(by_h: Tensor, by_y: Tensor) -> Tensor:  # of derivatives -> (d (n + 1), d (n + 1))
+    """The derivative of (h_t, y_t) of a head by (h_{t-1}, y_{t-1}), channel by channel."""
+    (d, size), n = by_h.shape[:2], by_h.shape[-1]
+    J = by_h.new_zeros(d, size, d, size)
+    if by_h.dim() == 4:
+        J[..., :n] = by_h
+    else:
+        J.diagonal(dim1=0, dim2=2)[:, :n] = by_h.permute(1, 2, 0)
+    J[..., n] = by_y
+    return J.flatten(2).flatten(0, 1)
 
 
 def reflections(trained: Trained, options: Options) -> dict[str, list[float]]:
@@ -386,7 +407,7 @@ def measure(trained: Trained, options: Options) -> dict[str, Any]:
     found["exponent"] = exponent(trained, options).tolist()
     for kind in (steps, heads, transition, keys):
         found[kind.__name__] = kind(trained, options)
-    if getattr(trained.layer.mixer, "num_householder", 0):
+    if not isinstance(trained.layer.mixer, NoMixing):
         found["reflections"] = reflections(trained, options)
     return found
 

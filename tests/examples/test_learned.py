@@ -88,27 +88,43 @@ def check_heads(model: learned.Trained) -> None:
     assert torch.equal(model.layer.out_proj.weight, before)
 
 
+@pytest.mark.parametrize("num_householder", [0, 2])
 @pytest.mark.parametrize("scope", ["head", "layer"])
-def test_the_jacobian_is_that_of_autograd(scope: str) -> None:
+def test_the_jacobian_is_that_of_autograd(scope: str, num_householder: int) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"feedback_scope": scope, "feedback_heads": None}
     options |= {"d_state": 3, "num_heads": 2, "feedback_init": 1.0, "dtype": torch.float64}
+    options |= {"num_householder": num_householder}
     layer = Bedouin.recall(4, **options)
     _, state = layer(torch.randn(1, 5, 4, dtype=torch.float64), return_state=True)
     x_t, (ssm, y, window) = torch.randn(1, 4, dtype=torch.float64), state.tensors
     with torch.no_grad():
-        J, memory = learned.jacobian(layer, x_t, state, 1)
+        J = learned.jacobian(*learned.derivatives(layer, x_t, state, 1))
 
     def after(flat: torch.Tensor) -> torch.Tensor:
-        h, own = flat[:12].view(1, 4, 3), flat[12:].view(1, 4)
+        h, own = flat.view(1, 4, 4).split([3, 1], dim=2)
+        own = own.squeeze(2)
         moved = BedouinState(torch.cat([ssm[:, :4], h], 1), torch.cat([y[:, :4], own], 1), window)
         _, found = layer.step(x_t, moved)
-        return torch.cat([found.ssm[0, 4:].flatten(), found.y[0, 4:]])
+        return torch.cat([found.ssm[0, 4:], found.y[0, 4:, None]], 1).flatten()
 
-    flat = torch.cat([ssm[0, 4:].flatten(), y[0, 4:]]).detach()
+    flat = torch.cat([ssm[0, 4:], y[0, 4:, None]], 1).flatten().detach()
     expected = torch.autograd.functional.jacobian(after, flat)
-    assert memory == 12
     torch.testing.assert_close(J, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_channels_of_a_head_without_feedback_have_the_eigenvalues_of_the_jacobian() -> None:
+    torch.manual_seed(0)
+    layer = Bedouin.recall(4, d_state=3, num_heads=2, dtype=torch.float64)
+    with torch.no_grad():
+        _, state = layer(torch.randn(1, 5, 4, dtype=torch.float64), return_state=True)
+        by_h, by_y = learned.derivatives(layer, torch.randn(1, 4, dtype=torch.float64), state, 1)
+        assert layer.fed_heads == 1 and not by_y.any()
+        J = learned.jacobian(by_h, by_y)
+    found = torch.linalg.eigvals(by_h[:, :-1]).abs().flatten().sort(descending=True).values
+    expected = torch.linalg.eigvals(J).abs().sort(descending=True).values
+    torch.testing.assert_close(found, expected[: len(found)])
+    assert expected[len(found) :].max() < 1e-9
 
 
 def test_equal_values_all_take_part() -> None:
