@@ -278,6 +278,12 @@ def test_the_page_lists_every_run_with_its_device(name: str) -> None:
 RIVALS = [model for model in VARIANTS if not model.startswith("recall")]
 
 
+def of_run(name: str, length: str, metric: str = "token") -> str:
+    """The values of every seed of a run, as pages show them."""
+    (row,) = raw(name)["rows"]
+    return " ".join(f"{value:.2f}" for value in row["accuracy"][length][metric])
+
+
 def test_the_first_table_is_that_of_the_summary() -> None:
     summary = summarize(RESULTS)
     rows = {
@@ -303,12 +309,16 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         assert (worst >= 0.99) == (model in ("recall", "recall_k2"))
     further = {
         name: [min(values), max(values)]
-        for name in ("a5-recall", "a5-lstm_l1", "s5-recall", "s5-recall_n64")
+        for name in ("a5-recall", "a5-lstm_l1", "s5-recall")
         for values in [raw(f"table-seeds/{name}")["rows"][0]["accuracy"]["512"]["token"]]
     }
     spans = ["{:.2f} to {:.2f}".format(*span) for span in further.values()]
-    expected = "it has {} of A5, LSTM {}; of S5 {}, 64 states {}."
-    assert expected.format(*spans) in text
+    assert "it has {} of A5, LSTM {}; of S5 {}.".format(*spans) in text
+    wide = [
+        of_run(f"table-wide/{run}", length)
+        for run, length in (("a5-recall", "512"), ("copy-recall", "200"))
+    ]
+    assert "At d_model 512, rates untuned: A5 {}, copying {}.".format(*wide) in text
     assert "Without feedback it recalls as well (MQAR 1.00) and tracks nothing;" in text
     assert min(summary["mqar"]["recall_no_feedback"]["accuracy_512"]) > 0.995
     assert max(summary["a5"]["recall_no_feedback"]["token_512"]) < 0.03
@@ -412,10 +422,6 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     assert min(summary["bound_s3"]["hybrid_l2"]["token_16_32"]) > 0.995
     assert f"at 200: {seeds('copy', 'hybrid_l2', 'characters_200')};" in two
 
-    def values(run: str, length: str, metric: str) -> str:
-        (row,) = raw(run)["rows"]
-        return " ".join(f"{value:.2f}" for value in row["accuracy"][length][metric])
-
     models = "recall_no_feedback", "recall_no_x"
     copies = "; ".join(seeds("copy", model, "characters_200") for model in models)
     assert min(min(summary["mqar"][model]["accuracy_512"]) for model in models) > 0.995
@@ -437,23 +443,20 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     assert cell("Two reflections track as far") == expected
     wide = cell("At d_model 512")
     longer = [
-        values(f"table-wide/bound_a5-{model}", "16_128", "token")
-        for model in ("recall_layer", "hybrid_l2")
+        of_run(f"table-wide/bound_a5-{model}", "16_128") for model in ("recall_layer", "hybrid_l2")
     ]
     of_both = ("recall", "recall_n64")
-    copied = [
-        values(f"table-wide/copy-{m}", "200", "token") for m in (*of_both, "gated_deltanet_l1")
-    ]
-    tracked = [values(f"table-wide/a5-{m}", "512", "token") for m in (*of_both, "lstm_l1")]
+    copied = [of_run(f"table-wide/copy-{m}", "200") for m in (*of_both, "gated_deltanet_l1")]
+    tracked = [of_run(f"table-wide/a5-{m}", "512") for m in (*of_both, "lstm_l1")]
     expected = (
         "at 200: {}, 64 states {}, Gated DeltaNet {}; A5, labels at 512: {}, 64 states {}, "
         "LSTM {}; products at 128 operations: {}, hybrid {}"
     )
     assert wide == expected.format(*copied, *tracked, *longer)
     names = ("table-controls/bound_z60-recall_n64", "table-controls/bound_a5_one_name-recall_n64")
-    shown = [values(names[0], "16_32", "token")]
-    shown += [values(names[1], f"1_{length}", "token") for length in (32, 128)]
-    shown += [values("table-controls/bound_a5_one_name-hybrid_l2", "1_128", "token")]
+    shown = [of_run(names[0], "16_32")]
+    shown += [of_run(names[1], f"1_{length}") for length in (32, 128)]
+    shown += [of_run("table-controls/bound_a5_one_name-hybrid_l2", "1_128")]
     expected = "Z60: {}; one name: {}, at 128 {}, hybrid {}".format(*shown)
     assert line(TEXTS["index"], "Bound elements of Z60")[1:] == [expected]
 
