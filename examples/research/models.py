@@ -59,10 +59,10 @@ def gated_delta_net(number: int, head_dim: int = 64) -> Layer:
     return heads(DeltaNet, number, head_dim=head_dim, gated=True, eigenvalues="full")
 
 
-def slow_gated_delta_net(m: int) -> nn.Module:
-    """Gated DeltaNet with three heads of 128 channels, whose decay rates begin with a hundredth of
-    the usual ones, since those of the memories of `recall` are small, too."""
-    layer = gated_delta_net(3, head_dim=128)(m)
+def slow_gated_delta_net(m: int, head_dim: int = 128) -> nn.Module:
+    """Gated DeltaNet with three heads, whose decay rates begin with a hundredth of the usual ones,
+    since those of the memories of `recall` are small, too."""
+    layer = gated_delta_net(3, head_dim)(m)
     with torch.no_grad():
         layer.get_parameter("A_log").sub_(math.log(100))
     return layer
@@ -129,5 +129,6 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "m2rnn_l1_square": (heads(M2RNN, 19, head_dim=32, expand_v=1),),
     "hybrid_l2": (gated_delta_net(3), lstm(192)),
     "hybrid_l2_lstm_first": (lstm(192), gated_delta_net(3)),
+    "hybrid_l2_slow": (partial(slow_gated_delta_net, head_dim=64), lstm(192)),
 }
 """The layers of every model, from the input on."""

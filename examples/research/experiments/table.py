@@ -103,7 +103,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "attention_l2": ("attention_l2", "attention_l2_nope"),
     "rdn_l1": ("rdn_l1", "rdn_l1_slow"),
     "m2rnn_l1": ("m2rnn_l1", "m2rnn_l1_square"),
-    "hybrid_l2": ("hybrid_l2", "hybrid_l2_lstm_first"),
+    "hybrid_l2": ("hybrid_l2", "hybrid_l2_lstm_first", "hybrid_l2_slow"),
 }
 """The models of the table, and the forms of each that tuning compares."""
 
