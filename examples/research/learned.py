@@ -313,7 +313,7 @@ def transition(trained: Trained, options: Options) -> dict[str, Any]:
     moduli, ranks = [], []
     for head in range(layer.num_heads):
         by_h, by_y = derivatives(layer, x[:, -1], state, head)
-        # where nothing mixes channels or reads y_{t-1}, that of h_t by h_{t-1} has all eigenvalues
+        # without mixing and feedback, the eigenvalues are those of each channel's dh_t / dh_{t-1}
         J = jacobian(by_h, by_y) if by_h.dim() == 4 or by_y.any() else by_h[:, :-1]
         found = torch.linalg.eigvals(J.cpu()).abs().flatten().sort(descending=True).values
         moduli.append(found[:EIGENVALUES].tolist())
@@ -330,7 +330,7 @@ def derivatives(
     """Those of the n numbers of h_t and of the y_t of the d channels of the head, by h_{t-1} and by
     y_{t-1}, by central differences.
 
-    Without reflections a channel's h_t depends on no other channel's h_{t-1}: one number of every
+    Without mixing, a channel's h_t depends on no other channel's h_{t-1}: one number of every
     channel is moved at the same time, and the derivative is that by its own.
     """
     ssm, y = state.ssm[0], state.y[0]
@@ -407,7 +407,7 @@ def measure(trained: Trained, options: Options) -> dict[str, Any]:
     found["exponent"] = exponent(trained, options).tolist()
     for kind in (steps, heads, transition, keys):
         found[kind.__name__] = kind(trained, options)
-    if not isinstance(trained.layer.mixer, NoMixing):
+    if getattr(trained.layer.mixer, "num_householder", 0):
         found["reflections"] = reflections(trained, options)
     return found
 
