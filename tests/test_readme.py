@@ -278,10 +278,10 @@ def test_the_page_lists_every_run_with_its_device(name: str) -> None:
 RIVALS = [model for model in VARIANTS if not model.startswith("recall")]
 
 
-def of_run(name: str, length: str, metric: str = "token") -> str:
+def of_run(name: str, length: str, metric: str = "token", digits: int = 2) -> str:
     """The values of every seed of a run, as pages show them."""
     (row,) = raw(name)["rows"]
-    return " ".join(f"{value:.2f}" for value in row["accuracy"][length][metric])
+    return " ".join(f"{value:.{digits}f}" for value in row["accuracy"][length][metric])
 
 
 def test_the_first_table_is_that_of_the_summary() -> None:
@@ -468,7 +468,7 @@ def test_arithmetic_of_the_index_is_that_of_the_runs() -> None:
         return list(row["accuracy"]["256"]["token"])
 
     def shown(model: str) -> str:
-        return " ".join(f"{value:.2f}" for value in at_length("arithmetic", model))
+        return of_run(f"table-languages/arithmetic-{model}", "256")
 
     recall, of_64, lstm, hybrid = map(shown, ("recall", "recall_n64", "lstm_l1", "hybrid_l2"))
     assert {hybrid, shown("recall_layer")} == {"1.00 1.00 1.00"}
@@ -833,8 +833,7 @@ def test_the_page_of_many_states_has_the_numbers_of_the_raw_results() -> None:
     page = TEXTS["many-states"]
 
     def shown(name: str, length: str, measure: str = "token", digits: int = 2) -> str:
-        (row,) = raw(f"many-states/{name}")["rows"]
-        return " ".join(f"{value:.{digits}f}" for value in row["accuracy"][length][measure])
+        return of_run(f"many-states/{name}", length, measure, digits)
 
     for form in ("9x64x64g1", "7x64x128g2", "8x64x128g1"):
         copies = [shown(f"copy-{form}", length) for length in ("100", "200")]

@@ -312,26 +312,34 @@ def transition(trained: Trained, options: Options) -> dict[str, Any]:
     _, state = layer(x[:, :-1], return_state=True)
     moduli, ranks = [], []
     for head in range(layer.num_heads):
-        by_h, by_y = derivatives(layer, x[:, -1], state, head)
-        # without mixing and feedback, the eigenvalues are those of each channel's dh_t / dh_{t-1}
-        J = jacobian(by_h, by_y) if by_h.dim() == 4 or by_y.any() else by_h[:, :-1]
-        found = torch.linalg.eigvals(J.cpu()).abs().flatten().sort(descending=True).values
-        moduli.append(found[:EIGENVALUES].tolist())
-        ranks.append(participation(torch.linalg.svdvals(by_y.flatten(0, 1))))
+        J = jacobian(layer, x[:, -1], state, head)
+        moduli.append(largest_moduli(J))
+        ranks.append(participation(torch.linalg.svdvals(J[..., -1].flatten(0, 1))))
     return {"moduli": moduli, "rank": ranks}
 
 
-def derivatives(
+def largest_moduli(J: Tensor) -> list[float]:  # (d, n + 1, d, n + 1)
+    """Those of the eigenvalues of a Jacobian."""
+    # a block-diagonal matrix has the eigenvalues of its blocks, here one for each channel
+    blocks = J.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    is_block_diagonal = blocks.count_nonzero() == J.count_nonzero()
+    matrices = blocks if is_block_diagonal else J.flatten(2).flatten(0, 1)
+    moduli = torch.linalg.eigvals(matrices.cpu()).abs().flatten().sort(descending=True).values
+    found: list[float] = moduli[:EIGENVALUES].tolist()
+    return found
+
+
+def jacobian(
     layer: Bedouin,
     x_t: Tensor,  # (1, m)
     state: BedouinState,
     head: int,
-) -> tuple[Tensor, Tensor]:  # (d, n + 1, n) or (d, n + 1, d, n), and (d, n + 1, d)
-    """Those of the n numbers of h_t and of the y_t of the d channels of the head, by h_{t-1} and by
-    y_{t-1}, by central differences.
+) -> Tensor:  # (d, n + 1, d, n + 1)
+    """The derivative of (h_t, y_t) by (h_{t-1}, y_{t-1}), by central differences: of each of the d
+    channels of the head the n numbers of h, then y.
 
-    Without mixing, a channel's h_t depends on no other channel's h_{t-1}: one number of every
-    channel is moved at the same time, and the derivative is that by its own.
+    Without mixing, a channel's h_t and y_t depend on no other channel's h_{t-1}, so that one number
+    of h_{t-1} is moved in all channels at the same time.
     """
     ssm, y = state.ssm[0], state.y[0]
     d, n = len(y) // layer.num_heads, ssm.shape[1]
@@ -351,19 +359,13 @@ def derivatives(
             after.append(torch.cat([found.ssm[:, own], found.y[:, own, None]], 2))
         columns.append((after[0] - after[1]) / (2 * DIFFERENCE))
     by_h, by_y = torch.cat(columns).permute(1, 2, 0).split([numbers, d], dim=2)
-    return by_h.unflatten(2, (d, n)) if mixes else by_h, by_y
-
-
-def jacobian(by_h: Tensor, by_y: Tensor) -> Tensor:  # of derivatives -> (d (n + 1), d (n + 1))
-    """The derivative of (h_t, y_t) of a head by (h_{t-1}, y_{t-1}), channel by channel."""
-    (d, size), n = by_h.shape[:2], by_h.shape[-1]
-    J = by_h.new_zeros(d, size, d, size)
-    if by_h.dim() == 4:
-        J[..., :n] = by_h
+    J = torch.zeros(d, n + 1, d, n + 1, dtype=x_t.dtype, device=x_t.device)
+    if mixes:
+        J[..., :n] = by_h.unflatten(2, (d, n))
     else:
         J.diagonal(dim1=0, dim2=2)[:, :n] = by_h.permute(1, 2, 0)
     J[..., n] = by_y
-    return J.flatten(2).flatten(0, 1)
+    return J
 
 
 def reflections(trained: Trained, options: Options) -> dict[str, list[float]]:

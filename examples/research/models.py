@@ -59,7 +59,7 @@ def gated_delta_net(number: int, head_dim: int = 64) -> Layer:
     return heads(DeltaNet, number, head_dim=head_dim, gated=True, eigenvalues="full")
 
 
-def slow_gated_delta_net(m: int, head_dim: int = 128) -> nn.Module:
+def slow_gated_delta_net(m: int, head_dim: int) -> nn.Module:
     """Gated DeltaNet with three heads, whose decay rates begin with a hundredth of the usual ones,
     since those of the memories of `recall` are small, too."""
     layer = gated_delta_net(3, head_dim)(m)
@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "deltaproduct_l2_gated": (delta_product(2, gated=True),) * 2,
     "gated_deltanet_l1": (gated_delta_net(6),),
     "gated_deltanet_l1_large": (gated_delta_net(3, head_dim=128),),
-    "gated_deltanet_l1_slow": (slow_gated_delta_net,),
+    "gated_deltanet_l1_slow": (partial(slow_gated_delta_net, head_dim=128),),
     "lstm_l1": (lstm(312),),
     "lstm_l1_forget": (lstm_with_forget_bias,),
     "attention_l2": (heads(Attention, 8, head_dim=48),) * 2,

@@ -99,7 +99,7 @@ def test_the_jacobian_is_that_of_autograd(scope: str, num_householder: int) -> N
     _, state = layer(torch.randn(1, 5, 4, dtype=torch.float64), return_state=True)
     x_t, (ssm, y, window) = torch.randn(1, 4, dtype=torch.float64), state.tensors
     with torch.no_grad():
-        J = learned.jacobian(*learned.derivatives(layer, x_t, state, 1))
+        J = learned.jacobian(layer, x_t, state, 1).flatten(2).flatten(0, 1)
 
     def after(flat: torch.Tensor) -> torch.Tensor:
         h, own = flat.view(1, 4, 4).split([3, 1], dim=2)
@@ -113,18 +113,18 @@ def test_the_jacobian_is_that_of_autograd(scope: str, num_householder: int) -> N
     torch.testing.assert_close(J, expected, rtol=1e-6, atol=1e-8)
 
 
-def test_channels_of_a_head_without_feedback_have_the_eigenvalues_of_the_jacobian() -> None:
+@pytest.mark.parametrize("head", [0, 1])
+def test_the_largest_moduli_are_those_of_the_whole_jacobian(head: int) -> None:
+    """Also where channels do not interact, as in a head without feedback."""
     torch.manual_seed(0)
-    layer = Bedouin.recall(4, d_state=3, num_heads=2, dtype=torch.float64)
+    layer = Bedouin.recall(4, d_state=3, num_heads=2, feedback_init=1.0, dtype=torch.float64)
     with torch.no_grad():
         _, state = layer(torch.randn(1, 5, 4, dtype=torch.float64), return_state=True)
-        by_h, by_y = learned.derivatives(layer, torch.randn(1, 4, dtype=torch.float64), state, 1)
-        assert layer.fed_heads == 1 and not by_y.any()
-        J = learned.jacobian(by_h, by_y)
-    found = torch.linalg.eigvals(by_h[:, :-1]).abs().flatten().sort(descending=True).values
-    expected = torch.linalg.eigvals(J).abs().sort(descending=True).values
-    torch.testing.assert_close(found, expected[: len(found)])
-    assert expected[len(found) :].max() < 1e-9
+        J = learned.jacobian(layer, torch.randn(1, 4, dtype=torch.float64), state, head)
+    assert layer.fed_heads == 1 and J[..., -1].any() == (head == 0)
+    moduli = torch.linalg.eigvals(J.flatten(2).flatten(0, 1)).abs().sort(descending=True).values
+    expected = moduli[: learned.EIGENVALUES].tolist()
+    assert learned.largest_moduli(J) == pytest.approx(expected, abs=1e-9)
 
 
 def test_equal_values_all_take_part() -> None:
