@@ -453,7 +453,7 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
         "LSTM {}; products at 128 operations: {}, hybrid {}"
     )
     assert wide == expected.format(*copied, *tracked, *longer)
-    names = ("table-controls/bound_z60-recall_n64", "table-controls/bound_a5_one_name-recall_n64")
+    names = ("table-controls/bound_z60-recall_n64", "table-controls/bound_a5_one_name-recall")
     shown = [of_run(names[0], "16_32")]
     shown += [of_run(names[1], f"1_{length}") for length in (32, 128)]
     shown += [of_run("table-controls/bound_a5_one_name-hybrid_l2", "1_128")]
@@ -506,6 +506,24 @@ def test_further_runs_of_the_table_are_those_of_the_pages(name: str) -> None:
     values = [" ".join(f"{v:.2f}" for v in accuracy[length][metric]) for length, metric in shown]
     sizes = [str(row["parameters"]), str(row["state_size"]), f"{row['point']['lr']:g}"]
     assert line(TEXTS[folder], f"{run} |")[1:] == [device(content), *sizes, *values]
+
+
+def test_rates_at_d_model_512_are_those_of_the_page() -> None:
+    path, page = RESULTS / "table-wide" / "trials.json", TEXTS["table-wide"].replace("*", "")
+    found: dict[str, dict[float, str]] = {}
+    for name, run in json.loads(path.read_text(encoding="utf-8")).items():
+        config = run["config"]
+        assert (config["first_seed"], config["seeds"], config["d_model"]) == (100, 1, 512)
+        task, model, rate = name.split("-", 2)
+        length, start = {
+            "copy": ("200", "characters at 200"),
+            "a5": ("512", "labels at 512"),
+        }[task]
+        (value,) = run["rows"][0]["accuracy"][length]["token"]
+        found.setdefault(f"{start} | {model} |", {})[float(rate)] = f"{value:.2f}"
+    for start, of in found.items():
+        rates = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+        assert line(page, start)[2:] == [of.get(rate, "–") for rate in rates]
 
 
 def test_the_table_of_rivals_is_that_of_the_summary() -> None:
