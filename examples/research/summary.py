@@ -135,16 +135,21 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     if not shown:
         raise ValueError("no model has runs of both A5 and copying: run the experiments first")
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
-    for model in shown:
+    points = {m: (mean(a5[m]["token_512"]), mean(copying[m]["characters_200"])) for m in shown}
+    for model, point in points.items():
         x, y = a5[model]["token_512"], copying[model]["characters_200"]
         xerr, yerr = ([[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y))
         color = "C0" if model.startswith("recall") else "0.45"
-        axes.errorbar(mean(x), mean(y), yerr, xerr, "o", color=color, elinewidth=0.8)
-        is_right = mean(x) > 0.5
+        axes.errorbar(*point, yerr, xerr, "o", color=color, elinewidth=0.8)
+        is_right = point[0] > 0.5
+        # a label above the point would cover that of a point just above it
+        is_below = any(
+            abs(x - point[0]) < 0.1 and 0 < y - point[1] < 0.04 for x, y in points.values()
+        )
         axes.annotate(
             LABELS[model],
-            (mean(x), mean(y)),
-            (-7 if is_right else 7, 5),
+            point,
+            (-7 if is_right else 7, -12 if is_below else 5),
             textcoords="offset points",
             ha="right" if is_right else "left",
             color=color,
