@@ -569,25 +569,26 @@ def test_what_a_layer_has_learned_is_that_of_the_page() -> None:
         check(start, *(f"{m['recovery'][size]:.2f}" for m in models))
     start = "largest Lyapunov exponent a token, mean of 8 rows"
     check(start, *(f"{fmean(m['exponent']):.4f}" for m in models))
-    assert max(abs(v) for m in models for v in m["exponent"]) < 0.004
-    steps = "1000", "2000", "3000", "4000", "10000"
-    start = "the same after 1,000, 2,000, 3,000, 4,000 and 10,000 steps of training"
+    assert max(abs(v) for m in models for v in m["exponent"]) < 0.0024
+    steps = "1000", "2000", "4000", "8000"
+    start = "the same after 1,000, 2,000, 4,000 and 8,000 steps of training"
     check(start, *(" ".join(f"{m['exponents'][step]:.4f}" for step in steps) for m in models))
-    assert max(m["exponents"][step] for m in models for step in steps) < 2e-4
+    assert max(m["exponents"][step] for m in models for step in steps) < 0
+    assert min(m["exponents"][step] for m in models for step in steps[1:]) > -0.0017
     for t in ("16", "64", "256"):
         start = f"evaluations of Picard and of Jacobi, {t} tokens"
         check(start, *(f"{m['steps'][t]['picard']} {m['steps'][t]['jacobi']}" for m in models))
         assert all(m["steps"][t]["jacobi"] == int(t) + 1 for m in models)
     last = [m["steps"]["256"] for m in models]
     times = [v[f"{name}_ms"] / v["direct_ms"] for v in last for name in ("picard", "jacobi")]
-    assert min(times) > 370 and max(times) < 450 and "370 to 450 times as long" in page
+    assert f"at 256 tokens {min(times):.0f} to {max(times):.0f} times as long" in page
     check("labels of tokens 1 to 256", *(f"{m['heads']['all']:.2f}" for m in models))
     for start, values in of_heads(models, 2).items():
         assert line(page, start)[1:] == values
     for m in models:  # "One head tracks, and only it is needed."
         first, *others = m["heads"]["without"]
-        assert first < 0.022 and min(others) > 0.98
-        assert m["keys"]["beta"][0] > 0.86 and m["keys"]["dimension"][0] < 1.05
+        assert first < 0.025 and min(others) > 0.985
+        assert m["keys"]["beta"][0] > 0.995 and m["keys"]["dimension"][0] < 1.05
         assert max(m["transition"]["rank"][1:]) == 0
 
 
@@ -605,9 +606,10 @@ def test_what_a_layer_has_learned_of_copying_is_that_of_the_page() -> None:
     assert f"{min(times):.0f} to {max(times):.0f} times" in page
     for m in models:  # "The memories copy, all of them, and the head that tracks is not needed."
         first, *others = (m["heads"]["all"] - v for v in m["heads"]["without"])
-        assert abs(first) < 0.003 and 0.04 < min(others) and max(others) < 0.175
+        assert abs(first) < 0.0055 and 0.045 < min(others) and max(others) < 0.225
         assert max(m["keys"]["beta"]) < 0.15
-        assert sum(42 < size < 53 for size in m["keys"]["dimension"][1:]) >= 5
+        assert all(9 < size < 68 for size in m["keys"]["dimension"][1:4])
+        assert all(69.5 < size < 78.5 for size in m["keys"]["dimension"][4:])
 
 
 TUNED_RUNS = runs_of("table-tuning")
