@@ -144,7 +144,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
         is_right = point[0] > 0.5
         # a label above the point would cover that of a point just above it
         is_below = any(
-            abs(x - point[0]) < 0.1 and 0 < y - point[1] < 0.04 for x, y in points.values()
+            abs(u - point[0]) < 0.1 and 0 < v - point[1] < 0.04 for u, v in points.values()
         )
         axes.annotate(
             LABELS[model],
