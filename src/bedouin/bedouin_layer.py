@@ -274,8 +274,8 @@ class Bedouin(FixedPointLayer):
         is given, or no head is a memory, it has 64 states and every head has its own keys, unless
         the arguments say otherwise. d_state=64 has 1 to 7 % more parameters than 128 states with
         shared keys, trains 1.6 to 1.9 times as fast, and tracks and recalls less reliably at a
-        d_model of 256 (`recall_n64` in examples/results/table); at 512, where learning rates were
-        not tuned, it copied further (examples/results/table-wide).
+        d_model of 256 (`recall_n64` in examples/results/table). At 512, with the rates of 256, it
+        copied further; at equal rates, with one seed, less far (examples/results/table-wide).
 
         The other arguments are those of Bedouin; one that is given replaces the value named here.
         With `expand` the heads have 64 channels where these divide d, else one head has all; with
