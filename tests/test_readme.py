@@ -315,15 +315,17 @@ def test_the_first_table_is_that_of_the_summary() -> None:
     spans = ["{:.2f} to {:.2f}".format(*span) for span in further.values()]
     assert "it has {} of A5, LSTM {}; of S5 {}.".format(*spans) in text
     wide = [
-        of_run(f"table-wide/{run}", length)
-        for run, length in (("a5-recall", "512"), ("copy-recall", "200"))
+        of_run(f"table-wide/{task}-{model}", length)
+        for task, length, rival in (("a5", "512", "lstm_l1"), ("copy", "200", "gated_deltanet_l1"))
+        for model in ("recall", rival)
     ]
-    assert "At d_model 512, rates untuned: A5 {}, copying {}.".format(*wide) in text
-    assert "Without feedback it recalls as well (MQAR 1.00) and tracks nothing;" in text
+    found = "At d_model 512, rates untuned: A5 {} (LSTM {}), copying {} (Gated DeltaNet {})."
+    assert found.format(*wide) in text
+    assert "Without feedback it recalls as well and tracks nothing;" in text
     assert min(summary["mqar"]["recall_no_feedback"]["accuracy_512"]) > 0.995
     assert max(summary["a5"]["recall_no_feedback"]["token_512"]) < 0.03
-    of_delta = seeds("a5", "recall_no_x", "sequence_128")
-    assert f"with that of Δ alone A5 is lost ({of_delta} at 128), bound S3 is not;" in text
+    assert "with that of Δ alone A5 is lost, bound S3 is not;" in text
+    assert max(summary["a5"]["recall_no_x"]["sequence_128"]) < 0.5
     assert min(summary["bound_s3"]["recall_no_x"]["sequence_16_128"]) > 0.99
     copying = summary["copy"]
     copied = copying["recall"]["characters_200"]
@@ -357,10 +359,9 @@ def test_the_first_table_is_that_of_the_summary() -> None:
         raw(f"table/copy-{m}")["rows"][0]["state_size"] for m in ("gated_deltanet_l1", "recall")
     ]
     assert f"{states[0] / states[1]:.1f} times the state" in text
-    forms = "copies nearly as far", "less ({:.2f} to {:.2f})"
-    for names, form in zip((far, less), forms, strict=True):
+    for names, form in zip((far, less), ("copies nearly as far", "less."), strict=True):
         copies = [value for m in names for value in copying[m]["characters_200"]]
-        assert form.format(min(copies), max(copies)) in text
+        assert form in text
         assert (fmean(copied) > fmean(copies) + 0.1) == (names is less)
     for model in (*better, *far, *less):
         for group in ("s3", "a5"):
@@ -447,18 +448,20 @@ def test_the_index_has_the_numbers_of_the_summary() -> None:
     ]
     of_both = ("recall", "recall_n64")
     copied = [of_run(f"table-wide/copy-{m}", "200") for m in (*of_both, "gated_deltanet_l1")]
-    tracked = [of_run(f"table-wide/a5-{m}", "512") for m in (*of_both, "lstm_l1")]
+    tracked = [of_run(f"table-wide/a5-{m}", "512") for m in (*of_both, "lstm_l1", "hybrid_l2")]
     expected = (
         "at 200: {}, 64 states {}, Gated DeltaNet {}; A5, labels at 512: {}, 64 states {}, "
-        "LSTM {}; products at 128 operations: {}, hybrid {}"
+        "LSTM {}, hybrid {}; products at 128 operations: {}, hybrid {}, `recall` 0.03"
     )
     assert wide == expected.format(*copied, *tracked, *longer)
-    names = ("table-controls/bound_z60-recall_n64", "table-controls/bound_a5_one_name-recall")
-    shown = [of_run(names[0], "16_32")]
-    shown += [of_run(names[1], f"1_{length}") for length in (32, 128)]
-    shown += [of_run("table-controls/bound_a5_one_name-hybrid_l2", "1_128")]
-    expected = "Z60: {}; one name: {}, at 128 {}, hybrid {}".format(*shown)
-    assert line(TEXTS["index"], "Bound elements of Z60")[1:] == [expected]
+    assert set(of_run("table-wide/bound_a5-recall", "16_128").split()) == {"0.03"}
+    models = ("recall", "recall_layer")
+    shown = [of_run(f"table-controls/bound_z60-{model}", "16_32") for model in models]
+    names = [f"table-controls/bound_a5_one_name-{model}" for model in (*models, "hybrid_l2")]
+    shown += [of_run(name, "1_32") for name in names]
+    scope = '`feedback_scope="layer"`'
+    expected = f"Z60: {{}}, {scope} {{}}; one name: {{}}, {scope} {{}}, hybrid {{}}"
+    assert line(TEXTS["index"], "Bound elements of Z60")[1:] == [expected.format(*shown)]
 
 
 def test_arithmetic_of_the_index_is_that_of_the_runs() -> None:
