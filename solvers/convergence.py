@@ -83,7 +83,8 @@ def first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:  # (
 
 
 def relative_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)
-    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where this ratio is not finite."""
+    """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; NaN where this ratio or one of its
+    terms is not finite."""
     ratio = _ratio(defect, scale)
     return _largest(torch.where(torch.isfinite(ratio), ratio, torch.nan))
 
@@ -95,7 +96,12 @@ def reported_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t
 
 
 def _ratio(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b, t)
-    return torch.where(defect == 0, torch.zeros_like(defect), defect / largest_so_far(scale))
+    """defect_t / max_{s <= t} scale_s, with 0 / 0 = 0. NaN where that maximum is not finite, which
+    a defect of 0 must not hide: an explicit equation, as that of a mixer without reflections, has
+    no other."""
+    largest = largest_so_far(scale)
+    ratio = torch.where((defect == 0) & (largest == 0), 0.0, defect / largest)
+    return torch.where(torch.isfinite(largest), ratio, torch.nan)
 
 
 def _largest(ratio: Tensor) -> Tensor:  # (b, t) -> (b,)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bedouin import Bedouin, FixedPointRNN
+from bedouin import Bedouin, FixedPointRNN, NoMixing
 from bedouin.layer import FixedPointLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import (
@@ -158,6 +158,24 @@ def test_the_exact_adjoint_raises_and_warns(kind: Any, solver: Solver, backend: 
 
 
 @pytest.mark.parametrize("backend", ["reference", interpreted])
+@pytest.mark.parametrize("solver", [Direct(), Picard()])
+@pytest.mark.parametrize("options", [{}, {"feedback": ()}, {"num_heads": 2}])
+@pytest.mark.parametrize("value", [NAN, torch.inf])
+def test_an_adjoint_without_reflections_is_reported(
+    backend: Any, solver: Solver, options: dict[str, Any], value: float
+) -> None:
+    """Its equation is explicit, so that a cotangent that is not finite leaves a defect of 0."""
+    layer = Bedouin(4, mixer=NoMixing(), solver=solver, backend=backend, **options)
+    x, grad = draw(t=3, dtype=torch.float32), torch.ones(3, 3, 4)
+    grad[1, 1] = value
+    with pytest.warns(ConvergenceWarning, match="Bedouin, adjoint solve: 1 of 3 samples"):
+        layer(x).backward(grad)
+    assert layer.stats is not None and layer.stats.backward is not None
+    assert layer.stats.backward.converged.tolist() == [True, False, True]
+    assert layer.stats.backward.residual.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("backend", ["reference", interpreted])
 def test_a_sound_exact_adjoint_says_nothing(backend: Any) -> None:
     layer = Bedouin(4, backend=backend, on_unconverged="raise")
     x = draw(b=1, t=2, dtype=torch.float32).requires_grad_()
@@ -175,6 +193,19 @@ def test_solve_reports_the_exact_adjoint_too() -> None:
         solution = solve(f, start, solver, time_dim=1, on_unconverged="raise")
         with pytest.raises(ConvergenceError, match="solve, adjoint solve: 3 of 3"):
             solution.value.backward(torch.full_like(start, NAN))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("fed_heads", [None, 1])
+def test_statistics_of_a_map_have_one_entry_a_sample(solver: Solver, fed_heads: int | None) -> None:
+    layer, start = make(num_heads=4, feedback_heads=fed_heads), torch.zeros(3, 2, 8).double()
+    f = layer.map(torch.randn(3, 2, 4, dtype=torch.float64))
+    solution = solve(f, start, solver, time_dim=1)
+    with pytest.warns(ConvergenceWarning, match="solve, adjoint solve: 3 of 3"):
+        solution.value.backward(torch.full_like(start, NAN))
+    for stats in (solution.stats, solution.stats.backward):
+        assert stats is not None
+        assert stats.num_steps.shape == stats.residual.shape == stats.converged.shape == (3,)
 
 
 def test_of_a_vmapped_call_the_adjoint_is_not_read() -> None:

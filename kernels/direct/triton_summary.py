@@ -71,7 +71,8 @@ def summary_kernel(
         # rounded as in torch: a compiled division is off by an ulp or two
         ratio = tl.div_rn(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0))
         finite = divisible & (ratio < infinity)
-        nonfinite += tl.sum(tl.where(real & (defect != 0) & (finite == 0), 1, 0))
+        unbounded = ((scale < infinity) == 0) | ((defect != 0) & (finite == 0))
+        nonfinite += tl.sum(tl.where(real & unbounded, 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
         explained = (tl.abs(terms) < infinity) & (defect <= TOLERANCE * terms)
         explained &= defect <= MAX_RESIDUAL * scale
@@ -116,7 +117,8 @@ def adjoint_summary_kernel(
         divisible = (defect < infinity) & (scale > 0)
         ratio = tl.div_rn(tl.where(divisible, defect, 0.0), tl.where(divisible, scale, 1.0))
         finite = divisible & (ratio < infinity)
-        nonfinite += tl.sum(tl.where(mask & (defect != 0) & (finite == 0), 1, 0))
+        unbounded = ((scale < infinity) == 0) | ((defect != 0) & (finite == 0))
+        nonfinite += tl.sum(tl.where(mask & unbounded, 1, 0))
         residual = tl.maximum(residual, tl.max(tl.where(finite, ratio, 0.0)))
         scale_so_far = tl.sum(tl.where(tl.arange(0, TOKENS) == TOKENS - 1, scale, 0.0))
     tl.store(steps_ptr + sample, tl.full((), 1, tl.int64))

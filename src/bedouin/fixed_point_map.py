@@ -52,6 +52,7 @@ from bedouin.solvers.solution import (
     SolveStats,
     can_read_device,
     has_values,
+    join_parts,
 )
 from bedouin.staged_sweep import Stage, sweep_in_stages, with_known_feedback
 
@@ -300,12 +301,16 @@ def _reverse_stats(
         return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
 
 
-def _make_reporter(cell: BackwardStats) -> ReportBackward:
-    """A function that puts the statistics of a reverse sweep into the cell when they are read."""
+def _make_reporter(cell: BackwardStats, joined: int) -> ReportBackward:
+    """A function that puts the statistics of a reverse sweep into the cell when they are read, one
+    entry for each sample of so many heads."""
+
+    def stats(defect: Tensor, scale: Tensor) -> SolveStats:
+        return join_parts(_reverse_stats(defect, scale), joined)
 
     def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
         if can_read_device(defect):
-            cell.defer(partial(_reverse_stats, defect, scale))
+            cell.defer(partial(stats, defect, scale))
 
     return report
 
@@ -313,15 +318,18 @@ def _make_reporter(cell: BackwardStats) -> ReportBackward:
 def _make_reporters(
     cell: BackwardStats,
     samples: Mapping[Stage, int],
+    joined: int,
 ) -> dict[Stage, ReportBackward]:
     """Reporters of stages with so many samples, which put the statistics of all of them into the
-    cell; a stage whose reverse sweep has not run counts as one without defects."""
+    cell as `_make_reporter` does; a stage whose reverse sweep has not run counts as one without
+    defects."""
     found: dict[Stage, tuple[Tensor, Tensor]] = {}
 
     def stats() -> SolveStats:
         like, _ = next(iter(found.values()))
         zeros = {name: (like.new_zeros(b, like.shape[1]),) * 2 for name, b in samples.items()}
-        return _reverse_stats(*map(torch.cat, zip(*(zeros | found).values(), strict=True)))
+        norms = map(torch.cat, zip(*(zeros | found).values(), strict=True))
+        return join_parts(_reverse_stats(*norms), joined)
 
     def report(stage: Stage, defect: Tensor, scale: Tensor) -> None:  # (b of the stage, t) each
         if can_read_device(defect):
@@ -369,7 +377,8 @@ class StructuredMap(FixedPointMap):
             swept = direct_sweep_reference(operands, *options)
         else:
             known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
-            swept = direct_sweep(operands, *options, report=_make_reporter(cell), **known)
+            report = _make_reporter(cell, self.joined)
+            swept = direct_sweep(operands, *options, report=report, **known)
         if swept.residual is None and self.lengths is not None:
             # the defects of the padding are left to the solver to reduce
             real = tokens_before(self.lengths, swept.y.shape[1])
@@ -399,7 +408,7 @@ class StructuredMap(FixedPointMap):
         options = self.parameterization, self.bind, self.mixer_values
         b = self.operands.x.shape[0]
         fed = fed_heads * (b // count_heads(self.operands.A))
-        reporters = _make_reporters(cell, {"fed": fed, "others": b - fed})
+        reporters = _make_reporters(cell, {"fed": fed, "others": b - fed}, self.joined)
 
         def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
             if unroll:
@@ -432,7 +441,8 @@ class StructuredMap(FixedPointMap):
         """y_star with the exact implicit gradient."""
         y_star = fold(y_star, self.joined)
         arguments = self.whole, self.parameterization, self.bind, self.mixer_values
-        options: dict[str, Any] = {"report": _make_reporter(cell), "backend": self.backend}
+        report = _make_reporter(cell, self.joined)
+        options: dict[str, Any] = {"report": report, "backend": self.backend}
         return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)

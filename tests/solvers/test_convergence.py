@@ -73,6 +73,8 @@ def test_rounding_explains_a_defect_in_units_of_the_largest_term() -> None:
         ([1.0, NAN], [1.0, NAN], NAN),
         ([1.0, INF], [1.0, INF], NAN),
         ([1.0, 0.0], [0.0, 1.0], NAN),
+        ([0.0, 0.0], [1.0, NAN], NAN),
+        ([0.0, 0.0], [INF, 1.0], NAN),
     ],
 )
 def test_the_residual_is_relative_to_the_largest_value_so_far(
@@ -90,6 +92,8 @@ def test_the_residual_is_relative_to_the_largest_value_so_far(
         ([1.0, 1.0], [2.0, 4.0], 0.5),
         ([1.0, INF], [0.0, INF], NAN),
         ([NAN, 1.0], [NAN, 1.0], NAN),
+        ([0.0, 0.0], [1.0, NAN], NAN),
+        ([0.0, 0.0], [INF, 1.0], NAN),
     ],
 )
 def test_the_reported_residual_is_nan_only_for_values_that_are_not_finite(
