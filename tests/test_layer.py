@@ -14,6 +14,7 @@ from bedouin import (
     FixedPointRNN,
     HouseholderProduct,
     Initialization,
+    Kronecker,
     LowRank,
     NoMixing,
     SequenceModel,
@@ -31,6 +32,7 @@ from bedouin.solvers import (
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
+    PhantomAdjoint,
     Picard,
     Solver,
     SolveStats,
@@ -79,6 +81,44 @@ def test_nothing_in_nothing_out(
     assert all(torch.equal(v, w) for v, w in zip(state, before, strict=True))
     assert layer.stats is not None and layer.stats.converged.all()
     assert layer.stats.num_steps.shape == shape[:1]
+
+
+SOLVES: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "heads": {"num_heads": 2, "feedback_heads": 1},
+    "picard": {"solver": Picard(), "num_heads": 2},
+    "solver of the adjoint": {"solver": Jacobi(), "adjoint": ImplicitAdjoint(Picard())},
+    "one step": {"solver": Picard(), "adjoint": OneStepAdjoint()},
+    "phantom": {"solver": Anderson(), "adjoint": PhantomAdjoint()},
+    "unrolled": {"solver": Picard(), "adjoint": UnrolledAdjoint()},
+    "convolution": {"d_conv": 3},
+    "input": {"projection": "input", "d_conv": 3, "mixer": NoMixing()},
+    "gate alone": {"feedback": ("mixer",), "mixer": NoMixing(), "input_scale": "delta"},
+    "dense": {"mixer": Kronecker(), "solver": Picard()},
+    "vector": {"kind": FixedPointRNN, "projection": "input", "d_conv": 3, "decay": "griffin"},
+    "paper": {"kind": Bedouin.from_paper},
+}
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("options", SOLVES.values(), ids=SOLVES)
+def test_every_parameter_gets_a_gradient_from_nothing(
+    options: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    """DDP waits for them on a rank without samples or tokens."""
+    kind = options.get("kind", Bedouin)
+    layer = kind(4, **{name: value for name, value in options.items() if name != "kind"})
+    x_t, state = torch.randn(0, 4), layer.init_state(0)
+    for output in (
+        layer(torch.randn(*shape, 4)),
+        layer(torch.randn(*shape, 4), mask=torch.ones(shape, dtype=torch.bool)),
+        layer(torch.randn(1, 0, 4), cu_seqlens=torch.tensor([0, 0])),
+        layer.step(x_t, state)[0],
+    ):
+        layer.zero_grad()
+        output.sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 @pytest.mark.parametrize(

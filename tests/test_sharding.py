@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
 
 from bedouin import Bedouin, FixedPointRNN, NoMixing, SequenceModel, param_groups
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
@@ -145,6 +146,25 @@ def check_a_layer_alone(device: str) -> None:
         torch.testing.assert_close(grad, theirs.grad, msg=name)
 
 
+def check_a_rank_without_samples(device: str) -> None:
+    """Its gradients count as zeros in the mean over the ranks."""
+    plain = make_model().to(device)
+    tokens = torch.randint(7, (2, 4), device=device)
+    (plain(tokens).square().sum() / 2).backward()
+    own = tokens if dist.get_rank() == 0 else tokens[:0]
+    parallel: Any = DistributedDataParallel(copy.deepcopy(plain))
+    sharded = shard(copy.deepcopy(plain))
+    for model in (parallel, sharded):
+        model.zero_grad()
+        model(own).square().sum().backward()
+    names = dict(plain.named_parameters())
+    grads = [dict(model.named_parameters()) for model in (parallel.module, sharded)]
+    for name, value in names.items():
+        in_parallel, whole = grads[0][name].grad, grads[1][name].grad.full_tensor()
+        torch.testing.assert_close(in_parallel, value.grad, msg=name)
+        torch.testing.assert_close(whole, value.grad, msg=name)
+
+
 def run_process(folder: str, device: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -159,6 +179,7 @@ def run_process(folder: str, device: str, rank: int) -> None:
             warnings.filterwarnings("error", message=".*returned a view tensor")
             check_training_and_decoding(f"{folder}/checkpoint", device)
         check_a_layer_alone(device)
+        check_a_rank_without_samples(device)
     finally:
         dist.destroy_process_group()
 

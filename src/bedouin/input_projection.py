@@ -59,8 +59,6 @@ class ProjectedLayer(LayerParameters):
         if at_once:
             with beside("state", projected):
                 return projected, self._last_window(window, projected, lengths)
-        if not projected.numel():
-            return projected, window
         parts, convolved = split_named(projected, self.projected_sizes), self._convolved_sizes()
         joined = torch.cat([parts[name] for name in convolved], -1)
         acted, window = conv(joined, window, lengths)

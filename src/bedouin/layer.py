@@ -358,6 +358,10 @@ class FixedPointLayer(ProjectedLayer):
         with without_autocast(y.device):
             after = call.after(y) if wants_state else None
             hidden = self._output_stage(call, call.f.folded(y))
+            if not hidden.numel():
+                f = call.f
+                known = f.operands.W_y, f.operands.A, call.W_gate, *f.mixer_values
+                hidden = _reaching(hidden, *known)
         output: Tensor = self.out_proj(hidden)
         return output, after
 
@@ -461,6 +465,18 @@ class FixedPointLayer(ProjectedLayer):
             f"projection={self.projection!r}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )
+
+
+def _reaching(
+    v: Tensor,  # any shape, without entries
+    *tensors: Tensor | None,  # any shapes
+) -> Tensor:  # as v
+    """v with a graph to all tensors, whose gradients are zeros: solves and kernels leave out what
+    has no entries, while data-parallel training waits for a gradient of every parameter."""
+    for tensor in tensors:
+        if tensor is not None:
+            v = v + tensor.sum()
+    return v
 
 
 def _incoming_state(

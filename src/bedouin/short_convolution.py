@@ -66,7 +66,8 @@ class ShortConvolution(nn.Module):
         if self.weight is None:
             return x, window
         padded = torch.cat([window.to(x.dtype), x], dim=1)
-        if x.is_cuda and not torch.compiler.is_compiling():
+        # conv1d refuses fewer inputs than its width
+        if x.is_cuda and x.numel() and not torch.compiler.is_compiling():
             weight = self.weight.unsqueeze(1)
             y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
         else:

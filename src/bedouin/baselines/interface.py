@@ -129,8 +129,17 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         b = x.shape[0]
         state = self.init_state(b) if state is None else self._checked_state(state, b)
         if not x.numel():
-            return x.clone(), state.clone()
+            return self._run_empty(x), state.clone()
         return self._run(x, state, None)
+
+    def _run_empty(
+        self,
+        x: Tensor,  # (b, t, m), one of them 0
+    ) -> Tensor:  # as x
+        """The outputs of no tokens, with a graph to every parameter, since data-parallel training
+        waits for gradients of them all: a token is run, and none of its outputs is taken."""
+        output, _ = self._run(x.new_zeros(1, 1, self.d_model), self.init_state(1), None)
+        return x.to(output.dtype) + output.flatten()[:0].sum()
 
     def _packed_run(
         self, x: Tensor, state: StateT | None, packing: Packing, wants_state: bool
@@ -140,7 +149,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         state = packing.before(state, self.init_state(1))
         u = packing.take(x)
         if not u.numel():
-            return x.clone(), packing.after(state.clone())
+            return packing.put(self._run_empty(u), x.shape), packing.after(state.clone())
         # padding follows the tokens, so that it changes only the state
         lengths = packing.padded_lengths() if wants_state else None
         output, state = self._run(u, state, lengths)
