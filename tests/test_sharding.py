@@ -19,11 +19,17 @@ from torch.distributed.checkpoint import state_dict as model_state
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from bedouin import Bedouin, FixedPointRNN, NoMixing, SequenceModel, param_groups
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
+from bedouin.model import Block
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
 MARKS = "_no_weight_decay", "_no_reinit"
@@ -165,6 +171,26 @@ def check_a_rank_without_samples(device: str) -> None:
         torch.testing.assert_close(whole, value.grad, msg=name)
 
 
+def check_values_from_the_meta_device(device: str) -> None:
+    """FSDP1 resets the modules of a unit, parents first, each for its own parameters."""
+
+    def make(device: str) -> SequenceModel:
+        mixers = [Bedouin(64, device=device), FixedPointRNN(64, num_heads=2, device=device)]
+        return SequenceModel(60, 64, mixers, embedding_std=0.1, device=device)
+
+    units = ModuleWrapPolicy({Block})
+    where = torch.device(device)
+    model = FullyShardedDataParallel(
+        make("meta"), auto_wrap_policy=units, device_id=where, use_orig_params=True
+    )
+    usual = dict(make("cpu").named_parameters())
+    with FullyShardedDataParallel.summon_full_params(model):
+        for name, value in model.named_parameters():
+            expected = usual[name.replace("_fsdp_wrapped_module.", "")].std()
+            if value.numel() >= 1024:
+                torch.testing.assert_close(value.std().cpu(), expected, rtol=0.2, atol=0, msg=name)
+
+
 def run_process(folder: str, device: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -180,6 +206,7 @@ def run_process(folder: str, device: str, rank: int) -> None:
             check_training_and_decoding(f"{folder}/checkpoint", device)
         check_a_layer_alone(device)
         check_a_rank_without_samples(device)
+        check_values_from_the_meta_device(device)
     finally:
         dist.destroy_process_group()
 

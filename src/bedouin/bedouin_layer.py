@@ -337,11 +337,6 @@ class Bedouin(FixedPointLayer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.no_grad():
-            if self.x_proj is None:
-                from_x = self.in_proj.weight[self.d_inner : 2 * self.d_inner]
-            else:
-                from_x = self.x_proj.weight[..., : self.head_dim, :]
-            from_x.mul_(self.initialization.delta_from_x)
             if self.erase and self.raw_bias is not None:
                 # the last raw value; with x_proj the gate's biases follow
                 last = -1 if self.x_proj is None else -1 - self.head_dim
@@ -349,8 +344,6 @@ class Bedouin(FixedPointLayer):
             if memory := self.initialization.memory_heads:
                 first = self.num_heads - memory
                 self.D.view(self.num_heads, -1)[first:] = 0
-                if self.y_proj is not None:
-                    self.y_proj.weight.view(self.fed_heads, -1)[first:] = 0
             if self.decay == "mamba":
                 like = self.num_heads, self.head_dim, self.A_log
                 self.A_log.copy_(self.initialization.A_log(*like))

@@ -7,6 +7,7 @@ Letters: b batch, t time, d d_inner, n d_state, H heads, p = d / H channels of a
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,10 +160,45 @@ def _joined_heads(
     return of_heads.clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
 
+InitialScales = tuple[tuple[Any, float], ...]
+"""Indices of parts of a weight, and the factors by which their initial values are multiplied."""
+
+
+@torch.no_grad()
+def _scale_parts(weight: Tensor, scales: InitialScales) -> None:  # weight: any shape
+    for part, factor in scales:
+        weight[part] *= factor
+
+
+class ScaledLinear(nn.Linear):
+    """An nn.Linear without bias whose initial weight is multiplied by `scales`.
+
+    The module itself knows them, since tools that bring modules from the meta device call
+    `reset_parameters` of each one in an order of their own.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scales: InitialScales,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.scales = scales  # torch's constructor draws the weight
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _scale_parts(self.weight, self.scales)
+
+
 class HeadLinear(nn.Module):
     """Linear maps of several heads without bias: each folded sample uses the weight of its head.
 
-    The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)`.
+    The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)` and
+    multiplied by `scales`.
     PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
     target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module.
     """
@@ -172,11 +208,13 @@ class HeadLinear(nn.Module):
         num_heads: int,
         in_features: int,
         out_features: int,
+        scales: InitialScales = (),
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.scales = scales
         shape = num_heads, out_features, in_features
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
@@ -185,6 +223,7 @@ class HeadLinear(nn.Module):
         """Draw the weights anew."""
         bound = 1 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
+        _scale_parts(self.weight, self.scales)
 
     def forward(
         self,
@@ -201,11 +240,16 @@ def make_linear(
     num_heads: int,
     in_features: int,
     out_features: int,
+    scales: InitialScales = (),
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Linear | HeadLinear:
     """A linear map without bias of folded samples; for one head, an nn.Linear."""
-    if num_heads == 1:
-        return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
-    return HeadLinear(num_heads, in_features, out_features, device=device, dtype=dtype)
+    factory: dict[str, Any] = {"device": device, "dtype": dtype}
+    scales = tuple((part, factor) for part, factor in scales if factor != 1)
+    if num_heads > 1:
+        return HeadLinear(num_heads, in_features, out_features, scales, **factory)
+    if scales:
+        return ScaledLinear(in_features, out_features, scales, **factory)
+    return nn.Linear(in_features, out_features, bias=False, **factory)

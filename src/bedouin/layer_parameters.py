@@ -26,7 +26,13 @@ from bedouin.checks import (
 )
 from bedouin.decoding import StepGraphs
 from bedouin.fixed_point_map import ScanInputs, split_by_layout
-from bedouin.heads import choose_fed_heads, choose_num_groups, choose_num_heads, make_linear
+from bedouin.heads import (
+    InitialScales,
+    choose_fed_heads,
+    choose_num_groups,
+    choose_num_heads,
+    make_linear,
+)
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
@@ -38,6 +44,7 @@ from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     GRIFFIN_SHARPNESS,
     FeedbackScope,
+    Initialization,
     OutputStage,
     Projection,
     SolveArguments,
@@ -95,6 +102,9 @@ class LayerParameters(SavedLayer, ABC):
 
     erase: float = 0.0
     """The largest beta^e; with 0 there is no raw value of it."""
+
+    initialization: Initialization = Initialization()
+    """Initial values, of which a subclass may set others before it calls the constructor."""
 
     omega: nn.Parameter
     """The rates of the decay "griffin" (d, n)."""
@@ -222,12 +232,20 @@ class LayerParameters(SavedLayer, ABC):
                 f"{self.feedback}: give erase, or leave the name out"
             )
         r, from_input = self.raw_size, self.projection == "input"
-        self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
-        self.x_proj = None if from_input else make_linear(heads, p, r + p, **factory)
+        delta_from_x = self.initialization.delta_from_x
+        scales = ((slice(d, 2 * d), delta_from_x),) if from_input else ()
+        self.in_proj = make_linear(
+            1, d_model, sum(self.projected_sizes.values()), scales, **factory
+        )
+        self.x_proj = None
+        if not from_input:
+            of_delta = ..., slice(p), slice(None)
+            self.x_proj = make_linear(heads, p, r + p, ((of_delta, delta_from_x),), **factory)
         self.y_proj = None
         if self.feedback:
             fed = sum(p if name == X else self._sizes[name] for name in self.feedback)
-            self.y_proj = make_linear(self.fed_heads, self.fed_channels, fed + p, **factory)
+            sizes = self.fed_heads, self.fed_channels, fed + p
+            self.y_proj = make_linear(*sizes, self._feedback_scales(), **factory)
         self.conv = None
         if d_conv is not None:
             width = None if positive_int("d_conv", d_conv) == 1 else d_conv
@@ -375,17 +393,10 @@ class LayerParameters(SavedLayer, ABC):
     def reset_parameters(self) -> None:
         """Draw all parameters anew, except those of the mixer."""
         self._mark_parameters()
-        for module in (self.in_proj, self.x_proj, self.conv, self.out_proj):
+        for module in (self.in_proj, self.x_proj, self.conv, self.out_proj, self.y_proj):
             if module is not None:
                 module.reset_parameters()
         with torch.no_grad():
-            if self.y_proj is not None:
-                self.y_proj.reset_parameters()
-                self.y_proj.weight.mul_(self.feedback_init)
-                if self.reads_others:
-                    own = self.fed_heads * self.head_dim
-                    self.y_proj.weight[..., :own] *= math.sqrt(self.d_inner / own)
-                    self.y_proj.weight[..., own:] = 0
             if self.raw_bias is not None and self.projection == "input":
                 self.raw_bias.zero_()
             elif self.raw_bias is not None:
@@ -394,6 +405,16 @@ class LayerParameters(SavedLayer, ABC):
             self.D.fill_(1.0)
         if self.norm is not None:
             self.norm.reset_parameters()
+
+    def _feedback_scales(self) -> InitialScales:
+        """Those of W^y, of which the heads that begin as memories read nothing at first."""
+        scales: InitialScales = ((..., self.feedback_init),)
+        if self.reads_others:
+            own = self.fed_heads * self.head_dim
+            more = math.sqrt(self.d_inner / own)
+            scales += ((..., slice(own)), more), ((..., slice(own, None)), 0.0)
+        first = self.num_heads - self.initialization.memory_heads
+        return (*scales, (slice(first, None), 0.0)) if first < self.fed_heads else scales
 
     def _mark_parameters(self) -> None:
         # plain look-ups, because setting the first parameter calls this, too

@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, v classes (output_size).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,34 @@ CallKind = Literal["whole", "chunk", "token"]
 
 ModelState = tuple[Any, ...]
 """One state for each layer, of the type that its mixer returns."""
+
+
+class _Embedding(nn.Embedding):
+    """An embedding whose initial values have a standard deviation of its own."""
+
+    std = 1.0
+
+    def __init__(self, vocab_size: int, d_model: int, std: float, **factory: Any) -> None:
+        super().__init__(vocab_size, d_model, **factory)
+        self.std = std
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class _TiedHead(nn.Linear):
+    """A head with the weight of an embedding, which is also drawn as there."""
+
+    def __init__(self, embedding: _Embedding) -> None:
+        self.std = embedding.std  # torch's constructor draws a weight
+        super().__init__(
+            embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta"
+        )
+        self.weight = embedding.weight
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class GatedMLP(nn.Module):
@@ -197,16 +225,27 @@ class SequenceModel(nn.Module):
                 f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
             )
         layers = _make_mixers(mixers, num_layers, d_model)
-        self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
-        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        factory = {"device": device, "dtype": dtype}
+        self.embedding = _Embedding(vocab_size, d_model, embedding_std, **factory)
         self.blocks = nn.ModuleList(
             Block(d_model, mixer, mlp_expand, norm_eps=norm_eps, device=device, dtype=dtype)
             for mixer in layers
         )
         self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
-        self.head = nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
-        if tie_embeddings:
+        self.head = (
+            _TiedHead(self.embedding)
+            if tie_embeddings
+            else nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As torch's, which replaces parameters of the meta device one module at a time: a weight
+        that is tied stays so."""
+        is_tied = isinstance(self.head, _TiedHead) and self.head.weight is self.embedding.weight
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if is_tied:
             self.head.weight = self.embedding.weight
+        return self
 
     def forward(
         self,

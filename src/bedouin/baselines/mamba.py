@@ -38,6 +38,11 @@ class _DeltaProjection(MarkedModule, nn.Linear):
     """The linear map to Delta. Its bias is marked `_no_reinit`; the module itself keeps that mark,
     because `load_state_dict(assign=True)` replaces parameters one module at a time."""
 
+    def reset_parameters(self) -> None:
+        bound = self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        reset_dt_bias(self.bias)
+
     def _mark_parameters(self) -> None:
         mark(self._parameters.get("bias"), "_no_reinit")
 
@@ -97,11 +102,8 @@ class Mamba(Baseline[MambaState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv, self.x_proj, self.out_proj):
+        for module in (self.in_proj, self.conv, self.x_proj, self.out_proj, self.dt_proj):
             module.reset_parameters()
-        bound = self.dt_rank**-0.5
-        nn.init.uniform_(self.dt_proj.weight, -bound, bound)
-        reset_dt_bias(self.dt_proj.bias)
         with torch.no_grad():
             n = torch.arange(1, self.d_state + 1, device=self.D.device)
             self.A_log.copy_(at_least_float32(n).log().expand_as(self.A_log))
