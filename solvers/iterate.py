@@ -3,6 +3,7 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ CHECK_EVERY = 4
 """Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
 superfluous evaluation changes nothing, since converged tokens stay frozen and steps are counted on
 the device. A solve of at most this many steps does not read its outcome (`Result.unknown`)."""
+
+LEAST_HALF = 4
+"""Fewest steps in half of the cap for which the halves of a solve are compared."""
 
 MAX_TRACED_STEPS = 16
 """Most steps that torch.compile unrolls: each adds some hundred nodes to the graph, and a graph
@@ -96,6 +100,7 @@ class IterativeSolver(TolerantSolver):
         # with so few steps an early stop saves less than the synchronization costs
         readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every, taken = CHECK_EVERY if y.is_cuda else 1, 0
+        parts, halfway = counted_parts(f), None
         while taken < max_steps:
             try:
                 steps.advance()
@@ -106,11 +111,31 @@ class IterativeSolver(TolerantSolver):
             taken += 1
             if readable and taken % check_every == 0 and steps.finished():
                 break
+            if readable and taken == max_steps // 2 >= LEAST_HALF:
+                halfway = self._front(steps.progress, parts)
         else:
             # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
                 steps.certify()
-        return _conclude(steps.progress, y0.shape, readable, counted_parts(f))
+        solution = _conclude(steps.progress, y0.shape, readable, parts)
+        if halfway is None or solution.result is not Result.max_steps_reached:
+            return solution
+        (count, defect), stats = self._front(steps.progress, parts), solution.stats
+        nearer = (count > halfway[0]) | ((count == halfway[0]) & (defect < halfway[1]))
+        return replace(solution, stats=replace(stats, _stalled=~(stats.converged | nearer)))
+
+    def _front(
+        self,
+        progress: Progress,
+        parts: int,
+    ) -> tuple[Tensor, Tensor]:  # (b,), (b,)
+        """How many tokens are within the tolerance before the first one that is not, and the
+        defect of that one. A contraction makes this smaller in every step."""
+        defect, scale = progress.defect, progress.scale
+        small = within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
+        count = holds_so_far(in_all_parts(small, parts)).sum(1)
+        first = count.clamp(max=defect.shape[1] - 1).unsqueeze(1)
+        return count, largest_of_parts(defect, parts).gather(1, first).squeeze(1)
 
     def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph

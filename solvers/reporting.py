@@ -41,6 +41,7 @@ class _Pending(NamedTuple):
     event: torch.cuda.Event | None  # None: the copy is complete, because it came from a CPU
     stats: SolveStats
     cut_at: int | None
+    exact: bool
 
 
 class DeferredWarning:
@@ -55,6 +56,7 @@ class DeferredWarning:
         self._every = every
         self._pending: dict[str, _Pending] = {}
         self._counts: Counter[str] = Counter()
+        self._told: set[str] = set()
 
     def __reduce__(self) -> tuple[type["DeferredWarning"], tuple[bool]]:
         return DeferredWarning, (self._every,)  # for copies and pickles
@@ -63,8 +65,11 @@ class DeferredWarning:
         """Whether an outcome is being copied; until `flush` reads it no other one is scheduled."""
         return subject in self._pending
 
-    def schedule(self, stats: SolveStats, subject: str, cut_at: int | None = None) -> None:
-        """Start to copy an outcome to the host; for `cut_at` see `accepted`."""
+    def schedule(
+        self, stats: SolveStats, subject: str, cut_at: int | None = None, *, exact: bool = False
+    ) -> None:
+        """Start to copy an outcome to the host; for `cut_at` and `exact` see
+        `unconverged_message`."""
         if self.is_pending(subject):
             return
         outcome = stats.verdict if cut_at is None else accepted(stats, cut_at)
@@ -74,7 +79,7 @@ class DeferredWarning:
             # the stream of the copy, whose device need not be the current one
             event.record(torch.cuda.current_stream(outcome.device))
         # without the cell of the adjoint's statistics, which may refer to the owner of this object
-        self._pending[subject] = _Pending(copy, event, stats.without_cell(), cut_at)
+        self._pending[subject] = _Pending(copy, event, stats.without_cell(), cut_at, exact)
 
     def flush(self) -> None:
         """Warn about scheduled outcomes whose copy is complete; under torch.compile do nothing."""
@@ -89,7 +94,8 @@ class DeferredWarning:
             del self._pending[subject]
             if not bool(pending.accepted.all()):
                 named = f"{subject} (an earlier call)"
-                self.warn(unconverged_message(pending.stats, named, pending.cut_at), subject)
+                known = pending.stats, named, pending.cut_at
+                self.warn(unconverged_message(*known, exact=pending.exact), subject)
 
     def warn(self, message: str, subject: str) -> None:
         """Warn about this call for `subject`, with its number, if it is one of those above."""
@@ -100,6 +106,12 @@ class DeferredWarning:
                 return  # not a power of ten
             message += f" (unconverged call {count} of this layer; next warning at {10 * count})"
         warnings.warn(message, ConvergenceWarning, stacklevel=_stacklevel(sys._getframe()))
+
+    def tell(self, message: str) -> None:
+        """Issue a UserWarning, the first time, or every time if `every`."""
+        if self._every or message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, UserWarning, stacklevel=_stacklevel(sys._getframe()))
 
 
 def _stacklevel(frame: FrameType) -> int:
@@ -139,7 +151,8 @@ class Reporting:
         # raised then
         if self.policy == "raise" or not is_recomputation():
             cut_at = self.cut_at if capped else None
-            self._report(solution.stats, solution.result, self.subject, cut_at)
+            known = solution.stats, solution.result, self.subject, cut_at
+            self._report(*known, exact=not capped)
 
     def adjoint(self, stats: SolveStats, result: Result) -> None:
         """Report an iterative adjoint solve, which has the same cap as the forward solve."""
@@ -152,21 +165,29 @@ class Reporting:
             return
         stats = cell.stats
         assert stats is not None
-        self._report(stats, Result.unknown, self._adjoint_subject, None)
+        self._report(stats, Result.unknown, self._adjoint_subject, None, exact=True)
 
     @property
     def _adjoint_subject(self) -> str:
         return f"{self.subject}, adjoint solve"
 
-    def _report(self, stats: SolveStats, result: Result, subject: str, cut_at: int | None) -> None:
+    def _report(
+        self,
+        stats: SolveStats,
+        result: Result,
+        subject: str,
+        cut_at: int | None,
+        *,
+        exact: bool = False,
+    ) -> None:
         if self.policy == "ignore" or not can_read_device(stats.verdict):
             return
         if self.policy == "warn" and result is Result.unknown and stats.verdict.is_cuda:
-            self.warnings.schedule(stats, subject, cut_at)
+            self.warnings.schedule(stats, subject, cut_at, exact=exact)
             return
         if bool((stats.verdict if cut_at is None else accepted(stats, cut_at)).all()):
             return
-        message = unconverged_message(stats, subject, cut_at)
+        message = unconverged_message(stats, subject, cut_at, exact=exact)
         if self.policy == "raise":
             error = ConvergenceError(message)
             error.stats = stats

@@ -39,10 +39,7 @@ class Result(enum.Enum):
         "not every sample converged in the steps allowed: raise max_steps, loosen rtol, lower the "
         "damping factor of Picard, or use Direct or Jacobi where the map has their structure"
     )
-    nonfinite = (
-        "a sample became NaN or Inf: check its input, the size of its weights, and "
-        "stats.conditioning (0 means a singular token: use beta_max=1 or a bounded input_scale)"
-    )
+    nonfinite = "a sample became NaN or Inf: check its input and the size of its weights"
     unknown = (
         "not read from the device (compiled, vmapped, captured, or asynchronous): see "
         "stats.converged"
@@ -51,6 +48,21 @@ class Result(enum.Enum):
     @property
     def message(self) -> str:
         return self.value
+
+
+SINGULAR = "stats.conditioning (0 means a singular token: use beta_max=1 or a bounded input_scale)"
+OTHER_SOLVERS = (
+    "use Direct or Jacobi, if it has their structure, or a smaller damping factor of Picard; "
+    "bedouin.diagnose(layer, x) compares the solvers of a layer"
+)
+STALLED = (
+    "the map does not contract, since the defect did not shrink in the second half of the steps, "
+    f"and more steps will not help: {OTHER_SOLVERS}"
+)
+ROUNDED = "the residual is as small as rounding errors allow: loosen rtol, or use a wider dtype"
+
+FLOOR = 100
+"""A residual of so many eps, or less, is the rounding error of an iteration."""
 
 
 class BackwardStats:
@@ -115,6 +127,9 @@ class SolveStats:
     conditioning: Tensor | None = None  # (b,)
     _backward: BackwardStats = field(default_factory=BackwardStats, repr=False, compare=False)
     history: Tensor | None = None  # (evaluations, b)
+    _stalled: Tensor | None = field(default=None, repr=False, compare=False)
+    """(b,) bool, for messages: the sample did not converge, and came no nearer to that in the
+    second half of its steps. None where nobody has looked."""
 
     @property
     def backward(self) -> "SolveStats | None":
@@ -133,8 +148,8 @@ class SolveStats:
         return self
 
     def without_cell(self) -> "SolveStats":
-        """The same statistics without those of the adjoint solve."""
-        return SolveStats(self.num_steps, self.residual, self.converged, self.conditioning)
+        """The same statistics without those of the adjoint solve and the history."""
+        return replace(self, _backward=BackwardStats(), history=None)
 
 
 def _of_plain(name: str) -> Any:
@@ -228,8 +243,11 @@ def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
     history = stats.history
     if history is not None:
         history = history.unflatten(1, (num_parts, -1)).amax(1)
+    stalled = stats._stalled
+    if stalled is not None:
+        stalled = stalled.unflatten(0, (num_parts, -1)).any(0)
     stats._backward.num_parts = num_parts
-    return SolveStats(*reduced, stats._backward, history)
+    return SolveStats(*reduced, stats._backward, history, stalled)
 
 
 def empty_solution(y: Tensor) -> Solution:  # y: (b, ...)
@@ -276,16 +294,39 @@ def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
     return stats.converged | (~stats.residual.isnan() & (stats.num_steps >= cut_at))
 
 
-def unconverged_message(stats: SolveStats, subject: str, cut_at: int | None = None) -> str:
+def unconverged_message(
+    stats: SolveStats, subject: str, cut_at: int | None = None, *, exact: bool = False
+) -> str:
     """One line about the samples that are not `accepted`: their number, steps and worst residual,
-    and what to do."""
+    and what to do. exact: whether the solve takes one step by definition."""
     open_samples = ~accepted(stats, cut_at)
     count, b = int(open_samples.sum()), open_samples.numel()
     residual, steps = stats.residual[open_samples], stats.num_steps[open_samples]
     finite = not bool(residual.isnan().any())
-    worst = f"{residual.max().item():.1e}" if finite and count else "not finite"
-    result = Result.max_steps_reached if finite else Result.nonfinite
-    return (
-        f"{subject}: {count} of {b} samples did not converge in {int(steps.max()) if count else 0} "
-        f"steps (worst residual {worst}): {result.message}"
-    )
+    worst = residual.max().item() if finite and count else 0.0
+    found = f"worst residual {worst:.1e}" if finite and count else "worst residual not finite"
+    what = f"{subject}: {count} of {b} samples did not converge"
+    if exact:
+        fault = f"not accurate ({found})" if finite else "not finite"
+        return f"{what}: their exact solve is {fault}: {_exact_advice(stats, finite)}"
+    if not finite:
+        singular = f"{Result.nonfinite.message}, and {SINGULAR}"
+        diverged = f"{Result.nonfinite.message}; if the map does not contract, {OTHER_SOLVERS}"
+        advice = diverged if stats.conditioning is None else singular
+    elif count and worst <= FLOOR * torch.finfo(residual.dtype).eps:
+        advice = ROUNDED
+    elif stats._stalled is not None and bool((stats._stalled & open_samples).any()):
+        advice = STALLED
+    else:
+        advice = Result.max_steps_reached.message
+    return f"{what} in {int(steps.max()) if count else 0} steps ({found}): {advice}"
+
+
+def _exact_advice(stats: SolveStats, finite: bool) -> str:
+    if stats.conditioning is None:
+        what = "check the loss and its gradient, and of a forward solve by Direct or Jacobi "
+    elif finite:
+        what = "check "
+    else:
+        what = f"{Result.nonfinite.message}, and "
+    return what + SINGULAR

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import Map, MapWrapper, Problem, Solver, TimeDim, check_count
+from bedouin.solvers.base import (
+    Map,
+    MapWrapper,
+    Problem,
+    Solver,
+    TimeDim,
+    TolerantSolver,
+    check_count,
+)
 from bedouin.solvers.caps import Cap, as_cap
+from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Reporting
 from bedouin.solvers.solution import Solution, SolveStats, join_parts, with_history
 
@@ -84,8 +93,23 @@ class SolveOptions:
             solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
         if caller.record is not None:
             caller.record(solution.stats)
+        if y0.numel():
+            self._tell_of_precision(y0.dtype, caller)
         reporting.forward(solution, capped=not self.solver.is_exact)
         return solution
+
+    def _tell_of_precision(self, dtype: torch.dtype, caller: Caller) -> None:
+        """Warn once of tolerances that no solve in this dtype can be expected to reach."""
+        if self.on_unconverged == "ignore" or torch.compiler.is_compiling() or is_recomputation():
+            return
+        unit = torch.finfo(dtype).eps / 2
+        for solver in (self.solver, getattr(self.adjoint, "solver", None)):
+            if isinstance(solver, TolerantSolver) and 0 < solver.rtol < unit:
+                caller.deferred.tell(
+                    f"{caller.subject}: rtol={solver.rtol:g} of {type(solver).__name__} is below "
+                    f"the precision of {dtype}, {unit:.0e}, so that a solve ends only where its "
+                    "rounding errors vanish: use a larger rtol, or a wider dtype"
+                )
 
 
 def solve(
@@ -113,7 +137,8 @@ def solve(
             late and from an asynchronous copy if the solver is Direct, takes only a few steps, or
             has an exact adjoint; "ignore" does neither. Finite samples that a drawn cap below its
             limit cuts short are only recorded in the statistics. Under torch.compile, torch.func
-            transforms and graph capture the outcome is not read, see `Result.unknown`.
+            transforms and graph capture the outcome is not read, see `Result.unknown`. Unless it
+            is "ignore", a UserWarning names an rtol below the precision of y0.
         time_dim: 1 if f is causal along axis 1, so that convergence is judged token by token. None:
             a sample converges as a whole.
         draw: the number of a training call, from which a random Cap draws its number of steps.

@@ -73,7 +73,7 @@ def test_a_sample_that_is_not_finite_is_reported_with_a_random_cap(
     layer = make(solver=solver, max_steps=GammaCap(limit=limit), on_unconverged="raise")
     # an iteration cannot converge in a single step, but this cap is also the limit
     count = 3 if limit == 1 and not solver.is_exact else 1
-    message = f"{count} of 3 samples.*worst residual not finite"
+    message = f"{count} of 3 samples.*not finite"
     with pytest.raises(ConvergenceError, match=message):
         layer(draw(1))
     layer.on_unconverged = "warn"
@@ -183,6 +183,15 @@ def test_a_sound_exact_adjoint_says_nothing(backend: Any) -> None:
         layer(x).backward(grad)
         assert layer.stats is not None and layer.stats.backward is not None
         assert bool(layer.stats.backward.converged.all())
+
+
+def test_a_layer_names_a_tolerance_below_the_precision_once() -> None:
+    layer = Bedouin(4, solver=Picard(1e-9), max_steps=200)
+    x = draw(dtype=torch.float32)
+    with pytest.warns(UserWarning, match="Bedouin: rtol=1e-09 of Picard is below the precision"):
+        layer(x)
+    layer(x)
+    layer.double()(x.double())
 
 
 def test_solve_reports_the_exact_adjoint_too() -> None:

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -234,9 +234,8 @@ class LayerParameters(SavedLayer, ABC):
         r, from_input = self.raw_size, self.projection == "input"
         delta_from_x = self.initialization.delta_from_x
         scales = ((slice(d, 2 * d), delta_from_x),) if from_input else ()
-        self.in_proj = make_linear(
-            1, d_model, sum(self.projected_sizes.values()), scales, **factory
-        )
+        width = sum(self.projected_sizes.values())
+        self.in_proj = cast(nn.Linear, make_linear(1, d_model, width, scales, **factory))
         self.x_proj = None
         if not from_input:
             of_delta = ..., slice(p), slice(None)

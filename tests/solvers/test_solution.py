@@ -53,8 +53,34 @@ def test_the_message_is_about_the_samples_that_did_not_converge() -> None:
 
 @pytest.mark.parametrize("residual", [[1e-6, NAN, 1e-5], [0.25, NAN, 0.5]])
 def test_a_sample_that_is_not_finite_is_the_worst(residual: list[float]) -> None:
-    message = unconverged_message(_stats([residual[0] < 1e-3, False, True], residual), "solve")
-    assert "(worst residual not finite)" in message and "stats.conditioning" in message
+    stats = _stats([residual[0] < 1e-3, False, True], residual)
+    message = unconverged_message(stats, "solve")
+    assert "(worst residual not finite)" in message and "NaN or Inf" in message
+    # what has no pivots has no conditioning to look at
+    assert "use Direct or Jacobi" in message and "bedouin.diagnose" in message
+    assert "stats.conditioning" not in message
+    stats = dataclasses.replace(stats, conditioning=torch.zeros(3))
+    message = unconverged_message(stats, "solve")
+    assert "stats.conditioning" in message and "bedouin.diagnose" not in message
+
+
+def test_the_message_about_an_exact_solve_counts_no_steps() -> None:
+    stats = _stats([True, False, True], [0.0, NAN, 0.0])
+    message = unconverged_message(stats, "Bedouin, adjoint solve", exact=True)
+    expected = "Bedouin, adjoint solve: 1 of 3 samples did not converge: their exact solve is not"
+    assert message.startswith(f"{expected} finite: check the loss") and "steps" not in message
+    stats = dataclasses.replace(_stats([False], [0.5]), conditioning=torch.zeros(1))
+    message = unconverged_message(stats, "Bedouin", exact=True)
+    assert "is not accurate (worst residual 5.0e-01): check stats.conditioning" in message
+
+
+def test_the_message_tells_rounding_and_expansion_from_too_few_steps() -> None:
+    stats = _stats([True, False, False], [0.0, 0.5, 0.5])
+    assert "raise max_steps" in unconverged_message(stats, "solve")
+    stalled = dataclasses.replace(stats, _stalled=torch.tensor([False, False, True]))
+    message = unconverged_message(stalled, "solve")
+    assert "the map does not contract" in message and "raise max_steps" not in message
+    assert "rounding" in unconverged_message(_stats([False], [1e-6]), "solve")
 
 
 def test_samples_that_a_drawn_cap_cuts_short_are_accepted() -> None:

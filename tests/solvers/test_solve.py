@@ -125,6 +125,38 @@ def test_an_unconverged_solve_warns_by_default() -> None:
         solve(_diverging, torch.zeros(2, 3), Picard(), max_steps=7)
 
 
+@pytest.mark.parametrize("f", [lambda y: 3 * y + 1, lambda y: y + 1])
+def test_a_map_that_does_not_contract_is_called_that(f: Map) -> None:
+    with pytest.warns(ConvergenceWarning, match=r"50 steps.*the map does not contract.*bedouin\.d"):
+        solve(f, torch.zeros(2, 3), Picard(1e-5), max_steps=50)
+
+
+def test_a_slow_contraction_and_a_long_sequence_need_more_steps() -> None:
+    def shift(y: Tensor) -> Tensor:  # each token follows from the one before it
+        return torch.cat([torch.ones_like(y[:, :1]), 2 * y[:, :-1] + 1], 1)
+
+    message = "did not converge in 20 steps.*raise max_steps"
+    for f, start in ((lambda y: 0.97 * y + 1, torch.zeros(2, 3)), (shift, torch.zeros(2, 40, 3))):
+        with pytest.warns(ConvergenceWarning, match=message):
+            solve(f, start, Picard(1e-5), max_steps=20, time_dim=1 if start.dim() == 3 else None)
+
+
+@pytest.mark.parametrize("policy", ["warn", "raise"])
+def test_a_tolerance_below_the_precision_is_named_at_the_first_call(policy: Any) -> None:
+    def run(rtol: float, dtype: torch.dtype, adjoint: ImplicitAdjoint | None = None) -> None:
+        start, solver = torch.zeros(2, 3, dtype=dtype), Picard(rtol)
+        options: dict[str, Any] = {"on_unconverged": policy, "adjoint": adjoint}
+        solve(lambda y: 0.5 * y.cos() + 1, start, solver, **options)
+
+    message = "rtol=1e-09 of Picard is below the precision of torch.float32"
+    with pytest.warns(UserWarning, match=message):
+        run(1e-9, torch.float32)
+    with pytest.warns(UserWarning, match=message):
+        run(1e-6, torch.float32, ImplicitAdjoint(Picard(1e-9)))
+    run(1e-6, torch.float32)
+    run(1e-9, torch.float64)
+
+
 def test_an_unconverged_solve_raises_on_request() -> None:
     assert issubclass(ConvergenceError, RuntimeError)
     with pytest.raises(ConvergenceError, match="solve: 2 of 2 samples did not converge in 7 steps"):
