@@ -234,8 +234,8 @@ class LayerParameters(SavedLayer, ABC):
         r, from_input = self.raw_size, self.projection == "input"
         delta_from_x = self.initialization.delta_from_x
         scales = ((slice(d, 2 * d), delta_from_x),) if from_input else ()
-        width = sum(self.projected_sizes.values())
-        self.in_proj = cast(nn.Linear, make_linear(1, d_model, width, scales, **factory))
+        projected = sum(self.projected_sizes.values())
+        self.in_proj = cast(nn.Linear, make_linear(1, d_model, projected, scales, **factory))
         self.x_proj = None
         if not from_input:
             of_delta = ..., slice(p), slice(None)
