@@ -94,7 +94,7 @@ SOLVES: dict[str, dict[str, Any]] = {
     "convolution": {"d_conv": 3},
     "input": {"projection": "input", "d_conv": 3, "mixer": NoMixing()},
     "gate alone": {"feedback": ("mixer",), "mixer": NoMixing(), "input_scale": "delta"},
-    "dense": {"mixer": Kronecker(), "solver": Picard()},
+    "dense": {"mixer": Kronecker(), "solver": Picard(), "backend": "reference"},
     "vector": {"kind": FixedPointRNN, "projection": "input", "d_conv": 3, "decay": "griffin"},
     "paper": {"kind": Bedouin.from_paper},
 }
@@ -102,18 +102,20 @@ SOLVES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("options", SOLVES.values(), ids=SOLVES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_parameter_gets_a_gradient_from_nothing(
-    options: dict[str, Any], shape: tuple[int, int]
+    device: str, options: dict[str, Any], shape: tuple[int, int]
 ) -> None:
     """DDP waits for them on a rank without samples or tokens."""
     kind = options.get("kind", Bedouin)
     layer = kind(4, **{name: value for name, value in options.items() if name != "kind"})
-    x_t, state = torch.randn(0, 4), layer.init_state(0)
+    x = torch.randn(*shape, 4, device=device)
+    layer.to(device)
     for output in (
-        layer(torch.randn(*shape, 4)),
-        layer(torch.randn(*shape, 4), mask=torch.ones(shape, dtype=torch.bool)),
-        layer(torch.randn(1, 0, 4), cu_seqlens=torch.tensor([0, 0])),
-        layer.step(x_t, state)[0],
+        layer(x),
+        layer(x, mask=torch.ones(shape, dtype=torch.bool, device=device)),
+        layer(torch.randn(1, 0, 4, device=device), cu_seqlens=torch.zeros(2, device=device).int()),
+        layer.step(torch.randn(0, 4, device=device), layer.init_state(0))[0],
     ):
         layer.zero_grad()
         output.sum().backward()

@@ -175,6 +175,22 @@ def test_an_adjoint_without_reflections_is_reported(
     assert layer.stats.backward.residual.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"feedback": ()}, {"num_heads": 2}, {"d_state": 64}])
+@pytest.mark.parametrize("value", [NAN, torch.inf])
+def test_an_adjoint_without_reflections_is_reported_on_a_gpu(
+    options: dict[str, Any], value: float
+) -> None:
+    kept = {"mixer": NoMixing(), "device": "cuda", "on_unconverged": "raise"}
+    layer = Bedouin(64, **kept, **options)  # type: ignore[arg-type]
+    x, grad = torch.randn(3, 40, 64, device="cuda"), torch.ones(3, 40, 64, device="cuda")
+    grad[1, 1] = value
+    with pytest.raises(ConvergenceError, match="Bedouin, adjoint solve: 1 of 3.*not finite"):
+        layer(x).backward(grad)
+    assert layer.stats is not None and layer.stats.backward is not None
+    assert layer.stats.backward.converged.tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("backend", ["reference", interpreted])
 def test_a_sound_exact_adjoint_says_nothing(backend: Any) -> None:
     layer = Bedouin(4, backend=backend, on_unconverged="raise")

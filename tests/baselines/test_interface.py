@@ -169,14 +169,17 @@ def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
 
 @every_kind
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-def test_every_parameter_gets_a_gradient_from_nothing(kind: Kind, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_parameter_gets_a_gradient_from_nothing(
+    kind: Kind, device: str, shape: tuple[int, int]
+) -> None:
     """DDP waits for them on a rank without samples or tokens."""
-    layer, x = kind(8), torch.randn(*shape, 8, requires_grad=True)
+    layer, x = kind(8, device=device), torch.randn(*shape, 8, device=device, requires_grad=True)
     before = layer.init_state(shape[0])
     output, state = layer(x, before, return_state=True)
     assert all(torch.equal(*pair) for pair in zip(before.tensors, state.tensors, strict=True))
-    masked = layer(x, mask=torch.ones(shape, dtype=torch.bool))
-    step, _ = layer.step(torch.randn(0, 8), layer.init_state(0))
+    masked = layer(x, mask=torch.ones(shape, dtype=torch.bool, device=device))
+    step, _ = layer.step(torch.randn(0, 8, device=device), layer.init_state(0))
     assert output.shape == masked.shape == x.shape and step.shape == (0, 8)
     for result in (output, masked, step):
         layer.zero_grad()
