@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bedouin import Bedouin
+from bedouin import Bedouin, Decoder, SequenceModel
+from bedouin.tracker import Tracker
+from bedouin.tracking import TrackingDeltaNet
 
 OPTIONS: list[dict[str, Any]] = [
     {"num_householder": 0, "feedback": ("delta", "x"), "feedback_scope": "layer"},
@@ -86,10 +88,35 @@ def test_padding_stays_without_influence(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_step_of_training_has_noise() -> None:
-    layer, u = make(OPTIONS[1]), draw(2)
+def noisy_layers() -> list[Any]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"tracker_dim": 8, "tracker_state": 4, "dtype": torch.float64}
+    return [make(OPTIONS[1]), TrackingDeltaNet(8, feedback_noise=0.3, **sizes)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_single_tokens_have_none_in_training_mode(index: int) -> None:
+    layer, u = noisy_layers()[index], draw(2)
     state = layer.init_state(2)
-    first, second = layer.step(u, state)[0], layer.step(u, state)[0]
-    assert not torch.equal(first, second)
-    layer.eval()
-    assert torch.equal(layer.step(u, state)[0], layer.step(u, state)[0])
+    stepped, decoded = layer.step(u, state)[0], Decoder(layer, 2)(u)
+    expected, _ = layer.eval().step(u, state)
+    torch.testing.assert_close(stepped, expected, rtol=0, atol=0)
+    torch.testing.assert_close(decoded, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_generation_has_none_its_prompt_included(index: int) -> None:
+    model = SequenceModel(12, 8, [noisy_layers()[index]], dtype=torch.float64)
+    prompt = torch.randint(12, (3, 6))
+    generated = model.generate(prompt, 20)
+    assert torch.equal(generated, model.eval().generate(prompt, 20))
+
+
+def test_a_compiled_step_has_none() -> None:
+    layer = Tracker(8, feedback_noise=0.3, tracker_dim=8, tracker_state=4, dtype=torch.float64)
+    u = draw(2)
+    state = layer.init_state(2)
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(step(u, state)[0], step(u, state)[0])
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert not torch.equal(call(draw(2, 3)), call(draw(2, 3)))

@@ -123,11 +123,12 @@ class Bedouin(FixedPointLayer):
             Without it errors in the state that such a head tracks were found neither to grow nor to
             fade, so that they add up beyond the training length. With it they faded on S3, while
             A5 needed feedback_noise, too (examples/results/feedback-heads).
-        feedback_noise: standard deviation of Gaussian noise that training mode adds, in heads with
-            feedback, to x and the raw values that have it, which stands for an error in what is fed
-            back. With bounded_x and two heads of seven, models of A5 were then right at 128 times
-            the training length (examples/results/feedback-heads). The noise comes from torch's
-            default generator, so that activation checkpointing needs preserve_rng_state=True.
+        feedback_noise: standard deviation of Gaussian noise that training calls of `forward` add,
+            in heads with feedback, to x and the raw values that have it, which stands for an error
+            in what is fed back. `step`, `Decoder` and `generate`, its prompt included, draw none.
+            With bounded_x and two heads of seven, models of A5 were then right at 128 times the
+            training length (examples/results/feedback-heads). The noise comes from torch's default
+            generator, so that activation checkpointing needs preserve_rng_state=True.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
         initialization: other initial values of Delta, the decay rates, D and W^y; None:

@@ -35,6 +35,13 @@ def check_dtype(dtype: object) -> None:
         raise TypeError(f"dtype must be None or one of {names}, got {dtype!r}")
 
 
+def check_layer_idx(value: object) -> int | None:
+    """`value`; TypeError unless it is None or an int."""
+    if isinstance(value, bool) or not isinstance(value, int | None):
+        raise TypeError(f"layer_idx must be None or an int, got {value!r}")
+    return value
+
+
 def check_batch_size(value: object) -> None:
     """Raise ValueError unless `value` is an int, or a symbolic one, of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:

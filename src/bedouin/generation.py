@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
 from bedouin.decoding import Decoder
+from bedouin.noise import without_noise
 from bedouin.solvers.base import check_count, check_number
 
 READ_EVERY = 32
@@ -91,7 +92,8 @@ def generate(
     _check_arguments(model, prompt, max_new_tokens, eos)
     if max_new_tokens == 0 or len(prompt) == 0:
         return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
-    logits, state = model(prompt, return_state=True, mask=mask)
+    with without_noise():
+        logits, state = model(prompt, return_state=True, mask=mask)
     if mask is not None and not mask.any(1).all():
         raise ValueError(
             "mask must be True for at least one token of each row of the prompt, which a new token "

@@ -28,6 +28,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
+from bedouin.noise import draws_noise, without_noise
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.parameterization import X, split_named
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
@@ -148,7 +149,8 @@ class FixedPointLayer(ProjectedLayer):
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         options = self.token_options
-        call = self._project(x_t.unsqueeze(1), state, options)
+        with without_noise():
+            call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(call.start.device):
             solution = options.solve(call.f, call.start, 1, self._caller())
         output, after = self._output(call, solution.value, True)
@@ -165,7 +167,8 @@ class FixedPointLayer(ProjectedLayer):
         may give up `before`, and statistics of `num_parts` parts of each sample, about which
         nothing is reported."""
         options = replace(self.token_options, on_unconverged="ignore")
-        call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
+        with without_noise():
+            call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
         with without_autocast(x_t.device):
             with beside("gate", call.W_gate):
                 fed = self._fed_gate(call, before.y.unsqueeze(1))
@@ -297,7 +300,7 @@ class FixedPointLayer(ProjectedLayer):
         dtype = accumulator(x.dtype)
         if drive is None:
             drive = self.drive(x.to(dtype)) if self.has_drive else x
-        if self.training and self.feedback_noise:
+        if draws_noise(self):
             drive, raw = self._with_noise(drive, raw)
         with beside("decay"):
             A = by_head(self._A().to(dtype), self.num_heads)

@@ -19,6 +19,7 @@ from bedouin.checks import (
     check_bool,
     check_device,
     check_dtype,
+    check_layer_idx,
     inner_size,
     one_of,
     ordered_subset,
@@ -186,8 +187,6 @@ class LayerParameters(SavedLayer, ABC):
         check_bool("bounded_x", bounded_x)
         check_bool("bias", bias)
         check_dtype(dtype)
-        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int | None):
-            raise TypeError(f"layer_idx must be None or an int, got {layer_idx!r}")
         self.feedback = ordered_subset("feedback", feedback, self.fed_names)
         self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
         self.fed_heads = choose_fed_heads(feedback_heads, self.num_heads, self.feedback)
@@ -214,7 +213,7 @@ class LayerParameters(SavedLayer, ABC):
         check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
-        self.mixer, self.layer_idx = mixer, layer_idx
+        self.mixer, self.layer_idx = mixer, check_layer_idx(layer_idx)
         self.solve_options = solve.options(mixer, self.head_dim)
         self.stats = None
         self.draws = Draws()

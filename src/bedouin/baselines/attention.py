@@ -152,10 +152,10 @@ class Attention(Baseline[AttentionState]):
         cache = (None, self.num_heads, self.head_dim)
         return {"conv": self.conv.window_size, "keys": cache, "values": cache}
 
-    def _checked_state(self, state: Any, b: int) -> Any:
+    def checked_state(self, state: Any, b: int) -> Any:
         if isinstance(state, PaddedAttentionState):
             return self._checked_padded(state, b)
-        state = super()._checked_state(state, b)
+        state = super().checked_state(state, b)
         if state.keys.shape != state.values.shape:
             raise ValueError(
                 "state.keys and state.values must have one shape, got "
@@ -165,7 +165,7 @@ class Attention(Baseline[AttentionState]):
 
     def _checked_padded(self, state: PaddedAttentionState, b: int) -> PaddedAttentionState:
         *fields, lengths = state.tensors
-        whole = self._checked_state(AttentionState(*fields), b)
+        whole = self.checked_state(AttentionState(*fields), b)
         check_tensor("state.lengths", lengths, "(b,)")
         if lengths.numel() != b or lengths.dtype != torch.int64:
             raise ValueError(

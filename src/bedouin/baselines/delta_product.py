@@ -20,7 +20,7 @@ from bedouin.baselines.delta_rule import (
 from bedouin.baselines.interface import MatrixBaseline, owned
 from bedouin.baselines.options import positive_number, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
-from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.backend import autocast_dtype, without_autocast
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options, mark
@@ -145,20 +145,39 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         state: DeltaState,
         lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
+        recalled, after = self.recall(x, state, lengths)
+        return self.output(x, recalled), after
+
+    def recall(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: DeltaState,
+        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
+    ) -> tuple[Tensor, DeltaState]:  # (b, t, h, v)
+        """What the memories hold under the queries, S_t^T q_t / sqrt(p), and the state after."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         qkv, window = self.conv(qkv, state.conv, lengths)
-        low = qkv.dtype
         rates = self.b_proj(x), None if self.a_proj is None else self.a_proj(x)
         with without_autocast(x.device):
             inputs = self._inputs(at_least_float32(F.silu(qkv)), *rates)
             if lengths is not None:
                 inputs = inputs.before_padding(tokens_before(lengths, x.shape[1]))
-            o, memory = delta_rule(inputs, state.memory, low, self.backend)
-            o = F.rms_norm(o, (self.value_dim,), None, self.norm_eps)
-            o = rearrange(o * self.norm_weight, "b t h v -> b t (h v)").to(low)
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x))
-        return self.out_proj(o), DeltaState(window, owned(memory))
+            recalled, memory = delta_rule(inputs, state.memory, qkv.dtype, self.backend)
+        return recalled, DeltaState(window, owned(memory))
+
+    def output(
+        self,
+        x: Tensor,  # (b, t, m)
+        recalled: Tensor,  # (b, t, h, v)
+    ) -> Tensor:  # (b, t, m)
+        """out_proj(norm(o) * SiLU(g)) of what `recall` returned."""
+        gate = None if self.g_proj is None else self.g_proj(x)
+        with without_autocast(x.device):
+            o = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
+            o = rearrange(o * self.norm_weight, "b t h v -> b t (h v)")
+            o = o.to(autocast_dtype(x) or x.dtype)
+        output: Tensor = self.out_proj(o if gate is None else o * F.silu(gate))
+        return output
 
     def _inputs(
         self,

@@ -17,6 +17,7 @@ from bedouin.checks import (
     check_tensor,
     positive_int,
 )
+from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
 from bedouin.short_convolution import ShortConvolution
@@ -36,6 +37,9 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
     """
 
     state_type: ClassVar[type[RecurrentState]]
+
+    captures_step: ClassVar[bool] = False
+    """Whether a `Decoder` captures `step` as a CUDA graph."""
 
     out_proj: nn.Linear
     """The last layer of every baseline; its weight has the layer's dtype and device."""
@@ -83,8 +87,17 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         begin, as in `Bedouin`. Raises TypeError for integer or foreign dtypes, ValueError for wrong
         shapes, devices and states.
         """
-        check_layer_input(x, 3, self.d_model, self.out_proj.weight)
-        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        self.check_input(x, 3)
+        return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
+
+    def _call(
+        self,
+        x: Tensor,  # (b, t, input_size)
+        state: StateT | None,
+        return_state: bool,
+        packing: Packing | None,
+    ) -> Any:
+        """`forward` with checked inputs."""
         new_state: StateT | None
         if packing is None:
             output, new_state = self._checked_run(x, state)
@@ -101,10 +114,19 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         state: StateT,
     ) -> tuple[Tensor, StateT]:  # (b, m)
         """One token. Raises as `forward` does."""
-        check_layer_input(x_t, 2, self.d_model, self.out_proj.weight)
+        self.check_input(x_t, 2)
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
-        output, new_state = self._checked_run(x_t.unsqueeze(1), state)
+        return self._step(x_t, state)
+
+    def _step(
+        self,
+        x_t: Tensor,  # (b, input_size)
+        state: StateT,
+    ) -> tuple[Tensor, StateT]:  # (b, m)
+        """`step` with checked inputs."""
+        with without_noise():
+            output, new_state = self._checked_run(x_t.unsqueeze(1), state)
         return output.squeeze(1), new_state
 
     def init_state(self, batch_size: int) -> StateT:
@@ -127,7 +149,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
 
     def _checked_run(self, x: Tensor, state: StateT | None) -> tuple[Tensor, StateT]:
         b = x.shape[0]
-        state = self.init_state(b) if state is None else self._checked_state(state, b)
+        state = self.init_state(b) if state is None else self.checked_state(state, b)
         if not x.numel():
             return self._run_empty(x), state.clone()
         return self._run(x, state, None)
@@ -138,14 +160,14 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
     ) -> Tensor:  # as x
         """The outputs of no tokens, with a graph to every parameter, since data-parallel training
         waits for gradients of them all: a token is run, and none of its outputs is taken."""
-        output, _ = self._run(x.new_zeros(1, 1, self.d_model), self.init_state(1), None)
-        return x.to(output.dtype) + output.flatten()[:0].sum()
+        output, _ = self._run(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
+        return x[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
 
     def _packed_run(
         self, x: Tensor, state: StateT | None, packing: Packing, wants_state: bool
     ) -> tuple[Tensor, StateT | None]:
         rows = packing.num_states
-        state = self.init_state(rows) if state is None else self._checked_state(state, rows)
+        state = self.init_state(rows) if state is None else self.checked_state(state, rows)
         state = packing.before(state, self.init_state(1))
         u = packing.take(x)
         if not u.numel():
@@ -155,7 +177,12 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         output, state = self._run(u, state, lengths)
         return packing.put(output, x.shape), packing.after(state)
 
-    def _checked_state(self, state: StateT, b: int) -> StateT:
+    def check_input(self, x: Tensor, rank: int) -> None:
+        """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
+        device."""
+        check_layer_input(x, rank, self.d_model, self.out_proj.weight)
+
+    def checked_state(self, state: StateT, b: int) -> StateT:
         """`state` with a batch axis; TypeError or ValueError where it does not fit the layer."""
         check_kind(state, self.state_type)
         sizes = self._state_sizes()

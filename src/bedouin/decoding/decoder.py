@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bedouin.checks import check_batch_size, check_tensor, find_method
 from bedouin.decoding.graphs import Captured, graph_key, is_decoded
-from bedouin.decoding.parts import is_buffered, may_replay
+from bedouin.decoding.parts import decodes_by_step, is_buffered, may_replay
 from bedouin.state import RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 
@@ -35,7 +35,8 @@ class Decoder:
     by its own `step`.
 
     Args:
-        layer: a Bedouin, a FixedPointRNN, or a SequenceModel.
+        layer: a Bedouin, a FixedPointRNN, a TrackingDeltaNet, GatedDeltaNet or Tracker, or a
+            SequenceModel.
         batch_size: number of samples b that are decoded side by side.
         state: the initial state, for instance from `layer(prompt, return_state=True)`, of a model a
             tuple with the state of each layer; None: zeros.
@@ -48,8 +49,8 @@ class Decoder:
         self.is_model = callable(getattr(layer, "decode", None))
         if not self.is_model and not is_decoded(layer):
             raise TypeError(
-                "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got "
-                f"{type(layer).__name__}"
+                "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, "
+                f"or a SequenceModel, got {type(layer).__name__}"
             )
         check_batch_size(batch_size)
         self.layer, self.batch_size = layer, batch_size
@@ -78,8 +79,11 @@ class Decoder:
             return _SteppedLayer(mixer, state)
         if self.is_model:
             return Decoder(mixer, self.batch_size, state=state)
-        like = mixer.init_state(0).y
-        state = check_state(state, self.batch_size, mixer.state_size, like)
+        if decodes_by_step(mixer):
+            state = mixer.checked_state(state, self.batch_size)
+        else:
+            like = mixer.init_state(0).y
+            state = check_state(state, self.batch_size, mixer.state_size, like)
         return _SteppedLayer(mixer, state.detach())
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.decoding.parts import DecodedLayer, FixedPointPart
+from bedouin.decoding.parts import DecodedLayer, decodes_by_step, make_part
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.kernels.branches import branched
 from bedouin.state import BedouinState
@@ -48,7 +48,7 @@ class Captured:
         # because its casts of the weights would become constants of the graph.
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), torch.inference_mode(False), torch.no_grad(), cast:
-            self.parts = [FixedPointPart(layer, x_t) for layer in layers]
+            self.parts = [make_part(layer, x_t) for layer in layers]
             pairs = zip(self.parts, layers, strict=True)
             each = [partial(part.advance, layer) for part, layer in pairs]
             self.x = x_t.clone(memory_format=torch.contiguous_format)
@@ -123,8 +123,9 @@ def rerun(run: Run) -> tuple[Callable[[], object], Tensor]:
 
 
 def is_decoded(layer: Any) -> bool:
-    """Whether a `Decoder` takes the layer: a Bedouin or a FixedPointRNN."""
-    return isinstance(getattr(layer, "graphs", None), StepGraphs)
+    """Whether a `Decoder` captures the layer: a Bedouin, a FixedPointRNN, or one whose `step` may
+    be in a graph."""
+    return isinstance(getattr(layer, "graphs", None), StepGraphs) or decodes_by_step(layer)
 
 
 class StepGraphs:

@@ -20,7 +20,7 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.branches import beside
 from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
-from bedouin.state import BedouinState, check_state
+from bedouin.state import BedouinState, RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 
 CHECK_TOKENS = 32
@@ -28,7 +28,7 @@ CHECK_TOKENS = 32
 
 
 DecodedLayer = Any
-"""A `FixedPointLayer`, whose module imports this package."""
+"""A `FixedPointLayer`, whose module imports this package, or a layer that `decodes_by_step`."""
 
 
 class FixedPointPart:
@@ -131,6 +131,63 @@ class FixedPointPart:
         return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
 
 
+class StepPart:
+    """The part of a layer whose `step` a graph captures: the state of b samples."""
+
+    def __init__(
+        self,
+        layer: DecodedLayer,
+        like: Tensor,  # (b, ...)
+    ) -> None:
+        self._b = len(like)
+        self.state: RecurrentState = layer.init_state(self._b)
+
+    def advance(
+        self,
+        layer: DecodedLayer,
+        u: Tensor,  # (b, m)
+    ) -> Tensor:  # (b, m)
+        """The arithmetic of a token, which a graph captures."""
+        output: Tensor
+        output, after = layer.step(u, self.state)
+        self._copy(after)
+        return output
+
+    def load(self, layer: DecodedLayer, state: Any) -> None:
+        """Copy a state into the buffers. Raises TypeError or ValueError where it does not fit."""
+        self._copy(layer.checked_state(state, self._b))
+
+    def _copy(self, state: RecurrentState) -> None:
+        torch._foreach_copy_(list(self.state.tensors), list(state.tensors))
+
+    def start(self) -> None:
+        """What follows the capture: nothing."""
+
+    def begin(self, layer: DecodedLayer) -> None:
+        """What comes before a token: nothing."""
+
+    def end(self, layer: DecodedLayer) -> None:
+        """What comes after a token: nothing."""
+
+    def copies(self, layer: DecodedLayer) -> RecurrentState:
+        """A copy of the state after the last token."""
+        with torch._C._InferenceMode(False), torch.no_grad():
+            return self.state.clone()
+
+
+def make_part(
+    layer: DecodedLayer,
+    like: Tensor,  # (b, ...)
+) -> FixedPointPart | StepPart:
+    """The part of a layer that `Decoder` takes."""
+    return StepPart(layer, like) if decodes_by_step(layer) else FixedPointPart(layer, like)
+
+
+def decodes_by_step(layer: DecodedLayer) -> bool:
+    """Whether a graph may capture the layer's `step`, as its class says."""
+    return bool(getattr(type(layer), "captures_step", False))
+
+
 def allows_graph(layer: DecodedLayer) -> bool:
     """Whether this call may replay a graph, whatever its input.
 
@@ -138,6 +195,8 @@ def allows_graph(layer: DecodedLayer) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return False
+    if decodes_by_step(layer):
+        return layer.backend != "torch"
     options = layer.solve_options
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 
@@ -150,6 +209,9 @@ def takes_graph(
     replay runs the token again."""
     if not allows_graph(layer) or not len(x_t) or not has_values(x_t):
         return False
+    if decodes_by_step(layer):
+        supported = is_cuda_device(x_t.device)
+        return supported and all(is_untouched(module) for module in layer.modules())
     # other mixers are user code, which may read the device
     if layer.layout() is None:
         return False

@@ -1,0 +1,303 @@
+"""The tracker: heads of a selective recurrence that read themselves and what a memory recalls.
+
+Letters: b batch, t time, m d_model, H num_trackers, c tracker_dim, n tracker_state, w convolution
+width, r read_size. Between the projections a tracker has H b folded samples, each one head of one
+sample (kernels/heads.py).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bedouin.baselines.interface import Baseline, StateShapes, owned
+from bedouin.baselines.options import positive_number, reset_dt_bias
+from bedouin.checks import check_layer_idx, check_tensor, known_options
+from bedouin.heads import by_head, fold_state, make_linear, unfold_state
+from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
+from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.feedback import apply_feedback_weight
+from bedouin.kernels.heads import fold
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.padding import CLOSED
+from bedouin.noise import draws_noise
+from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
+from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
+from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.short_convolution import ShortConvolution
+from bedouin.solvers.base import check_number, positive_int
+from bedouin.state import BedouinState, RecurrentState
+
+ERASE_BIAS = -3.0
+"""The initial bias of the raw value of beta^e."""
+
+FEEDBACK_INIT = 0.1
+"""Factor on the usual initial values of W_y: with 1 the start is chaotic (DESIGN 2)."""
+
+WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
+"""States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
+
+MAP = Parameterization(
+    RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", FEEDBACK_NORM_EPS, feeds_x=True
+)
+"""The recurrence of a tracker as a map without mixing, whose exact sweep the kernels compute."""
+
+
+class _TrackerFields(NamedTuple):
+    conv: Tensor
+    ssm: Tensor
+    y: Tensor
+
+
+class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
+    """conv: (b, w - 1, H (c + 2 n)), the last inputs of the convolution; ssm: (b, H c, n), the
+    memory h; y: (b, H c), the output of the recurrence at the last token; at least float32."""
+
+    __slots__ = ()
+    axes = (2, 2, 1)
+
+
+class Tracker(Baseline[TrackerState]):
+    """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
+
+        x, B, C = SiLU(conv(W u) + [W_r read, 0, 0]);   Delta, beta^e, gate = W u
+        x^_t    = x_t + W_y norm(y_{t-1})
+        Delta_t = softplus(Delta + W_r read_t + W_y norm(y_{t-1}) + dt_bias)
+        h_t     = exp(-exp(A_log) Delta_t) * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T
+        y_t     = h_t C_t
+        out     = out_proj(SiLU(gate_t + W_y norm(y_{t-1})) * norm(y_t + D * x_t))
+
+    B and C have unit length, beta^e = sigmoid(raw), and norm is an RMSNorm over the channels of a
+    head. Each of the H trackers reads its own output alone. W_r begins at zero.
+
+    Args:
+        num_trackers: H.
+        tracker_dim: c, the channels of a tracker.
+        tracker_state: n, the states of a channel; None: 128 from a d_model of 256 on, else 64.
+        d_conv: width of the short convolution; None: no convolution, SiLU stays.
+        feedback_noise: standard deviation of the noise on x^ and on the raw Delta in training calls
+            of `forward`; `step`, `Decoder` and `generate` draw none.
+        read_size: r, the values that a call gets as `read`; 0: it gets none.
+        norm_eps: of the norm of the output.
+        backend: "auto": Triton kernels on a GPU where they fit (c <= 64, n <= 128), which is told
+            once where they do not, else plain torch; "triton"; "reference": plain torch.
+        layer_idx: kept as an attribute, as users of transformers expect.
+
+    Raises TypeError or ValueError for options of another type or out of range.
+    """
+
+    state_type = TrackerState
+    captures_step = True
+
+    @known_options
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_trackers: int = 1,
+        tracker_dim: int = 64,
+        tracker_state: int | None = None,
+        d_conv: int | None = 4,
+        feedback_noise: float = 0.1,
+        read_size: int = 0,
+        norm_eps: float = 1e-5,
+        backend: Backend = "auto",
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, dtype)
+        if tracker_state is None:
+            tracker_state = WIDE_STATE if d_model >= WIDE_FROM else NARROW_STATE
+        H = self.num_trackers = positive_int("num_trackers", num_trackers)
+        c = self.tracker_dim = positive_int("tracker_dim", tracker_dim)
+        n = self.tracker_state = positive_int("tracker_state", tracker_state, " or None")
+        check_number("feedback_noise", feedback_noise, 0, 1e3, open_low=False)
+        check_backend(backend)
+        self.feedback_noise, self.backend = float(feedback_noise), backend
+        self.read_size = 0
+        if read_size != 0 or isinstance(read_size, bool):
+            self.read_size = positive_int("read_size", read_size, " or 0")
+        self.norm_eps = positive_number("norm_eps", norm_eps)
+        self.layer_idx = check_layer_idx(layer_idx)
+
+        factory = factory_options(device, dtype)
+        self.projected_sizes = {"x": H * c, "B": H * n, "C": H * n}
+        self.projected_sizes |= {"delta": H * c, "erase": H, "gate": H * c}
+        self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
+        self.conv = ShortConvolution(H * (c + 2 * n), d_conv, bias=False, **factory)
+        self.read_proj = None
+        if self.read_size:
+            from_zero = ((..., 0.0),)
+            self.read_proj = make_linear(1, self.read_size, 2 * H * c, from_zero, **factory)
+        self.y_proj = make_linear(H, c, 3 * c, ((..., FEEDBACK_INIT),), **factory)
+        self.A_log = nn.Parameter(torch.empty(H * c, n, **factory))
+        self.dt_bias = nn.Parameter(torch.empty(H * c, **factory))
+        self.erase_bias = nn.Parameter(torch.empty(H, **factory))
+        self.D = nn.Parameter(torch.empty(H * c, **factory))
+        self.norm_weight = nn.Parameter(torch.empty(H * c, **factory))
+        self.out_proj = nn.Linear(H * c, d_model, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in (self.in_proj, self.conv, self.read_proj, self.y_proj, self.out_proj):
+            if module is not None:
+                module.reset_parameters()
+        with torch.no_grad():
+            states = torch.arange(1, self.tracker_state + 1, device=self.A_log.device)
+            self.A_log.copy_(states.log().expand_as(self.A_log))
+        reset_dt_bias(self.dt_bias)
+        nn.init.constant_(self.erase_bias, ERASE_BIAS)
+        nn.init.ones_(self.D)
+        nn.init.ones_(self.norm_weight)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        for name in ("A_log", "dt_bias", "erase_bias", "D"):
+            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+
+    def _state_sizes(self) -> StateShapes:
+        d = self.num_trackers * self.tracker_dim
+        return {"conv": self.conv.window_size, "ssm": (d, self.tracker_state), "y": (d,)}
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: TrackerState | None = None,
+        return_state: bool = False,
+        *,
+        read: Tensor | None = None,  # (b, t, r)
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Any:
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState).
+
+        read: what the tracker reads at the same token, in the dtype of x; needed with a read_size,
+        and only then. The other arguments and errors are those of `Bedouin`.
+        """
+        self.check_input(x, 3)
+        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        return self._call(self._joined(x, read), state, return_state, packing)
+
+    def step(
+        self,
+        x_t: Tensor,  # (b, m)
+        state: TrackerState,
+        *,
+        read: Tensor | None = None,  # (b, r)
+    ) -> tuple[Tensor, TrackerState]:  # (b, m)
+        """One token, without noise. Raises as `forward` does, and TypeError for no state."""
+        self.check_input(x_t, 2)
+        if state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
+        return self._step(self._joined(x_t, read), state)
+
+    def _joined(
+        self,
+        x: Tensor,  # (..., m)
+        read: Tensor | None,  # (..., r)
+    ) -> Tensor:  # (..., m + r)
+        """x with `read` beside it; TypeError or ValueError for one that does not fit."""
+        shape = (*x.shape[:-1], self.read_size)
+        if read is None and not self.read_size:
+            return x
+        if read is None or not self.read_size:
+            got = "None" if read is None else f"one of {type(read).__name__}"
+            raise ValueError(
+                f"read must be given for a tracker with read_size > 0, and only then, got {got} "
+                f"with read_size={self.read_size}"
+            )
+        check_tensor("read", read, "(b, t, read_size)")
+        if read.shape != shape:
+            raise ValueError(f"read must have shape {shape}, got {tuple(read.shape)}")
+        if read.dtype != x.dtype or read.device != x.device:
+            raise ValueError(
+                f"read must have the dtype and device of x, {x.dtype} on {x.device}, got "
+                f"{read.dtype} on {read.device}: use read.to(x)"
+            )
+        return torch.cat([x, read], -1)
+
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m + r)
+        state: TrackerState,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        u, read = x.split([self.d_model, self.read_size], -1)
+        return self.track(u, read if self.read_size else None, state, lengths)
+
+    def track(
+        self,
+        u: Tensor,  # (b, t, m)
+        read: Tensor | None,  # (b, t, r)
+        state: TrackerState,
+        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        """The outputs, and the state after the last token."""
+        parts = split_named(self.in_proj(u), self.projected_sizes)
+        convolved, window = self.conv(
+            torch.cat([parts["x"], parts["B"], parts["C"]], -1), state.conv, lengths
+        )
+        delta = parts["delta"]
+        if self.read_proj is not None:
+            of_x, of_delta = self.read_proj(read).chunk(2, -1)
+            convolved = convolved + F.pad(of_x, (0, convolved.shape[-1] - of_x.shape[-1]))
+            delta = delta + of_delta
+        x, B, C = F.silu(convolved).split([parts[name].shape[-1] for name in "xBC"], -1)
+        with without_autocast(u.device):
+            raw = [delta + self.dt_bias, B, C, parts["erase"] + self.erase_bias]
+            before = fold_state(BedouinState(state.ssm, state.y), self.num_trackers)
+            y, h, fed = self._recur(x, raw, before, lengths)
+            heads = self.num_trackers
+            hidden = gated_output(
+                y,
+                fold(x, heads),
+                by_head(self.D, heads),
+                fold(parts["gate"], heads),
+                z=fed,
+                weight=by_head(self.norm_weight, heads),
+                eps=self.norm_eps,
+                dtype=fed.dtype,
+                backend=self.backend,
+            )
+            last = y[:, -1]
+            if lengths is not None:
+                last = last_token(y, lengths.repeat(heads), before.y)
+            after = unfold_state(BedouinState(h, last), heads)
+        output: Tensor = self.out_proj(hidden)
+        return output, TrackerState(window, owned(after.ssm), owned(after.y))
+
+    def _recur(
+        self,
+        x: Tensor,  # (b, t, H c)
+        raw: list[Tensor],  # (b, t, ...): Delta, B, C, beta^e
+        before: BedouinState,  # of folded samples
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (H b, t, c), (H b, c, n), (H b, t, c)
+        """y, the memory h after the last token, and the gate's feedback W_y norm(y_{t-1})."""
+        H, c, low = self.num_trackers, self.tracker_dim, autocast_dtype(x) or x.dtype
+        if draws_noise(self):
+            x = x + self.feedback_noise * torch.randn_like(x)
+            raw[0] = raw[0] + self.feedback_noise * torch.randn_like(raw[0])
+        folded = torch.cat([fold(v, H) for v in raw], -1)
+        if lengths is not None:
+            real = tokens_before(lengths, x.shape[1])
+            folded = hold_memory(folded, real, H, c, -CLOSED, erases=True)
+        W_y, W_gate = self.y_proj.weight.to(low).split([2 * c, c], -2)
+        A = -torch.exp(at_least_float32(self.A_log))
+        x = fold(x, H).to(folded.dtype)
+        operands = Operands(x, folded, W_y, by_head(A, H), before.ssm, before.y)
+        sweep = direct_sweep(operands, MAP, backend=self.backend)
+        normed = shifted_norm(sweep.y, before.y, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
+        return sweep.y, sweep.h, apply_feedback_weight(normed, W_gate, H)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, num_trackers={self.num_trackers}, tracker_dim={self.tracker_dim}, "
+            f"tracker_state={self.tracker_state}, read_size={self.read_size}, "
+            f"feedback_noise={self.feedback_noise}"
+        )

@@ -1,0 +1,135 @@
+"""TrackingDeltaNet: memories by the delta rule, and trackers that read them at the same token.
+
+Letters: b batch, t time, m d_model, h heads of the memory, p key channels and v value channels of a
+head, H trackers, c channels of a tracker, n states of a channel, w convolution width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.baselines.delta_product import DeltaState
+from bedouin.baselines.delta_rule import DeltaBackend
+from bedouin.baselines.interface import Baseline, StateShapes
+from bedouin.checks import check_layer_idx, known_options
+from bedouin.gated_delta_net import GatedDeltaNet
+from bedouin.state import RecurrentState
+from bedouin.tracker import Tracker, TrackerState
+
+
+class _TrackingFields(NamedTuple):
+    memory_conv: Tensor
+    memory: Tensor
+    tracker_conv: Tensor
+    ssm: Tensor
+    y: Tensor
+
+
+class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]
+    """memory_conv: (b, w - 1, h (2 p + v)) and memory: (b, h, p, v), of the memory; tracker_conv:
+    (b, w - 1, H (c + 2 n)), ssm: (b, H c, n) and y: (b, H c), of the trackers; at least float32."""
+
+    __slots__ = ()
+    axes = (2, 3, 2, 2, 1)
+
+
+class TrackingDeltaNet(Baseline[TrackingState]):
+    """A layer that tracks a state and recalls what a sequence contains, (b, t, m) -> (b, t, m).
+
+        memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t
+        tracker  h_t = lambda_t * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T,
+                 y_t = h_t C_t; x^_t and Delta_t depend on the input, on o_t and on y_{t-1}
+        output   of both, added
+
+    `memory` is a `GatedDeltaNet` of h heads, which the input alone writes and reads. `tracker` is a
+    `Tracker`, which reads what the memory recalls at the same token, without a norm, so that what
+    is not found is small. Nothing in it is implicit: it has no solver and no statistics.
+
+    Args:
+        num_heads, head_dim, expand_v: of the memory, as in `GatedDeltaNet`.
+        num_trackers, tracker_dim, tracker_state, feedback_noise: as in `Tracker`.
+        d_conv: width of both short convolutions; None: no convolution, SiLU stays.
+        norm_eps: of the norms of both outputs.
+        backend: "auto": Triton kernels on a GPU where they fit, else plain torch; "torch": plain
+            torch; "triton"; "fla": the memory by the kernels of flash-linear-attention.
+        layer_idx: kept as an attribute, as users of transformers expect.
+
+    Raises TypeError or ValueError for options of another type or out of range.
+    """
+
+    state_type = TrackingState
+    captures_step = True
+
+    @known_options
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: float = 2,
+        num_trackers: int = 1,
+        tracker_dim: int = 64,
+        tracker_state: int | None = None,
+        d_conv: int | None = 4,
+        feedback_noise: float = 0.1,
+        norm_eps: float = 1e-5,
+        backend: DeltaBackend = "auto",
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, dtype)
+        self.layer_idx, self.backend = check_layer_idx(layer_idx), backend
+        self.memory = GatedDeltaNet(
+            d_model,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            expand_v=expand_v,
+            d_conv=d_conv,
+            norm_eps=norm_eps,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        self.tracker = Tracker(
+            d_model,
+            num_trackers=num_trackers,
+            tracker_dim=tracker_dim,
+            tracker_state=tracker_state,
+            d_conv=d_conv,
+            feedback_noise=feedback_noise,
+            read_size=self.memory.num_heads * self.memory.value_dim,
+            norm_eps=norm_eps,
+            backend={"torch": "reference", "triton": "triton"}.get(backend, "auto"),
+            device=device,
+            dtype=dtype,
+        )
+
+    @property
+    def out_proj(self) -> nn.Linear:  # type: ignore[override]
+        """That of the memory."""
+        return self.memory.out_proj
+
+    def reset_parameters(self) -> None:
+        self.memory.reset_parameters()
+        self.tracker.reset_parameters()
+
+    def _state_sizes(self) -> StateShapes:
+        parts = *self.memory._state_sizes().values(), *self.tracker._state_sizes().values()
+        return dict(zip(TrackingState._fields, parts, strict=True))
+
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: TrackingState,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, TrackingState]:  # (b, t, m)
+        of_memory = DeltaState(state.memory_conv, state.memory)
+        of_tracker = TrackerState(state.tracker_conv, state.ssm, state.y)
+        recalled, after = self.memory.recall(x, of_memory, lengths)
+        read = (math.sqrt(self.memory.head_dim) * recalled).flatten(-2).to(x.dtype)
+        tracked, of_tracker = self.tracker.track(x, read, of_tracker, lengths)
+        return self.memory.output(x, recalled) + tracked, TrackingState(*after, *of_tracker)
