@@ -4,6 +4,7 @@ from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
+from bedouin.gated_delta_net import GatedDeltaNet
 from bedouin.mixers import (
     ChannelMixer,
     HouseholderProduct,
@@ -19,6 +20,8 @@ from bedouin.optimization import param_groups
 from bedouin.parameterization import Initialization
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
+from bedouin.tracker import Tracker
+from bedouin.tracking import TrackingDeltaNet
 
 __version__ = "0.2.0"
 
@@ -30,6 +33,7 @@ __all__ = [
     "Decoder",
     "Diagnosis",
     "FixedPointRNN",
+    "GatedDeltaNet",
     "HouseholderProduct",
     "Initialization",
     "Kronecker",
@@ -38,6 +42,8 @@ __all__ = [
     "NoMixing",
     "SequenceModel",
     "StructuredMixer",
+    "Tracker",
+    "TrackingDeltaNet",
     "WYForm",
     "diagnose",
     "param_groups",
