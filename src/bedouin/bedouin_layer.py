@@ -160,7 +160,7 @@ class Bedouin(FixedPointLayer):
         "delta_from_x_init": "use initialization=Initialization(delta_from_x=...)",
         "rate_scale": "use initialization=Initialization(rates=...)",
     }
-    activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
+    delta_activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
 
     A_log: nn.Parameter
 
@@ -202,7 +202,7 @@ class Bedouin(FixedPointLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.decay = one_of("decay", decay, tuple(self.activations))
+        self.decay = one_of("decay", decay, tuple(self.delta_activations))
         self.initialization = Initialization() if initialization is None else initialization
         if not isinstance(self.initialization, Initialization):
             raise TypeError(

@@ -236,6 +236,33 @@ class HeadLinear(nn.Module):
         return f"num_heads={num_heads}, in_features={columns}, out_features={rows}, bias=False"
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm over the channels of each head by itself, with a weight for every channel."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        d: int,
+        eps: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d, eps=eps, device=device, dtype=dtype)
+        self.num_heads = num_heads
+
+    def forward(
+        self,
+        v: Tensor,  # (..., d)
+    ) -> Tensor:  # (..., d)
+        by_channels: Tensor = v.unflatten(-1, (self.num_heads, -1))
+        normed = nn.functional.rms_norm(by_channels, by_channels.shape[-1:], None, self.eps)
+        return normed.flatten(-2) * self.weight
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, {super().extra_repr()}"
+
+
 def make_linear(
     num_heads: int,
     in_features: int,

@@ -18,12 +18,12 @@ from bedouin.checks import check_batch_size, check_layer_input, check_projection
 from bedouin.decoding import may_replay, takes_graph
 from bedouin.fixed_point_map import FixedPointMap, StructuredMap
 from bedouin.graphed import Graphed
-from bedouin.heads import by_head, fold_pair, fold_state, unfold_state
+from bedouin.heads import HeadNorm, by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
 from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.branches import beside, join
 from bedouin.kernels.feedback import apply_feedback_weight
-from bedouin.kernels.heads import fold
+from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
@@ -35,7 +35,13 @@ from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
-from bedouin.wrapped import is_untouched, norm_parameters, read_parameter, refuse_mixer
+from bedouin.wrapped import (
+    calls_norm,
+    is_untouched,
+    norm_parameters,
+    read_parameter,
+    tell_of_hooks,
+)
 
 
 class Call(NamedTuple):
@@ -99,7 +105,8 @@ class FixedPointLayer(ProjectedLayer):
         one_token: `step` of a layer with hooks, which torch runs in calls alone.
 
         Gradients of parameters are sums over samples: one that is not finite makes them NaN, even
-        if the loss leaves it out.
+        if the loss leaves it out. Those of each sample: torch.func.vmap over torch.func.grad of a
+        function that calls torch.func.functional_call(layer, parameters, x.unsqueeze(0)).
 
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
         devices and states, ConvergenceError if on_unconverged="raise".
@@ -235,8 +242,8 @@ class FixedPointLayer(ProjectedLayer):
 
         wants_state: whether the state after the last token is returned.
         """
-        if not is_untouched(self.mixer) and self.layout() is not None:
-            refuse_mixer(self.mixer)
+        if not is_untouched(self.mixer) and self._layout_of_mixer() is not None:
+            tell_of_hooks(self, "mixer", self.mixer)
         self.deferred.flush()
         u = u if packing is None else packing.take(u)
         joins = self._joins_weights(u)
@@ -375,6 +382,8 @@ class FixedPointLayer(ProjectedLayer):
     ) -> Tensor:  # (b, t, d)
         """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
         includes its feedback W^y norm(y_{t-1})."""
+        if calls_norm(self.norm):
+            return self._gated_by_module(call, y, self._fed_gate(call, y))
         found = self._gated_in_one_function(call, y, *norm_parameters(self.norm))
         return self._gated(call, y, self._fed_gate(call, y)) if found is None else found
 
@@ -413,6 +422,27 @@ class FixedPointLayer(ProjectedLayer):
             gate = torch.zeros_like(call.x)
         common: dict[str, Any] = {"dtype": call.dtype, "backend": self.backend}
         return gated_output(y, call.x, by_head(self.D, self.num_heads), gate, fed, **norm, **common)
+
+    def _gated_by_module(
+        self,
+        call: Call,
+        y: Tensor,  # (b', t, p), the fixed point
+        fed: Tensor | None,  # (b', t, p), the gate's feedback
+    ) -> Tensor:  # (b, t, d)
+        """`_gated` where the norm is called, since it has hooks."""
+        norm, dtype = self.norm, y.dtype
+        weight, _ = norm_parameters(norm)
+        assert norm is not None and weight is not None
+        if self.num_heads > 1 and not isinstance(norm, HeadNorm):
+            raise TypeError(
+                "norm must be a bedouin.heads.HeadNorm to be called for its hooks in a layer of "
+                f"{self.num_heads} heads, got {type(norm).__name__}: remove the hooks"
+            )
+        tell_of_hooks(self, "norm", norm)
+        gates = [v.to(dtype) for v in (call.gate, fed, call.z) if v is not None]
+        y, x, gate = (unfold(v, self.num_heads) for v in (y, call.x.to(dtype), sum(gates)))
+        normed: Tensor = norm((y + self.D.to(dtype) * x).to(weight.dtype))
+        return (F.silu(gate) * normed.to(dtype)).to(call.dtype)
 
     def _gated_in_one_function(
         self,

@@ -28,6 +28,7 @@ from bedouin.checks import (
 from bedouin.decoding import StepGraphs
 from bedouin.fixed_point_map import ScanInputs, split_by_layout
 from bedouin.heads import (
+    HeadNorm,
     InitialScales,
     choose_fed_heads,
     choose_num_groups,
@@ -63,7 +64,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import StateSize
-from bedouin.wrapped import effective_weight
+from bedouin.wrapped import effective_weight, is_untouched
 
 KEYS = ("B", "C")
 """The raw components that heads of a group share."""
@@ -96,7 +97,7 @@ class LayerParameters(SavedLayer, ABC):
     has_drive: ClassVar[bool] = False
     """Whether the input of the mixer is `drive` of x, SiLU(W_b x) * x, instead of x itself."""
 
-    activations: ClassVar[dict[str, Activation]]
+    delta_activations: ClassVar[dict[str, Activation]]
     """How Delta follows from its raw values, for each `decay`."""
 
     decay: str
@@ -259,7 +260,7 @@ class LayerParameters(SavedLayer, ABC):
         self.D = nn.Parameter(torch.empty(d, **factory))
         if self.decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
-        self.norm = nn.RMSNorm(d, eps=norm_eps, **factory) if output == "norm" else None
+        self.norm = HeadNorm(heads, d, norm_eps, **factory) if output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         check_device(mixer, self.D.device)
 
@@ -268,10 +269,15 @@ class LayerParameters(SavedLayer, ABC):
     @property
     def activation(self) -> Activation:
         """How Delta follows from its raw values."""
-        return self.activations[self.decay]
+        return self.delta_activations[self.decay]
 
     def layout(self) -> RawLayout | None:
-        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
+        """A description of `_split` and the mixer for kernels; None if they cannot compute it, or
+        must not, because hooks on the mixer run in calls of it."""
+        return self._layout_of_mixer() if is_untouched(self.mixer) else None
+
+    def _layout_of_mixer(self) -> RawLayout | None:
+        """The same without regard to hooks."""
         mixer = self.mixer
         # exactly these classes: another subclass may read its raw values in another way
         if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):

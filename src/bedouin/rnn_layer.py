@@ -56,7 +56,7 @@ class FixedPointRNN(FixedPointLayer):
     selective = False
     has_drive = True
     # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
-    activations: ClassVar[dict[str, Activation]] = {
+    delta_activations: ClassVar[dict[str, Activation]] = {
         "sigmoid": "softplus_of_minus",
         "griffin": "sigmoid",
     }
@@ -99,7 +99,7 @@ class FixedPointRNN(FixedPointLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.decay = one_of("decay", decay, tuple(self.activations))
+        self.decay = one_of("decay", decay, tuple(self.delta_activations))
         mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,

@@ -29,6 +29,7 @@ from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import check_number, positive_int
 from bedouin.state import BedouinState, RecurrentState
+from bedouin.wrapped import effective_weight
 
 ERASE_BIAS = -3.0
 """The initial bias of the raw value of beta^e."""
@@ -287,7 +288,8 @@ class Tracker(Baseline[TrackerState]):
         if lengths is not None:
             real = tokens_before(lengths, x.shape[1])
             folded = hold_memory(folded, real, H, c, -CLOSED, erases=True)
-        W_y, W_gate = self.y_proj.weight.to(low).split([2 * c, c], -2)
+        weight = effective_weight("y_proj", self.y_proj, c, self.D, H)
+        W_y, W_gate = weight.to(low).split([2 * c, c], -2)
         A = -torch.exp(at_least_float32(self.A_log))
         x = fold(x, H).to(folded.dtype)
         operands = Operands(x, folded, W_y, by_head(A, H), before.ssm, before.y)

@@ -7,13 +7,16 @@ differentiable and passes through parametrizations, adapters and gathered shards
 Letters: p inputs and r outputs of a projection, H heads.
 """
 
-from typing import Any, NoReturn
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.heads import HeadLinear
+from bedouin.heads import HeadLinear, HeadNorm
+from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.linear import apply_weight
+from bedouin.solvers.solution import has_values
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
@@ -69,40 +72,59 @@ def read_parameter(module: nn.Module, name: str) -> Tensor:
     return value
 
 
-def refuse_mixer(mixer: nn.Module) -> NoReturn:
-    """Raise TypeError for a mixer with hooks that kernels compute without calling it."""
-    hooks = [hook for hooks in hooks_of(mixer) for hook in hooks.values()]
-    raise TypeError(
-        f"mixer must have no hooks, got {(*hooks, vars(mixer).get('forward'))[0]!r}: kernels "
-        f"compute a {type(mixer).__name__} without calling it; hook the layer, or derive a mixer "
-        "from bedouin.mixers.StructuredMixer, whose `forward` and hooks run"
+def tell_of_hooks(layer: nn.Module, name: str, module: nn.Module) -> None:
+    """Warn, once a layer and child, that a module is called because of its hooks, where a kernel
+    would compute it in less time."""
+    told = layer.__dict__.setdefault("_told_of_hooks", set())
+    if name in told or torch.compiler.is_compiling():
+        return
+    told.add(name)
+    warnings.warn(
+        f"{name} of {type(layer).__name__} has hooks or a forward of its own, so that "
+        f"{type(module).__name__} is called in plain torch, which is slower than the kernels that "
+        "compute it otherwise: remove them where speed matters",
+        UserWarning,
+        stacklevel=2,
     )
 
 
 def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
     """The weight and eps of a layer's norm; None and 0 without one.
 
-    The output stage computes the norm itself. Raises TypeError for a module that would compute
-    something else, or has hooks, which would never run.
+    The output stage computes the norm itself, unless the module is hooked (`calls_norm`). Raises
+    TypeError for a module that would compute something else.
     """
     if norm is None:
         return None, 0.0
-    used: Any = norm if type(norm).forward is nn.RMSNorm.forward else _trained_copy(norm)
+    used: Any = norm if _is_norm(norm) else _trained_copy(norm)
     own, kind = vars(used), type(used)
-    # `is_untouched` without the call, which costs the host time in every call of the layer; the
-    # `forward` that accelerate sets on the object moves the input or loads the weight
-    hooked = used._forward_hooks or used._forward_pre_hooks
-    hooked = hooked or used._backward_hooks or used._backward_pre_hooks
-    hooked = hooked or ("forward" in own and "_hf_hook" not in own)
-    plain = isinstance(used, nn.RMSNorm) and kind.forward is nn.RMSNorm.forward
-    if hooked or not plain or used.weight is None or used.eps is None:
+    if not _is_norm(used) or used.weight is None or used.eps is None:
         raise TypeError(
-            "norm must be an nn.RMSNorm with a weight, an eps and no hooks, because the output "
-            f"stage computes it without calling the module, got {kind.__module__}."
-            f"{kind.__qualname__}: hook the layer or out_proj, change the weight with "
-            "torch.nn.utils.parametrize, or train a copy with PEFT's modules_to_save"
+            "norm must be an nn.RMSNorm with a weight and an eps, because the output stage "
+            f"computes it without calling the module, got {kind.__module__}.{kind.__qualname__}: "
+            "change the weight with torch.nn.utils.parametrize, or train a copy with PEFT's "
+            "modules_to_save"
         )
     return read_parameter(used, "weight") if "_hf_hook" in own else used.weight, used.eps
+
+
+def _is_norm(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return getattr(kind, "forward", None) in (nn.RMSNorm.forward, HeadNorm.forward)
+
+
+def calls_norm(norm: nn.Module | None) -> bool:
+    """Whether the output stage calls the norm, because it has hooks or a `forward` of its own.
+
+    Not `is_untouched`, whose call costs the host time in every call of the layer; the `forward`
+    that accelerate sets on the object moves the input or loads the weight.
+    """
+    if norm is None:
+        return False
+    own = vars(norm)
+    hooked = norm._forward_hooks or norm._forward_pre_hooks
+    hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
+    return bool(hooked) or ("forward" in own and "_hf_hook" not in own)
 
 
 def _trained_copy(norm: Any) -> Any:
@@ -135,34 +157,55 @@ def effective_weight(
     like: Tensor,  # a parameter of the layer, any shape
     num_heads: int,
 ) -> Tensor:  # (r, p) or (H, r, p), p = inputs
-    """The matrix that the module multiplies by, which must be linear: this is not checked.
+    """The matrix that the module multiplies by.
 
-    Dropout inside of the module, as that of an adapter in training, is drawn once for the call and
-    drops the same inputs for all samples and tokens. Raises TypeError for a module with hooks,
-    which would never see a token.
+    A module that is not plain is called with the unit vectors and with twice these: hooks run and
+    act, and see those vectors, not the tokens. Dropout inside of the module, as that of an adapter
+    in training, is drawn once for the call and drops the same inputs for all samples and tokens.
+    Raises TypeError for a module with hooks that is not linear.
     """
     if is_plain(module):
         return module.weight
-    _refuse_hooks(name, module)
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
+    hooked = _is_hooked(module)
+    rows = torch.cat([identity, 2 * identity]) if hooked else identity
     if num_heads > 1:
-        identity = identity.expand(num_heads, -1, -1)
-    columns: Tensor = module(identity)
+        rows = rows.expand(num_heads, -1, -1)
+    columns: Tensor = module(rows)
+    if hooked:
+        columns, twice = columns.chunk(2, -2)
+        _check_linear(name, columns, twice)
     return columns.mT.contiguous()
 
 
-def _refuse_hooks(name: str, module: nn.Module) -> None:
-    for part_name, part in module.named_modules(prefix=name):
-        for hook in (hook for hooks in hooks_of(part) for hook in hooks.values()):
-            # torch's own gather a sharded weight or compute it, as those of weight_norm do
-            owner = getattr(hook, "__func__", hook)
-            home = getattr(owner, "__module__", None) or type(hook).__module__
-            if home.partition(".")[0] != "torch":
-                raise TypeError(
-                    f"{part_name} must have no hooks, got {hook!r}: the solve multiplies by the "
-                    f"matrix of {name} without calling it at each token; hook the layer, x_proj or "
-                    "out_proj, or change the weight with torch.nn.utils.parametrize"
-                )
+def _check_linear(
+    name: str,
+    columns: Tensor,  # (..., p, r)
+    twice: Tensor,  # (..., p, r), what twice the vectors gave
+) -> None:
+    """Raise TypeError unless the second is twice the first, where the host can read them."""
+    if torch.compiler.is_compiling() or is_transformed() or not has_values(columns):
+        return
+    tolerance = 10 * torch.finfo(columns.dtype).eps
+    if not torch.allclose(twice, 2 * columns, rtol=tolerance, atol=tolerance):
+        raise TypeError(
+            f"{name} must stay linear with its hooks, since the solve multiplies by its matrix "
+            "without calling it at each token, but twice the input did not give twice the output: "
+            "hook the layer, x_proj or out_proj, or change the weight with "
+            "torch.nn.utils.parametrize"
+        )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether there are hooks on the module or in it, but for torch's own, which gather a sharded
+    weight or compute it, as those of weight_norm do."""
+    hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
+    for hook in hooks:
+        owner = getattr(hook, "__func__", hook)
+        home = getattr(owner, "__module__", None) or type(hook).__module__
+        if home.partition(".")[0] != "torch":
+            return True
+    return False
 
 
 class ReplacementWatch:
