@@ -142,7 +142,8 @@ def strict_options(cls: SolverT) -> SolverT:
 def known_options(init: InitT) -> InitT:
     """Decorator of a constructor: an unknown option raises a TypeError that lists the valid ones,
     or gives the reason that the class has in `absent_options`. The signature stays what it is for
-    type checkers and help()."""
+    type checkers and help(). A class with `settable_options` finds all options in `_options` when
+    it is made, and may then refuse that others are set."""
     valid = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
@@ -157,6 +158,8 @@ def known_options(init: InitT) -> InitT:
         if len(args) > len(valid):
             raise TypeError(f"{owner} takes {len(valid)} options {valid}, got {len(args)}")
         init(self, *args, **options)
+        if hasattr(self, "settable_options"):
+            self.__dict__["_options"] = tuple(valid)
 
     return cast(InitT, checked)
 

@@ -16,11 +16,12 @@ from bedouin import (
     HouseholderProduct,
     Initialization,
     LowRank,
+    TrackingDeltaNet,
 )
 from bedouin.baselines import LSTM, Mamba
 from bedouin.decoding import Decoder
 from bedouin.model import SequenceModel
-from bedouin.solvers import FixedCap, GammaCap
+from bedouin.solvers import FixedCap, GammaCap, Picard
 
 Bad = tuple[dict[str, Any], type[Exception], str]
 
@@ -231,7 +232,7 @@ def test_the_vector_state_has_mixer_feedback_only() -> None:
 @pytest.mark.parametrize("name", ["decay", "input_scale", "feedback", "mixer", "output", "bias"])
 def test_from_paper_may_not_be_contradicted(name: str) -> None:
     from_paper: Callable[..., Bedouin] = Bedouin.from_paper
-    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+    with pytest.raises(TypeError, match=f"{name} of from_paper is fixed by the paper"):
         from_paper(4, **{name: None})
 
 
@@ -364,7 +365,9 @@ def test_batch_sizes(batch_size: Any) -> None:
 
 def test_a_decoder_is_of_a_layer() -> None:
     other: Any = torch.nn.Linear(4, 4)
-    message = "layer must be a Bedouin, a FixedPointRNN or a SequenceModel, got Linear"
+    message = (
+        "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, or "
+    )
     with raises(TypeError, message):
         Decoder(other, 2)
     model = SequenceModel(5, 4, [Bedouin(4)])
@@ -375,6 +378,75 @@ def test_a_decoder_is_of_a_layer() -> None:
         decoder(torch.zeros(3, dtype=torch.int64))
     with raises(ValueError, "state must be a tuple with one entry for each of the 1 layers, got "):
         Decoder(model, 2, state=model.init_state(2)[0])
+
+
+LAYOUTS = {
+    "jagged": (torch.jagged, "give mask, or join its parts and give cu_seqlens"),
+    "strided": (torch.strided, "give mask, or join its parts and give cu_seqlens"),
+    "sparse_coo": (torch.sparse_coo, "to_dense()"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_of_an_input_that_is_not_dense_is_named(name: str) -> None:
+    layout, remedy = LAYOUTS[name]
+    rows = [torch.ones(3, 4), torch.ones(5, 4)]
+    kind, x, tokens = "sparse", torch.ones(2, 3, 4).to_sparse(), torch.ones(2, 3).long().to_sparse()
+    if name != "sparse_coo":
+        kind, x = "nested", torch.nested.nested_tensor(rows, layout=layout)
+        tokens = torch.nested.nested_tensor([row[:, 0].long() for row in rows], layout=layout)
+    message = f"must be a dense tensor (b, t, m), got a {kind} tensor of layout torch.{name}: "
+    for layer in (Bedouin(4), FixedPointRNN(4), LSTM(4), TrackingDeltaNet(4)):
+        with raises(TypeError, f"x {message}") as caught:
+            layer(x)
+        assert remedy in str(caught.value)
+    model = SequenceModel(5, 4, [Bedouin(4)])
+    with raises(TypeError, f"tokens {message.replace('(b, t, m)', '(b, t)')}"):
+        model(tokens)
+
+
+READ_ONCE: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
+    (lambda: Bedouin(4), ("norm_eps", "beta_max", "num_householder", "d_state", "decay", "dtype")),
+    (lambda: FixedPointRNN(4), ("norm_eps", "beta_max", "expand", "eigenvalues", "d_conv")),
+    (lambda: LSTM(4), ("expand", "d_conv")),
+    (lambda: Mamba(4), ("d_state", "eigenvalues")),
+    (lambda: TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
+]
+
+
+@pytest.mark.parametrize("index", range(len(READ_ONCE)))
+def test_options_that_only_the_constructor_reads_are_not_set(index: int) -> None:
+    make, names = READ_ONCE[index]
+    layer = make()
+    owner = type(layer).__name__
+    for name in names:
+        message = f"{name} of a {owner} is read by its constructor alone, got 7: make a new layer, "
+        with raises(AttributeError, message):
+            setattr(layer, name, 7)
+
+
+def test_options_that_a_call_reads_are_set() -> None:
+    layer, x = Bedouin(4), torch.randn(2, 3, 4)
+    layer.solver, layer.max_steps, layer.backend = Picard(), 200, "reference"
+    layer.on_unconverged, layer.layer_idx = "ignore", 3
+    layer.mixer = HouseholderProduct(2, beta_max=1.5)
+    assert layer(x).isfinite().all() and layer.stats is not None
+    assert layer.stats.conditioning is None
+
+
+def test_what_the_paper_fixes_is_named() -> None:
+    message = "decay of from_paper is fixed by the paper, here to 'griffin', got 'mamba': leave it "
+    with raises(TypeError, message):
+        Bedouin.from_paper(8, decay="mamba")
+
+
+def test_a_state_prints_its_shapes() -> None:
+    state = Bedouin(4, d_state=3, d_conv=2).init_state(5)
+    of = "torch.float32 on cpu"
+    assert repr(state) == f"BedouinState(ssm=(5, 8, 3) {of}, y=(5, 8) {of}, conv=(5, 1, 8) {of})"
+    assert repr(Bedouin(4).init_state(1)).endswith("conv=None)")
+    assert str(LSTM(4).init_state(2)).startswith("LSTMState(")
 
 
 def test_a_parameter_of_another_dtype_is_named() -> None:

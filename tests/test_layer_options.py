@@ -479,7 +479,7 @@ def test_errors_of_options() -> None:
         Bedouin(M, feedback_scope="all")  # type: ignore[arg-type]
     fixed: dict[str, Any] = {"erase": 1.0, "projection": "input", "d_conv": 4}
     for name, value in fixed.items():
-        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+        with pytest.raises(TypeError, match=f"{name} of from_paper is fixed by the paper"):
             Bedouin.from_paper(M, **{name: value})
     layer, plain = make({"d_conv": 3}), make({})
     with pytest.raises(ValueError, match="state.conv must be None, since the layer has no conv"):

@@ -327,6 +327,11 @@ class Bedouin(FixedPointLayer):
             "bounded_x": False,
             "feedback_noise": 0.0,
         }
+        for name in fixed.keys() & options.keys():
+            raise TypeError(
+                f"{name} of from_paper is fixed by the paper, here to {fixed[name]!r}, got "
+                f"{options[name]!r}: leave it out, or make a Bedouin({name}=...)"
+            )
         return cls(
             d_model,
             **fixed,

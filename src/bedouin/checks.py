@@ -48,10 +48,27 @@ def check_batch_size(value: object) -> None:
         raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
 
 
+def _layout_error(name: str, value: Tensor, shape: str) -> TypeError:
+    kind, remedy = "sparse", f"use {name}.to_dense()"
+    if value.is_nested:
+        kind = "nested"
+        remedy = (
+            "pad it with torch.nested.to_padded_tensor and give mask, or join its parts and give "
+            "cu_seqlens"
+        )
+    return TypeError(
+        f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
+        f"{remedy}"
+    )
+
+
 def check_tensor(name: str, value: object, shape: str) -> None:
-    """Raise TypeError, with a remedy, unless `value` is a tensor; `shape` is for the message."""
+    """Raise TypeError, with a remedy, unless `value` is a dense tensor; `shape` is for the
+    message."""
     if isinstance(value, Tensor):
-        return
+        if value.layout is torch.strided and not value.is_nested:
+            return
+        raise _layout_error(name, value, shape)
     if isinstance(value, PackedSequence):
         remedy = ": pad it with torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"
     elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):

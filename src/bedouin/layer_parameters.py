@@ -97,6 +97,11 @@ class LayerParameters(SavedLayer, ABC):
     has_drive: ClassVar[bool] = False
     """Whether the input of the mixer is `drive` of x, SiLU(W_b x) * x, instead of x itself."""
 
+    settable_options = (
+        *("solver", "adjoint", "max_steps", "on_unconverged", "backend"),
+        *("mixer", "feedback_noise", "initialization", "layer_idx"),
+    )
+
     delta_activations: ClassVar[dict[str, Activation]]
     """How Delta follows from its raw values, for each `decay`."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,11 @@ class MarkedModule(nn.Module):
     Marks are the attributes `_no_weight_decay` and `_no_reinit`, which optimizers and initializers
     that follow Mamba read. Copies, `to_empty`, `load_state_dict(assign=True)` and sharding replace
     parameters by new ones without them; this class then sets them again on parameters of its own.
+    Options that only the constructor reads cannot be set later, since that would have no effect.
     """
+
+    settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")
+    """Options of the constructor that may be set later, too."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """As torch's; raises ValueError for the parameters of a `Convolved` around the layer, whose
@@ -48,6 +52,13 @@ class MarkedModule(nn.Module):
         """Call `mark` for the parameters that have marks; some may not exist yet."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_options", ()) and name not in self.settable_options:
+            owner = type(self).__name__
+            raise AttributeError(
+                f"{name} of a {owner} is read by its constructor alone, got {value!r:.80}: make a "
+                f"new layer, {owner}(..., {name}=...), and load the parameters that fit; these may "
+                f"be set: {', '.join(self.settable_options)}"
+            )
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
             self._mark_parameters()

@@ -57,6 +57,12 @@ class RecurrentState:
         named: Any = self
         return lambda: dict(zip(named._fields, named, strict=False))
 
+    def __repr__(self) -> str:
+        """Shapes, dtypes and devices, since the numbers would fill screens."""
+        named: Any = self
+        fields = (f"{name}={_describe(getattr(self, name))}" for name in named._fields)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
     def detach(self) -> Self:
         """The state without its gradient history, for truncated back-propagation through time."""
         return self._each(Tensor.detach)
@@ -165,6 +171,12 @@ class RecurrentState:
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """The state with `convert` applied to every tensor."""
         return self._of(convert(v) for v in self.tensors)
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{tuple(value.shape)} {value.dtype} on {value.device}"
 
 
 def _register_node(kind: type[RecurrentState]) -> None:

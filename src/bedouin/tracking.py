@@ -61,6 +61,7 @@ class TrackingDeltaNet(Baseline[TrackingState]):
 
     state_type = TrackingState
     captures_step = True
+    settable_options = ("layer_idx",)
 
     @known_options
     def __init__(

@@ -77,6 +77,7 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
     """
 
     state_type = DeltaState
+    settable_options = ("backend", "layer_idx", "norm_eps")
 
     @known_options
     def __init__(

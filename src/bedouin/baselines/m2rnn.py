@@ -60,6 +60,7 @@ class M2RNN(MatrixBaseline[M2RNNState]):
     """
 
     state_type = M2RNNState
+    settable_options = ("backend", "norm_eps")
 
     @known_options
     def __init__(
