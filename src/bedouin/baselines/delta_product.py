@@ -11,18 +11,18 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.delta_rule import (
+from bedouin.baselines.interface import MatrixBaseline, owned
+from bedouin.baselines.options import positive_number, reset_dt_bias
+from bedouin.checks import check_bool, known_options, one_of, positive_int
+from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.delta_rule import (
     DeltaBackend,
     DeltaInputs,
     check_delta_backend,
     delta_rule,
 )
-from bedouin.baselines.interface import MatrixBaseline, owned
-from bedouin.baselines.options import positive_number, reset_dt_bias
-from bedouin.checks import check_bool, known_options, one_of, positive_int
-from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.packing import tokens_before
+from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
@@ -152,7 +152,7 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         with without_autocast(x.device):
             inputs = self._inputs(at_least_float32(F.silu(qkv)), *rates)
             if lengths is not None:
-                inputs = inputs.before_padding(tokens_before(lengths, x.shape[1]))
+                inputs = _before_padding(inputs, tokens_before(lengths, x.shape[1]))
             o, memory = delta_rule(inputs, state.memory, low, self.backend)
             o = F.rms_norm(o, (self.value_dim,), None, self.norm_eps)
             o = rearrange(o * self.norm_weight, "b t h v -> b t (h v)").to(low)
@@ -186,6 +186,15 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
             f"eigenvalues={self.eigenvalues!r}, num_heads={self.num_heads}, "
             f"head_dim={self.head_dim}, value_dim={self.value_dim}"
         )
+
+
+def _before_padding(
+    inputs: DeltaInputs,
+    real: Tensor,  # (b, t) bool
+) -> DeltaInputs:
+    """Inputs that neither decay nor write where `real` is False."""
+    decay = None if inputs.log_decay is None else zero_outside(real, inputs.log_decay)
+    return inputs._replace(beta=zero_outside(real, inputs.beta), log_decay=decay)
 
 
 def _unit(x: Tensor) -> Tensor:  # (..., p) -> (..., p)

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from bedouin.baselines import DeltaProduct
-from bedouin.baselines.delta_rule import (
+from bedouin.kernels.delta_rule import (
     DeltaInputs,
-    _RowMajorGradient,
     delta_rule,
     delta_rule_chunked,
-    delta_rule_fla,
     delta_rule_reference,
-    fla_is_wrong,
 )
+from bedouin.kernels.delta_rule.chunks import _RowMajorGradient
+from bedouin.kernels.delta_rule.fla import delta_rule_fla, fla_is_wrong
 from bedouin.kernels.operation import OPERATIONS
 
 B, H, P, V = 2, 3, 4, 5
