@@ -4,24 +4,38 @@ Letters: b batch, t time, h heads, k Householder steps a token, p key channels a
 of a head; in chunks also n chunks, c tokens of a chunk, i = c k steps of a chunk.
 """
 
-from typing import Any
-
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.delta_rule.types import DeltaInputs
+from bedouin.kernels.delta_rule.reference import delta_rule_reference
+from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
+from bedouin.kernels.launch import accumulator
 
-CHUNK_STEPS = 64
-"""Householder steps of a chunk, as in flash-linear-attention."""
+
+def delta_rule_plain(
+    inputs: DeltaInputs,
+    memory: Tensor,  # (b, h, p, v)
+) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
+    """`delta_rule` in plain torch: in chunks, or of a single token as the loop. Computes in float64
+    where a tensor has it, else in float32; the outputs have the dtype of the values."""
+    wide = accumulator(*(v.dtype for v in (*inputs, memory) if v is not None))
+    b, t, _, h, v_size = inputs.value.shape
+    if not t:
+        return inputs.value.new_empty(b, 0, h, v_size), memory
+    rule = delta_rule_reference if t == 1 else delta_rule_chunked
+    query, key, value, beta = (v.to(wide) for v in inputs[:4])
+    decay = None if inputs.log_decay is None else inputs.log_decay.to(wide)
+    o, last = rule(DeltaInputs(query, key, value, beta, decay), memory.to(wide))
+    return o.to(inputs.value.dtype), last.to(memory.dtype)
 
 
 def delta_rule_chunked(
     inputs: DeltaInputs,
     memory: Tensor,  # (b, h, p, v)
     *,
-    chunk_steps: int = CHUNK_STEPS,
+    chunk_steps: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
     """`delta_rule` in chunks of tokens with `chunk_steps` Householder steps, or a token.
 
@@ -77,34 +91,10 @@ def _chunks(
 ) -> Tensor:
     """`tensor` rearranged in chunks of c tokens; the last is filled up with zeros,
     which neither decay nor write."""
-    if torch.compiler.is_compiling():
-        tensor = _RowMajorGradient.apply(tensor)  # type: ignore[no-untyped-call]
     missing = -tensor.shape[1] % c
     if missing:
         tensor = F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, missing))
     return rearrange(tensor, pattern, c=c)
-
-
-class _RowMajorGradient(torch.autograd.Function):
-    """The identity, whose gradient is copied to row-major order.
-
-    The gradient of a rearrangement has permuted strides. With lengths that vary, the compiler
-    predicts other strides for the operations that follow, and views of their results then fail.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _ratio(

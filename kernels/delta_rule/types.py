@@ -11,6 +11,10 @@ from torch import Tensor
 DeltaBackend = Literal["auto", "torch", "triton", "fla"]
 
 
+CHUNK = 64
+"""Householder steps of a chunk, as in flash-linear-attention."""
+
+
 class DeltaInputs(NamedTuple):
     """What a token contributes. The keys have length 1 or 0; a log_decay of None is no decay."""
 
