@@ -33,6 +33,25 @@ def fla_is_wrong(device: torch.device) -> bool:
     return is_hopper and (3, 4) <= triton_version() < (3, 7, 1)
 
 
+def check_call(
+    query: Tensor,  # (b, t, h, p)
+    dtype: torch.dtype,
+) -> None:
+    """ValueError for a call that flash-linear-attention does not compute, or not correctly."""
+    if not query.is_cuda or dtype not in FLA_DTYPES:
+        raise ValueError(
+            "backend='fla' needs a CUDA device and bfloat16 or float16, got "
+            f"{query.device.type} and {dtype}: use torch.autocast('cuda', torch.bfloat16), or "
+            "backend='auto' or 'torch'"
+        )
+    if fla_is_wrong(query.device):
+        raise ValueError(
+            "backend='fla' needs Triton 3.7.1 or more on a GPU of this kind, for which the "
+            "installed one miscompiles its backward pass: use backend='auto' or 'triton', or "
+            "install a torch that comes with such a Triton"
+        )
+
+
 def delta_rule_fla(
     inputs: DeltaInputs,
     memory: Tensor,  # (b, h, p, v)

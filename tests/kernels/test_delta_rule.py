@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from bedouin.kernels.delta_rule import (
     delta_rule_chunked,
     delta_rule_reference,
 )
-from bedouin.kernels.delta_rule.chunks import _RowMajorGradient
 from bedouin.kernels.delta_rule.fla import delta_rule_fla, fla_is_wrong
 from bedouin.kernels.operation import OPERATIONS
 
@@ -326,18 +325,3 @@ def test_compiled_layers_take_lengths_that_vary() -> None:
         gradients = [torch.autograd.grad(y.sum(), leaves) for y in outputs]
         torch.testing.assert_close(*outputs)
         torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("by", ["jacrev", "vmap"])
-def test_the_gradient_in_row_major_order_is_the_identity(by: str) -> None:
-    def identity(v: Tensor) -> Tensor:
-        return cast(Tensor, _RowMajorGradient.apply(v))  # type: ignore[no-untyped-call]
-
-    x, eye = torch.randn(3, 4, dtype=torch.float64), torch.eye(12, dtype=torch.float64)
-    if by == "jacrev":
-        torch.testing.assert_close(torch.func.jacrev(identity)(x).view(12, 12), eye)
-    else:
-        torch.testing.assert_close(torch.func.vmap(identity)(x), x)
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(identity(x).T.contiguous().T, x, torch.ones(4, 3).double().T)
-    assert grad.is_contiguous()

@@ -68,12 +68,11 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         expand_v: v is expand_v * p.
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
-        backend: of the delta rule: "torch": plain torch, in chunks; "triton": one kernel, in
-            float32 for p of at most 256, without second derivatives; "fla": the kernels of
-            flash-linear-attention, on a GPU in bfloat16 or float16; "auto": "fla" where that is
-            possible and the package is installed, except on Hopper with Triton from 3.4 to before
-            3.7.1, which miscompiles its backward pass; else "triton" on a GPU where it can, and
-            "torch" under transforms of torch.func.
+        backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
+            most 256, without second derivatives, in chunks for k = 1, else token by token in
+            float32; "fla": the kernels of flash-linear-attention, on a GPU in bfloat16 or float16,
+            except on Hopper with Triton from 3.4 to before 3.7.1, which miscompiles its backward
+            pass; "auto": "triton" on a GPU where it can, else "torch".
     """
 
     state_type = DeltaState
