@@ -3,6 +3,7 @@
 `operands`     what travels from a layer to its kernels: tensors and parameterization
 `feedback`     the feedback W^y norm(y_{t-1}) in plain torch
 `device`       device functions that several kernels share
+`delta_rule`   gated delta rule: the memory of DeltaNet and DeltaProduct
 `scan`         diagonal selective scan over time
 `householder`  channel mixing in compact WY form
 `iteration`    Picard and Jacobi: one step of all tokens at once

@@ -82,8 +82,8 @@ def misplaced(module: str, imported: str) -> str | None:
     if not is_below(module, "bedouin.integrations"):
         if is_below(imported, "bedouin.integrations"):
             return "an integration is imported by its users alone"
-        # a baseline may compute with FLA's operation
-        if imported.partition(".")[0] in EXTRAS and module != "bedouin.baselines.delta_rule":
+        # the delta rule may be computed with FLA's operation
+        if imported.partition(".")[0] in EXTRAS and module != "bedouin.kernels.delta_rule.fla":
             return "only bedouin.integrations import other libraries"
     triton_names = (module.rpartition(".")[0] + ".triton_kernels", "triton")
     if module.endswith(".reference") and any(is_below(imported, name) for name in triton_names):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.baselines.delta_product import DeltaState
-from bedouin.baselines.delta_rule import DeltaBackend
 from bedouin.baselines.interface import Baseline, StateShapes
 from bedouin.checks import check_layer_idx, known_options
 from bedouin.gated_delta_net import GatedDeltaNet
+from bedouin.kernels.delta_rule import DeltaBackend
 from bedouin.state import RecurrentState
 from bedouin.tracker import Tracker, TrackerState
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.baselines import DeltaNet, DeltaProduct, DeltaState
-from bedouin.baselines.delta_rule import DeltaInputs, delta_rule_reference
+from bedouin.kernels.delta_rule import DeltaInputs, delta_rule_reference
 from bedouin.kernels.scan import Eigenvalues
 
 N = 5
@@ -90,7 +90,7 @@ def test_defaults_are_the_authors() -> None:
 
 
 def test_fla_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.baselines.delta_rule.FLA_IS_INSTALLED", False)
+    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.FLA_IS_INSTALLED", False)
     with pytest.raises(ValueError, match="backend='fla' needs the package flash-linear-attention"):
         DeltaNet(8, backend="fla")
 

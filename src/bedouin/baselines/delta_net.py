@@ -3,8 +3,8 @@
 import torch
 
 from bedouin.baselines.delta_product import DeltaProduct
-from bedouin.baselines.delta_rule import DeltaBackend
 from bedouin.checks import check_bool, known_options
+from bedouin.kernels.delta_rule import DeltaBackend
 from bedouin.kernels.scan import Eigenvalues
 
 

@@ -11,18 +11,18 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.delta_rule import (
+from bedouin.baselines.interface import MatrixBaseline, owned
+from bedouin.baselines.options import positive_number, reset_dt_bias
+from bedouin.checks import check_bool, known_options, one_of, positive_int
+from bedouin.kernels.backend import autocast_dtype, without_autocast
+from bedouin.kernels.delta_rule import (
     DeltaBackend,
     DeltaInputs,
     check_delta_backend,
     delta_rule,
 )
-from bedouin.baselines.interface import MatrixBaseline, owned
-from bedouin.baselines.options import positive_number, reset_dt_bias
-from bedouin.checks import check_bool, known_options, one_of, positive_int
-from bedouin.kernels.backend import autocast_dtype, without_autocast
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.packing import tokens_before
+from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
@@ -68,12 +68,11 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         expand_v: v is expand_v * p.
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
-        backend: of the delta rule: "torch": plain torch, in chunks; "triton": one kernel, in
-            float32 for p of at most 256, without second derivatives; "fla": the kernels of
-            flash-linear-attention, on a GPU in bfloat16 or float16; "auto": "fla" where that is
-            possible and the package is installed, except on Hopper with Triton from 3.4 to before
-            3.7.1, which miscompiles its backward pass; else "triton" on a GPU where it can, and
-            "torch" under transforms of torch.func.
+        backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
+            most 256, without second derivatives, in chunks for k = 1, else token by token in
+            float32; "fla": the kernels of flash-linear-attention, on a GPU in bfloat16 or float16,
+            except on Hopper with Triton from 3.4 to before 3.7.1, which miscompiles its backward
+            pass; "auto": "triton" on a GPU where it can, else "torch".
     """
 
     state_type = DeltaState
@@ -162,7 +161,7 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         with without_autocast(x.device):
             inputs = self._inputs(at_least_float32(F.silu(qkv)), *rates)
             if lengths is not None:
-                inputs = inputs.before_padding(tokens_before(lengths, x.shape[1]))
+                inputs = _before_padding(inputs, tokens_before(lengths, x.shape[1]))
             recalled, memory = delta_rule(inputs, state.memory, qkv.dtype, self.backend)
         return recalled, DeltaState(window, owned(memory))
 
@@ -206,6 +205,15 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
             f"eigenvalues={self.eigenvalues!r}, num_heads={self.num_heads}, "
             f"head_dim={self.head_dim}, value_dim={self.value_dim}"
         )
+
+
+def _before_padding(
+    inputs: DeltaInputs,
+    real: Tensor,  # (b, t) bool
+) -> DeltaInputs:
+    """Inputs that neither decay nor write where `real` is False."""
+    decay = None if inputs.log_decay is None else zero_outside(real, inputs.log_decay)
+    return inputs._replace(beta=zero_outside(real, inputs.beta), log_decay=decay)
 
 
 def _unit(x: Tensor) -> Tensor:  # (..., p) -> (..., p)

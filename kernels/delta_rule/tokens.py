@@ -22,7 +22,7 @@ def delta_rule_operation(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, t, k, h, v)
     """The outputs and the last memory of `delta_rule`, computed in float32 from tensors in float32,
     bfloat16 or float16, and the errors value - S^T key, which have no gradient."""
-    from bedouin.baselines.triton_delta_rule import launch_forward
+    from bedouin.kernels.delta_rule.triton_tokens import launch_forward
 
     return launch_forward(inputs)
 
@@ -42,7 +42,7 @@ def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def _backward_operation(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, beta, log_decay (empty for None) and memory."""
-    from bedouin.baselines.triton_delta_rule import launch_backward
+    from bedouin.kernels.delta_rule.triton_tokens import launch_backward
 
     grad_o, grad_last, error, *inputs = given
     return launch_backward(grad_o, grad_last, error, tuple(inputs))

@@ -3,22 +3,20 @@
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bedouin.baselines import DeltaProduct
-from bedouin.baselines.delta_rule import (
+from bedouin.kernels.delta_rule import (
     DeltaInputs,
-    _RowMajorGradient,
     delta_rule,
     delta_rule_chunked,
-    delta_rule_fla,
     delta_rule_reference,
-    fla_is_wrong,
 )
+from bedouin.kernels.delta_rule.fla import delta_rule_fla, fla_is_wrong
 from bedouin.kernels.operation import OPERATIONS
 
 B, H, P, V = 2, 3, 4, 5
@@ -327,18 +325,3 @@ def test_compiled_layers_take_lengths_that_vary() -> None:
         gradients = [torch.autograd.grad(y.sum(), leaves) for y in outputs]
         torch.testing.assert_close(*outputs)
         torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("by", ["jacrev", "vmap"])
-def test_the_gradient_in_row_major_order_is_the_identity(by: str) -> None:
-    def identity(v: Tensor) -> Tensor:
-        return cast(Tensor, _RowMajorGradient.apply(v))  # type: ignore[no-untyped-call]
-
-    x, eye = torch.randn(3, 4, dtype=torch.float64), torch.eye(12, dtype=torch.float64)
-    if by == "jacrev":
-        torch.testing.assert_close(torch.func.jacrev(identity)(x).view(12, 12), eye)
-    else:
-        torch.testing.assert_close(torch.func.vmap(identity)(x), x)
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(identity(x).T.contiguous().T, x, torch.ones(4, 3).double().T)
-    assert grad.is_contiguous()

@@ -9,15 +9,14 @@ passes together have the sums and products of one pass in which S is at hand.
 Letters: b batch, t time, k Householder steps a token, h heads, p key channels and v value channels
 of a head, n blocks of value channels.
 """
-# The kernels are written in the language of Triton, which has no types for mypy.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bedouin.baselines.options import LAUNCH
+LAUNCH = {"enable_fp_fusion": True}
+"""The default of Triton differs between its versions."""
 
 CELLS = 2048
 """Numbers of a block of S whose key channels are padded to a power of two."""
