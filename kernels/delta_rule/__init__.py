@@ -26,6 +26,7 @@ __all__ = [
     "delta_rule",
     "delta_rule_chunked",
     "delta_rule_reference",
+    "kernel_backend",
 ]
 
 KERNEL_CHANNELS = 256
@@ -44,6 +45,13 @@ def check_delta_backend(backend: str) -> None:
             "backend='fla' needs the package flash-linear-attention: install it, or use "
             "backend='auto' or 'torch'"
         )
+
+
+def kernel_backend(backend: DeltaBackend) -> Backend:
+    """What other kernels of a layer take where its delta rule takes `backend`."""
+    if backend == "torch":
+        return "reference"
+    return "triton" if backend == "triton" else "auto"
 
 
 def delta_rule(

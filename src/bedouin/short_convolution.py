@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import check_bool, positive_int
+from bedouin.kernels.backend import Backend
+from bedouin.kernels.convolution import Groups, short_convolution
 from bedouin.parameters import at_least_float32, factory_options
+from bedouin.wrapped import is_untouched
 
 
 class ShortConvolution(nn.Module):
@@ -72,13 +75,48 @@ class ShortConvolution(nn.Module):
             y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
         else:
             y = self._shifted_sum(padded)
-        if lengths is None:
-            # a copy: a view would keep all of `padded` alive
-            kept = padded[:, x.shape[1] :].clone()
+        return y, _last(padded, x.shape[1], window, lengths)
+
+    def activated(
+        self,
+        x: Tensor,  # (b, t, c)
+        window: Tensor,  # (b, w - 1, c)
+        lengths: Tensor | None = None,  # (b,)
+        added: Tensor | None = None,  # (b, t, a), a <= c
+        groups: Groups | None = None,
+        *,
+        backend: Backend = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """SiLU(conv(x) + added) (b, t, c) with groups of unit length, as
+        `bedouin.kernels.convolution` has them, and the window after the last token.
+
+        A kernel computes this in one pass; a module with hooks is called."""
+        if self.bias is not None or not is_untouched(self):
+            x, window = self(x, window, lengths)
+            after, weight = window, None
+            window = window[:, :0]
         else:
-            places = lengths.unsqueeze(1) + torch.arange(window.shape[1], device=x.device)
-            kept = padded.gather(1, places.unsqueeze(-1).expand(window.shape))
-        return y, kept.to(window.dtype)
+            after, weight = self._window_after(x, window, lengths), self.weight
+        if weight is None:
+            weight = x.new_ones(self.channels, 1)
+        return short_convolution(x, weight, window, added, groups, backend=backend), after
+
+    def _window_after(
+        self,
+        x: Tensor,  # (b, t, c)
+        window: Tensor,  # (b, w - 1, c)
+        lengths: Tensor | None,  # (b,)
+    ) -> Tensor:  # (b, w - 1, c)
+        """The last inputs, in the dtype of the window and in memory of their own."""
+        count = window.shape[1]
+        if not count:
+            return window
+        if lengths is None and not torch.compiler.is_compiling() and x.shape[1] >= count:
+            # without a copy of all of x; a graph has no branch on the length
+            kept = x[:, x.shape[1] - count :]
+            return kept.clone() if kept.dtype == window.dtype else kept.to(window.dtype)
+        padded = torch.cat([window.to(x.dtype), x], dim=1)
+        return _last(padded, x.shape[1], window, lengths)
 
     def _shifted_sum(
         self,
@@ -99,3 +137,17 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, width={self.width}, bias={self.bias is not None}"
+
+
+def _last(
+    padded: Tensor,  # (b, w - 1 + t, c)
+    t: int,
+    window: Tensor,  # (b, w - 1, c)
+    lengths: Tensor | None,  # (b,)
+) -> Tensor:  # (b, w - 1, c)
+    """The inputs before the first token after each sample, in the dtype of the window."""
+    if lengths is None:
+        # a copy: a view would keep all of `padded` alive
+        return padded[:, t:].clone().to(window.dtype)
+    places = lengths.unsqueeze(1) + torch.arange(window.shape[1], device=padded.device)
+    return padded.gather(1, places.unsqueeze(-1).expand(window.shape)).to(window.dtype)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bedouin.baselines.interface import Baseline, StateShapes, owned
 from bedouin.baselines.options import positive_number, reset_dt_bias
@@ -240,15 +239,15 @@ class Tracker(Baseline[TrackerState]):
     ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
         """The outputs, and the state after the last token."""
         parts = split_named(self.in_proj(u), self.projected_sizes)
-        convolved, window = self.conv(
-            torch.cat([parts["x"], parts["B"], parts["C"]], -1), state.conv, lengths
-        )
-        delta = parts["delta"]
+        projected = torch.cat([parts["x"], parts["B"], parts["C"]], -1)
+        delta, of_x = parts["delta"], None
         if self.read_proj is not None:
             of_x, of_delta = self.read_proj(read).chunk(2, -1)
-            convolved = convolved + F.pad(of_x, (0, convolved.shape[-1] - of_x.shape[-1]))
             delta = delta + of_delta
-        x, B, C = F.silu(convolved).split([parts[name].shape[-1] for name in "xBC"], -1)
+        acted, window = self.conv.activated(
+            projected, state.conv, lengths, of_x, backend=self.backend
+        )
+        x, B, C = acted.split([parts[name].shape[-1] for name in "xBC"], -1)
         with without_autocast(u.device):
             raw = [delta + self.dt_bias, B, C, parts["erase"] + self.erase_bias]
             before = fold_state(BedouinState(state.ssm, state.y), self.num_trackers)

@@ -14,7 +14,7 @@ from bedouin.baselines.delta_product import DeltaState
 from bedouin.baselines.interface import Baseline, StateShapes
 from bedouin.checks import check_layer_idx, known_options
 from bedouin.gated_delta_net import GatedDeltaNet
-from bedouin.kernels.delta_rule import DeltaBackend
+from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
 from bedouin.state import RecurrentState
 from bedouin.tracker import Tracker, TrackerState
 
@@ -104,7 +104,7 @@ class TrackingDeltaNet(Baseline[TrackingState]):
             feedback_noise=feedback_noise,
             read_size=self.memory.num_heads * self.memory.value_dim,
             norm_eps=norm_eps,
-            backend={"torch": "reference", "triton": "triton"}.get(backend, "auto"),
+            backend=kernel_backend(backend),
             device=device,
             dtype=dtype,
         )

@@ -15,11 +15,13 @@ from bedouin.baselines.interface import MatrixBaseline, owned
 from bedouin.baselines.options import positive_number, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import autocast_dtype, without_autocast
+from bedouin.kernels.convolution import Groups
 from bedouin.kernels.delta_rule import (
     DeltaBackend,
     DeltaInputs,
     check_delta_backend,
     delta_rule,
+    kernel_backend,
 )
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.packing import tokens_before, zero_outside
@@ -156,10 +158,13 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
     ) -> tuple[Tensor, DeltaState]:  # (b, t, h, v)
         """What the memories hold under the queries, S_t^T q_t / sqrt(p), and the state after."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        qkv, window = self.conv(qkv, state.conv, lengths)
+        units = Groups((1 + self.num_householder) * self.num_heads, self.head_dim, FLA_UNIT_EPS)
         rates = self.b_proj(x), None if self.a_proj is None else self.a_proj(x)
         with without_autocast(x.device):
-            inputs = self._inputs(at_least_float32(F.silu(qkv)), *rates)
+            qkv, window = self.conv.activated(
+                qkv, state.conv, lengths, groups=units, backend=kernel_backend(self.backend)
+            )
+            inputs = self._inputs(qkv, *rates)
             if lengths is not None:
                 inputs = _before_padding(inputs, tokens_before(lengths, x.shape[1]))
             recalled, memory = delta_rule(inputs, state.memory, qkv.dtype, self.backend)
@@ -185,7 +190,8 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         b_raw: Tensor,  # (b, t, k h)
         a_raw: Tensor | None,  # (b, t, h)
     ) -> DeltaInputs:
-        """Unit queries and keys, values, beta and the decay, in at least float32."""
+        """Queries and keys, of unit length, and values as they are; beta and the decay in at least
+        float32."""
         q, k, v = qkv.split(self._sizes, -1)
         heads = {"k": self.num_householder, "h": self.num_heads}
         q = rearrange(q, "b t (h p) -> b t h p", h=self.num_heads)
@@ -197,7 +203,7 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
         if a_raw is not None:
             dt = F.softplus(at_least_float32(a_raw) + at_least_float32(self.dt_bias))
             decay = -torch.exp(at_least_float32(self.A_log)) * dt
-        return DeltaInputs(_unit(q), _unit(k), v, beta, decay)
+        return DeltaInputs(q, k, v, beta, decay)
 
     def extra_repr(self) -> str:
         return (
@@ -214,8 +220,3 @@ def _before_padding(
     """Inputs that neither decay nor write where `real` is False."""
     decay = None if inputs.log_decay is None else zero_outside(real, inputs.log_decay)
     return inputs._replace(beta=zero_outside(real, inputs.beta), log_decay=decay)
-
-
-def _unit(x: Tensor) -> Tensor:  # (..., p) -> (..., p)
-    """x / |x|, with an eps that keeps the gradient finite at x = 0."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + FLA_UNIT_EPS)

@@ -1,0 +1,38 @@
+"""The short convolution in plain torch: the specification.
+
+Letters: b batch, t time, c channels, w width, a channels to which something is added.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bedouin.kernels.convolution.types import Groups
+from bedouin.kernels.launch import accumulator
+
+
+def short_convolution_reference(
+    x: Tensor,  # (b, t, c)
+    weight: Tensor,  # (c, w)
+    window: Tensor,  # (b, w - 1, c)
+    added: Tensor | None,  # (b, t, a)
+    groups: Groups,
+) -> Tensor:  # (b, t, c), as x
+    """`short_convolution`."""
+    dtype, (_, t, c) = accumulator(x.dtype, weight.dtype), x.shape
+    padded = torch.cat([window.to(x.dtype), x], dim=1)
+    weight = weight.to(dtype)
+    # on a CPU a sum of shifted products takes a seventh of the time of conv1d
+    v = padded[:, :t] * weight[:, 0]
+    for i in range(1, weight.shape[1]):
+        v = v + padded[:, i : i + t] * weight[:, i]
+    if added is not None:
+        v = v + F.pad(added, (0, c - added.shape[-1]))
+    v = F.silu(v)
+    if groups.count:
+        first, rest = v.split([groups.count * groups.size, c - groups.count * groups.size], -1)
+        by_group = first.unflatten(-1, (groups.count, groups.size))
+        square = by_group.square().sum(-1, keepdim=True)
+        by_group = by_group * torch.rsqrt(square + groups.eps)
+        v = torch.cat([by_group.flatten(-2), rest], -1)
+    return v.to(x.dtype)

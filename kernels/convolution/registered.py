@@ -1,0 +1,68 @@
+"""The short convolution in Triton as an operation of torch.library, once differentiable.
+
+Triton is imported when an operation runs.
+Letters: b batch, t time, c channels, w width, a channels to which something is added.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.operation import operation
+
+_OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
+
+
+@operation("short_convolution", f"({_OPERANDS}, float eps) -> Tensor")
+def short_convolution_operation(*given: Any) -> Tensor:
+    """The result (b, t, c), as x."""
+    from bedouin.kernels.convolution.launch import launch_forward
+
+    return launch_forward(*given)
+
+
+@short_convolution_operation.register_fake
+def _fake(*given: Any) -> Tensor:
+    x: Tensor = given[0]
+    return x.new_empty(x.shape)
+
+
+@operation(
+    "short_convolution_backward",
+    f"(Tensor grad, {_OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    """Cotangents of x (b, t, c), weight (c, w), window (b, w - 1, c) and added (b, t, a), which is
+    empty where there is none."""
+    from bedouin.kernels.convolution.launch import launch_backward
+
+    return launch_backward(*given)
+
+
+@_backward.register_fake
+def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
+    _, x, weight, window, added = given[:5]
+    rest = x.new_empty(0) if added is None else added.new_empty(added.shape)
+    return *(v.new_empty(v.shape) for v in (x, weight, window)), rest
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *operands, ctx.count, ctx.size, ctx.eps = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _gradients(
+    ctx: Any,
+    grad: Tensor,  # (b, t, c)
+) -> tuple[Tensor | None, ...]:
+    operands = ctx.saved_tensors
+    with torch.no_grad():
+        grads = list(_backward(grad, *operands, ctx.count, ctx.size, ctx.eps))
+    if operands[3] is None:
+        grads[3] = None
+    return *refuse_second_derivative(grads, [grad, *operands]), None, None, None
+
+
+short_convolution_operation.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,226 @@
+"""Kernels of the short convolution: one launch forward, two backward, no intermediate forward.
+
+A program has TOKENS tokens of one sample and a block of channels, which is one group where some
+have unit length. The backward first computes the cotangent of the convolution's result, with its
+part of the sums over tokens that are the gradient of the weight, and then that of x from it.
+Letters: b batch, t time, c channels, w width, a channels to which something is added, n tiles of
+tokens of a sample.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _places(c, n_tokens, n_channels, TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sample, the numbers of the tile of tokens and of the block of channels, both in full, and
+    which of the channels there are."""
+    program = tl.program_id(0).to(tl.int64)
+    block, rest = program % n_channels, program // n_channels
+    tile, sample = rest % n_tokens, rest // n_tokens
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    within = tl.arange(0, BLOCK)
+    channel = block * SIZE + within
+    exists = (within < SIZE) & (channel < c)
+    return sample, tile, block, token, channel, exists
+
+
+@triton.jit
+def _shifted(x_ptr, window_ptr, sample, row, channel, exists, t, c, x_row, WIDTH: tl.constexpr):
+    """x at the rows, of which those before the first token are in the window."""
+    inside = (row >= 0) & (row < t)
+    at = (sample * t + row)[:, None] * x_row + channel[None, :]
+    v = tl.load(x_ptr + at, inside[:, None] & exists[None, :], 0.0).to(tl.float32)
+    if WIDTH > 1:
+        place = row + (WIDTH - 1)
+        before = (row < 0) & (place >= 0)
+        at = (sample * (WIDTH - 1) + place)[:, None] * c + channel[None, :]
+        v += tl.load(window_ptr + at, before[:, None] & exists[None, :], 0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def _convolved(
+    x_ptr,
+    weight_ptr,
+    window_ptr,
+    added_ptr,
+    sample,
+    token,
+    channel,
+    exists,
+    t,
+    c,
+    a,
+    x_row,
+    added_row,
+    WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """conv(x) + added."""
+    v = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for i in tl.static_range(WIDTH):
+        weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
+        row = token - (WIDTH - 1 - i)
+        rows = _shifted(x_ptr, window_ptr, sample, row, channel, exists, t, c, x_row, WIDTH)
+        v += weight[None, :] * rows
+    if ADDS:
+        at = (sample * t + token)[:, None] * added_row + channel[None, :]
+        mask = (token < t)[:, None] & (exists & (channel < a))[None, :]
+        v += tl.load(added_ptr + at, mask, 0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def convolution_kernel(
+    x_ptr,  # (b, t, c)
+    weight_ptr,  # (c, w)
+    window_ptr,  # (b, w - 1, c)
+    added_ptr,  # (b, t, a)
+    out_ptr,  # (b, t, c)
+    t,
+    c,
+    a,
+    n_tokens,
+    n_channels,
+    count,
+    x_row,
+    added_row,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    sample, tile, block, token, channel, exists = _places(
+        c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
+    )
+    v = _convolved(
+        x_ptr,
+        weight_ptr,
+        window_ptr,
+        added_ptr,
+        sample,
+        token,
+        channel,
+        exists,
+        t,
+        c,
+        a,
+        x_row,
+        added_row,
+        WIDTH,
+        ADDS,
+        TOKENS,
+        BLOCK,
+    )
+    v *= tl.sigmoid(v)
+    if NORMS:
+        inverse = tl.rsqrt(tl.sum(v * v, 1) + EPS)
+        v *= tl.where(block < count, inverse, 1.0)[:, None]
+    at = (sample * t + token)[:, None] * c + channel[None, :]
+    mask = (token < t)[:, None] & exists[None, :]
+    tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def cotangent_kernel(
+    grad_ptr,  # (b, t, c)
+    x_ptr,  # (b, t, c)
+    weight_ptr,  # (c, w)
+    window_ptr,  # (b, w - 1, c)
+    added_ptr,  # (b, t, a)
+    out_ptr,  # (b, t, c), the cotangent of conv(x) + added
+    sums_ptr,  # (b n, w, c), this program's part of the gradient of the weight
+    t,
+    c,
+    a,
+    n_tokens,
+    n_channels,
+    count,
+    grad_row,
+    x_row,
+    added_row,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    sample, tile, block, token, channel, exists = _places(
+        c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
+    )
+    v = _convolved(
+        x_ptr,
+        weight_ptr,
+        window_ptr,
+        added_ptr,
+        sample,
+        token,
+        channel,
+        exists,
+        t,
+        c,
+        a,
+        x_row,
+        added_row,
+        WIDTH,
+        ADDS,
+        TOKENS,
+        BLOCK,
+    )
+    mask = (token < t)[:, None] & exists[None, :]
+    at = (sample * t + token)[:, None] * grad_row + channel[None, :]
+    grad = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(v)
+    if NORMS:
+        active = v * sigmoid
+        inverse = tl.rsqrt(tl.sum(active * active, 1) + EPS)[:, None]
+        along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
+        grad = tl.where(block < count, inverse * (grad - active * along), grad)
+    grad *= sigmoid * (1 + v * (1 - sigmoid))
+    at = (sample * t + token)[:, None] * c + channel[None, :]
+    tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask)
+    # tokens of the tile beyond the last have no cotangent
+    for i in tl.static_range(WIDTH):
+        row = token - (WIDTH - 1 - i)
+        rows = _shifted(x_ptr, window_ptr, sample, row, channel, exists, t, c, x_row, WIDTH)
+        total = tl.sum(grad * rows, 0)
+        place = (sample * n_tokens + tile) * WIDTH + i
+        tl.store(sums_ptr + place * c + channel, total, exists)
+
+
+@triton.jit
+def input_kernel(
+    grad_ptr,  # (b, t, c), the cotangent of conv(x)
+    weight_ptr,  # (c, w)
+    out_ptr,  # (b, t, c)
+    t,
+    c,
+    n_tokens,
+    n_channels,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The cotangent of x: sum_i weight[:, i] * grad_{t + w - 1 - i}."""
+    sample, tile, block, token, channel, exists = _places(
+        c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
+    )
+    v = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for i in tl.static_range(WIDTH):
+        weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
+        row = token + (WIDTH - 1 - i)
+        at = (sample * t + row)[:, None] * c + channel[None, :]
+        grad = tl.load(grad_ptr + at, (row < t)[:, None] & exists[None, :], 0.0)
+        v += weight[None, :] * grad.to(tl.float32)
+    at = (sample * t + token)[:, None] * c + channel[None, :]
+    mask = (token < t)[:, None] & exists[None, :]
+    tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)

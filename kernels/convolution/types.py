@@ -1,0 +1,11 @@
+"""Which channels of a convolution get unit length."""
+
+from typing import NamedTuple
+
+
+class Groups(NamedTuple):
+    """The first `count` groups of `size` channels each, with `eps` under the root of the norm."""
+
+    count: int
+    size: int
+    eps: float
