@@ -87,10 +87,12 @@ def delta_rule(
     if not inputs.query.shape[1]:
         return delta_rule_plain(inputs, _or_zeros(memory, inputs))
     if by_kernel and _in_chunks(inputs.key):
+        query, key, value, beta, log_decay = inputs
         given = [v for v in (*inputs, memory) if v is not None]
         keep = torch.is_grad_enabled() and any([v.requires_grad for v in given])
-        o, last, *_ = chunk_kernels(*inputs, memory, dtype, keep)
-        return o, last
+        low = query.to(dtype), key.to(dtype), value.to(dtype), beta, log_decay
+        o, last, *_ = chunk_kernels(*low, memory, keep)
+        return o.to(value.dtype), last
     memory = _or_zeros(memory, inputs)
     if by_kernel:
         o, last, _ = delta_rule_operation(*inputs, memory)

@@ -27,51 +27,51 @@ _KEPT = "Tensor inverses, Tensor scores, Tensor errors, Tensor states"
 
 @operation(
     "delta_rule_chunks",
-    f"({_INPUTS}, ScalarType dtype, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_INPUTS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
-    """The outputs (b, t, h, v), in the dtype of the values, and the last memory (b, h, p, v), with
-    products in `dtype`; and with `keep` what the backward reads, else four empty tensors. The
-    inputs are those of `DeltaInputs` with k = 1, in any of the kernels' dtypes."""
+    """The outputs (b, t, h, v) and the last memory (b, h, p, v), and with `keep` what the backward
+    reads, else four empty tensors. The inputs are those of `DeltaInputs` with k = 1. query, key and
+    value have one of the kernels' dtypes, which the factors of products and the outputs have, too.
+    """
     from bedouin.kernels.delta_rule.launch import launch_forward
 
-    *inputs, memory, dtype, keep = given
-    return launch_forward(DeltaInputs(*inputs), memory, dtype, keep)
+    *inputs, memory, keep = given
+    return launch_forward(DeltaInputs(*inputs), memory, keep)
 
 
 @chunk_kernels.register_fake
 def _chunks_fake(*given: Any) -> tuple[Tensor, ...]:
-    query, _, value, _, _, memory, dtype, keep = given
+    query, _, value, _, _, memory, keep = given
     (b, t, h, p), v = query.shape, value.shape[-1]
     o = value.new_empty(b, t, h, v)
     last = value.new_empty(b, h, p, v, dtype=torch.float32 if memory is None else memory.dtype)
-    return o, last, *Kept.empty(query, v, dtype, keep)
+    return o, last, *Kept.empty(query, v, keep)
 
 
 @operation(
     "delta_rule_chunks_backward",
-    f"(Tensor grad_o, Tensor? grad_last, {_READ}, {_KEPT}, ScalarType value_dtype, "
-    "ScalarType? memory_dtype, bool started) "
+    f"(Tensor grad_o, Tensor? grad_last, {_READ}, {_KEPT}, bool started, "
+    "ScalarType? memory_dtype) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _chunks_backward(*given: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value, beta, log_decay and memory; of the latter two empty
     without a decay and for a memory_dtype of None. A grad_last of None is zeros; `started`: whether
-    there was a memory."""
+    there was a memory before the first token."""
     from bedouin.kernels.delta_rule.launch import launch_backward
 
-    grads, read, kept, dtypes, started = given[:2], given[2:6], given[6:10], given[10:12], given[12]
-    return launch_backward(grads, read, Kept(*kept), dtypes, started)
+    return launch_backward(given[:2], given[2:6], Kept(*given[6:10]), *given[10:])
 
 
 @_chunks_backward.register_fake
 def _chunks_backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, _, query, key, beta, decay, *_, errors, _, value_dtype, memory_dtype, _ = given
+    _, _, query, key, beta, decay, _, _, errors, _, _, memory_dtype = given
     (b, t, h, p), v = query.shape, errors.shape[-1]
     grad_memory = query.new_empty(0 if memory_dtype is None else (b, h, p, v), dtype=memory_dtype)
     return (
         *(v.new_empty(v.shape) for v in (query, key)),
-        query.new_empty(b, t, 1, h, v, dtype=value_dtype),
+        query.new_empty(b, t, 1, h, v),
         beta.new_empty(beta.shape),
         beta.new_empty(0) if decay is None else decay.new_empty(decay.shape),
         grad_memory,
@@ -79,7 +79,7 @@ def _chunks_backward_fake(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _save_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, beta, log_decay, memory, _, keep = inputs
+    query, key, _, beta, log_decay, memory, keep = inputs
     if not keep:
         raise ValueError("keep must be True where gradients are recorded, got False")
     kept = output[2:]
@@ -87,7 +87,7 @@ def _save_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.set_materialize_grads(False)  # zeros for what is kept would be written and not read
     # neither the values nor the memory are read again
     ctx.save_for_backward(query, key, beta, log_decay, *kept)
-    ctx.value_dtype, ctx.started = value.dtype, memory is not None
+    ctx.started = memory is not None
     ctx.memory_dtype = None if memory is None else memory.dtype
 
 
@@ -99,17 +99,14 @@ def _chunk_gradients(
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     if grad_o is None:
-        errors = saved[6]
-        grad_o = torch.zeros_like(errors, dtype=ctx.value_dtype)
+        grad_o = torch.zeros_like(saved[6])  # of the size of the errors
     memory_dtype = ctx.memory_dtype if ctx.needs_input_grad[5] else None
     with torch.no_grad():
-        found = _chunks_backward(
-            grad_o, grad_last, *saved, ctx.value_dtype, memory_dtype, ctx.started
-        )
+        found = _chunks_backward(grad_o, grad_last, *saved, ctx.started, memory_dtype)
     grads: list[Tensor | None] = list(found)
     grads[4] = None if saved[3] is None else grads[4]
     grads[5] = None if memory_dtype is None else grads[5]
-    return *refuse_second_derivative(grads, [grad_o, grad_last, *saved[:4]]), None, None
+    return *refuse_second_derivative(grads, [grad_o, grad_last, *saved[:4]]), None
 
 
 chunk_kernels.register_autograd(_chunk_gradients, setup_context=_save_chunks)

@@ -13,6 +13,11 @@ has a program for each sample, head and block of value channels, which keeps S i
 chunks. No exponent is positive, whatever the decay: differences are masked before exp.
 Source: DeltaNet (arXiv 2406.06484), section 3; Gated DeltaNet (2412.06464), section 3.3.
 
+The first factor of a product is always a tile as it was loaded, or its transpose, unless it has
+fewer than 64 rows: a first factor of 64 rows that was computed would be read by wgmma from
+registers, which ptxas before CUDA 13.3 overwrites too early. For the same reason a program has no
+more than 4 warps: Triton before 3.8 does not make one group of 4 warps wait for another.
+
 Letters: b batch, t time, h heads, p key channels and v value channels of a head, n chunks, c tokens
 of a chunk.
 """
@@ -42,6 +47,22 @@ def store_tile(X, at, ROW, column, left, values, C: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
+def load_part(
+    X,
+    at,
+    ROW,
+    part,
+    left,
+    C: tl.constexpr,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Of the tokens of a chunk the PART columns from part * PART."""
+    return load_tile(X, at, ROW, part * PART + tl.arange(0, PART), left, C, SIZE).to(DOT)
+
+
+@triton.jit
 def load_tokens(X, first, h, H, left, C: tl.constexpr):
     """A number of each token of a chunk and of head h, and zeros after the last: (c,)."""
     i = tl.arange(0, C)
@@ -59,6 +80,14 @@ def decays(DECAY, first, h, H, left, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def ratios(G, C: tl.constexpr):
+    """exp(G_i - G_j) for j <= i, else 0: (c, c)."""
+    i = tl.arange(0, C)
+    difference = G[:, None] - G[None, :]
+    return tl.exp(tl.where(i[:, None] >= i[None, :], difference, float("-inf")))
+
+
+@triton.jit
 def load_square(X, at, C: tl.constexpr):
     """A matrix (c, c)."""
     i = tl.arange(0, C)
@@ -67,42 +96,95 @@ def load_square(X, at, C: tl.constexpr):
 
 @triton.jit
 def state_cells(at, i, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr):
-    """Offsets of columns j of the matrix `at` of (p, v) matrices, and which of them exist."""
+    """Offsets of rows i and columns j of matrix `at` of (p, v) matrices, and which of them
+    exist."""
     i, j = i[:, None], j[None, :]
     return (at * P_SIZE + i) * V_SIZE + j, (i < P_SIZE) & (j < V_SIZE)
 
 
 @triton.jit
-def add_off_diagonal(X, A, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """From the inverse X of the diagonal blocks of I + A of the size WIDTH, that of the diagonal
-    blocks of twice the size: its lower left part is - X_22 A_21 X_11."""
-    block = tl.arange(0, A.shape[0]) // WIDTH
-    below = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
-    product = tl.dot(X, tl.where(below, A, 0.0), input_precision=PRECISION)
-    return X - tl.dot(product, X, input_precision=PRECISION)
+def load_state(
+    X,
+    at,
+    j,
+    P_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """Columns j of a memory in parts of PART rows; zeros where none is GIVEN."""
+    parts = ()
+    for start in tl.static_range(0, P_SIZE, PART):
+        if GIVEN:
+            cells, exist = state_cells(at, start + tl.arange(0, PART), j, P_SIZE, V_SIZE)
+            parts = parts + (tl.load(X + cells, exist, 0.0).to(tl.float32),)
+        else:
+            parts = parts + (tl.zeros((PART, j.shape[0]), tl.float32),)
+    return parts
 
 
 @triton.jit
-def unit_lower_inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 for a strictly lower triangular A (c, c), c = 16, 32 or 64.
+def store_state(X, at, S, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PART: tl.constexpr):
+    for n in tl.static_range(len(S)):
+        cells, exist = state_cells(at, n * PART + tl.arange(0, PART), j, P_SIZE, V_SIZE)
+        tl.store(X + cells, S[n], exist)
 
-    The diagonal blocks of 16 rows are inverted by substitution, all at once. Powers of A, which
-    would take fewer steps, have large numbers that cancel where keys are equal and beta is 2.
+
+@triton.jit
+def block_of(A, i: tl.constexpr):
+    """A[i] of a tensor (blocks, 16, 16)."""
+    return tl.sum(tl.where(tl.arange(0, A.shape[0])[:, None, None] == i, A, 0.0), 0)
+
+
+@triton.jit
+def column_of_blocks(A, column):
+    """Of the blocks (16, 16) of A (c, c), in each row of blocks the one at `column`, a number or
+    one for each row: (c / 16, 16, 16)."""
+    size: tl.constexpr = A.shape[0] // 16
+    wanted = tl.arange(0, size)[None, None, :, None] == column
+    return tl.sum(tl.where(wanted, tl.reshape(A, (size, 16, size, 16)), 0.0), 2)
+
+
+@triton.jit
+def unit_lower_inverse(A, PRECISION: tl.constexpr):
+    """T = (I + A)^-1 for a strictly lower triangular A (c, c), as blocks (16, 16): of each row of
+    blocks those up to the diagonal.
+
+    The diagonal is inverted by substitution, in all blocks at once; before it T_ij = -T_ii times
+    the sum of A_il T_lj over j <= l < i. Powers of A, which would take fewer steps, have large
+    numbers that cancel where keys are equal and beta is 2.
     """
-    block, i = tl.arange(0, C // 16), tl.arange(0, 16)
-    diagonal = block[:, None, None, None] == block[None, None, :, None]
-    D = tl.sum(tl.where(diagonal, tl.reshape(A, (C // 16, 16, C // 16, 16)), 0.0), 2)
-    row, column = i[None, :, None], i[None, None, :]
+    size: tl.constexpr = A.shape[0] // 16
+    D = column_of_blocks(A, tl.arange(0, size)[:, None, None, None])
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     X = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(D)
-    for j in range(15):
-        solved = tl.sum(tl.where(row == j, X, 0.0), 1)
-        X -= tl.sum(tl.where(column == j, D, 0.0), 2)[:, :, None] * solved[:, None, :]
-    X = tl.reshape(tl.where(diagonal, X[:, :, None, :], 0.0), (C, C))
-    if C > 16:
-        X = add_off_diagonal(X, A, 16, PRECISION)
-    if C > 32:
-        X = add_off_diagonal(X, A, 32, PRECISION)
-    return X
+    for n in range(15):
+        solved = tl.sum(tl.where(row == n, X, 0.0), 1)
+        X -= tl.sum(tl.where(column == n, D, 0.0), 2)[:, :, None] * solved[:, None, :]
+    T = ()
+    for i in tl.static_range(size):
+        diagonal = block_of(X, i)
+        for j in tl.static_range(i):
+            total = tl.zeros((16, 16), tl.float32)
+            for n in tl.static_range(j, i):
+                factor_of_T = block_of(column_of_blocks(A, n), i)
+                above = T[n * (n + 1) // 2 + j]
+                total = tl.dot(factor_of_T, above, total, input_precision=PRECISION)
+            T = T + (-tl.dot(diagonal, total, input_precision=PRECISION),)
+        T = T + (diagonal,)
+    return T
+
+
+@triton.jit
+def store_blocks(X, at, T, C: tl.constexpr):
+    """A lower triangular matrix (c, c) from its blocks in the order of `unit_lower_inverse`."""
+    i = tl.arange(0, 16)
+    cells = X + at * (C * C) + i[:, None] * C + i[None, :]
+    for row in tl.static_range(C // 16):
+        for column in tl.static_range(row + 1):
+            tl.store(cells + (row * C + column) * 16, T[row * (row + 1) // 2 + column])
+        for column in tl.static_range(row + 1, C // 16):
+            tl.store(cells + (row * C + column) * 16, tl.zeros((16, 16), tl.float32))
 
 
 @triton.jit
@@ -120,7 +202,7 @@ def prepare_kernel(
     K_ROW,
     GATED: tl.constexpr,
     P_SIZE: tl.constexpr,
-    P_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
     C: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -129,20 +211,21 @@ def prepare_kernel(
     program = tl.program_id(0).to(tl.int64)
     n, h, b = program % N, program // N % H, program // N // H
     first, left = b * t + n * C, t - n * C
-    i, column = tl.arange(0, C), tl.arange(0, P_BLOCK)
-    q = load_tile(Q, first * Q_ROW + h * P_SIZE, Q_ROW, column, left, C, P_SIZE)
-    k = load_tile(K, first * K_ROW + h * P_SIZE, K_ROW, column, left, C, P_SIZE)
-    q, k = factor(q, SCORES, DOT), factor(k, SCORES, DOT)
-    beta = load_tokens(BETA, first, h, H, left, C)
+    i = tl.arange(0, C)
+    gram = tl.zeros((C, C), tl.float32)
+    scores = tl.zeros((C, C), tl.float32)
+    for part in range((P_SIZE + PART - 1) // PART):
+        q = load_part(Q, first * Q_ROW + h * P_SIZE, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+        k = load_part(K, first * K_ROW + h * P_SIZE, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        gram = tl.dot(k, tl.trans(k), gram, input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     G, _ = decays(DECAY, first, h, H, left, C, GATED)
-    until = i[:, None] >= i[None, :]
-    ratio = tl.exp(tl.where(until, G[:, None] - G[None, :], float("-inf")))
-    gram = ratio * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    system = tl.where(i[:, None] > i[None, :], gram * beta[None, :], 0.0)
+    ratio = ratios(G, C)
     cells = program * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(INVERSE + cells, unit_lower_inverse(system, C, PRECISION))
-    scores = ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    tl.store(SCORES + cells, scores * P_SIZE**-0.5)
+    tl.store(SCORES + cells, scores * ratio * P_SIZE**-0.5)
+    beta = load_tokens(BETA, first, h, H, left, C)
+    system = tl.where(i[:, None] > i[None, :], gram * ratio * beta[None, :], 0.0)
+    store_blocks(INVERSE, program, unit_lower_inverse(system, PRECISION), C)
 
 
 @triton.jit
@@ -170,7 +253,7 @@ def sweep_kernel(
     KEEP: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
-    P_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
     V_BLOCK: tl.constexpr,
     C: tl.constexpr,
     DOT: tl.constexpr,
@@ -182,35 +265,43 @@ def sweep_kernel(
     program = tl.program_id(0).to(tl.int64)
     head = program // blocks
     b, h = head // H, head % H
-    i, j = tl.arange(0, P_BLOCK), program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
-    cells, exist = state_cells(head, i, j, P_SIZE, V_SIZE)
-    if STARTED:
-        S = tl.load(S0 + cells, exist, 0.0).to(tl.float32)
-    else:
-        S = tl.zeros((P_BLOCK, V_BLOCK), tl.float32)
+    j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
+    S = load_state(S0, head, j, P_SIZE, V_SIZE, PART, STARTED)
     for n in range(N):
         first, left = b * t + n * C, t - n * C
-        q = load_tile(Q, first * Q_ROW + h * P_SIZE, Q_ROW, i, left, C, P_SIZE)
-        k = load_tile(K, first * K_ROW + h * P_SIZE, K_ROW, i, left, C, P_SIZE)
+        at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
         v = load_tile(V, first * V_ROW + h * V_SIZE, V_ROW, j, left, C, V_SIZE)
         inverse = load_square(INVERSE, head * N + n, C).to(DOT)
         scores = load_square(SCORES, head * N + n, C).to(DOT)
-        q, k, s = factor(q, SCORES, DOT), factor(k, SCORES, DOT), factor(S, SCORES, DOT)
         beta = load_tokens(BETA, first, h, H, left, C)
         G, total = decays(DECAY, first, h, H, left, C, GATED)
+        if KEEP:
+            if STARTED or n > 0:
+                store_state(STATES, head * N + n, S, j, P_SIZE, V_SIZE, PART)
+        known = tl.zeros((C, V_BLOCK), tl.float32)
+        o = tl.zeros((C, V_BLOCK), tl.float32)
+        for part in tl.static_range(len(S)):
+            s = factor(S[part], SCORES, DOT)
+            q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            known = tl.dot(k, s, known, input_precision=PRECISION)
+            o = tl.dot(q, s, o, input_precision=PRECISION)
         grown = tl.exp(G)[:, None]
-        rest = v.to(tl.float32) - grown * tl.dot(k, s, input_precision=PRECISION)
-        error = tl.dot(inverse, factor(rest, SCORES, DOT), input_precision=PRECISION)
+        rest = factor(v.to(tl.float32) - grown * known, SCORES, DOT)
+        error = tl.dot(inverse, rest, input_precision=PRECISION)
         written = beta[:, None] * error
-        o = grown * tl.dot(q, s, input_precision=PRECISION) * P_SIZE**-0.5
+        o *= grown * P_SIZE**-0.5
         o = tl.dot(scores, factor(written, SCORES, DOT), o, input_precision=PRECISION)
+        written = factor(tl.exp(total - G)[:, None] * written, SCORES, DOT)
+        grown_S = ()
+        for part in tl.static_range(len(S)):
+            old = tl.exp(total) * S[part]
+            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            new = tl.dot(tl.trans(k), written, old, input_precision=PRECISION)
+            grown_S = grown_S + (new,)
+        S = grown_S
         at = (first * H + h) * V_SIZE
         store_tile(Y, at, H * V_SIZE, j, left, o, C, V_SIZE)
         if KEEP:
             store_tile(ERROR, at, H * V_SIZE, j, left, error, C, V_SIZE)
-            kept, inside = state_cells(head * N + n, i, j, P_SIZE, V_SIZE)
-            tl.store(STATES + kept, S, inside & (n >= (0 if STARTED else 1)))
-        written = factor(tl.exp(total - G)[:, None] * written, SCORES, DOT)
-        S = tl.exp(total) * S
-        S = tl.dot(tl.trans(k), written, S, input_precision=PRECISION)
-    tl.store(S_LAST + cells, S, exist)
+    store_state(S_LAST, head, S, j, P_SIZE, V_SIZE, PART)

@@ -6,16 +6,17 @@ With the cotangents do of the outputs and dS of the memory after a chunk, and T 
     dS <- exp(G_last) dS + (exp(G) q)^T do / sqrt(p) - (exp(G) k)^T dv
 
 `reverse_kernel` carries dS from the last chunk to the first. `gradients_kernel` then has a program
-for each chunk and head. With J_ij = do_i . e_j / sqrt(p) and M_ij = - dv_i . e_j, times
-exp(G_i - G_j), for j <= i and j < i, and Z = exp(G_last - G) e dS^T:
+for each chunk and head. With J_ij = do_i . e_j / sqrt(p) and M_ij = -dv_i . e_j, both times
+exp(G_i - G_j) and zero but for j <= i and for j < i, and Z = exp(G_last - G) e dS^T:
 
     dq = exp(G) do S^T / sqrt(p) + J (beta k)
     dk = M (beta k) - exp(G) dv S^T + beta (J^T q + M^T k + Z)
     dbeta_j = sum_i (J_ij q_i . k_j + M_ij k_i . k_j) + k_j . Z_j
 
-The gradient of G is q dq, plus the part of k dk in which k_i reads, minus beta dbeta, plus at the
-last token what reaches S there. A product's transpose is computed from loaded factors: Triton
-before 3.7.1 miscompiles a product whose factor is the transpose of a product on sm_90.
+The gradient of G is q dq, plus the part of k dk in which k is read, minus beta dbeta, plus at the
+last token what reaches S there. dq and dk are computed as their transposes, J^T and M^T as products
+of their own: so the first factor of every product is a tile as it was loaded, for the reason that
+triton_chunks.py gives.
 """
 
 import triton
@@ -24,10 +25,14 @@ import triton.language as tl
 from bedouin.kernels.delta_rule.triton_chunks import (
     decays,
     factor,
+    load_part,
     load_square,
+    load_state,
     load_tile,
     load_tokens,
+    ratios,
     state_cells,
+    store_state,
     store_tile,
 )
 
@@ -56,49 +61,55 @@ def reverse_kernel(
     WANTED: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
-    P_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
     V_BLOCK: tl.constexpr,
     C: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of v, and the cotangents of the memory after each chunk and before the first,
-    for one sample, head and block of value channels."""
+    """The gradient of v, the cotangents of the memory after each chunk, and if it is WANTED the one
+    before the first, for one sample, head and block of value channels."""
     blocks: tl.constexpr = (V_SIZE + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0).to(tl.int64)
     head = program // blocks
     b, h = head // H, head % H
-    i, j = tl.arange(0, P_BLOCK), program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
-    cells, exist = state_cells(head, i, j, P_SIZE, V_SIZE)
-    if ENDED:
-        dS = tl.load(GS_LAST + cells, exist, 0.0).to(tl.float32)
-    else:
-        dS = tl.zeros((P_BLOCK, V_BLOCK), tl.float32)
+    j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
+    dS = load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART, ENDED)
     for passed in range(N):
         n = N - 1 - passed
         first, left = b * t + n * C, t - n * C
-        q = load_tile(Q, first * Q_ROW + h * P_SIZE, Q_ROW, i, left, C, P_SIZE)
-        k = load_tile(K, first * K_ROW + h * P_SIZE, K_ROW, i, left, C, P_SIZE)
-        do = load_tile(GY, first * GY_ROW + h * V_SIZE, GY_ROW, j, left, C, V_SIZE)
+        at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
+        do = load_tile(GY, first * GY_ROW + h * V_SIZE, GY_ROW, j, left, C, V_SIZE).to(DOT)
         inverse = load_square(INVERSE, head * N + n, C).to(DOT)
         scores = load_square(SCORES, head * N + n, C).to(DOT)
-        q, k, ds = factor(q, SCORES, DOT), factor(k, SCORES, DOT), factor(dS, SCORES, DOT)
         beta = load_tokens(BETA, first, h, H, left, C)
         G, total = decays(DECAY, first, h, H, left, C, GATED)
-        kept, inside = state_cells(head * N + n, i, j, P_SIZE, V_SIZE)
-        tl.store(GS + kept, dS, inside & (passed >= (0 if ENDED else 1)))
-        de = tl.exp(total - G)[:, None] * tl.dot(k, ds, input_precision=PRECISION)
-        de = tl.dot(tl.trans(scores), factor(do, SCORES, DOT), de, input_precision=PRECISION)
+        if ENDED or passed > 0:
+            store_state(GS, head * N + n, dS, j, P_SIZE, V_SIZE, PART)
+        de = tl.zeros((C, V_BLOCK), tl.float32)
+        for part in tl.static_range(len(dS)):
+            ds = factor(dS[part], SCORES, DOT)
+            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            de = tl.dot(k, ds, de, input_precision=PRECISION)
+        de *= tl.exp(total - G)[:, None]
+        de = tl.dot(tl.trans(scores), do, de, input_precision=PRECISION)
         de = factor(beta[:, None] * de, SCORES, DOT)
         dv = tl.dot(tl.trans(inverse), de, input_precision=PRECISION)
-        store_tile(GV, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
         grown = tl.exp(G)[:, None]
-        read = factor(grown * do.to(tl.float32) * P_SIZE**-0.5, SCORES, DOT)
-        dS = tl.dot(tl.trans(q), read, tl.exp(total) * dS, input_precision=PRECISION)
-        read = factor(-grown * dv, SCORES, DOT)
-        dS = tl.dot(tl.trans(k), read, dS, input_precision=PRECISION)
+        seen = factor(grown * do.to(tl.float32) * P_SIZE**-0.5, SCORES, DOT)
+        known = factor(-grown * dv, SCORES, DOT)
+        before = ()
+        for part in tl.static_range(len(dS)):
+            old = tl.exp(total) * dS[part]
+            q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            old = tl.dot(tl.trans(q), seen, old, input_precision=PRECISION)
+            old = tl.dot(tl.trans(k), known, old, input_precision=PRECISION)
+            before = before + (old,)
+        dS = before
+        store_tile(GV, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
     if WANTED:
-        tl.store(GS0 + cells, dS, exist)
+        store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
 
 
 @triton.jit
@@ -127,7 +138,7 @@ def gradients_kernel(
     STARTED: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
-    P_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
     V_BLOCK: tl.constexpr,
     C: tl.constexpr,
     DOT: tl.constexpr,
@@ -137,89 +148,96 @@ def gradients_kernel(
     program = tl.program_id(0).to(tl.int64)
     n, h, b = program % N, program // N % H, program // N // H
     first, left = b * t + n * C, t - n * C
-    token, i = tl.arange(0, C), tl.arange(0, P_BLOCK)
-    G, total = decays(DECAY, first, h, H, left, C, GATED)
-    # rows of S and of its cotangent, which have none where they are zeros and were not written
-    rows = tl.where(n >= (0 if STARTED else 1), P_SIZE, 0)
-    grad_rows = tl.where(n < (N if ENDED else N - 1), P_SIZE, 0)
+    token = tl.arange(0, C)
+    at, at_y = (first * H + h) * V_SIZE, first * GY_ROW + h * V_SIZE
 
-    scale: tl.constexpr = P_SIZE**-0.5
-    dq = tl.zeros((C, P_BLOCK), tl.float32)
-    dk = tl.zeros((C, P_BLOCK), tl.float32)
     J = tl.zeros((C, C), tl.float32)
     M = tl.zeros((C, C), tl.float32)
     J_T = tl.zeros((C, C), tl.float32)
     M_T = tl.zeros((C, C), tl.float32)
     for start in range(0, V_SIZE, V_BLOCK):
         j = start + tl.arange(0, V_BLOCK)
-        at = (first * H + h) * V_SIZE
         e = load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-        dv = factor(load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE), ERROR, DOT)
-        do = load_tile(GY, first * GY_ROW + h * V_SIZE, GY_ROW, j, left, C, V_SIZE)
-        do = factor(do, ERROR, DOT)
-        cells, exist = state_cells(program, i, j, P_SIZE, V_SIZE)
-        S = tl.load(STATES + cells, exist & (i[:, None] < rows), 0.0).to(DOT)
-        dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)
-        dk = tl.dot(dv, tl.trans(S), dk, input_precision=PRECISION)
+        dv = load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+        do = load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
         J = tl.dot(do, tl.trans(e), J, input_precision=PRECISION)
         M = tl.dot(dv, tl.trans(e), M, input_precision=PRECISION)
         J_T = tl.dot(e, tl.trans(do), J_T, input_precision=PRECISION)
         M_T = tl.dot(e, tl.trans(dv), M_T, input_precision=PRECISION)
 
-    q = load_tile(Q, first * Q_ROW + h * P_SIZE, Q_ROW, i, left, C, P_SIZE)
-    k = load_tile(K, first * K_ROW + h * P_SIZE, K_ROW, i, left, C, P_SIZE)
-    q, k = factor(q, ERROR, DOT), factor(k, ERROR, DOT)
     beta = load_tokens(BETA, first, h, H, left, C)
-    difference = G[:, None] - G[None, :]
-    until = token[:, None] >= token[None, :]
+    G, total = decays(DECAY, first, h, H, left, C, GATED)
+    scale: tl.constexpr = P_SIZE**-0.5
     before = token[:, None] > token[None, :]
-    ratio = tl.exp(tl.where(until, difference, float("-inf")))
+    # rows of the transposes are the tokens that are written, whose beta they have
+    after = token[:, None] < token[None, :]
+    difference = tl.where(token[:, None] <= token[None, :], G[None, :] - G[:, None], float("-inf"))
+    ratio = tl.exp(difference) * beta[:, None]
+    J_T = factor(scale * ratio * J_T, ERROR, DOT)
+    M_T = tl.where(after, -ratio * M_T, 0.0)
+    ratio = ratios(G, C)
     J *= scale * ratio
     M = tl.where(before, -ratio * M, 0.0)
-    pairs = J * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    pairs += M * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    both = factor(M * beta[None, :] + M_T, ERROR, DOT)
+
+    at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
+    pairs = tl.zeros((C, C), tl.float32)
+    for part in range((P_SIZE + PART - 1) // PART):
+        q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+        k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        pairs += J * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        pairs += M * tl.dot(k, tl.trans(k), input_precision=PRECISION)
     grad_beta = tl.sum(pairs, 0)
     grad_G = tl.sum(pairs * beta[None, :], 1)
+    J = factor(J * beta[None, :], ERROR, DOT)
 
-    grown = tl.exp(G)[:, None]
-    dq *= scale * grown
-    dk *= -grown
-    grad_G += tl.sum(dq * q.to(tl.float32), 1) + tl.sum(dk * k.to(tl.float32), 1)
-    J, M = factor(J * beta[None, :], ERROR, DOT), factor(M * beta[None, :], ERROR, DOT)
-    dq = tl.dot(J, k, dq, input_precision=PRECISION)
-    dk = tl.dot(M, k, dk, input_precision=PRECISION)
-    store_tile(GQ, (first * H + h) * P_SIZE, H * P_SIZE, i, left, dq, C, P_SIZE)
+    # where S or its cotangent is zero, it was not written
+    starts = P_SIZE if STARTED else tl.where(n > 0, P_SIZE, 0)
+    ends = P_SIZE if ENDED else tl.where(n < N - 1, P_SIZE, 0)
+    grown, rest = tl.exp(G)[None, :], tl.exp(total - G)[None, :]
+    of_state = tl.zeros((C,), tl.float32)
+    last = 0.0
+    for part in range((P_SIZE + PART - 1) // PART):
+        i = part * PART + tl.arange(0, PART)
+        dq = tl.zeros((PART, C), tl.float32)
+        dk = tl.zeros((PART, C), tl.float32)
+        Z = tl.zeros((PART, C), tl.float32)
+        product = tl.zeros((PART,), tl.float32)
+        for start in range(0, V_SIZE, V_BLOCK):
+            j = start + tl.arange(0, V_BLOCK)
+            e = load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+            dv = load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+            do = load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
+            cells, exist = state_cells(program, i, j, P_SIZE, V_SIZE)
+            S = tl.load(STATES + cells, exist & (i[:, None] < starts), 0.0).to(DOT)
+            dS = tl.load(GS + cells, exist & (i[:, None] < ends), 0.0).to(DOT)
+            dq = tl.dot(S, tl.trans(do), dq, input_precision=PRECISION)
+            dk = tl.dot(S, tl.trans(dv), dk, input_precision=PRECISION)
+            Z = tl.dot(dS, tl.trans(e), Z, input_precision=PRECISION)
+            if GATED:
+                product += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+        k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        q_T, k_T = tl.trans(q).to(tl.float32), tl.trans(k).to(tl.float32)
+        dq *= scale * grown
+        dk *= -grown
+        Z *= rest
+        grad_G += tl.sum(dq * q_T, 0) + tl.sum(dk * k_T, 0)
+        of_state += tl.sum(Z * k_T, 0)
+        last += tl.sum(product, 0)
+        dq = tl.dot(tl.trans(k), J_T, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(q), J, dk + Z * beta[None, :], input_precision=PRECISION)
+        dk = tl.dot(tl.trans(k), both, dk, input_precision=PRECISION)
+        place = (first * H + h) * P_SIZE
+        store_tile(GQ, place, H * P_SIZE, i, left, tl.trans(dq), C, P_SIZE)
+        store_tile(GK, place, H * P_SIZE, i, left, tl.trans(dk), C, P_SIZE)
 
-    # row i of the transposes belongs to the token that is written, so their masks are transposed
-    ratio = tl.exp(tl.where(token[:, None] <= token[None, :], -difference, float("-inf")))
-    J_T = factor(scale * ratio * J_T * beta[:, None], ERROR, DOT)
-    M_T = tl.where(token[:, None] < token[None, :], -ratio * M_T, 0.0)
-    M_T = factor(M_T * beta[:, None], ERROR, DOT)
-    dk = tl.dot(J_T, q, dk, input_precision=PRECISION)
-    dk = tl.dot(M_T, k, dk, input_precision=PRECISION)
-
-    Z = tl.zeros((C, P_BLOCK), tl.float32)
-    product = tl.zeros((P_BLOCK, V_BLOCK), tl.float32)
-    for start in range(0, V_SIZE, V_BLOCK):
-        j = start + tl.arange(0, V_BLOCK)
-        at = (first * H + h) * V_SIZE
-        e = load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-        cells, exist = state_cells(program, i, j, P_SIZE, V_SIZE)
-        dS = tl.load(GS + cells, exist & (i[:, None] < grad_rows), 0.0).to(DOT)
-        Z = tl.dot(e, tl.trans(dS), Z, input_precision=PRECISION)
-        if GATED:
-            S = tl.load(STATES + cells, exist & (i[:, None] < rows), 0.0).to(tl.float32)
-            product += S * dS.to(tl.float32)
-    Z *= tl.exp(total - G)[:, None]
-    dk += beta[:, None] * Z
-    store_tile(GK, (first * H + h) * P_SIZE, H * P_SIZE, i, left, dk, C, P_SIZE)
-    of_state = tl.sum(Z * k.to(tl.float32), 1)
     grad_beta += of_state
-    at = (first + token) * H + h
-    tl.store(GBETA + at, grad_beta, token < left)
+    place = (first + token) * H + h
+    tl.store(GBETA + place, grad_beta, token < left)
     if GATED:
         # what the chunk adds to S, and S before it, decay until the last token
-        last = tl.sum(beta * of_state, 0) + tl.exp(total) * tl.sum(tl.sum(product, 1), 0)
+        last = tl.sum(beta * of_state, 0) + tl.exp(total) * last
         grad_G -= beta * grad_beta
         later = tl.sum(tl.where(before, 0.0, grad_G[None, :]), 1)
-        tl.store(GDECAY + at, later + last, token < left)
+        tl.store(GDECAY + place, later + last, token < left)
