@@ -90,6 +90,17 @@ class TestGenerate:
         with pytest.raises(ValueError, match="a recurrent state cannot be taken back"):
             other.generate(ids[:1], max_new_tokens=20, do_sample=False, assistant_model=model)
 
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+    def test_training_mode_has_no_noise(
+        self, mixing: dict[str, Any], ids: Tensor, options: dict[str, Any]
+    ) -> None:
+        config = make_config(initializer_range=0.5, **mixing, feedback_noise=3.0)
+        model = BedouinForCausalLM(config).double().train()
+        options = {"max_new_tokens": 8, "do_sample": False, **options}
+        found = model.generate(ids, **options)
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+        assert model.training and torch.equal(found, model.eval().generate(ids, **options))
+
     @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
     def test_a_packed_prompt_goes_on_from_its_last_document(
         self, model: BedouinForCausalLM, ids: Tensor, name: str
