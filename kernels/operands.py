@@ -128,6 +128,9 @@ class RawLayout:
         return sum(self.parts(d, n))
 
 
+NO_LAYOUT = "this mixer (only HouseholderProduct)"
+
+
 @dataclass(frozen=True)
 class Parameterization:
     """The fixed options of a map."""
@@ -139,6 +142,8 @@ class Parameterization:
     feeds_x: bool = field(default=False, kw_only=True)  # whether the last d rows of W^y are of x
     # of how many heads, the first ones, x with its feedback becomes its tanh
     bounded_heads: int = field(default=0, kw_only=True)
+    # what the kernels do not support where there is no layout that describes the raw values
+    without_layout: str = field(default=NO_LAYOUT, kw_only=True)
 
     def diagonal(self, e: Tensor) -> Tensor | None:  # (..., 1) or (..., d)
         """e, or None where it is 0, as the layout or an empty axis says: its terms are then not

@@ -3,6 +3,7 @@
 Interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from bedouin import Bedouin, FixedPointRNN, LowRank, NoMixing
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin.decoding.parts import takes_graph
 from bedouin.layer import FixedPointLayer
-from bedouin.solvers import Jacobi, OneStepAdjoint, Picard
+from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
 from bedouin.state import BedouinState
 from bedouin.testing import assert_close
 
@@ -253,3 +255,52 @@ def test_squares_that_overflow_are_no_zeros(
     for found, right in ((output[0], expected[0]), (step[0], exact_step[0])):
         if not found.isnan().any() and right.abs().max() < torch.finfo(torch.float32).max:
             assert_close("a huge sample", found.double(), right, 1e-3)
+
+
+class Named(HouseholderProduct):
+    """A subclass of the same mathematics."""
+
+    def extra_repr(self) -> str:
+        return f"named, {super().extra_repr()}"
+
+
+class Reversed(HouseholderProduct):
+    """A subclass that reads its raw values in another order."""
+
+    def forward(self, raw: Tensor) -> Any:
+        return super().forward(raw.flip(-1))
+
+
+@devices
+@pytest.mark.parametrize("solver", [Direct(), Picard(rtol=0, atol=0)], ids=repr)
+def test_a_subclass_keeps_the_kernels(device: str, solver: Any) -> None:
+    options: dict[str, Any] = {"solver": solver, "max_steps": 2, "on_unconverged": "ignore"}
+    found = []
+    for kind in (HouseholderProduct, Named):
+        torch.manual_seed(0)
+        layer = Bedouin(3, d_state=2, mixer=kind(2), device=device, backend="triton", **options)
+        x = torch.randn(1, 2, 3, device=device)
+        y = layer(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    layer = Bedouin(3, d_state=2, mixer=Reversed(2), device=device, backend="triton", **options)
+    with pytest.raises(ValueError, match="does not support forward of the mixer Reversed"):
+        layer(x)
+
+
+@pytest.mark.gpu
+def test_a_subclass_of_other_mathematics_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
+    x = torch.randn(1, 4, 8, device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = Bedouin(8, mixer=Named(2), device="cuda")
+        layer(x)
+        assert takes_graph(layer, x[:, 0]) is False
+        with torch.no_grad():
+            assert takes_graph(layer, x[:, 0])
+    for solver in (Direct(), Picard()):
+        monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
+        layer = Bedouin(8, mixer=Reversed(2), solver=solver, device="cuda")
+        with pytest.warns(UserWarning, match="do not support forward of the mixer Reversed"):
+            layer(x)

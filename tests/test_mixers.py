@@ -1,6 +1,7 @@
 """Channel mixers: their matrices, and layers that use them."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from bedouin import (
     Monarch,
     NoMixing,
 )
+from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.iteration import IterationRule, choose_iteration
 from bedouin.mixers import StructuredMixer
 from bedouin.solvers import (
     Anderson,
@@ -204,6 +207,119 @@ def test_beta_max_2_reaches_a_reflection() -> None:
     raw = torch.tensor([1e3, 0.0, 0.0, 40.0], dtype=torch.float64)
     expected = torch.diag(torch.tensor([-1.0, 1.0, 1.0], dtype=torch.float64))
     assert_close("Q", matrix(mixer, raw, 3), expected, 1e-9)
+
+
+class Named(HouseholderProduct):
+    """A subclass that changes neither how raw values are read nor what is computed from them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(3, 1.5)
+        self.name = name
+        self.unused = nn.Parameter(torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {super().extra_repr()}"
+
+
+class NamedNoMixing(NoMixing):
+    """As `Named`."""
+
+    def extra_repr(self) -> str:
+        return "named"
+
+
+class Identity(HouseholderProduct):
+    """The mathematics of another mixer, Q = I."""
+
+    def forward(self, raw: Tensor) -> Any:
+        e, U, M = super().forward(raw)
+        return e, U, torch.zeros_like(M)
+
+
+class Swapped(HouseholderProduct):
+    """Another order of the raw values."""
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return super().complement(raw.flip(-1), v)
+
+
+class LearnedBeta(HouseholderProduct):
+    """A beta_max with a gradient, which kernels do not compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.beta_max
+        self.beta_max = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize(
+    ("mixer", "same"),
+    [(Named("mine"), HouseholderProduct(3, 1.5)), (NamedNoMixing(), NoMixing())],
+    ids=["Named", "NamedNoMixing"],
+)
+def test_a_subclass_of_the_same_mathematics_keeps_the_kernels(
+    kind: Any, mixer: ChannelMixer, same: ChannelMixer
+) -> None:
+    found: list[Any] = []
+    x = torch.randn(2, 5, 4)
+    for mine in (same, mixer):
+        torch.manual_seed(0)
+        layer = kind(4, mixer=mine)
+        f = layer.map(x)
+        assert f.mixer_values == ()
+        found.append((layer.layout(), layer(x), layer.step(x[:, 0], layer.init_state(2))[0]))
+        assert choose_sweep("reference", f.operands, f.parameterization) == "reference"
+    assert found[0][0] == found[1][0] is not None
+    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "cause"),
+    [
+        (Identity(), r"forward of the mixer Identity \(only those of HouseholderProduct\)"),
+        (Swapped(), r"complement of the mixer Swapped \(only those of HouseholderProduct\)"),
+        (
+            LearnedBeta(),
+            r"a tensor beta_max of the mixer LearnedBeta \(only those of HouseholderProduct\)",
+        ),
+        (LowRank(2), r"the mixer LowRank \(only HouseholderProduct\)"),
+        (Kronecker(), r"the mixer Kronecker \(only HouseholderProduct\)"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_mixer_without_kernels_is_named_once_on_a_gpu(
+    mixer: ChannelMixer, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Bedouin(4, d_state=3, mixer=mixer)
+    f = layer.map(torch.randn(2, 5, 4))
+    y, rule = torch.zeros(2, 5, 8), IterationRule("picard", 1e-4, 1e-8)
+    values = f.operands, f.parameterization, f.mixer_values
+    calls: list[Any] = [
+        lambda backend: choose_sweep(backend, *values),
+        lambda backend: choose_iteration(backend, values[0], y, *values[1:], rule),
+    ]
+    assert layer.layout() is None
+    monkeypatch.setattr("bedouin.kernels.backend.is_cuda_device", lambda device: True)
+    monkeypatch.setattr("bedouin.kernels.backend._TRITON", "3.6.0")
+    monkeypatch.setattr("bedouin.kernels.backend._IS_OLD", False)
+    for call in calls:
+        monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
+        with pytest.warns(UserWarning, match=f"which is slow: .* do not support {cause}"):
+            assert call("auto") == "reference"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert call("auto") == call("reference") == "reference"
+        with pytest.raises(ValueError, match=f"does not support {cause}"):
+            call("triton")
+
+
+def test_a_learned_beta_max_has_a_gradient() -> None:
+    layer = Bedouin(4, d_state=3, mixer=LearnedBeta())
+    layer(torch.randn(2, 5, 4)).square().sum().backward()
+    (beta_max,) = layer.mixer.parameters()
+    assert beta_max.grad is not None and beta_max.grad.abs().item() > 0
 
 
 def test_mixers_show_their_options() -> None:

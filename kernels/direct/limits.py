@@ -84,7 +84,7 @@ def _unsupported(
     x, raw, A = operands.x, operands.raw, operands.A
     layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
-        return "this mixer (only HouseholderProduct)"
+        return parameterization.without_layout
     dtypes = x.dtype, raw.dtype, A.dtype
     if A.dtype != torch.float32 or torch.float64 in dtypes:
         found = ", ".join(map(str, dtypes))

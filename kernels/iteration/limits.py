@@ -6,7 +6,7 @@ Letters: b batch, t time, d channels, n state per channel.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, Implementation, choose_backend
+from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.iteration.types import IterationRule
@@ -27,9 +27,13 @@ def choose_iteration(
     bind_parameters: tuple[Tensor, ...],
     rule: IterationRule,
 ) -> Implementation:
-    """The implementation of the steps; raises as `choose_backend` does."""
+    """The implementation of the steps; raises as `choose_backend` does. Warns of a mixer without
+    kernels on a GPU, unless it is in float64, for which there are none at all."""
     unsupported = _unsupported(operands, y, parameterization, bind_parameters, rule)
-    return choose_backend(backend, y.device, y.dtype, unsupported)
+    chosen = choose_backend(backend, y.device, y.dtype, unsupported)
+    if parameterization.layout is None and backend == "auto" and y.dtype != torch.float64:
+        warn_of_reference(y.device, parameterization.without_layout)
+    return chosen
 
 
 def _unsupported(
@@ -47,7 +51,7 @@ def _unsupported(
     if rule.adaptive:
         return "adaptive damping (patience)"
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
-        return "this mixer (only HouseholderProduct)"
+        return parameterization.without_layout
     if (plain := parameterization.plain_only(operands)) is not None:
         return plain
     k = max(layout.num_householder, 1)  # `with_reflection`

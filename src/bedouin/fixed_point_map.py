@@ -160,7 +160,10 @@ class FixedPointMap:
 
     @property
     def mixer_values(self) -> tuple[Tensor, ...]:
-        """The values of `_named_values` for the mixer, cast to the dtype of A."""
+        """The values of `_named_values` for the mixer, cast to the dtype of A; none of a mixer that
+        a layout describes, of which only the raw values enter."""
+        if self.parameterization.layout is not None:
+            return ()
         if self._mixer_values is None:
             dtype = self.operands.A.dtype
             # cached with its graph, for the reason given in `wide`

@@ -36,12 +36,12 @@ from bedouin.heads import (
     make_linear,
 )
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.operands import Activation, Parameterization, RawLayout
+from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.projection import GATE, Part
 from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.mixers import ChannelMixer, HouseholderProduct, NoMixing
+from bedouin.mixers import ChannelMixer, HouseholderProduct, kernel_gap
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     GRIFFIN_SHARPNESS,
@@ -284,8 +284,7 @@ class LayerParameters(SavedLayer, ABC):
     def _layout_of_mixer(self) -> RawLayout | None:
         """The same without regard to hooks."""
         mixer = self.mixer
-        # exactly these classes: another subclass may read its raw values in another way
-        if isinstance(mixer, HouseholderProduct) and type(mixer) in (HouseholderProduct, NoMixing):
+        if isinstance(mixer, HouseholderProduct) and kernel_gap(mixer) is None:
             return self._layout(mixer.num_householder, mixer.beta_max)
         return None
 
@@ -397,6 +396,7 @@ class LayerParameters(SavedLayer, ABC):
             self.feedback_norm_eps,
             feeds_x=X in self.feedback,
             bounded_heads=self.fed_heads if self.bounded_x else 0,
+            without_layout=kernel_gap(self.mixer) or NO_LAYOUT,
         )
 
     def reset_parameters(self) -> None:

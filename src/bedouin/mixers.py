@@ -115,6 +115,9 @@ class HouseholderProduct(StructuredMixer):
     beta_max = 2 allows reflections, and local systems that are singular (see
     `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha. The product of
     no reflections is `NoMixing`.
+    Layers with a subclass run in the kernels, too, unless it overrides `__call__`, `forward`,
+    `complement`, `mix` or `raw_size`; what it overrides then runs in plain PyTorch, of which a
+    warning tells on a GPU.
     Source: arXiv 2503.10799, section 4; arXiv 2502.10297.
     Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 1 or
     beta_max outside (0, 2].
@@ -164,6 +167,30 @@ class NoMixing(HouseholderProduct):
 
     def extra_repr(self) -> str:
         return ""
+
+
+_COMPUTING = "__call__", "forward", "complement", "mix", "raw_size"
+"""The methods that say what the raw values of a mixer are and what is computed from them."""
+
+
+def kernel_gap(mixer: ChannelMixer) -> str | None:
+    """What no kernel computes of a mixer, as a part of a message; None where kernels compute it.
+
+    They compute products of reflections from num_householder and beta_max alone. A subclass of
+    HouseholderProduct is such a product as long as it inherits all methods of `_COMPUTING`.
+    """
+    kind = type(mixer)
+    if not isinstance(mixer, HouseholderProduct):
+        return f"the mixer {kind.__name__} (only HouseholderProduct)"
+    base = NoMixing if isinstance(mixer, NoMixing) else HouseholderProduct
+    own = []
+    if kind is not base:
+        own = [name for name in _COMPUTING if getattr(kind, name) is not getattr(base, name)]
+    if isinstance(mixer.beta_max, Tensor):
+        own.append("a tensor beta_max")
+    if own:
+        return f"{', '.join(own)} of the mixer {kind.__name__} (only those of HouseholderProduct)"
+    return None
 
 
 class LowRank(StructuredMixer):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.scan import InputScale
-from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing
+from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing, kernel_gap
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
 from bedouin.solvers.base import check_number, positive_int, strict_options
@@ -229,9 +229,10 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: Inp
     """
     if input_scale != "delta" or decay != "mamba":
         return
-    # NoMixing is the product of no reflections
+    # NoMixing is the product of no reflections; a subclass may compute another Q
     if (
         isinstance(mixer, HouseholderProduct)
+        and kernel_gap(mixer) is None
         and mixer.num_householder * mixer.beta_max * LARGE_DELTA <= 1
     ):
         return

@@ -171,6 +171,19 @@ class TestModel:
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
 
+    def test_generation_has_no_noise_in_training_mode(self) -> None:
+        model, ids = make_model(feedback_noise=3.0).train(), torch.randint(1, VOCAB, (2, 5))
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+        found = model.generate(ids, **options).logits
+        same(torch.stack(found), torch.stack(model.eval().generate(ids, **options).logits))
+
+    def test_training_with_a_cache_has_noise(self) -> None:
+        layer, x = make_layer(feedback_noise=3.0), torch.randn(2, 6, 8, dtype=torch.float64)
+        first, second = (layer(x, past_key_values=Cache(), use_cache=True)[0] for _ in range(2))
+        assert not torch.equal(first, second)
+
     @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
     def test_a_file_has_the_weights(self, mixing: dict[str, Any], tmp_path: Path) -> None:
         model, ids = make_model(**mixing), torch.randint(1, VOCAB, (2, 6))

@@ -1,5 +1,6 @@
 """bedouin.integrations.hf: generation, caches, hybrid models and calls."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from tests.integrations.hf_models import (  # noqa: E402
     HYBRID,
+    VOCAB,
     left_padded,
     make_config,
     mixers,
@@ -71,9 +73,33 @@ class TestGenerate:
         found = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache)
         assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False))
 
-    def test_a_state_cannot_be_taken_back(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+    @pytest.mark.parametrize("by", ["assistant_model", "prompt_lookup_num_tokens"])
+    def test_a_state_cannot_be_taken_back(
+        self, model: BedouinForCausalLM, ids: Tensor, by: str
+    ) -> None:
+        proposed: dict[str, Any] = {"assistant_model": model, "prompt_lookup_num_tokens": 2}
         with pytest.raises(ValueError, match="assisted generation is not supported"):
-            model.generate(ids[:1], max_new_tokens=2, assistant_model=model)
+            model.generate(ids[:1], max_new_tokens=2, **{by: proposed[by]})
+
+    def test_an_assistant_whose_proposal_is_rejected_is_refused(
+        self, model: BedouinForCausalLM, ids: Tensor
+    ) -> None:
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, **sizes)
+        other = transformers.LlamaForCausalLM(config).double().eval()
+        with pytest.raises(ValueError, match="a recurrent state cannot be taken back"):
+            other.generate(ids[:1], max_new_tokens=20, do_sample=False, assistant_model=model)
+
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+    def test_training_mode_has_no_noise(
+        self, mixing: dict[str, Any], ids: Tensor, options: dict[str, Any]
+    ) -> None:
+        config = make_config(initializer_range=0.5, **mixing, feedback_noise=3.0)
+        model = BedouinForCausalLM(config).double().train()
+        options = {"max_new_tokens": 8, "do_sample": False, **options}
+        found = model.generate(ids, **options)
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+        assert model.training and torch.equal(found, model.eval().generate(ids, **options))
 
     @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
     def test_a_packed_prompt_goes_on_from_its_last_document(
@@ -151,6 +177,29 @@ class TestCache:
         whole = torch.cat([ids[[2, 0]], token], 1)
         found = model(token, past_key_values=cache).logits
         same(found, model(whole).logits[:, -1:])
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("records", [False, True])
+    def test_tokens_cannot_be_removed(
+        self, model: BedouinForCausalLM, ids: Tensor, records: bool
+    ) -> None:
+        cache = transformers.DynamicCache(config=model.config)
+        if records:
+            cache.activate_past_recording()
+        first = model(ids[:, :4], past_key_values=cache).logits
+        kept = copy.deepcopy(cache)
+        for removed in (-2, -4, 3):
+            with pytest.raises(ValueError, match=f"got {removed} after 4 tokens: a recurrent stat"):
+                cache.layers[0].crop(removed)
+        with pytest.raises(ValueError, match="a recurrent state cannot be taken back"):
+            cache.crop(-2)
+        for layer in kept.layers:
+            if isinstance(layer, BedouinCacheLayer):
+                layer.crop(0)
+                layer.crop(4)
+        assert not cache.is_croppable
+        rest = model(ids[:, 4:], past_key_values=kept).logits
+        same(torch.cat([first, rest], 1), model(ids).logits)
 
     def test_gradients_flow_through_chunks(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = transformers.DynamicCache(config=model.config)

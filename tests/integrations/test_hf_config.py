@@ -22,7 +22,18 @@ from tests.integrations.hf_models import (  # noqa: E402
     same,
 )
 
-from bedouin import Bedouin, Initialization, LowRank, NoMixing  # noqa: E402
+import bedouin  # noqa: E402
+from bedouin import (  # noqa: E402
+    Bedouin,
+    ChannelMixer,
+    HouseholderProduct,
+    Initialization,
+    Kronecker,
+    LowRank,
+    Monarch,
+    NoMixing,
+)
+from bedouin.integrations.described import describe, restore  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinConfig,
     BedouinForCausalLM,
@@ -133,6 +144,27 @@ class TestConfig:
             assert repr(getattr(layer, name)) == repr(value), name
         other = transformers.AutoConfig.from_pretrained(tmp_path, solver=Jacobi())
         assert other.make_mixer(0).solver == Jacobi()
+
+    @pytest.mark.parametrize(
+        "mixer",
+        [HouseholderProduct(1), Kronecker(), Kronecker((2, 8)), LowRank(1), Monarch(), NoMixing()],
+        ids=repr,
+    )
+    def test_every_mixer_survives_a_file(self, mixer: ChannelMixer, tmp_path: Path) -> None:
+        model = BedouinForCausalLM(make_config(mixer=mixer)).eval()
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert repr(mixers(loaded)) == repr(mixers(model))
+        ids = torch.arange(6).unsqueeze(0)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+    def test_all_mixers_are_described(self) -> None:
+        kinds = [kind for kind in vars(bedouin).values() if inspect.isclass(kind)]
+        kinds = [v for v in kinds if issubclass(v, ChannelMixer) and not inspect.isabstract(v)]
+        assert {kind.__name__ for kind in kinds} >= {"Kronecker", "Monarch"}
+        for kind in kinds:
+            found = restore("mixer", describe("mixer", kind()))
+            assert repr(found) == repr(kind()) and type(found) is kind
 
     def test_a_file_may_leave_out_options_of_objects(self) -> None:
         config = make_config(solver={"type": "Picard", "rtol": 1e-3})

@@ -151,6 +151,40 @@ class TestModels:
         params.reset(4, 2)
         assert torch.equal(model(ids, inference_params=params).logits, first)
 
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_a_new_sequence_may_be_a_larger_batch(self, mixing: dict[str, Any]) -> None:
+        model, ids = make_model(**mixing), torch.randint(VOCAB, (5, 6))
+        params = InferenceParams(max_seqlen=6, max_batch_size=5)
+        # the last is a batch in two parts, of which the second makes the states longer
+        for parts in ([1], [3], [2], [2, 3]):
+            batch, first = ids[: sum(parts)], []
+            params.batch_size_offset = params.seqlen_offset = 0
+            for part in batch[:, :5].split(parts):
+                first.append(model(part, inference_params=params).logits)
+                params.batch_size_offset += len(part)
+            params.batch_size_offset, params.seqlen_offset = 0, 5
+            last = model(batch[:, 5:], inference_params=params).logits
+            same(torch.cat([torch.cat(first), last], 1), model(batch).logits)
+
+    def test_a_sequence_goes_on_with_its_batch(self) -> None:
+        mixer = BedouinMixer(8, layer_idx=0)
+        params = InferenceParams(max_seqlen=6, max_batch_size=5)
+        mixer(torch.randn(2, 3, 8), inference_params=params)
+        params.seqlen_offset = 3
+        for t in (1, 2):
+            with pytest.raises(ValueError, match="must have at most 2 rows.* layer 0 .* got 3: a"):
+                mixer(torch.randn(3, t, 8), inference_params=params)
+
+    def test_generation_has_no_noise_in_training_mode(self) -> None:
+        model, ids = make_model(feedback_noise=3.0), torch.randint(VOCAB, (2, 4))
+        assert model.training and not torch.equal(model(ids).logits, model(ids).logits)
+        params = InferenceParams(max_seqlen=4, max_batch_size=2)
+        chunks = []
+        for chunk in ids.split([2, 1, 1], dim=1):
+            chunks.append(model(chunk, inference_params=params).logits)
+            params.seqlen_offset += chunk.shape[1]
+        same(torch.cat(chunks, 1), model.eval()(ids).logits)
+
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("mixing", [{"num_heads": 2}, CONVOLVED])

@@ -472,7 +472,9 @@ def test_a_layer_with_the_kernels_is_the_layer_without(kind: Any, options: dict[
 @needs_triton
 def test_what_the_kernels_do_not_cover_is_said() -> None:
     x = torch.randn(1, 2, 5, device=DEVICE)
-    with pytest.raises(ValueError, match=r"does not support this mixer \(only HouseholderProduct"):
+    with pytest.raises(
+        ValueError, match=r"does not support the mixer LowRank \(only HouseholderProduct"
+    ):
         Bedouin(5, mixer=LowRank(2), device=DEVICE, backend="triton")(x)
 
 

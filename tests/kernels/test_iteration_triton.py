@@ -430,7 +430,7 @@ def test_unrolling_takes_the_plain_loop() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixer": LowRank(2)}, r"does not support this mixer \(only HouseholderProduct"),
+        ({"mixer": LowRank(2)}, r"does not support the mixer LowRank \(only HouseholderProduct"),
         ({"solver": Picard(patience=2)}, r"does not support adaptive damping \(patience\)"),
         ({"num_householder": 9}, "does not support 9 reflections"),
     ],

@@ -6,8 +6,8 @@ describe("solver", Picard(1e-4))  # {"type": "Picard", "rtol": 1e-4, ...}
 import inspect
 from typing import Any
 
-from bedouin import solvers
-from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank, NoMixing
+from bedouin import mixers, parameterization, solvers
+from bedouin.mixers import ChannelMixer
 from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
 
@@ -16,12 +16,11 @@ Described = Adjoint | Cap | ChannelMixer | Initialization | Solver
 attributes of the same names."""
 
 _TYPES: dict[str, type] = {
-    kind.__name__: kind for kind in (HouseholderProduct, Initialization, LowRank, NoMixing)
+    name: kind
+    for module in (mixers, parameterization, solvers)
+    for name, kind in vars(module).items()
+    if inspect.isclass(kind) and issubclass(kind, Described) and not inspect.isabstract(kind)
 }
-for _name in solvers.__all__:
-    _kind = getattr(solvers, _name)
-    if inspect.isclass(_kind) and issubclass(_kind, Described) and not inspect.isabstract(_kind):
-        _TYPES[_name] = _kind
 
 
 def describe(name: str, value: Any) -> Any:

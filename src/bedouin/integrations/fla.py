@@ -11,6 +11,7 @@ Tested with flash-linear-attention 0.6 (pip install ".[fla]"), which it does not
 Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.
 """
 
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +21,7 @@ from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
 from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.masks import row_mask
+from bedouin.noise import without_noise
 from bedouin.state import BedouinState
 
 Mode = Literal["chunk", "fused_recurrent"]
@@ -84,6 +86,8 @@ class BedouinLayer(nn.Module):
             use_cache the one after them, of each row or of each document: recurrent_state is the
             tuple of h (b, d, n) and y (b, d), and with a convolution conv_state its window
             (b, w - 1, m).
+            In training mode, calls with a cache and without gradients, as those of a generation,
+            have no noise of feedback_noise.
         others: FLA's models pass all their arguments to every layer; no other one concerns it.
 
         Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
@@ -96,7 +100,10 @@ class BedouinLayer(nn.Module):
             output, after = self._step(hidden_states, state, mask)
         else:
             packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
-            output, after = self.layer(hidden_states, state, True, **packing)
+            # with gradients a cache serves truncated backpropagation, without them a generation
+            generates = past_key_values is not None and not torch.is_grad_enabled()
+            with without_noise() if generates else nullcontext():
+                output, after = self.layer(hidden_states, state, True, **packing)
         if use_cache and past_key_values is not None:
             past_key_values.update(
                 recurrent_state=(after.ssm, after.y),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bedouin.bedouin_layer import Bedouin
 from bedouin.integrations.convolution import convolution_options
+from bedouin.noise import without_noise
 from bedouin.state import BedouinState
 
 States = tuple[Tensor, ...]
@@ -78,9 +79,11 @@ class BedouinMixer(nn.Module):
 
         With inference_params, the states that they hold for this layer are those before the
         sequence, or zeros if seqlen_offset is 0, and become those after it, in place. A single
-        token is decoded by `step`; longer chunks may follow one another, too.
+        token is decoded by `step`; longer chunks may follow one another, too. No such call has the
+        noise of feedback_noise. A sequence that starts may be a larger batch than the last one.
 
-        Raises ValueError for inference_params without a layer_idx, or with cu_seqlens.
+        Raises ValueError for inference_params without a layer_idx, with cu_seqlens, or with states
+        of fewer rows than a sequence that goes on.
         """
         packing: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         if inference_params is None:
@@ -93,7 +96,8 @@ class BedouinMixer(nn.Module):
         if not is_first and hidden_states.shape[1] == 1 and mask is None and seq_idx is None:
             return self.step(hidden_states, *states)[0]
         before = None if is_first else self._read(states)
-        output, after = self.layer(hidden_states, before, True, **packing)
+        with without_noise():
+            output, after = self.layer(hidden_states, before, True, **packing)
         _write(states, after)
         return output
 
@@ -132,19 +136,30 @@ class BedouinMixer(nn.Module):
         return state.clone() if torch.is_grad_enabled() else state
 
     def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
-        """This layer's states of the batch at batch_size_offset, which are made if there are
-        none."""
+        """This layer's states of the batch at batch_size_offset, which are made if there are none;
+        a new sequence may be a larger batch than the last one."""
         if self.layer_idx is None:
             raise ValueError(
                 "layer_idx must be an int for calls with inference_params, got None: use "
                 "partial(BedouinMixer, layer_idx=i)"
             )
         start, kept = params.batch_size_offset, params.key_value_memory_dict
-        if self.layer_idx not in kept:
-            made = self.allocate_inference_cache(start + batch_size, 0)
-            kept[self.layer_idx] = made
         rows = slice(start, start + batch_size)
-        return tuple(state[rows] for state in kept[self.layer_idx])
+        states: States = kept.get(self.layer_idx, ())
+        count = len(states[0]) if states else 0
+        if not states or count < rows.stop:
+            if states and params.seqlen_offset:
+                raise ValueError(
+                    f"hidden_states must have at most {max(count - start, 0)} rows, as many as "
+                    f"inference_params has states of layer {self.layer_idx} at batch_size_offset="
+                    f"{start}, got {batch_size}: a larger batch starts with seqlen_offset=0"
+                )
+            made = self.allocate_inference_cache(rows.stop, 0)
+            # the rows before are those of other parts of the batch
+            for new, old in zip(made, states, strict=False):
+                new[:count] = old
+            kept[self.layer_idx] = states = made
+        return tuple(state[rows] for state in states)
 
 
 def _states(state: BedouinState) -> States:

@@ -80,6 +80,18 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
         self.has_previous_state, self.num_tokens = {0: False, 1: False}, 0
         self.seen = None
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing, for 0 tokens. A positive number is that of the tokens to keep, as before
+        transformers 5.24. Raises ValueError where tokens would be removed."""
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.num_tokens + tokens_to_remove
+        if kept < self.num_tokens:
+            raise ValueError(
+                f"tokens_to_remove must be 0, got {tokens_to_remove} after {self.num_tokens} "
+                "tokens: a recurrent state cannot be taken back to an earlier token. Go on from a "
+                "copy.deepcopy of the cache that was made there, and let models of attention alone "
+                "propose tokens as assistant_model"
+            )
+
     def get_seq_length(self) -> int:
         return self.num_tokens
 

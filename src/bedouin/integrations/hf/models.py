@@ -34,6 +34,7 @@ from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cros
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
 from bedouin.model import ResidualBlock
+from bedouin.noise import without_noise
 from bedouin.packing import check_bounds
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
@@ -316,6 +317,14 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         past, hidden = getattr(found, CACHE_NAME), found.hidden_states
         output = CausalLMOutputWithPast(loss, logits, past, hidden)
         return output if return_dict else output.to_tuple()
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """What `generate` of transformers' GenerationMixin takes, returns and raises.
+
+        No call in it has the noise of feedback_noise, also in training mode.
+        """
+        with without_noise():
+            return super().generate(*args, **options)
 
     def _fused_loss(
         self,
