@@ -195,6 +195,7 @@ class SequenceModel(SavedOptions):
     """
 
     saved_options = ("norm_eps", "tie_embeddings")
+    settable_options = ()
 
     @known_options
     def __init__(

@@ -64,7 +64,7 @@ class MarkedModule(nn.Module):
             raise AttributeError(
                 f"{name} of a {owner} is read by its constructor alone, got {value!r:.80}: make a "
                 f"new layer, {owner}(..., {name}=...), and load the parameters that fit; these may "
-                f"be set: {', '.join(self.settable_options)}"
+                f"be set: {', '.join(self.settable_options) or 'none'}"
             )
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):

@@ -66,7 +66,7 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
     def to(self, *args: Any, **options: Any) -> Self:
         """The state with `Tensor.to` applied to every tensor; lengths keep their dtype."""
         conv, keys, values = (v.to(*args, **options) for v in self.tensors[:3])
-        return self._of((conv, keys, values, self.lengths.to(keys.device)))
+        return self._make((conv, keys, values, self.lengths.to(keys.device)))
 
     @classmethod
     def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Self:
@@ -83,7 +83,7 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
             lengths = state.lengths
         else:
             lengths = keys.new_full(batch, filled, dtype=torch.int64)
-        return cls._of((state.conv, keys, values, lengths))
+        return cls._make((state.conv, keys, values, lengths))
 
 
 CACHES = (AttentionState, PaddedAttentionState)
