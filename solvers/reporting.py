@@ -105,16 +105,16 @@ class DeferredWarning:
             if str(count).strip("0") != "1":
                 return  # not a power of ten
             message += f" (unconverged call {count} of this layer; next warning at {10 * count})"
-        warnings.warn(message, ConvergenceWarning, stacklevel=_stacklevel(sys._getframe()))
+        warnings.warn(message, ConvergenceWarning, stacklevel=stacklevel(sys._getframe()))
 
     def tell(self, message: str) -> None:
         """Issue a UserWarning, the first time, or every time if `every`."""
         if self._every or message not in self._told:
             self._told.add(message)
-            warnings.warn(message, UserWarning, stacklevel=_stacklevel(sys._getframe()))
+            warnings.warn(message, UserWarning, stacklevel=stacklevel(sys._getframe()))
 
 
-def _stacklevel(frame: FrameType) -> int:
+def stacklevel(frame: FrameType) -> int:
     """The stacklevel, for a warning from `frame`, of the innermost caller outside
     `SKIPPED_PACKAGES`."""
     level, outer = 1, frame.f_back

@@ -1,7 +1,10 @@
 """The recurrent state: chunks, single tokens, selection, conversion."""
 
+import copy
 import io
+import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -11,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.random_layers import random_layer
 from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils.data import default_collate, default_convert
 
 from bedouin import Bedouin, BedouinState
 from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba, PaddedAttentionState
@@ -224,6 +229,50 @@ def test_files_of_states_load_without_code(state: RecurrentState) -> None:
     assert type(loaded) is type(state)
     for found, expected in zip(loaded.tensors, state.tensors, strict=True):
         assert torch.equal(found, expected)
+
+
+def collated(state: Any) -> Any:
+    """torch's batches of a data set of single samples."""
+    return default_collate([state[0], state[1]])
+
+
+def gathered(state: Any) -> Any:
+    operations = pytest.importorskip("accelerate.utils.operations")
+    assert operations.is_namedtuple(state)
+    return operations.recursively_apply(torch.clone, state)
+
+
+REBUILT: list[Callable[[Any], Any]] = [
+    lambda s: type(s)._make(map(torch.clone, s)),
+    lambda s: type(s)(*[v.clone() for v in s]),
+    lambda s: type(s)(**{name: v.clone() for name, v in s._asdict().items()}),
+    lambda s: s._replace(**s._asdict()),
+    lambda s: _apply_to_tensors(torch.clone, s),
+    lambda s: tree_map(torch.clone, s),
+    copy.deepcopy,
+    lambda s: pickle.loads(pickle.dumps(s)),
+    default_convert,
+    collated,
+    gathered,
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: type(state).__name__)
+@pytest.mark.parametrize("rebuild", REBUILT)
+def test_generic_code_for_named_tuples_rebuilds_states(
+    state: Any, rebuild: Callable[[Any], Any]
+) -> None:
+    """In torch and accelerate."""
+    found = rebuild(state)
+    assert type(found) is type(state)
+    assert len(found) == len(list(found)) == len(state.tensors)
+    for actual, expected in zip(found, state, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_rebuilding_needs_the_tensors_of_a_state() -> None:
+    with pytest.raises(TypeError):
+        BedouinState._make([torch.zeros(1, 2, 3)])
 
 
 def test_a_state_is_a_node_with_its_fields_as_children() -> None:

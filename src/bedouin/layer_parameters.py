@@ -55,7 +55,7 @@ from bedouin.parameterization import (
     choose_solver,
     split_feedback_weight,
 )
-from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark
+from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark, type_name
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Solver, SolveStats
 from bedouin.solvers.base import check_number
@@ -140,6 +140,18 @@ class LayerParameters(SavedLayer, ABC):
     on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
     backend = SolveOption[Backend, Backend]("backend")
 
+    saved_options = (
+        "num_heads",
+        "input_scale",
+        "eigenvalues",
+        "erase",
+        "feedback",
+        "feedback_norm",
+        "bounded_x",
+        "d_conv",
+        "norm_eps",
+    )
+
     record_history: bool = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
 
@@ -220,6 +232,7 @@ class LayerParameters(SavedLayer, ABC):
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
         self.mixer, self.layer_idx = mixer, check_layer_idx(layer_idx)
+        self.d_conv = d_conv
         self.solve_options = solve.options(mixer, self.head_dim)
         self.stats = None
         self.draws = Draws()
@@ -382,6 +395,17 @@ class LayerParameters(SavedLayer, ABC):
     def reads_others(self) -> bool:
         """Whether heads with feedback read the outputs of heads without it."""
         return self.feedback_scope == "layer" and 0 < self.fed_heads < self.num_heads
+
+    @property
+    def norm_eps(self) -> float | None:
+        """The eps of the output norm; None without one."""
+        return getattr(self.norm, "eps", None)
+
+    def number_options(self) -> dict[str, Any]:
+        """Those of the mixer are among them."""
+        mixer: Any = self.mixer
+        of_mixer = {name: getattr(mixer, name) for name in getattr(mixer, "saved_options", ())}
+        return super().number_options() | {"mixer": type_name(mixer)} | of_mixer
 
     @property
     def feedback_norm_eps(self) -> float | None:

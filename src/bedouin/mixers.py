@@ -6,7 +6,7 @@ values; leading axes (...) are batch and time.
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ class ChannelMixer(nn.Module, ABC):
     128 channels, whose local systems are then solved as dense ones: a token costs O(d^3) operations
     and O(d^2) memory, in plain PyTorch, instead of O(d k^2) and O(d k).
     """
+
+    saved_options: ClassVar[tuple[str, ...]] = ()
+    """Attributes that a layer saves and compares with its own options (bedouin.parameters)."""
 
     @abstractmethod
     def raw_size(self, d_inner: int) -> int:
@@ -123,6 +126,8 @@ class HouseholderProduct(StructuredMixer):
     beta_max outside (0, 2].
     """
 
+    saved_options = ("num_householder", "beta_max")
+
     @known_options
     def __init__(self, num_householder: int = 2, beta_max: float = 1.0) -> None:
         super().__init__()
@@ -202,6 +207,8 @@ class LowRank(StructuredMixer):
     Raises TypeError for a rank that is not an int, ValueError for rank < 1.
     """
 
+    saved_options = ("rank",)
+
     @known_options
     def __init__(self, rank: int = 2) -> None:
         super().__init__()
@@ -243,6 +250,8 @@ class FactoredMixer(ChannelMixer):
     Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in
     `raw_size` for a d that is not their product.
     """
+
+    saved_options = ("factors",)
 
     @known_options
     def __init__(self, factors: tuple[int, int] | None = None) -> None:

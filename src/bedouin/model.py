@@ -21,6 +21,7 @@ from bedouin.checks import (
 )
 from bedouin.generation import Sampling, generate
 from bedouin.packing import find_packing
+from bedouin.parameters import SavedOptions
 from bedouin.solvers.base import check_number
 from bedouin.state import SequenceCall
 
@@ -156,7 +157,7 @@ class Block(ResidualBlock):
         return self._residual(x, mix(self.norm(x)))
 
 
-class SequenceModel(nn.Module):
+class SequenceModel(SavedOptions):
     """An embedding, pre-norm residual blocks around the given mixers, RMSNorm and a linear head.
 
         model = SequenceModel(60, 128, [Bedouin(128)])                                  # one layer
@@ -193,6 +194,9 @@ class SequenceModel(nn.Module):
     `num_layers`, and a tied head with output_size != vocab_size.
     """
 
+    saved_options = ("norm_eps", "tie_embeddings")
+    settable_options = ()
+
     @known_options
     def __init__(
         self,
@@ -219,6 +223,7 @@ class SequenceModel(nn.Module):
         check_number("norm_eps", norm_eps, 0, 1, open_low=False)
         check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
         check_bool("tie_embeddings", tie_embeddings)
+        self.norm_eps, self.tie_embeddings = norm_eps, tie_embeddings
         check_dtype(dtype)
         if tie_embeddings and vocab_size != output_size:
             raise ValueError(

@@ -1,6 +1,9 @@
 """What layers and baselines share: dtypes, marks, initial values and saving of parameters."""
 
+import json
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -11,8 +14,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from bedouin.kernels.launch import accumulator
 from bedouin.solvers import SolveStats
 from bedouin.solvers.draws import Draws
+from bedouin.solvers.reporting import stacklevel
 
 DELTA_RANGE = (1e-3, 0.1)
+
+TEXT_BLOCK = 512
+"""The text of a module's options is filled up with spaces to a multiple of this."""
 
 
 def convolved_error(expected: str, got: str) -> ValueError:
@@ -57,7 +64,7 @@ class MarkedModule(nn.Module):
             raise AttributeError(
                 f"{name} of a {owner} is read by its constructor alone, got {value!r:.80}: make a "
                 f"new layer, {owner}(..., {name}=...), and load the parameters that fit; these may "
-                f"be set: {', '.join(self.settable_options)}"
+                f"be set: {', '.join(self.settable_options) or 'none'}"
             )
         super().__setattr__(name, value)
         if isinstance(value, nn.Parameter):
@@ -73,31 +80,67 @@ class MarkedModule(nn.Module):
         return self
 
 
-class SavedLayer(MarkedModule):
-    """A layer whose extra state is the counter of its training calls, on which random caps depend.
+class SavedOptions(MarkedModule):
+    """A module whose extra state has the options on which its numbers depend but the shapes of its
+    parameters do not: loading those of a module with other options would be silent otherwise.
 
-    The counter is always present, so that `load_state_dict(strict=True)` works between layers that
-    differ only in solver, adjoint, cap or backend.
+    The extra state is a tensor of integers: `num_calls`, and the options as the characters of a
+    JSON text. It is a tensor because safetensors holds nothing else, and of a size that differs
+    between few layers because torch.distributed.checkpoint loads a tensor only into one of its own
+    size: of its checkpoints of versions up to 0.2, which have the number of calls alone, load all
+    keys but those that end in _extra_state. All dtypes to which a tool may convert a state_dict
+    represent the characters exactly.
     """
 
-    draws: Draws
-    stats: SolveStats | None
+    saved_options: ClassVar[tuple[str, ...]] = ()
+    """Attributes in the extra state, whose values JSON can hold. Not solver, adjoint, cap and
+    backend, between which `load_state_dict` works without a warning."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickles, without statistics of a torch.func transform."""
-        state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
-            state["stats"] = None
-        return state
+    num_calls: int = 0
+    """The number of training calls, where a layer counts them."""
 
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.draws.count)
+    def number_options(self) -> dict[str, Any]:
+        """The options in the extra state, by name."""
+        return {name: getattr(self, name) for name in self.saved_options}
+
+    def get_extra_state(self) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int64
+        text = json.dumps(self.number_options(), separators=(",", ":"))
+        text += " " * (-len(text) % TEXT_BLOCK)
+        # on the CPU also where a context makes tensors on another device
+        return torch.tensor([self.num_calls, *text.encode("ascii")], device="cpu")
 
     def set_extra_state(
         self,
-        state: Tensor,  # (), the count of draws
+        state: Tensor,  # as of get_extra_state, or (): the number of calls alone
     ) -> None:
-        self.draws.count = int(state)
+        """Take the number of calls, and issue a UserWarning that names the options in which the
+        module that was saved and this one differ. Versions up to 0.2 saved no options."""
+        num_calls, *text = state.flatten().tolist()
+        self.num_calls = int(num_calls)
+        message = self._compare(text) if text else ""
+        if message:
+            warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
+
+    def _compare(self, text: list[float]) -> str:
+        """What to say about the options that were saved; nothing if they are those present."""
+        owner = type_name(self)
+        try:
+            saved = json.loads(bytes(map(round, text)))
+        except ValueError:  # such as an average of different options
+            return (
+                f"the options with which the parameters of this {owner} were saved cannot be read "
+                "from its extra state: make sure that they are its own"
+            )
+        present = json.loads(json.dumps(self.number_options()))
+        # an option that one of them does not know is none of another version
+        names = [name for name in present if saved.get(name, present[name]) != present[name]]
+        if not names:
+            return ""
+        was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
+        return (
+            f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
+            "outputs may differ from those of what was saved: make it with the saved options"
+        )
 
     def _load_from_state_dict(
         self,
@@ -108,14 +151,46 @@ class SavedLayer(MarkedModule):
         missing_keys: list[str],
         *others: Any,
     ) -> None:
-        """As torch's, but a missing counter is no error and leaves the count as it is: tools that
-        save parameters alone, such as averages of weights, leave it out."""
+        """As torch's, but a missing extra state is no error and leaves the number of calls as it
+        is: tools that save parameters alone, such as averages of weights, leave it out."""
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *others
         )
         key = prefix + "_extra_state"
         if key in missing_keys:
             missing_keys.remove(key)
+
+
+class SavedLayer(SavedOptions):
+    """A layer whose extra state also has the number of its training calls, on which random caps
+    depend."""
+
+    draws: Draws
+    stats: SolveStats | None
+
+    @property
+    def num_calls(self) -> int:  # type: ignore[override]
+        return self.draws.count
+
+    @num_calls.setter
+    def num_calls(self, value: int) -> None:
+        self.draws.count = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickles, without statistics of a torch.func transform."""
+        state = dict(vars(self))
+        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
+            state["stats"] = None
+        return state
+
+
+def type_name(module: nn.Module) -> str:
+    """The name of a module's class, or if FSDP or a parametrization has derived that, of its own.
+
+    The module of a derived class is one of torch, or if it has abstract methods `abc`."""
+    kinds = type(module).__mro__
+    derived = "torch", "abc"
+    return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
 
 
 def mark(parameter: Tensor | None, name: str) -> None:

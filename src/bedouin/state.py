@@ -33,8 +33,9 @@ Join = Callable[[list[Tensor]], Tensor]
 class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
-    `torch.load` reads states with weights_only=True, and an exported program takes and returns
-    them.
+    `torch.load` reads states with weights_only=True, an exported program takes and returns them,
+    and code that takes named tuples apart and makes them anew, as for a data loader or for
+    processes, finds the tensors alone. An index selects samples, not fields.
     """
 
     __slots__ = ()
@@ -130,7 +131,7 @@ class RecurrentState:
             state._check_batched(batched, name)
             state._check_like(states[0], name)
         fields = zip(*(state.tensors for state in states), strict=True)
-        return cls._of(join(list(field)) for field in fields)
+        return cls._make(join(list(field)) for field in fields)
 
     def _check_batched(self, batched: bool, user: str) -> None:
         if self._is_batched() == batched:
@@ -163,14 +164,15 @@ class RecurrentState:
         return tuple(values)
 
     @classmethod
-    def _of(cls, values: Iterable[Any]) -> Self:
+    def _make(cls, values: Iterable[Any]) -> Self:
+        """The state of these tensors, in the order in which it iterates over them."""
         make: Any = cls
         state: Self = make(*values)
         return state
 
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """The state with `convert` applied to every tensor."""
-        return self._of(convert(v) for v in self.tensors)
+        return self._make(convert(v) for v in self.tensors)
 
 
 def _describe(value: Any) -> str:
@@ -191,7 +193,7 @@ def _register_node(kind: type[RecurrentState]) -> None:
     register_pytree_node(
         kind,
         flatten,
-        lambda values, _: kind._of(values),
+        lambda values, _: kind._make(values),
         serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
@@ -231,9 +233,13 @@ class BedouinState(RecurrentState, _BedouinFields):
         fields = (self.ssm, self.y, self.conv)
         return iter([v for v in fields if v is not None])
 
+    def __len__(self) -> int:
+        """The number of tensors, those over which it iterates."""
+        return 2 if self.conv is None else 3
+
     def _replace(self, **changes: Any) -> Self:
         """The state with other values of some fields."""
-        return self._of((self._asdict() | changes).values())
+        return self._make((self._asdict() | changes).values())
 
 
 class StateSize(NamedTuple):

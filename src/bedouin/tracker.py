@@ -24,7 +24,7 @@ from bedouin.kernels.padding import CLOSED
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
 from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
-from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import check_number, positive_int
 from bedouin.state import BedouinState, RecurrentState
@@ -59,7 +59,7 @@ class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
     axes = (2, 2, 1)
 
 
-class Tracker(Baseline[TrackerState]):
+class Tracker(SavedOptions, Baseline[TrackerState]):
     """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
 
         x, B, C = SiLU(conv(W u) + [W_r read, 0, 0]);   Delta, beta^e, gate = W u
@@ -89,6 +89,7 @@ class Tracker(Baseline[TrackerState]):
     """
 
     state_type = TrackerState
+    saved_options = ("norm_eps",)
     captures_step = True
 
     @known_options

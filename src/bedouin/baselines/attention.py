@@ -17,7 +17,7 @@ from bedouin.baselines.options import head_size, positive_number
 from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.parameters import SavedOptions, at_least_float32, factory_options
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import Join, RecurrentState
 
@@ -66,7 +66,7 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
     def to(self, *args: Any, **options: Any) -> Self:
         """The state with `Tensor.to` applied to every tensor; lengths keep their dtype."""
         conv, keys, values = (v.to(*args, **options) for v in self.tensors[:3])
-        return self._of((conv, keys, values, self.lengths.to(keys.device)))
+        return self._make((conv, keys, values, self.lengths.to(keys.device)))
 
     @classmethod
     def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Self:
@@ -83,13 +83,13 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
             lengths = state.lengths
         else:
             lengths = keys.new_full(batch, filled, dtype=torch.int64)
-        return cls._of((state.conv, keys, values, lengths))
+        return cls._make((state.conv, keys, values, lengths))
 
 
 CACHES = (AttentionState, PaddedAttentionState)
 
 
-class Attention(Baseline[AttentionState]):
+class Attention(SavedOptions, Baseline[AttentionState]):
     """Causal multi-head attention by torch's scaled_dot_product_attention, (b, t, m) -> (b, t, m).
 
         o_t = sum_{s <= t} softmax_s(R_t q_t . R_s k_s / sqrt(p)) v_s
@@ -108,6 +108,7 @@ class Attention(Baseline[AttentionState]):
     """
 
     state_type = AttentionState
+    saved_options = ("num_heads", "rope_base")
 
     @known_options
     def __init__(

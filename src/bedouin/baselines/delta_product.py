@@ -25,7 +25,7 @@ from bedouin.kernels.delta_rule import (
 )
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
@@ -49,7 +49,7 @@ class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class DeltaProduct(MatrixBaseline[DeltaState]):
+class DeltaProduct(SavedOptions, MatrixBaseline[DeltaState]):
     """DeltaProduct, (b, t, m) -> (b, t, m): k delta-rule steps a token and head,
 
         S <- alpha_t S,  then for j = 1 ... k:  S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T
@@ -79,6 +79,7 @@ class DeltaProduct(MatrixBaseline[DeltaState]):
 
     state_type = DeltaState
     settable_options = ("backend", "layer_idx", "norm_eps")
+    saved_options = ("num_householder", "num_heads", "head_dim", "eigenvalues", "norm_eps")
 
     @known_options
     def __init__(

@@ -21,7 +21,7 @@ from bedouin.baselines.options import (
 from bedouin.checks import known_options
 from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import at_least_float32, factory_options, mark
+from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
@@ -39,7 +39,7 @@ class M2RNNState(RecurrentState, _M2RNNFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class M2RNN(MatrixBaseline[M2RNNState]):
+class M2RNN(SavedOptions, MatrixBaseline[M2RNNState]):
     """M2RNN, (b, t, m) -> (b, t, m), token by token:
 
         S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)
@@ -61,6 +61,7 @@ class M2RNN(MatrixBaseline[M2RNNState]):
 
     state_type = M2RNNState
     settable_options = ("backend", "norm_eps")
+    saved_options = ("norm_eps",)
 
     @known_options
     def __init__(

@@ -16,7 +16,13 @@ from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import MarkedModule, at_least_float32, factory_options, mark
+from bedouin.parameters import (
+    MarkedModule,
+    SavedOptions,
+    at_least_float32,
+    factory_options,
+    mark,
+)
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
 from bedouin.wrapped import is_untouched
@@ -47,7 +53,7 @@ class _DeltaProjection(MarkedModule, nn.Linear):
         mark(self._parameters.get("bias"), "_no_reinit")
 
 
-class Mamba(Baseline[MambaState]):
+class Mamba(SavedOptions, Baseline[MambaState]):
     """Mamba-1's block on Bedouin's selective scan, (b, t, m) -> (b, t, m).
 
         x, z = in_proj(u);  x = SiLU(conv(x));  dt, B, C = x_proj(x);  Delta = softplus(dt_proj(dt))
@@ -66,6 +72,7 @@ class Mamba(Baseline[MambaState]):
     """
 
     state_type = MambaState
+    saved_options = ("eigenvalues",)
 
     @known_options
     def __init__(
