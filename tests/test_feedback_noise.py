@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, Decoder, SequenceModel
-from bedouin.tracker import Tracker
-from bedouin.tracking import TrackingDeltaNet
+from bedouin.layers.tracker import Tracker
+from bedouin.layers.tracking import TrackingDeltaNet
 
 OPTIONS: list[dict[str, Any]] = [
     {"num_householder": 0, "feedback": ("delta", "x"), "feedback_scope": "layer"},

@@ -23,8 +23,9 @@ FOLDERS = {
 ALLOWED = {
     "bedouin": ("bedouin",),
     "bedouin.baselines": (
-        *("bedouin.baselines", "bedouin.checks", "bedouin.kernels", "bedouin.packing"),
-        *("bedouin.parameters", "bedouin.short_convolution", "bedouin.state", "bedouin.wrapped"),
+        *("bedouin.baselines", "bedouin.checks", "bedouin.kernels", "bedouin.layers"),
+        *("bedouin.packing", "bedouin.parameters", "bedouin.short_convolution", "bedouin.state"),
+        "bedouin.wrapped",
     ),
     "bedouin.tasks": ("bedouin.tasks",),
     "bedouin.kernels": ("bedouin.kernels",),

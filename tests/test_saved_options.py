@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
 from bedouin.baselines import M2RNN, Attention, DeltaNet, DeltaProduct, Mamba
+from bedouin.layers.tracker import Tracker
 from bedouin.mixers import Kronecker
 from bedouin.parameters import TEXT_BLOCK
-from bedouin.tracker import Tracker
 
 Load = Callable[[nn.Module, nn.Module], Any]
 

@@ -4,7 +4,9 @@ from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
 from bedouin.decoding import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.gated_delta_net import GatedDeltaNet
+from bedouin.layers.gated_delta_net import GatedDeltaNet
+from bedouin.layers.tracker import Tracker
+from bedouin.layers.tracking import TrackingDeltaNet
 from bedouin.mixers import (
     ChannelMixer,
     HouseholderProduct,
@@ -20,8 +22,6 @@ from bedouin.optimization import param_groups
 from bedouin.parameterization import Initialization
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
-from bedouin.tracker import Tracker
-from bedouin.tracking import TrackingDeltaNet
 
 __version__ = "0.2.0"
 

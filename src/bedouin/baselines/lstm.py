@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from bedouin.baselines.interface import Baseline, StateShapes
-from bedouin.baselines.options import expanded
 from bedouin.checks import known_options
+from bedouin.layers.options import expanded
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes
 from bedouin.parameters import factory_options
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
@@ -53,7 +53,7 @@ class _LSTM(nn.LSTM):
             super().flatten_parameters()
 
 
-class LSTM(Baseline[LSTMState]):
+class LSTM(RecurrentLayer[LSTMState]):
     """torch.nn.LSTM, which is cuDNN's on a GPU, and an output projection (b, t, m) -> (b, t, m).
 
         i, f, g, o = W x_t + U h_{t-1} + bias

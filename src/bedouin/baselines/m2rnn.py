@@ -11,15 +11,15 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.delta_product import A_MAX
-from bedouin.baselines.interface import MatrixBaseline, owned
-from bedouin.baselines.options import (
+from bedouin.checks import known_options
+from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
+from bedouin.layers.delta_product import A_MAX
+from bedouin.layers.options import (
     positive_number,
     reset_dt_bias,
     unfit_for_kernels,
 )
-from bedouin.checks import known_options
-from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
+from bedouin.layers.recurrent import MatrixLayer, owned
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
@@ -39,7 +39,7 @@ class M2RNNState(RecurrentState, _M2RNNFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class M2RNN(SavedOptions, MatrixBaseline[M2RNNState]):
+class M2RNN(SavedOptions, MatrixLayer[M2RNNState]):
     """M2RNN, (b, t, m) -> (b, t, m), token by token:
 
         S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import Baseline, StateShapes, owned
-from bedouin.baselines.options import expanded, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
+from bedouin.layers.options import expanded, reset_dt_bias
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import (
     MarkedModule,
@@ -53,7 +53,7 @@ class _DeltaProjection(MarkedModule, nn.Linear):
         mark(self._parameters.get("bias"), "_no_reinit")
 
 
-class Mamba(SavedOptions, Baseline[MambaState]):
+class Mamba(SavedOptions, RecurrentLayer[MambaState]):
     """Mamba-1's block on Bedouin's selective scan, (b, t, m) -> (b, t, m).
 
         x, z = in_proj(u);  x = SiLU(conv(x));  dt, B, C = x_proj(x);  Delta = softplus(dt_proj(dt))

@@ -11,13 +11,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from bedouin.baselines.interface import MatrixBaseline, StateShapes, owned
-from bedouin.baselines.options import (
+from bedouin.checks import known_options
+from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
+from bedouin.layers.options import (
     positive_number,
     unfit_for_kernels,
 )
-from bedouin.checks import known_options
-from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
+from bedouin.layers.recurrent import MatrixLayer, StateShapes, owned
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.short_convolution import ShortConvolution
@@ -38,7 +38,7 @@ class RecurrentDeltaState(RecurrentState, _RecurrentDeltaFields):  # type: ignor
     axes = (2, 3, 2)
 
 
-class RecurrentDeltaNet(MatrixBaseline[RecurrentDeltaState]):
+class RecurrentDeltaNet(MatrixLayer[RecurrentDeltaState]):
     """Recurrent Delta Net, (b, t, m) -> (b, t, m): a fast weight programmer with feedback.
 
         q, k, v, beta = W x_t + R tanh(y_{t-1})       R of a head reads the y of that head

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
 from bedouin.kernels.outside import outside_of_graphs
+from bedouin.layers.options import LAUNCH
 
 CELLS = 1024
 """Numbers of a memory for each warp of a program, of which there are at most 8."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from bedouin.baselines.options import LAUNCH
 from bedouin.kernels.guard import Launching
 from bedouin.kernels.outside import outside_of_graphs
+from bedouin.layers.options import LAUNCH
 
 CELLS = 2048
 """Numbers of a memory for each warp of a program. One warp sums without barriers."""

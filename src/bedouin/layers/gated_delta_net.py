@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from bedouin.baselines.delta_net import DeltaNet
 from bedouin.checks import check_layer_idx, known_options, positive_int
 from bedouin.kernels.delta_rule import DeltaBackend
+from bedouin.layers.delta_net import DeltaNet
 
 HEAD_DIM = 128
 """Most key channels of a head that is not told how many to have."""

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.baselines.delta_product import DeltaState
-from bedouin.baselines.interface import Baseline, StateShapes
 from bedouin.checks import check_layer_idx, known_options
-from bedouin.gated_delta_net import GatedDeltaNet
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
+from bedouin.layers.delta_product import DeltaState
+from bedouin.layers.gated_delta_net import GatedDeltaNet
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes
+from bedouin.layers.tracker import Tracker, TrackerState
 from bedouin.state import RecurrentState
-from bedouin.tracker import Tracker, TrackerState
 
 
 class _TrackingFields(NamedTuple):
@@ -35,7 +35,7 @@ class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]
     axes = (2, 3, 2, 2, 1)
 
 
-class TrackingDeltaNet(Baseline[TrackingState]):
+class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     """A layer that tracks a state and recalls what a sequence contains, (b, t, m) -> (b, t, m).
 
         memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t

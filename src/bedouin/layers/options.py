@@ -1,4 +1,4 @@
-"""Checks of options and initial values that several baselines share."""
+"""Checks of options and initial values that several layers share."""
 
 import math
 

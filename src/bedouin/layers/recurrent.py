@@ -1,4 +1,4 @@
-"""The interface that every baseline has, that of `Bedouin`: forward, step, init_state.
+"""The interface of layers with an explicit recurrence, that of `Bedouin`.
 
 Letters: b batch, t time, m d_model.
 """
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bedouin.baselines.options import expanded, head_size
 from bedouin.checks import (
     check_batch_size,
     check_dtype,
@@ -17,6 +16,7 @@ from bedouin.checks import (
     check_tensor,
     positive_int,
 )
+from bedouin.layers.options import expanded, head_size
 from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
@@ -29,7 +29,7 @@ StateShapes = dict[str, tuple[int | None, ...]]
 """The shape of each tensor of a state without its batch axis; None: any length."""
 
 
-class Baseline(MarkedModule, ABC, Generic[StateT]):
+class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state.
 
     A subclass names the type of its state, the sizes of the state's tensors, and computes outputs
@@ -42,7 +42,7 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
     """Whether a `Decoder` captures `step` as a CUDA graph."""
 
     out_proj: nn.Linear
-    """The last layer of every baseline; its weight has the layer's dtype and device."""
+    """The last module of every layer; its weight has the layer's dtype and device."""
 
     def __init__(self, d_model: int, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class Baseline(MarkedModule, ABC, Generic[StateT]):
         return state
 
 
-class MatrixBaseline(Baseline[StateT]):
-    """A baseline of several heads whose memories are matrices, after a short convolution.
+class MatrixLayer(RecurrentLayer[StateT]):
+    """A layer of several heads whose memories are matrices, after a short convolution.
 
     The options are h heads, p key channels (None: d_model / h), and expand_v p value channels.
     """

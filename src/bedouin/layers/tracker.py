@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bedouin.baselines.interface import Baseline, StateShapes, owned
-from bedouin.baselines.options import positive_number, reset_dt_bias
 from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
@@ -21,6 +19,8 @@ from bedouin.kernels.heads import fold
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED
+from bedouin.layers.options import positive_number, reset_dt_bias
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
 from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
@@ -59,7 +59,7 @@ class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
     axes = (2, 2, 1)
 
 
-class Tracker(SavedOptions, Baseline[TrackerState]):
+class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
     """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
 
         x, B, C = SiLU(conv(W u) + [W_r read, 0, 0]);   Delta, beta^e, gate = W u

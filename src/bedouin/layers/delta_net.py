@@ -2,10 +2,10 @@
 
 import torch
 
-from bedouin.baselines.delta_product import DeltaProduct
 from bedouin.checks import check_bool, known_options
 from bedouin.kernels.delta_rule import DeltaBackend
 from bedouin.kernels.scan import Eigenvalues
+from bedouin.layers.delta_product import DeltaProduct
 
 
 class DeltaNet(DeltaProduct):

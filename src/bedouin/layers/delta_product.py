@@ -11,8 +11,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.baselines.interface import MatrixBaseline, owned
-from bedouin.baselines.options import positive_number, reset_dt_bias
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import autocast_dtype, without_autocast
 from bedouin.kernels.convolution import Groups
@@ -24,6 +22,8 @@ from bedouin.kernels.delta_rule import (
     kernel_backend,
 )
 from bedouin.kernels.scan import Eigenvalues
+from bedouin.layers.options import positive_number, reset_dt_bias
+from bedouin.layers.recurrent import MatrixLayer, owned
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
@@ -49,7 +49,7 @@ class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class DeltaProduct(SavedOptions, MatrixBaseline[DeltaState]):
+class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
     """DeltaProduct, (b, t, m) -> (b, t, m): k delta-rule steps a token and head,
 
         S <- alpha_t S,  then for j = 1 ... k:  S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T
