@@ -12,7 +12,6 @@ import matplotlib
 import torch
 
 import bedouin
-from bedouin.tasks import Group
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
@@ -75,16 +74,6 @@ def table(scores: Scores, names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def chance_level(config: Mapping[str, Any]) -> float:
-    """Token accuracy of guessing, from a run's configuration: 1 over the number of answers.
-
-    The answers of a word problem are the elements of its group, those of copying the letters.
-    """
-    if "group" in config:
-        return 1 / Group.from_name(config["group"]).order
-    return 1 / int(config["num_letters"])
-
-
 def save_figure(
     path: Path, runs: Sequence[Scores], *, title: str, train_length: int, chance: float
 ) -> None:
@@ -112,7 +101,8 @@ def save_figure(
         right.yaxis.set_major_locator(MaxNLocator(integer=True))
         right.set(ylabel="median fixed-point iterations", ylim=(0, 1.2 * most))
         handles = [*handles, *right.get_lines()]
-    left.legend(handles=handles, loc="lower left", fontsize="small")
+    # below the axes, where no curve lies
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
