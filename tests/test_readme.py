@@ -729,7 +729,7 @@ def test_the_model_of_make_lm_needs_fewer_bits_than_an_lstm_of_its_size() -> Non
 def test_controls_on_a_cpu_are_those_of_the_page() -> None:
     parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
     paths = {part: f"controls-cpu/{part}-seed{{}}" for part in parts}
-    for name, path in ({"make a5": "a5-cpu/a5_cpu_delta_seed{}"} | paths).items():
+    for name, path in ({"make a5, `delta`": "a5-cpu/a5_cpu_delta_seed{}"} | paths).items():
         runs = [raw(path.format(seed)) for seed in range(3)]
         assert [(run["seed"], device(run)) for run in runs] == [(s, "CPU") for s in range(3)]
         shown = []
@@ -757,7 +757,7 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
     names += [f"seed 1, length 6 throughout, {x['note']}" for x in again[:2]] + ["seed 1, the same"]
     buffers = raw("a5-cpu/a5_cpu_buffers")
     names += [f"seed {x['seed']}, {x['note']}" for x in buffers]
-    fed = [("delta", 0), ("delta", 1), ("delta", 2), ("delta", 100), ("bounded_delta", 100)]
+    fed = [(scale, seed) for scale in ("delta", "bounded_delta") for seed in (0, 1, 2, 100)]
     names += [f"feedback of Δ alone, {scale}, seed {seed}" for scale, seed in fed]
     only = [raw(f"a5-cpu/a5_cpu_{scale}_seed{seed}") for scale, seed in fed]
     for name, content in zip(names, runs + buffers + only, strict=True):
@@ -765,6 +765,12 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
         shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
         end = " with 5,500 steps |" if name.endswith("same") else " |"
         assert line(TEXTS["a5-cpu"], name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
+    of_make = [raw(f"a5-cpu/a5_cpu_bounded_delta_seed{n}")["sequence_accuracy"] for n in range(3)]
+    shown = [" ".join(f"{of[n]:.2f}" for of in of_make) for n in ("12", "24")]
+    expected = "sequences at 12: {}; at 24: {}".format(*shown)
+    assert line(TEXTS["index"], "`make a5` tracks")[1] == expected
+    worst = min(of["12"] for of in of_make)
+    assert f"trained at length 6; {worst:.2f} of the sequences right at 12" in TEXTS["examples"]
     (row,) = raw("a5-one-head/a5_five_seeds")["rows"]
     accuracies = row["accuracy"].values()
     for seed in range(5):

@@ -1,5 +1,6 @@
 """The names that the README formats as code can be imported, called or given as arguments."""
 
+import ast
 import builtins
 import inspect
 import re
@@ -32,6 +33,13 @@ def objects() -> dict[str, Any]:
 
 
 OBJECTS = objects()
+# read, since some adapters import packages that need not be installed
+ADAPTERS = {
+    node.name: {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    for path in (ROOT / "src" / "bedouin" / "integrations").rglob("*.py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ClassDef)
+}
 
 
 def words_of(value: Any) -> set[str]:
@@ -48,6 +56,7 @@ def words_of(value: Any) -> set[str]:
 
 WORDS = {
     *OBJECTS,
+    *ADAPTERS,
     *dir(builtins),
     *bedouin.Bedouin.fed_names,
     *bedouin.WYForm._fields,
@@ -60,6 +69,8 @@ WORDS = {
 def exists(path: str) -> bool:
     """Whether a dotted name is one of a module or of an object."""
     first, _, rest = path.partition(".")
+    if first in ADAPTERS:
+        return rest in ADAPTERS[first]
     try:
         if first in OBJECTS:
             attrgetter(rest)(OBJECTS[first])
@@ -76,7 +87,7 @@ def unknown(span: str) -> list[str]:
         return [] if span.removeprefix("make ") in TARGETS else [span]
     if span.endswith(".py"):
         return [] if {*ROOT.glob(span), *ROOT.glob(f"solvers/{span}")} else [span]
-    paths = re.findall(r"[^\W\d]\w*(?:\.\w+)*", span)
+    paths = re.findall(r"\b[^\W\d]\w*(?:\.\w+)*", span)
     return [p for p in paths if not (exists(p) if "." in p else p in WORDS)]
 
 
