@@ -101,7 +101,7 @@ def save_figure(
         right.yaxis.set_major_locator(MaxNLocator(integer=True))
         right.set(ylabel="median fixed-point iterations", ylim=(0, 1.2 * most))
         handles = [*handles, *right.get_lines()]
-    # below the axes, where no curve lies
+    # beside the axes, since curves may be anywhere in them
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=150)
     plt.close(figure)
