@@ -123,6 +123,7 @@ def copying(config: CopyingConfig) -> Problem:
     return Problem(
         name="copy",
         title=f"Copying, trained on {config.min_length} to {config.max_length} letters",
+        chance=task.chance,
         vocab_size=task.vocab_size,
         output_size=task.output_size,
         train_lengths=tuple(range(config.min_length, config.max_length + 1)),

@@ -1,1 +1,1 @@
-"""Code shared by the training scripts; importable only from the scripts in examples/."""
+"""Code shared by the training scripts; importable from scripts beside this folder."""

@@ -19,12 +19,15 @@ from common.options import RunConfig, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The task of a script: its data, and its two accuracies with their names."""
+    """All that training knows of the task of a script: what the files and the figure say of it, its
+    data, and its two accuracies with their names."""
 
     name: str
-    """Short name, part of the default folder."""
+    """Short name, in metrics.json and part of the default folder."""
     title: str
     """Title of the figure."""
+    chance: float
+    """Token accuracy of guessing, a line of the figure."""
     vocab_size: int
     output_size: int
     train_lengths: tuple[int, ...]

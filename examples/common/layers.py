@@ -1,6 +1,5 @@
 """Options of the fixed point that all training scripts share, and the baselines by name."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from bedouin import Bedouin, NoMixing, baselines
+from bedouin import NoMixing, baselines
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -104,14 +103,6 @@ def mixer_options(num_householder: int, beta_max: float) -> dict[str, Any]:
     if num_householder:
         return {"num_householder": num_householder, "beta_max": beta_max}
     return {"mixer": NoMixing()}
-
-
-def make_bedouin(d_model: int, **options: Any) -> Bedouin:
-    """`Bedouin`, without its warning about local systems that can become singular: the scripts show
-    the smallest pivot, skip steps whose gradients are not finite, and count them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "input_scale='delta'", UserWarning)
-        return Bedouin(d_model, **options)
 
 
 def build_cap(options: SolverOptions) -> Cap:

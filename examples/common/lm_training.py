@@ -205,8 +205,8 @@ def write_sample(model: nn.Module, path: Path) -> None:
 
 
 def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int) -> dict[str, Any]:
-    """Print the numbers, a text and the command that generates more; write metrics.json, the curve,
-    the text and the weights."""
+    """Print the numbers, a text and the command that generates more; write the weights,
+    metrics.json, the curve and the text."""
     config, device = job.config, job.accelerator.device
     speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
     metrics = {
@@ -237,16 +237,17 @@ def finish(job: LanguageJob, run: Run, scores: dict[str, float], parameters: int
         print(describe(scores))
         size = f"{parameters:,} parameters, d_model {config.d_model}"
         print(summary_line(run, size, job.folder))
-        if weights is None:
-            write_sample(model, job.folder / SAMPLE)
-        print(f"text from the model: python examples/generate.py --run {job.folder}")
-        with writing(job.folder / METRICS):
-            write_metrics(job.folder / METRICS, metrics)
-        with writing(job.folder / CURVE):
-            save_curve(job.folder / CURVE, run.history)
+        # first what is the most expensive to lose
         with writing(job.folder / WEIGHTS):
             if weights is None:
                 save_weights(model, job.folder / WEIGHTS)
             else:
                 write_weights(weights, job.folder / WEIGHTS)
+        with writing(job.folder / METRICS):
+            write_metrics(job.folder / METRICS, metrics)
+        with writing(job.folder / CURVE):
+            save_curve(job.folder / CURVE, run.history)
+        if weights is None:
+            write_sample(model, job.folder / SAMPLE)
+        print(f"text from the model: python examples/generate.py --run {job.folder}")
     return metrics

@@ -35,7 +35,6 @@ from common.layers import (
     SolverOptions,
     count,
     fixed_point_options,
-    make_bedouin,
     mixer_options,
 )
 from common.matching import matching_width
@@ -242,8 +241,10 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
             num_householder=config.num_householder,
             layer_idx=layer_idx,
         )
-    own = {} if config.d_conv is None else {"d_conv": config.d_conv, "projection": "input"}
-    return make_bedouin(
+    own: dict[str, Any] = {}
+    if config.d_conv is not None:
+        own = {"d_conv": config.d_conv, "projection": "input"}
+    return Bedouin(
         config.d_model,
         d_state=config.d_state,
         expand=config.expand,

@@ -12,7 +12,6 @@ import matplotlib
 import torch
 
 import bedouin
-from bedouin.tasks import Group
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
@@ -73,16 +72,6 @@ def table(scores: Scores, names: Sequence[str]) -> str:
         steps = f"{scores['num_steps'][length]:g}" if scores["num_steps"] else "-"
         lines.append(f"{length:>6}  {accuracy:>18.4f}  {sequence:>18.4f}  {steps:>16}")
     return "\n".join(lines)
-
-
-def chance_level(config: Mapping[str, Any]) -> float:
-    """Token accuracy of guessing, from a run's configuration: 1 over the number of answers.
-
-    The answers of a word problem are the elements of its group, those of copying the letters.
-    """
-    if "group" in config:
-        return 1 / Group.from_name(config["group"]).order
-    return 1 / int(config["num_letters"])
 
 
 def save_figure(

@@ -47,7 +47,6 @@ from common.layers import count
 from common.options import RunConfig, TrainConfig, build_model, matched
 from common.report import (
     Scores,
-    chance_level,
     device_name,
     evaluation_line,
     save_figure,
@@ -364,9 +363,10 @@ def hidden(job: Place) -> bool | None:
 
 
 def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
-    """Print the table, write metrics.json, accuracy.png and the weights."""
+    """Print the table, write the weights, metrics.json and accuracy.png."""
     first, second = job.problem.accuracy_names
     metrics = {
+        "task": task_of(job.problem),
         **scores,
         first: scores["accuracy"],
         second: scores["sequence_accuracy"],
@@ -387,13 +387,28 @@ def finish(job: Job, run: Run, scores: Scores) -> dict[str, Any]:
     return metrics
 
 
+def task_of(problem: Problem) -> dict[str, Any]:
+    """What metrics.json says of the task, the (longest) training length included."""
+    return {
+        "name": problem.name,
+        "title": problem.title,
+        "chance": problem.chance,
+        "train_length": max(problem.train_lengths),
+    }
+
+
 def write_results(job: Job, run: Run, metrics: dict[str, Any], scores: Scores) -> None:
-    """Write the numbers, the figure and the weights."""
-    folder, title, longest = job.folder, job.problem.title, max(job.problem.train_lengths)
-    chance = chance_level(metrics["config"])
+    """Write the weights, which are the most expensive to lose, the numbers and the figure."""
+    folder, task = job.folder, metrics["task"]
+    with writing(folder / WEIGHTS):
+        save_weights(job.accelerator.unwrap_model(run.model), folder / WEIGHTS)
     with writing(folder / METRICS):
         write_metrics(folder / METRICS, metrics)
     with writing(folder / FIGURE):
-        save_figure(folder / FIGURE, [scores], title=title, train_length=longest, chance=chance)
-    with writing(folder / WEIGHTS):
-        save_weights(job.accelerator.unwrap_model(run.model), folder / WEIGHTS)
+        save_figure(
+            folder / FIGURE,
+            [scores],
+            title=task["title"],
+            train_length=task["train_length"],
+            chance=task["chance"],
+        )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from bedouin import Initialization, Kronecker, Monarch, SequenceModel
+from bedouin import Bedouin, Initialization, Kronecker, Monarch, SequenceModel
 from common.checks import Count, Natural, Positive, Range
 from common.device import Device
 from common.layers import (
@@ -18,7 +18,6 @@ from common.layers import (
     SolverOptions,
     count,
     fixed_point_options,
-    make_bedouin,
     mixer_options,
 )
 from common.matching import matching_width
@@ -195,7 +194,7 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
         options["mixer"] = dense()
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
-    return make_bedouin(config.d_model, on_unconverged="ignore", **options)
+    return Bedouin(config.d_model, on_unconverged="ignore", **options)
 
 
 def make_layers(config: Config, point: dict[str, Any]) -> list[nn.Module]:

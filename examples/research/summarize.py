@@ -22,7 +22,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
-from common.report import Scores, chance_level, save_figure
+from bedouin.tasks import Group
+from common.report import Scores, save_figure
 from common.runs import read_run
 
 NEAR_SINGULAR = 0.05
@@ -91,19 +92,28 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     for run in runs[1:]:
         if differing := different(config, run["config"]) - {"seed", "out"}:
             raise ValueError(f"runs must differ in the seed only, got other {sorted(differing)}")
-    if "group" in config:
-        task, longest = config["group"], config["length"]
-    else:
-        task, longest = "Copying", config["max_length"]
+    task = runs[0].get("task") or task_of_options(config)
     seeds = ", ".join(str(run["seed"]) for run in runs)
     device = runs[0]["device"].partition(" (")[0]
     save_figure(
         path,
         [scores(run) for run in runs],
-        title=f"{task}, trained at length {longest}: seed {seeds}, {device}",
-        train_length=longest,
-        chance=chance_level(config),
+        title=f"{task['title']}: seed {seeds}, {device}",
+        train_length=task["train_length"],
+        chance=task["chance"],
     )
+
+
+def task_of_options(config: dict[str, Any]) -> dict[str, Any]:
+    """What a metrics.json says of the task, for the runs of examples/results, whose files have only
+    its options."""
+    if "group" in config:
+        name, longest = config["group"], config["length"]
+        chance = 1 / Group.from_name(name).order
+    else:
+        name, longest, chance = "Copying", config["max_length"], 1 / config["num_letters"]
+    title = f"{name}, trained at length {longest}"
+    return {"title": title, "chance": chance, "train_length": longest}
 
 
 def different(first: dict[str, Any], second: dict[str, Any]) -> set[str]:

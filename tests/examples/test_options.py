@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +201,7 @@ def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
 
 def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> None:
     config = parse_a5("--preset", "cpu", "--mixer-layer", "deltanet", "--num-heads", "2")
-    assert config.input_scale == TrainConfig.input_scale != train_a5.CPU.input_scale
+    assert config.feedback == TrainConfig.feedback != train_a5.CPU.feedback
     model = build_model(config, 7, 5)
     assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
 
@@ -272,3 +274,19 @@ def test_a_device_that_does_not_exist_is_an_error_of_the_flag(
             runpy.run_path(script, run_name="__main__")
         text = str(stop.value.code) + capsys.readouterr().err
         assert message in " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("module", [train_a5, train_copy, train_lm])
+def test_layers_of_the_presets_are_none_that_the_library_warns_of(module: Any) -> None:
+    for config in module.PRESETS.values():
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            build_model(config, 7, 7)
+
+
+def test_no_example_silences_the_library() -> None:
+    with pytest.warns(UserWarning, match="input_scale='delta' with HouseholderProduct"):
+        build_model(parse_a5("--preset", "cpu", "--input-scale", "delta"), 7, 7)
+    for path in Path(train_a5.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"filterwarnings|simplefilter|catch_warnings", text), path

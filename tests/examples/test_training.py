@@ -128,6 +128,46 @@ def test_copy_writes_its_accuracies_under_both_names(tmp_path: Path) -> None:
     assert metrics["string_accuracy"] == metrics["sequence_accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("script", "make_config", "task"),
+    [
+        (train_a5, a5_config, ("a5", "Word problem of A5, trained at length 3", 1 / 60)),
+        (train_copy, copy_config, ("copy", "Copying, trained on 2 to 3 letters", 1 / 26)),
+    ],
+)
+def test_files_and_figure_say_what_the_problem_says(
+    script: Any,
+    make_config: Any,
+    task: tuple[str, str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(training, "save_figure", lambda *args, **options: shown.append(options))
+    script.main(make_config(tmp_path, steps=1))
+    said = dict(zip(("name", "title", "chance"), task, strict=True))
+    assert read_metrics(tmp_path)["task"] == {**said, "train_length": 3}
+    assert shown == [{"title": task[1], "train_length": 3, "chance": task[2]}]
+
+
+def test_an_error_of_the_figure_costs_neither_weights_nor_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise KeyError("num_letters")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_figure", fail)
+        with pytest.raises(KeyError, match="num_letters"):
+            train_a5.main(a5_config(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    numbers = read_metrics(tmp_path)["accuracy"]
+    train_a5.main(a5_config(tmp_path, resume=True))
+    assert (tmp_path / "accuracy.png").exists() and read_metrics(tmp_path)["accuracy"] == numbers
+    again = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in weights.items())
+
+
 def test_interrupted_run_continues_bit_for_bit(tmp_path: Path) -> None:
     train_a5.main(a5_config(tmp_path / "whole"))
     config = a5_config(tmp_path / "cut")

@@ -61,7 +61,7 @@ def test_the_rows_of_the_docstring() -> None:
 def test_vocabulary() -> None:
     task = Copying()
     assert task.symbols == "abcdefghijklmnopqrstuvwxyz$|.*"
-    assert task.vocab_size == task.output_size == 30
+    assert task.vocab_size == task.output_size == 30 and task.chance == 1 / 26
     assert Copying(num_letters=3).symbols == "abc$|.*"
 
 

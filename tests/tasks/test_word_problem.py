@@ -61,6 +61,7 @@ def test_sizes() -> None:
     assert (plain.vocab_size, plain.output_size) == (60, 60)
     assert (filled.vocab_size, filled.output_size) == (61, 60)
     assert (official.vocab_size, official.output_size) == (67, 67)
+    assert plain.chance == filled.chance == official.chance == 1 / 60
 
 
 def test_equal_seeds_give_equal_batches() -> None:

@@ -3,12 +3,13 @@
 from research.experiments.plan import Experiment, Run
 
 CPU_PARTS = {
-    "no_mixing": "--num-householder 0",
-    "no_feedback": "--feedback",
-    "mixer_feedback": "--feedback mixer",
+    "no_mixing": "--input-scale delta --num-householder 0",
+    "no_feedback": "--input-scale delta --feedback",
+    "mixer_feedback": "--input-scale delta --feedback mixer",
     "lstm": "--mixer-layer lstm",
 }
-"""Changes of `make a5`, whose layer has two reflections and feedback of Delta."""
+"""Changes of the layer of `make a5`, which has two reflections and feedback of Delta, here with the
+input scale Delta."""
 
 CONTROLS_CPU = Experiment(
     "controls-cpu",

@@ -21,7 +21,7 @@ A5_CPU = Experiment(
             )
             for name, seed in (
                 *(("delta", seed) for seed in (0, 1, 2, 100)),
-                ("bounded_delta", 100),
+                *(("bounded_delta", seed) for seed in (0, 1, 2, 100)),
             )
         ),
     ),

@@ -13,7 +13,7 @@ COMMON = (
 )
 """46 million tokens, between four and five times the text."""
 COMPARED = {
-    "bedouin": "--d-model 384 --num-heads 6 --num-householder 2",
+    "bedouin": "--d-model 384 --mixer-layer bedouin --num-heads 6",
     "mamba": "--d-model 456 --mixer-layer mamba",
     "attention": "--d-model 512 --mixer-layer attention --num-heads 8",
     "lstm": "--d-model 288 --mixer-layer lstm",

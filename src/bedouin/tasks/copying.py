@@ -98,6 +98,11 @@ class Copying:
         """Number of classes, the vocabulary."""
         return self.vocab_size
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing a letter."""
+        return 1 / self.num_letters
+
     def sample(
         self,
         batch_size: int,

@@ -178,6 +178,11 @@ class WordProblem:
         """Number of classes: the elements; in the official protocol the special tokens as well."""
         return self.vocab_size if self.protocol == "official" else self.group.order
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing an element."""
+        return 1 / self.group.order
+
     def sample(
         self,
         batch_size: int,

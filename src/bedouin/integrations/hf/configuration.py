@@ -58,6 +58,9 @@ from bedouin.integrations.hf import BedouinConfig  # noqa: F401
 class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     """The configuration of `BedouinModel` and `BedouinForCausalLM`.
 
+    Its mixers are those of `Bedouin(hidden_size)`. For language begin with `preset`, whose mixers
+    need fewer bits (examples/results/language).
+
     Args:
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
