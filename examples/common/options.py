@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 import tyro
@@ -202,22 +202,27 @@ ConfigT = TypeVar("ConfigT", bound=RunConfig)
 def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = None) -> ConfigT:
     """Read the command line (or `args`): the preset gives the defaults, the flags override them.
 
+    presets: at least one; "auto" is the first of them where this machine's is missing.
+
     Exits with status 2 and a message on a bad flag or value.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="auto")
-    auto = automatic_preset()
     early.add_argument("--mixer-layer")
     found = early.parse_known_args(args)[0]
+    if found.preset in get_args(Preset)[1:] and found.preset not in presets:
+        listed = ", ".join(["auto", *presets])
+        early.exit(2, f"error: --preset must be one of {listed}, got {found.preset}\n")
+    auto = presets.get(automatic_preset(), next(iter(presets.values())))
     # A wrong name gets any defaults: tyro rejects it below and lists the right ones.
-    default = presets.get(found.preset, presets[auto])
+    default = presets.get(found.preset, auto)
     # another layer does not take the preset's options of Bedouin, DeltaProduct not every value
     names = set(_NOT_TAKEN.get(found.mixer_layer, ()))
     if found.mixer_layer == "deltaproduct" and not default.num_householder:
         names.add("num_householder")
     default = replace(default, **_defaults(names))
     config = tyro.cli(type(default), args=args, default=default)
-    return replace(config, preset=auto) if config.preset == "auto" else config
+    return replace(config, preset=auto.preset) if config.preset == "auto" else config
 
 
 def automatic_preset() -> Preset:

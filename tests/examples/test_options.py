@@ -43,6 +43,17 @@ def test_preset_gives_the_defaults_and_flags_override_them() -> None:
     assert parse_a5("--preset=gpu") == train_a5.GPU
 
 
+def test_a_script_may_have_one_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    presets = {"paper": train_a5.PAPER}
+    for flags in ((), ("--preset", "auto"), ("--preset", "paper")):
+        assert parse_config(presets, flags) == train_a5.PAPER
+    for name in ("cpu", "gpu"):
+        with pytest.raises(SystemExit, match="2"):
+            parse_config(presets, ("--preset", name))
+        expected = f"--preset must be one of auto, paper, got {name}"
+        assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("presets", [train_a5.PRESETS, train_copy.PRESETS, train_lm.PRESETS])
 @pytest.mark.parametrize("name", ["paper", "lstm", "mamba", "deltaproduct"])
 def test_another_layer_leaves_out_what_the_preset_gives_bedouin(name: str, presets: Any) -> None:

@@ -21,6 +21,7 @@ from bedouin.kernels.delta_rule import (
     delta_rule,
     kernel_backend,
 )
+from bedouin.kernels.gated_norm import gated_norm
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.options import positive_number, reset_dt_bias
 from bedouin.layers.recurrent import MatrixLayer, owned
@@ -177,12 +178,15 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
         recalled: Tensor,  # (b, t, h, v)
     ) -> Tensor:  # (b, t, m)
         """out_proj(norm(o) * SiLU(g)) of what `recall` returned."""
-        gate = None if self.g_proj is None else self.g_proj(x)
-        with without_autocast(x.device):
-            o = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
-            o = rearrange(o * self.norm_weight, "b t h v -> b t (h v)")
-            o = o.to(autocast_dtype(x) or x.dtype)
-        output: Tensor = self.out_proj(o if gate is None else o * F.silu(gate))
+        if self.g_proj is None:
+            normed = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
+            hidden = (normed * self.norm_weight).flatten(-2).to(autocast_dtype(x) or x.dtype)
+        else:
+            gate, backend = self.g_proj(x), kernel_backend(self.backend)
+            with without_autocast(x.device):
+                norm = self.norm_weight, self.norm_eps
+                hidden = gated_norm(recalled, gate, *norm, backend=backend)
+        output: Tensor = self.out_proj(hidden)
         return output
 
     def _inputs(
