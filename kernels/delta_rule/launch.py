@@ -38,8 +38,8 @@ def launch_forward(
     rows, gated = _rows(inputs.query, inputs.key, inputs.beta, inputs.log_decay)
     (query, key, beta, decay), value = rows, spaced_rows(inputs.value.squeeze(2))
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
-    kept = Kept.empty(query, v, keep)
-    squares = kept[:2] if keep else Kept.empty(query, v, True)[:2]
+    kept = Kept.empty(query, v, keep, memory is not None)
+    squares = kept[:2] if keep else Kept.squares(query)
     o = query.new_empty(b, t, h, v)
     last = query.new_empty(b, h, p, v, dtype=torch.float32 if memory is None else memory.dtype)
     n, common = ceil_div(t, longest_chunk(dtype)), _constants(query, gated)
@@ -75,9 +75,9 @@ def launch_backward(
     grad_q, grad_k = (query.new_empty(b, t, h, p) for _ in range(2))
     grad_v, grad_beta = query.new_empty(b, t, h, v), torch.empty_like(beta)
     grad_decay = decay.new_empty(decay.shape if gated else 0)
-    grad_states = torch.empty_like(kept.states)
     grad_memory = query.new_empty(0 if memory_dtype is None else (b, h, p, v), dtype=memory_dtype)
     n, block = ceil_div(t, longest_chunk(dtype)), _value_block(p, v, dtype)
+    grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
     sizes = t, h, n, query.stride(1), key.stride(1), grad_o.stride(1)
     common = _constants(query, gated) | {
         "ENDED": grad_last is not None,
