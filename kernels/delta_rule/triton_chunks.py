@@ -187,7 +187,7 @@ def store_blocks(X, at, T, C: tl.constexpr):
             tl.store(cells + (row * C + column) * 16, tl.zeros((16, 16), tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def prepare_kernel(
     Q,
     K,
@@ -228,7 +228,7 @@ def prepare_kernel(
     store_blocks(INVERSE, program, unit_lower_inverse(system, PRECISION), C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def sweep_kernel(
     Q,
     K,

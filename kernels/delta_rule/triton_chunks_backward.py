@@ -37,7 +37,7 @@ from bedouin.kernels.delta_rule.triton_chunks import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def reverse_kernel(
     Q,
     K,
@@ -114,7 +114,7 @@ def reverse_kernel(
         store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def gradients_kernel(
     Q,
     K,

@@ -1,8 +1,10 @@
-"""The delta rule: loop, definition, chunks, the Triton kernel and flash-linear-attention agree."""
+"""The delta rule: loop, definition, chunks, the Triton kernel by tokens and flash-linear-attention
+agree. test_delta_rule_chunks.py has the kernels of chunks."""
 
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from bedouin.kernels.delta_rule import (
     delta_rule_chunked,
     delta_rule_reference,
 )
-from bedouin.kernels.delta_rule.fla import delta_rule_fla, fla_is_wrong
+from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
 from bedouin.kernels.operation import OPERATIONS
 
 B, H, P, V = 2, 3, 4, 5
@@ -251,6 +253,13 @@ def test_fla_needs_a_gpu_and_low_precision() -> None:
     message = "needs a CUDA device and bfloat16 or float16, got cpu and torch.float64: use"
     with pytest.raises(ValueError, match=re.escape(message)):
         delta_rule(inputs, memory, torch.float64, "fla")
+
+
+def test_fla_is_refused_where_triton_miscompiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.fla_is_wrong", lambda device: True)
+    query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
+        check_call(query, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

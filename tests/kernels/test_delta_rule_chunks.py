@@ -218,6 +218,18 @@ def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
 
 
 @devices
+def test_a_rounded_key_does_not_make_the_memory_grow(device: str) -> None:
+    leaves = draw(1000, 64, 16, h=1, gated=False)
+    key, beta, memory = leaves[1], leaves[3], leaves[5]
+    assert key is not None and beta is not None and memory is not None
+    leaves[1], leaves[3] = key[:, :1].expand_as(key), torch.full_like(beta, 2)
+    leaves[2] = torch.zeros(1, 1000, 1, 1, 16)
+    low = in_dtype(leaves, torch.float32, device)
+    _, last = with_kernels(torch.bfloat16)(DeltaInputs(*low[:5]), low[5])  # type: ignore[arg-type]
+    torch.testing.assert_close(float(last.norm()), float(memory.norm()), rtol=0.05, atol=0)
+
+
+@devices
 def test_without_gradients_nothing_is_kept(device: str) -> None:
     leaves = in_dtype(draw(70, 16, 16), torch.float32, device)
     o, last, *kept = chunk_kernels(*leaves, False)
@@ -305,7 +317,7 @@ def relative_errors(leaves: Leaves, dtype: torch.dtype) -> dict[str, float]:
 # Bounds of the relative error: with beta near 2 and hardly a decay, the rounding of a factor stays
 # for as long as what is written, for hundreds of tokens, and adds up.
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-5), (torch.bfloat16, 0.3)])
 @pytest.mark.parametrize("sizes", [(8, 1000, 4, 128, 256), (1, 32768, 2, 128, 128)], ids=str)
 def test_the_sizes_of_a_layer(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype, bound: float
