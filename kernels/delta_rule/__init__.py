@@ -15,6 +15,7 @@ from bedouin.kernels.delta_rule import fla
 from bedouin.kernels.delta_rule.chunks import delta_rule_chunked, delta_rule_plain
 from bedouin.kernels.delta_rule.reference import delta_rule_reference
 from bedouin.kernels.delta_rule.registered import chunk_kernels, plain_chunks
+from bedouin.kernels.delta_rule.rounding import rounded
 from bedouin.kernels.delta_rule.tokens import delta_rule_operation
 from bedouin.kernels.delta_rule.types import DeltaBackend, DeltaInputs
 from bedouin.kernels.launch import accumulator
@@ -33,8 +34,8 @@ KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernels, whose programs hold all of them."""
 
 MOST_BY_TOKEN = 16
-"""Calls of at most so many tokens take the kernel that computes token by token: a chunk has no
-advantage there."""
+"""Calls of at most so many tokens take the kernel that computes token by token: no chunk of the
+others has fewer."""
 
 
 def check_delta_backend(backend: str) -> None:
@@ -65,7 +66,9 @@ def delta_rule(
     the memory or without one in at least float32.
 
     The inputs may have any dtypes; sums and memories are in at least float32. `dtype` is the one
-    that the factors of products have in the Triton kernels of chunks and in "fla".
+    that the factors of products have in the Triton kernels of chunks and in "fla", to which query,
+    key and value are cast: given in this dtype they are neither copied nor kept twice. A caller
+    that rounds keys of length 1 itself should divide beta by their squared lengths (`rounded`).
 
     "torch": plain torch in chunks, in at least float32 throughout. "triton": for k = 1 and more
     than MOST_BY_TOKEN tokens in chunks, otherwise token by token in float32; p may be at most 256,
@@ -87,12 +90,10 @@ def delta_rule(
     if not inputs.query.shape[1]:
         return delta_rule_plain(inputs, _or_zeros(memory, inputs))
     if by_kernel and _in_chunks(inputs.key):
-        query, key, value, beta, log_decay = inputs
         given = [v for v in (*inputs, memory) if v is not None]
         keep = torch.is_grad_enabled() and any([v.requires_grad for v in given])
-        low = query.to(dtype), key.to(dtype), value.to(dtype), beta, log_decay
-        o, last, *_ = chunk_kernels(*low, memory, keep)
-        return o.to(value.dtype), last
+        o, last, *_ = chunk_kernels(*rounded(inputs, dtype), memory, keep)
+        return o.to(inputs.value.dtype), last
     memory = _or_zeros(memory, inputs)
     if by_kernel:
         o, last, _ = delta_rule_operation(*inputs, memory)

@@ -71,4 +71,4 @@ def delta_rule_fla(
         initial_state=memory,
         output_final_state=True,
     )
-    return o.to(memory.dtype), last
+    return o.to(value.dtype), last

@@ -33,16 +33,27 @@ class Kept(NamedTuple):
     inverses: Tensor  # (b h, n, c, c)
     scores: Tensor  # (b h, n, c, c)
     errors: Tensor  # (b, t, h, v)
-    states: Tensor  # (b h, n, p, v), before each chunk
+    states: Tensor  # (b h, n, p, v), before each chunk, and n - 1 where the first has zeros
 
     @staticmethod
     def empty(
         query: Tensor,  # (b, t, h, p)
         v: int,
         keep: bool,
+        started: bool,
     ) -> "Kept":
         """Uninitialized tensors, without `keep` of no size. No size branches on the length."""
-        (b, t, h, p), c = query.shape, longest_chunk(query.dtype)
-        n = ceil_div(t, c)
-        sizes = (b * h, n, c, c), (b * h, n, c, c), (b, t, h, v), (b * h, n, p, v)
-        return Kept(*(query.new_empty(size if keep else 0) for size in sizes))
+        if not keep:
+            return Kept(*(query.new_empty(0) for _ in range(4)))
+        (b, t, h, p), n = query.shape, ceil_div(query.shape[1], longest_chunk(query.dtype))
+        states = query.new_empty(b * h, n if started else n - 1, p, v)
+        return Kept(*Kept.squares(query), query.new_empty(b, t, h, v), states)
+
+    @staticmethod
+    def squares(
+        query: Tensor,  # (b, t, h, p)
+    ) -> tuple[Tensor, Tensor]:  # (b h, n, c, c), (b h, n, c, c)
+        """Uninitialized memory for the inverses and the scores."""
+        (b, t, h, _), c = query.shape, longest_chunk(query.dtype)
+        size = b * h, ceil_div(t, c), c, c
+        return query.new_empty(size), query.new_empty(size)

@@ -38,14 +38,14 @@ def launch_forward(
     rows, gated = _rows(inputs.query, inputs.key, inputs.beta, inputs.log_decay)
     (query, key, beta, decay), value = rows, spaced_rows(inputs.value.squeeze(2))
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
-    kept = Kept.empty(query, v, keep)
-    squares = kept[:2] if keep else Kept.empty(query, v, True)[:2]
+    kept = Kept.empty(query, v, keep, memory is not None)
+    squares = kept[:2] if keep else Kept.squares(query)
     o = query.new_empty(b, t, h, v)
     last = query.new_empty(b, h, p, v, dtype=torch.float32 if memory is None else memory.dtype)
-    n, common = ceil_div(t, longest_chunk(dtype)), _constants(query, gated)
+    n, common = ceil_div(t, longest_chunk(dtype)), constants(query, gated)
     sizes = t, h, n, query.stride(1), key.stride(1)
     prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
-    block = _value_block(p, v, dtype)
+    block = value_block(p, v, dtype)
     sweep_kernel[(b * h * ceil_div(v, block),)](
         *(query, key, value, beta, decay, *squares),
         *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
@@ -75,11 +75,11 @@ def launch_backward(
     grad_q, grad_k = (query.new_empty(b, t, h, p) for _ in range(2))
     grad_v, grad_beta = query.new_empty(b, t, h, v), torch.empty_like(beta)
     grad_decay = decay.new_empty(decay.shape if gated else 0)
-    grad_states = torch.empty_like(kept.states)
     grad_memory = query.new_empty(0 if memory_dtype is None else (b, h, p, v), dtype=memory_dtype)
-    n, block = ceil_div(t, longest_chunk(dtype)), _value_block(p, v, dtype)
+    n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
+    grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
     sizes = t, h, n, query.stride(1), key.stride(1), grad_o.stride(1)
-    common = _constants(query, gated) | {
+    common = constants(query, gated) | {
         "ENDED": grad_last is not None,
         "V_SIZE": v,
         "V_BLOCK": block,
@@ -128,7 +128,7 @@ def _part(p: int, dtype: torch.dtype) -> int:
     return min(longest_chunk(dtype), max(LEAST, next_power_of_two(p)))
 
 
-def _value_block(p: int, v: int, dtype: torch.dtype) -> int:
+def value_block(p: int, v: int, dtype: torch.dtype) -> int:
     """Value channels of a program; fewer in float32, whose products take more registers."""
     part = _part(p, dtype)
     most = STATE_CELLS // (ceil_div(p, part) * part)
@@ -137,7 +137,7 @@ def _value_block(p: int, v: int, dtype: torch.dtype) -> int:
     return max(LEAST, min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v)))
 
 
-def _constants(
+def constants(
     query: Tensor,  # (b, t, h, p)
     gated: bool,
 ) -> dict[str, Any]:

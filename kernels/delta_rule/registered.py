@@ -46,7 +46,7 @@ def _chunks_fake(*given: Any) -> tuple[Tensor, ...]:
     (b, t, h, p), v = query.shape, value.shape[-1]
     o = value.new_empty(b, t, h, v)
     last = value.new_empty(b, h, p, v, dtype=torch.float32 if memory is None else memory.dtype)
-    return o, last, *Kept.empty(query, v, keep)
+    return o, last, *Kept.empty(query, v, keep, memory is not None)
 
 
 @operation(

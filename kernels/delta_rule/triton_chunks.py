@@ -187,7 +187,7 @@ def store_blocks(X, at, T, C: tl.constexpr):
             tl.store(cells + (row * C + column) * 16, tl.zeros((16, 16), tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def prepare_kernel(
     Q,
     K,
@@ -228,7 +228,7 @@ def prepare_kernel(
     store_blocks(INVERSE, program, unit_lower_inverse(system, PRECISION), C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def sweep_kernel(
     Q,
     K,
@@ -266,6 +266,8 @@ def sweep_kernel(
     head = program // blocks
     b, h = head // H, head % H
     j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
+    # zeros before the first chunk are not kept
+    skipped: tl.constexpr = 0 if STARTED else 1
     S = load_state(S0, head, j, P_SIZE, V_SIZE, PART, STARTED)
     for n in range(N):
         first, left = b * t + n * C, t - n * C
@@ -276,8 +278,9 @@ def sweep_kernel(
         beta = load_tokens(BETA, first, h, H, left, C)
         G, total = decays(DECAY, first, h, H, left, C, GATED)
         if KEEP:
-            if STARTED or n > 0:
-                store_state(STATES, head * N + n, S, j, P_SIZE, V_SIZE, PART)
+            if n >= skipped:
+                kept = head * (N - skipped) + n - skipped
+                store_state(STATES, kept, S, j, P_SIZE, V_SIZE, PART)
         known = tl.zeros((C, V_BLOCK), tl.float32)
         o = tl.zeros((C, V_BLOCK), tl.float32)
         for part in tl.static_range(len(S)):

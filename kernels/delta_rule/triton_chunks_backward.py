@@ -37,7 +37,7 @@ from bedouin.kernels.delta_rule.triton_chunks import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def reverse_kernel(
     Q,
     K,
@@ -74,6 +74,8 @@ def reverse_kernel(
     head = program // blocks
     b, h = head // H, head % H
     j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
+    # zeros after the last chunk are not kept
+    skipped: tl.constexpr = 0 if ENDED else 1
     dS = load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART, ENDED)
     for passed in range(N):
         n = N - 1 - passed
@@ -84,8 +86,8 @@ def reverse_kernel(
         scores = load_square(SCORES, head * N + n, C).to(DOT)
         beta = load_tokens(BETA, first, h, H, left, C)
         G, total = decays(DECAY, first, h, H, left, C, GATED)
-        if ENDED or passed > 0:
-            store_state(GS, head * N + n, dS, j, P_SIZE, V_SIZE, PART)
+        if passed >= skipped:
+            store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
         de = tl.zeros((C, V_BLOCK), tl.float32)
         for part in tl.static_range(len(dS)):
             ds = factor(dS[part], SCORES, DOT)
@@ -112,7 +114,7 @@ def reverse_kernel(
         store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "H", "N"])
 def gradients_kernel(
     Q,
     K,
@@ -191,9 +193,13 @@ def gradients_kernel(
     grad_G = tl.sum(pairs * beta[None, :], 1)
     J = factor(J * beta[None, :], ERROR, DOT)
 
-    # where S or its cotangent is zero, it was not written
-    starts = P_SIZE if STARTED else tl.where(n > 0, P_SIZE, 0)
-    ends = P_SIZE if ENDED else tl.where(n < N - 1, P_SIZE, 0)
+    # S of the first chunk or its cotangent of the last one may be zeros, which were not kept
+    first_kept: tl.constexpr = 0 if STARTED else 1
+    after_kept = N if ENDED else N - 1
+    head = program // N
+    of_S, of_dS = head * (N - first_kept) + n - first_kept, head * after_kept + n
+    rows_of_S = tl.where(n >= first_kept, P_SIZE, 0)
+    rows_of_dS = tl.where(n < after_kept, P_SIZE, 0)
     grown, rest = tl.exp(G)[None, :], tl.exp(total - G)[None, :]
     of_state = tl.zeros((C,), tl.float32)
     last = 0.0
@@ -208,9 +214,10 @@ def gradients_kernel(
             e = load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
             dv = load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
             do = load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
-            cells, exist = state_cells(program, i, j, P_SIZE, V_SIZE)
-            S = tl.load(STATES + cells, exist & (i[:, None] < starts), 0.0).to(DOT)
-            dS = tl.load(GS + cells, exist & (i[:, None] < ends), 0.0).to(DOT)
+            cells, exist = state_cells(of_S, i, j, P_SIZE, V_SIZE)
+            S = tl.load(STATES + cells, exist & (i[:, None] < rows_of_S), 0.0).to(DOT)
+            cells, exist = state_cells(of_dS, i, j, P_SIZE, V_SIZE)
+            dS = tl.load(GS + cells, exist & (i[:, None] < rows_of_dS), 0.0).to(DOT)
             dq = tl.dot(S, tl.trans(do), dq, input_precision=PRECISION)
             dk = tl.dot(S, tl.trans(dv), dk, input_precision=PRECISION)
             Z = tl.dot(dS, tl.trans(e), Z, input_precision=PRECISION)

@@ -1,8 +1,10 @@
-"""The delta rule: loop, definition, chunks, the Triton kernel and flash-linear-attention agree."""
+"""The delta rule: loop, definition, chunks, the Triton kernel by tokens and flash-linear-attention
+agree. test_delta_rule_chunks.py has the kernels of chunks."""
 
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from bedouin.kernels.delta_rule import (
     delta_rule_chunked,
     delta_rule_reference,
 )
-from bedouin.kernels.delta_rule.fla import delta_rule_fla, fla_is_wrong
+from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
 from bedouin.kernels.operation import OPERATIONS
 
 B, H, P, V = 2, 3, 4, 5
@@ -253,6 +255,13 @@ def test_fla_needs_a_gpu_and_low_precision() -> None:
         delta_rule(inputs, memory, torch.float64, "fla")
 
 
+def test_fla_is_refused_where_triton_miscompiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.fla_is_wrong", lambda device: True)
+    query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
+        check_call(query, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("version", "capability", "wrong"),
     [
@@ -316,7 +325,8 @@ def test_compiled_layers_take_lengths_that_vary() -> None:
     torch.compiler.reset()
     layer = DeltaProduct(16, num_heads=2, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    for t, stance in ((40, "default"), (50, "fail_on_recompile")):  # the last chunk is filled up
+    # chunks of 32 tokens, of which the last is filled up
+    for t, stance in ((40, "default"), (50, "fail_on_recompile"), (150, "fail_on_recompile")):
         x = torch.randn(2, t, 16, dtype=torch.float64, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 1)
         leaves = [x, *layer.parameters()]
@@ -325,3 +335,82 @@ def test_compiled_layers_take_lengths_that_vary() -> None:
         gradients = [torch.autograd.grad(y.sum(), leaves) for y in outputs]
         torch.testing.assert_close(*outputs)
         torch.testing.assert_close(*gradients)
+
+
+def test_an_exported_layer_takes_any_batch_and_length() -> None:
+    layer = DeltaProduct(16, num_householder=1, num_heads=2, gated=True, dtype=torch.float64)
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time")}
+    x = torch.randn(2, 70, 16, dtype=torch.float64)
+    exported = torch.export.export(layer, (x,), dynamic_shapes=(sizes,), strict=False).module()
+    for b, t in ((2, 70), (3, 5), (4, 200)):
+        x = torch.randn(b, t, 16, dtype=torch.float64)
+        torch.testing.assert_close(exported(x), layer(x))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_operation_of_plain_torch(gated: bool) -> None:
+    inputs, memory = draw(5, 2, gated=gated)
+    operations = (
+        OPERATIONS["bedouin::plain_delta_rule"],
+        OPERATIONS["bedouin::plain_delta_rule_backward"],
+    )
+    torch.library.opcheck(operations[0].overload, (*inputs, memory))
+    detached = [None if v is None else v.detach() for v in (*inputs, memory)]
+    o, last = operations[0](*detached)
+    torch.library.opcheck(operations[1].overload, (o, last, *detached))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_transforms_and_second_derivatives_of_plain_torch(k: int) -> None:
+    inputs, memory = draw(5, k, b=1, gated=True)
+
+    def run(value: Tensor, memory: Tensor) -> Tensor:
+        o, last = delta_rule(inputs._replace(value=value), memory, torch.float64, "auto")
+        return torch.cat([o.flatten(), last.flatten()])
+
+    def both(value: Tensor, log_decay: Tensor) -> Tensor:
+        given = inputs._replace(value=value, log_decay=log_decay)
+        return delta_rule(given, memory, torch.float64, "auto")[0]
+
+    assert inputs.log_decay is not None
+    mapped = torch.func.vmap(run, (None, 0))(inputs.value, torch.stack([memory, 2 * memory]))
+    torch.testing.assert_close(mapped[1], run(inputs.value, 2 * memory))
+    # the outputs are linear in the memory
+    jacobian = torch.func.jacrev(run, argnums=1)(inputs.value, memory).flatten(1)
+    linear = run(inputs.value, memory) - run(inputs.value, torch.zeros_like(memory))
+    torch.testing.assert_close(jacobian @ memory.flatten(), linear)
+    assert torch.autograd.gradgradcheck(both, (inputs.value, inputs.log_decay))
+
+
+def test_plain_torch_computes_in_at_least_float32() -> None:
+    drawn = draw(9, 1, gated=True)
+    inputs, _ = converted(*drawn, torch.bfloat16)
+    o, last = delta_rule(inputs, None, torch.bfloat16, "torch")
+    wide = DeltaInputs(*(v if v is None else v.float() for v in inputs))  # type: ignore[arg-type]
+    expected, last_expected = delta_rule(wide, None, torch.float32, "torch")
+    assert (o.dtype, last.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(o, expected.bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(last, last_expected, rtol=0, atol=0)
+
+
+def test_no_tokens() -> None:
+    inputs, memory = draw(0, 2, gated=True)
+    o, last = delta_rule(inputs, memory, torch.float64, "auto")
+    assert o.shape == (B, 0, H, V) and torch.equal(last, memory)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    inputs, memory = draw(3, 1, gated=True)
+
+    def refuses(message: str, memory: Tensor = memory, **changes: Tensor) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            delta_rule(inputs._replace(**changes), memory, torch.float64, "auto")
+
+    refuses("for one Householder step a token, use key.unsqueeze(2)", key=inputs.key[:, :, 0])
+    refuses("query must have shape (b, t, h, p) = (2, 3, 3, 4)", query=inputs.query[:, :2])
+    refuses("value must have shape (b, t, k, h, v)", value=inputs.value[:, :, :, :2])
+    refuses("beta must have shape (b, t, k, h)", beta=inputs.beta[..., 0])
+    refuses("log_decay must have shape (b, t, h)", log_decay=inputs.beta)
+    refuses("memory must have shape (b, h, p, v) = (2, 3, 4, 5)", memory.mT)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        delta_rule(inputs, memory, torch.float64, "cuda")  # type: ignore[arg-type]

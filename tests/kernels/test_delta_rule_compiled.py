@@ -1,0 +1,71 @@
+"""The chunk kernels of the delta rule as they are compiled for a GPU, without one.
+
+Letters: t time, p key channels and v value channels of a head.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.delta_rule.launch import constants, value_block
+from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
+from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
+
+pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
+
+KERNELS = (prepare_kernel, sweep_kernel, reverse_kernel, gradients_kernel)
+FLOAT32 = ("BETA", "DECAY", "GBETA", "GDECAY", "S0", "S_LAST", "GS_LAST", "GS0")
+"""Of the tensors; the others have the dtype of products."""
+
+SHARED_MEMORY = 232448
+"""Bytes that a program on sm_90 can have."""
+
+
+def compiled(kernel: Any, t: int, p: int, v: int, dtype: torch.dtype) -> CompiledKernel:
+    """The kernel with a decay, a memory, and all that can be wanted, for sm_90."""
+    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), True)
+    known |= dict.fromkeys(("STARTED", "ENDED", "WANTED", "KEEP"), True)
+    known |= {"V_SIZE": v, "V_BLOCK": value_block(p, v, dtype)}
+    low = "fp32" if dtype == torch.float32 else "bf16"
+    signature, aligned = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in known:
+            signature[name] = "constexpr"
+        elif name in ("t", "H", "N"):
+            signature[name] = "i32"
+        else:
+            pointer = "*fp32" if name in FLOAT32 else f"*{low}"
+            signature[name] = "i32" if name.endswith("_ROW") else pointer
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    chosen = {name: value for name, value in known.items() if name in kernel.arg_names}
+    launch = {k: known[k] for k in ("num_warps", "num_stages", "enable_fp_fusion")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=chosen, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("t", "p", "v", "dtype"),
+    [
+        (1000, 128, 256, torch.bfloat16),
+        (16, 40, 64, torch.bfloat16),
+        (1000, 256, 64, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_wgmma_reads_no_registers_and_the_tiles_fit(
+    kernel: Any, t: int, p: int, v: int, dtype: torch.dtype
+) -> None:
+    made = compiled(kernel, t, p, v, dtype)
+    products = re.findall(r"warp_group_dot %\S+, .*? : (\S+?)<", made.asm["ttgir"])
+    assert set(products) <= {"!ttg.memdesc"}
+    assert bool(products) is (dtype == torch.bfloat16 and (t >= 64 or kernel is not prepare_kernel))
+    assert made.metadata.shared <= SHARED_MEMORY
+    assert not re.search(r"\b(atom|red)\.", made.asm["ptx"])
