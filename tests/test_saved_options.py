@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
 from bedouin.baselines import M2RNN, Attention, DeltaNet, DeltaProduct, Mamba
@@ -230,9 +231,9 @@ def test_checkpoints_in_place_hold_the_options(tmp_path: Path) -> None:
     """torch.distributed.checkpoint refuses tensors of other sizes."""
 
     def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
-        dcp.save(source.state_dict(), checkpoint_id=tmp_path)
+        save_checkpoint(source.state_dict(), checkpoint_id=tmp_path)
         state = target.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path)
+        load_checkpoint(state, checkpoint_id=tmp_path)
         target.load_state_dict(state)
 
     (message,) = warnings_of(
@@ -244,9 +245,9 @@ def test_checkpoints_in_place_hold_the_options(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_in_place_of_versions_up_to_0_2_load_without_the_count(tmp_path: Path) -> None:
     source, target = Bedouin(4), Bedouin(4)
-    dcp.save(source.state_dict() | {"_extra_state": torch.tensor(7)}, checkpoint_id=tmp_path)
+    save_checkpoint(source.state_dict() | {"_extra_state": torch.tensor(7)}, checkpoint_id=tmp_path)
     state = {k: v for k, v in target.state_dict().items() if not k.endswith("_extra_state")}
-    dcp.load(state, checkpoint_id=tmp_path)
+    load_checkpoint(state, checkpoint_id=tmp_path)
     assert target.load_state_dict(state, strict=True) == ([], [])
     assert torch.equal(target.A_log, source.A_log) and torch.equal(target.D, source.D)
 

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -171,6 +173,42 @@ def check_a_rank_without_samples(device: str) -> None:
         torch.testing.assert_close(whole, value.grad, msg=name)
 
 
+def check_mixed_precision(device: str) -> None:
+    """FSDP casts the states that it is given, and takes the calls that follow one another."""
+    plain = make_model().float().to(device)
+    tokens, low = torch.randint(7, (2, 4), device=device), torch.bfloat16
+    with torch.no_grad():
+        expected = plain(tokens)
+    mesh, policy = make_mesh(plain), MixedPrecisionPolicy(param_dtype=low)
+    second: Any = copy.deepcopy(plain)
+    for block in second.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(second, mesh=mesh, mp_policy=policy)
+    first: Any = FullyShardedDataParallel(
+        copy.deepcopy(plain),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device(device),
+        mixed_precision=MixedPrecision(param_dtype=low, cast_root_forward_inputs=True),
+        use_orig_params=True,
+    )
+    start = plain.init_state(2)
+    for model in (first, second):
+        chunk, state = model(tokens[:, :2], start, return_state=True)
+        rest, state = model(tokens[:, 2:], state, return_state=True)
+        torch.testing.assert_close(torch.cat([chunk, rest], 1).float(), expected, rtol=0, atol=0.2)
+        step, _ = model(tokens[:, 0], start, one_token=True)
+        torch.testing.assert_close(step.float(), expected[:, 0], rtol=0, atol=0.2)
+        rest.float().square().mean().backward()
+    whole = Bedouin(4, device=device)
+    layer: Any = fully_shard(copy.deepcopy(whole), mesh=mesh, mp_policy=policy)
+    x, before = torch.randn(2, 3, 4, device=device), whole.init_state(2)
+    output, state = layer(x, before, return_state=True)
+    torch.testing.assert_close(output.float(), whole(x), rtol=0, atol=0.05)
+    assert state.ssm.dtype == torch.float32
+    token, _ = layer.step(x[:, 0], before)
+    torch.testing.assert_close(token.float(), whole(x)[:, 0], rtol=0, atol=0.05)
+
+
 def check_values_from_the_meta_device(device: str) -> None:
     """FSDP1 resets the modules of a unit, parents first, each for its own parameters."""
 
@@ -206,6 +244,7 @@ def run_process(folder: str, device: str, rank: int) -> None:
             check_training_and_decoding(f"{folder}/checkpoint", device)
         check_a_layer_alone(device)
         check_a_rank_without_samples(device)
+        check_mixed_precision(device)
         check_values_from_the_meta_device(device)
     finally:
         dist.destroy_process_group()

@@ -18,8 +18,16 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import default_collate, default_convert
 
-from bedouin import Bedouin, BedouinState
-from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba, PaddedAttentionState
+from bedouin import Bedouin, BedouinState, FixedPointRNN, SequenceModel, Tracker, TrackingDeltaNet
+from bedouin.baselines import (
+    LSTM,
+    M2RNN,
+    Attention,
+    DeltaProduct,
+    Mamba,
+    PaddedAttentionState,
+    RecurrentDeltaNet,
+)
 from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
@@ -268,6 +276,69 @@ def test_generic_code_for_named_tuples_rebuilds_states(
     assert len(found) == len(list(found)) == len(state.tensors)
     for actual, expected in zip(found, state, strict=True):
         assert torch.equal(actual, expected)
+
+
+LAYERS: list[Callable[[], Any]] = [
+    lambda: Bedouin(8),
+    lambda: Bedouin(8, num_heads=2, d_conv=3, projection="input"),
+    lambda: Bedouin(8, solver=Picard(rtol=1e-6)),
+    lambda: FixedPointRNN(8),
+    *(lambda kind=kind: kind(8) for kind in (LSTM, Mamba, DeltaProduct, Attention, M2RNN)),
+    lambda: RecurrentDeltaNet(8),
+    lambda: Tracker(8),
+    lambda: TrackingDeltaNet(8),
+]
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_state_of_a_lower_dtype_is_taken_up(make: Callable[[], Any], low: torch.dtype) -> None:
+    """As mixed precision of FSDP casts it."""
+    layer = make().eval()
+    x, idx = torch.randn(2, 4, 8), torch.tensor([[0, 0, 1, 1]] * 2)
+    state = layer(x, return_state=True)[1].detach()
+    cast = state.to(low)
+    expected = cast.to(torch.float32)
+    output, after = layer(x, cast, return_state=True)
+    assert torch.equal(output, layer(x, expected))
+    assert {v.dtype for v in after} == {v.dtype for v in state}
+    assert torch.equal(layer(x, cast, seq_idx=idx), layer(x, expected, seq_idx=idx))
+    for x_t, one, other in ((x[:, 0], cast, expected), (x[:1, 0], cast[0], expected[0])):
+        found, after = layer.step(x_t, one)
+        assert torch.equal(found, layer.step(x_t, other)[0])
+        assert {v.dtype for v in after} == {v.dtype for v in state}
+
+
+def test_gradients_flow_through_a_state_that_is_taken_up() -> None:
+    layer, x = Bedouin(4), torch.randn(2, 3, 4)
+    cast = layer.init_state(2).to(torch.bfloat16)
+    cast.ssm.requires_grad_()
+    layer(x, cast).sum().backward()
+    assert cast.ssm.grad is not None and cast.ssm.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_places_of_a_padded_cache_keep_their_dtype() -> None:
+    layer, x = Attention(8), torch.randn(2, 3, 8)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    _, state = layer(x, return_state=True, mask=mask)
+    cast = state._replace(keys=state.keys.bfloat16(), values=state.values.bfloat16())
+    expected = layer(x, cast._replace(keys=cast.keys.float(), values=cast.values.float()))
+    assert torch.equal(layer(x, cast), expected)
+
+
+@torch.no_grad()
+def test_a_model_takes_up_the_states_of_its_layers() -> None:
+    model = SequenceModel(5, 8, [make() for make in LAYERS]).eval()
+    tokens, idx = torch.randint(5, (2, 4)), torch.tensor([[0, 0, 1, 1]] * 2)
+    cast = tuple(s.to(torch.bfloat16) for s in model(tokens, return_state=True)[1])
+    expected = tuple(state.to(torch.float32) for state in cast)
+    assert torch.equal(model(tokens, cast), model(tokens, expected))
+    documents = model(tokens, cast, seq_idx=idx), model(tokens, expected, seq_idx=idx)
+    assert torch.equal(*documents)
+    step, _ = model.step(tokens[:, 0], expected)
+    assert torch.equal(model.step(tokens[:, 0], cast)[0], step)
+    torch.testing.assert_close(Decoder(model, 2, state=cast)(tokens[:, 0]), step)
 
 
 def test_rebuilding_needs_the_tensors_of_a_state() -> None:

@@ -91,7 +91,8 @@ class FixedPointLayer(ProjectedLayer):
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
-        single call, up to rounding. x may be described by these (bedouin.packing):
+        single call, up to rounding. A state of a lower floating dtype is converted to that of
+        `init_state`. x may be described by these (bedouin.packing):
 
         mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
             its output is 0, state and `stats` are those of the real tokens alone.

@@ -140,7 +140,7 @@ class LayerParameters(SavedLayer, ABC):
     on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
     backend = SolveOption[Backend, Backend]("backend")
 
-    saved_options = (
+    saved_options: ClassVar[tuple[str, ...]] = (
         "num_heads",
         "input_scale",
         "eigenvalues",

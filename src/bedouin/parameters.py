@@ -169,7 +169,7 @@ class SavedLayer(SavedOptions):
     stats: SolveStats | None
 
     @property
-    def num_calls(self) -> int:  # type: ignore[override]
+    def num_calls(self) -> int:
         return self.draws.count
 
     @num_calls.setter

@@ -33,6 +33,8 @@ Join = Callable[[list[Tensor]], Tensor]
 class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
+    A call or step converts a state of a lower floating dtype to the one that `init_state` gives,
+    since mixed precision casts what a module is given (FSDP); what it rounded stays rounded.
     `torch.load` reads states with weights_only=True, an exported program takes and returns them,
     and code that takes named tuples apart and makes them anew, as for a data loader or for
     processes, finds the tensors alone. An index selects samples, not fields.
@@ -157,6 +159,12 @@ class RecurrentState:
     def _is_batched(self) -> bool:
         return self.tensors[0].dim() > self.axes[0]
 
+    def at_least(self, dtype: torch.dtype) -> Self:
+        """The state with tensors of lower floating dtypes converted to `dtype`."""
+        if all(v.dtype == dtype for v in self.tensors):
+            return self
+        return self._each(lambda v: v.to(dtype) if _is_lower(v.dtype, dtype) else v)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The fields, one after the other."""
@@ -179,6 +187,11 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+
+
+def _is_lower(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `one` is a floating dtype of fewer bits than `other`."""
+    return one.is_floating_point and torch.finfo(one).bits < torch.finfo(other).bits
 
 
 def _register_node(kind: type[RecurrentState]) -> None:
@@ -290,7 +303,8 @@ def check_field(
 def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinState:
     """`state` with a batch axis; a batch axis of 1 is added if it has none.
 
-    like: a tensor of any shape with the dtype and device that the state must have.
+    like: a tensor of any shape with the dtype and device that the state must have, or a lower
+    floating dtype, from which it is converted.
     Raises TypeError for another type, ValueError for another shape, dtype or device.
     """
     check_kind(state, BedouinState, " or BedouinState(ssm, y)")
@@ -304,12 +318,14 @@ def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinSta
         raise ValueError(
             f"state.conv must be {expected}, got {got}: make a state with init_state(batch_size)"
         )
+    if size.window is not None:
+        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
     if state.ssm.dim() == 2 and state.y.dim() == 1:
         state = state.stack([state])
+    state = state.at_least(like.dtype)
     check_field("state.ssm", state.ssm, (b, size.d, size.n), like)
     check_field("state.y", state.y, (b, size.d), like)
     if size.window is not None:
-        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
         check_field("state.conv", state.conv, (b, *size.window), like)
     checked: BedouinState = state
     return checked

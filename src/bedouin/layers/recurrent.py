@@ -84,8 +84,8 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
 
         A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
         rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding, or where documents
-        begin, as in `Bedouin`. Raises TypeError for integer or foreign dtypes, ValueError for wrong
-        shapes, devices and states.
+        begin, and a state of a lower floating dtype is converted, as in `Bedouin`. Raises TypeError
+        for integer or foreign dtypes, ValueError for wrong shapes, devices and states.
         """
         self.check_input(x, 3)
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
@@ -183,7 +183,8 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
         check_layer_input(x, rank, self.d_model, self.out_proj.weight)
 
     def checked_state(self, state: StateT, b: int) -> StateT:
-        """`state` with a batch axis; TypeError or ValueError where it does not fit the layer."""
+        """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
+        or ValueError where it does not fit the layer."""
         check_kind(state, self.state_type)
         sizes = self._state_sizes()
         for field, tensor in zip(sizes, state.tensors, strict=True):
@@ -192,6 +193,7 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
         pairs = list(zip(state.tensors, sizes.values(), strict=True))
         if all(v.dim() == len(size) for v, size in pairs):
             state = state.stack([state])
+        state = state.at_least(self.state_dtype)
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
             check_field(f"state.{field}", tensor, (b, *size), like)
