@@ -136,13 +136,13 @@ class Operations(Inside):
 @pytest.mark.parametrize(
     ("make", "num_heads", "cast", "most_calls", "most_operations"),
     [
-        (partial(Bedouin, num_householder=4), 1, False, 525, 195),
-        (partial(Bedouin, num_householder=4), 1, True, 510, 205),
-        (partial(Bedouin, num_householder=4), 2, False, 510, 230),
-        (partial(Bedouin.recall, **BY_HEAD), 2, False, 555, 185),
+        (partial(Bedouin, num_householder=4), 1, False, 535, 195),
+        (partial(Bedouin, num_householder=4), 1, True, 520, 205),
+        (partial(Bedouin, num_householder=4), 2, False, 520, 230),
+        (partial(Bedouin.recall, **BY_HEAD), 2, False, 565, 185),
         # two sweeps, of the heads without feedback first
-        (Bedouin.recall, 2, False, 880, 345),
-        (partial(Bedouin.recall, num_groups=1), 2, False, 900, 412),
+        (Bedouin.recall, 2, False, 890, 345),
+        (partial(Bedouin.recall, num_groups=1), 2, False, 910, 412),
     ],
 )
 def test_a_call_and_its_backward_pass(
@@ -153,7 +153,8 @@ def test_a_call_and_its_backward_pass(
     most_operations: int,
     launches: list[Launch],
 ) -> None:
-    """After the first calls of a kind; the bounds are a little more than the numbers found."""
+    """After the first calls of a kind; the bounds are a little more than the numbers found. Five to
+    seven of the calls look for hooks on mixer and norm, and for calls that draw no noise."""
     layer = make(16 * num_heads, num_heads=num_heads)
     x = torch.randn(2, 4, 16 * num_heads, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):

@@ -206,8 +206,12 @@ def test_parameters_of_several_heads() -> None:
 
 def test_a_state_dict_of_one_head_does_not_fit_several() -> None:
     several = Bedouin(4, num_heads=2)
-    with pytest.raises(RuntimeError, match=r"size mismatch for x_proj.weight"):
-        several.load_state_dict(Bedouin(4, num_heads=1).state_dict())
+    other = Bedouin(4, num_heads=1).state_dict()
+    with (
+        pytest.warns(UserWarning, match="num_heads=1, but"),
+        pytest.raises(RuntimeError, match=r"size mismatch for x_proj.weight"),
+    ):
+        several.load_state_dict(other)
     several.load_state_dict(copy.deepcopy(several).state_dict())
 
 

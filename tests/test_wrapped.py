@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
 from bedouin import Bedouin, Decoder, FixedPointRNN
-from bedouin.heads import HeadLinear
+from bedouin.heads import HeadLinear, HeadNorm
 from bedouin.layer import FixedPointLayer
 from bedouin.mixers import HouseholderProduct, LowRank, WYForm
 from bedouin.solvers import Direct, FixedCap, Jacobi, OneStepAdjoint, Picard
@@ -264,7 +264,7 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
         layer(x)
     with refused, torch.no_grad():
         layer.step(x[:, 0], layer.init_state(2))
-    layer.norm = nn.RMSNorm(8, 1e-3, **FLOAT64)
+    layer.norm = HeadNorm(num_heads, 8, 1e-3, **FLOAT64)
     assert layer(x).isfinite().all()
 
 

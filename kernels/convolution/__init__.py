@@ -43,13 +43,13 @@ def short_convolution(
     if added is not None:
         check_shape("added", added, (b, t, added.shape[-1]), "(b, t, a)")
     groups = Groups(0, c, 0.0) if groups is None else groups
-    if groups.count * groups.size > c or (added is not None and added.shape[-1] > c):
+    if groups.number * groups.size > c or (added is not None and added.shape[-1] > c):
         raise ValueError(
-            f"groups and added must have at most the {c} channels of x, got {groups.count} groups "
+            f"groups and added must have at most the {c} channels of x, got {groups.number} groups "
             f"of {groups.size} and {0 if added is None else added.shape[-1]} channels"
         )
     unfit = None
-    if groups.count and groups.size > MAX_GROUP:
+    if groups.number and groups.size > MAX_GROUP:
         unfit = f"groups of {groups.size} channels (at most {MAX_GROUP})"
     dtype = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else x.dtype
     if x.numel() and choose_backend(backend, x.device, dtype, unfit) == "triton":

@@ -29,9 +29,9 @@ def short_convolution_reference(
     if added is not None:
         v = v + F.pad(added, (0, c - added.shape[-1]))
     v = F.silu(v)
-    if groups.count:
-        first, rest = v.split([groups.count * groups.size, c - groups.count * groups.size], -1)
-        by_group = first.unflatten(-1, (groups.count, groups.size))
+    if groups.number:
+        first, rest = v.split([groups.number * groups.size, c - groups.number * groups.size], -1)
+        by_group = first.unflatten(-1, (groups.number, groups.size))
         square = by_group.square().sum(-1, keepdim=True)
         by_group = by_group * torch.rsqrt(square + groups.eps)
         v = torch.cat([by_group.flatten(-2), rest], -1)

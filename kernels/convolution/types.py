@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 
 class Groups(NamedTuple):
-    """The first `count` groups of `size` channels each, with `eps` under the root of the norm."""
+    """The first `number` groups of `size` channels each, with `eps` under the root of the norm."""
 
-    count: int
+    number: int
     size: int
     eps: float

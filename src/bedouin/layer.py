@@ -28,6 +28,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
+from bedouin.mixers import HouseholderProduct
 from bedouin.noise import draws_noise, without_noise
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.parameterization import X, split_named
@@ -243,7 +244,7 @@ class FixedPointLayer(ProjectedLayer):
 
         wants_state: whether the state after the last token is returned.
         """
-        if not is_untouched(self.mixer) and self._layout_of_mixer() is not None:
+        if not is_untouched(self.mixer) and isinstance(self.mixer, HouseholderProduct):
             tell_of_hooks(self, "mixer", self.mixer)
         self.deferred.flush()
         u = u if packing is None else packing.take(u)
@@ -440,8 +441,10 @@ class FixedPointLayer(ProjectedLayer):
                 f"{self.num_heads} heads, got {type(norm).__name__}: remove the hooks"
             )
         tell_of_hooks(self, "norm", norm)
-        gates = [v.to(dtype) for v in (call.gate, fed, call.z) if v is not None]
-        y, x, gate = (unfold(v, self.num_heads) for v in (y, call.x.to(dtype), sum(gates)))
+        x, gate = call.x.to(dtype), torch.zeros_like(y)
+        for part in (call.gate, fed, call.z):
+            gate = gate if part is None else gate + part
+        y, x, gate = (unfold(v, self.num_heads) for v in (y, x, gate))
         normed: Tensor = norm((y + self.D.to(dtype) * x).to(weight.dtype))
         return (F.silu(gate) * normed.to(dtype)).to(call.dtype)
 

@@ -64,7 +64,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import StateSize
-from bedouin.wrapped import effective_weight, is_untouched
+from bedouin.wrapped import effective_weight
 
 KEYS = ("B", "C")
 """The raw components that heads of a group share."""
@@ -290,12 +290,7 @@ class LayerParameters(SavedLayer, ABC):
         return self.delta_activations[self.decay]
 
     def layout(self) -> RawLayout | None:
-        """A description of `_split` and the mixer for kernels; None if they cannot compute it, or
-        must not, because hooks on the mixer run in calls of it."""
-        return self._layout_of_mixer() if is_untouched(self.mixer) else None
-
-    def _layout_of_mixer(self) -> RawLayout | None:
-        """The same without regard to hooks."""
+        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
         mixer = self.mixer
         if isinstance(mixer, HouseholderProduct) and kernel_gap(mixer) is None:
             return self._layout(mixer.num_householder, mixer.beta_max)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bedouin.checks import known_options, positive_int
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.solvers.base import check_number
+from bedouin.wrapped import is_untouched
 
 MAX_DENSE = 128
 """Most channels of a head whose local system is solved as a dense one."""
@@ -182,9 +183,12 @@ def kernel_gap(mixer: ChannelMixer) -> str | None:
     """What no kernel computes of a mixer, as a part of a message; None where kernels compute it.
 
     They compute products of reflections from num_householder and beta_max alone. A subclass of
-    HouseholderProduct is such a product as long as it inherits all methods of `_COMPUTING`.
+    HouseholderProduct is such a product as long as it inherits all methods of `_COMPUTING`. Hooks
+    on a mixer run in calls of it.
     """
     kind = type(mixer)
+    if not is_untouched(mixer):
+        return f"the mixer {kind.__name__} with hooks"
     if not isinstance(mixer, HouseholderProduct):
         return f"the mixer {kind.__name__} (only HouseholderProduct)"
     base = NoMixing if isinstance(mixer, NoMixing) else HouseholderProduct

@@ -91,14 +91,13 @@ class ShortConvolution(nn.Module):
         `bedouin.kernels.convolution` has them, and the window after the last token.
 
         A kernel computes this in one pass; a module with hooks is called."""
+        weight: Tensor | None = self.weight
         if self.bias is not None or not is_untouched(self):
-            x, window = self(x, window, lengths)
-            after, weight = window, None
-            window = window[:, :0]
+            x, after = self(x, window, lengths)
+            window, weight = window[:, :0], None
         else:
-            after, weight = self._window_after(x, window, lengths), self.weight
-        if weight is None:
-            weight = x.new_ones(self.channels, 1)
+            after = self._window_after(x, window, lengths)
+        weight = x.new_ones(self.channels, 1) if weight is None else weight
         return short_convolution(x, weight, window, added, groups, backend=backend), after
 
     def _window_after(

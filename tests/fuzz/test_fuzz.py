@@ -218,9 +218,10 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     """A layer of width p with one head, which maps x itself as head j of `layer` does."""
     heads, p = layer.num_heads, layer.head_dim
     part = copy.deepcopy(layer)
-    part.num_heads, part.d_model, part.d_inner = 1, p, p
+    bounded = layer.bounded_x and j < layer.fed_heads
+    # options of the constructor, which the layer refuses to set
+    vars(part).update(num_heads=1, d_model=p, d_inner=p, bounded_x=bounded)
     part.fed_heads = min(layer.fed_heads, 1)
-    part.bounded_x = layer.bounded_x and j < layer.fed_heads
     part.state_size = part.state_size._replace(d=p)
     eye = torch.eye(p).to(layer.D)
     for name, parameter in layer.named_parameters():
@@ -453,7 +454,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], type[Exception]]] = [
     ("x", lambda c: c.layer(c.x.to(other_dtype(c))), TypeError),
     ("x", lambda c: c.layer(c.x.tolist()), TypeError),
     ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x) + 2)), ValueError),
-    ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x)).to(torch.float16)), ValueError),
+    ("state", lambda c: c.layer(c.x, c.layer.init_state(len(c.x)).to(torch.int64)), ValueError),
     ("state", lambda c: c.layer(c.x, tuple(c.layer.init_state(len(c.x)))), TypeError),
     ("mask", lambda c: c.layer(c.x, mask=c.x[..., 0]), TypeError),
     ("mask", lambda c: c.layer(c.x, mask=torch.ones(len(c.x), 99).bool()), ValueError),

@@ -46,7 +46,7 @@ def by_hand(x: Tensor, weight: Tensor, window: Tensor, added: Any, groups: Any) 
             v = v + F.pad(added[:, token].double(), (0, v.shape[-1] - added.shape[-1]))
         v = v * torch.sigmoid(v)
         parts = []
-        for i in range(0 if groups is None else groups.count):
+        for i in range(0 if groups is None else groups.number):
             part = v[:, i * groups.size : (i + 1) * groups.size]
             parts.append(part / torch.sqrt((part * part).sum(-1, keepdim=True) + groups.eps))
         done = sum(part.shape[1] for part in parts)

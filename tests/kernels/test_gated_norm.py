@@ -39,7 +39,7 @@ def results(function: Any, given: list[Tensor], grad: Tensor) -> list[Tensor]:
 def assert_agrees(size: Any, device: str, backend: Any, dtype: torch.dtype, rtol: float) -> None:
     given = operands(size, device, dtype)
     grad = torch.randn(given[1].shape, device=device).to(dtype)
-    actual = results(lambda *v: gated_norm(*v, EPS, backend=backend), given, grad)
+    actual = results(lambda o, g, w: gated_norm(o, g, w, EPS, backend=backend), given, grad)
     for ours, theirs in zip(actual, results(by_hand, given, grad), strict=True):
         scale = theirs.detach().double().abs().max().item()
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=rtol, atol=rtol * scale)

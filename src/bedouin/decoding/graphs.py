@@ -94,7 +94,9 @@ def replay_step(
 ) -> tuple[Tensor, BedouinState]:  # (b, m)
     """One token of a single layer; the results share no memory with the buffers."""
     captured.load([layer], [state])
-    return captured.run([layer], x_t).clone(), captured.parts[0].copies(layer)
+    output, after = captured.run([layer], x_t).clone(), captured.parts[0].copies(layer)
+    assert isinstance(after, BedouinState)  # other layers are replayed by a Decoder alone
+    return output, after
 
 
 def capture_graph(run: Run) -> tuple[Callable[[], object], Tensor]:

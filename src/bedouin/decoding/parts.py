@@ -196,7 +196,7 @@ def allows_graph(layer: DecodedLayer) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return False
     if decodes_by_step(layer):
-        return layer.backend != "torch"
+        return bool(layer.backend != "torch")
     options = layer.solve_options
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 

@@ -208,7 +208,7 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
         if a_raw is not None:
             dt = F.softplus(at_least_float32(a_raw) + at_least_float32(self.dt_bias))
             decay = -torch.exp(at_least_float32(self.A_log)) * dt
-        return DeltaInputs(q, k, v, beta, decay)
+        return DeltaInputs(q, k, v, beta / _excess(k), decay)
 
     def extra_repr(self) -> str:
         return (
@@ -225,3 +225,12 @@ def _before_padding(
     """Inputs that neither decay nor write where `real` is False."""
     decay = None if inputs.log_decay is None else zero_outside(real, inputs.log_decay)
     return inputs._replace(beta=zero_outside(real, inputs.beta), log_decay=decay)
+
+
+@torch.no_grad()
+def _excess(
+    key: Tensor,  # (b, t, k, h, p)
+) -> Tensor:  # (b, t, k, h)
+    """The squared lengths of keys that rounding to a low dtype has made longer than 1, else 1: with
+    beta = 2 such a key would let the memory grow at every token that repeats it."""
+    return at_least_float32(key).square().sum(-1).clamp(min=1)
