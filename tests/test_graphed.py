@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import Bedouin
+from bedouin import Bedouin, TrackingDeltaNet
 from bedouin.graphed import Graphed
 from bedouin.solvers import GammaCap, Picard
 
@@ -118,11 +118,25 @@ def passes(call: Callable[[Tensor], Tensor], layer: Bedouin, x: Tensor) -> list[
     return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_layers_without_a_solver() -> None:
+    layer = TrackingDeltaNet(4, tracker_dim=2, tracker_state=3).eval()
+    x = torch.randn(1, 2, 4)
+    call = layer.graphed(x)
+    assert torch.equal(call(x), layer(x))
+    with pytest.raises(ValueError, match="x must have the sample's shape"):
+        call(x[:, :1])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"num_heads": 2}, {"feedback": ()}])
+@pytest.mark.parametrize("options", [{}, {"num_heads": 2}, {"feedback": ()}, None])
 @pytest.mark.parametrize("cast", [False, True])
-def test_the_numbers_of_the_layer(options: dict[str, Any], cast: bool) -> None:
-    layer = Bedouin(32, device="cuda", **options)
+def test_the_numbers_of_the_layer(options: dict[str, Any] | None, cast: bool) -> None:
+    layer: Any
+    if options is None:
+        layer = TrackingDeltaNet(32, feedback_noise=0.0, device="cuda")
+    else:
+        layer = Bedouin(32, device="cuda", **options)
     sample = torch.randn(2, 5, 32, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=cast):
         run = layer.graphed(sample)

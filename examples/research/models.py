@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bedouin import Bedouin, Initialization
+from bedouin import Bedouin, GatedDeltaNet, Initialization, Tracker, TrackingDeltaNet
 from bedouin.baselines import (
     LSTM,
     M2RNN,
@@ -98,7 +98,36 @@ def half_memory(m: int) -> nn.Module:
     return by_head(initialization=memory)[0](m)
 
 
+class _NoFeedback(nn.Module):
+    """Zeros in place of W_y norm(y_{t-1})."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, v: Tensor) -> Tensor:  # (..., c) -> (..., rows)
+        return v.new_zeros(*v.shape[:-1], self.rows)
+
+
+def tracking_without_feedback(m: int) -> nn.Module:
+    """A `TrackingDeltaNet` whose tracker does not read itself."""
+    layer = TrackingDeltaNet(m)
+    layer.tracker.y_proj = _NoFeedback(3 * layer.tracker.tracker_dim)
+    return layer
+
+
+def tracking_without_read(m: int) -> nn.Module:
+    """A `TrackingDeltaNet` whose tracker does not read the memory."""
+    layer = TrackingDeltaNet(m)
+    layer.tracker = Tracker(m)
+    return layer
+
+
 MODELS: dict[str, tuple[Layer, ...]] = {
+    "tracking": (TrackingDeltaNet,),
+    "tracking_no_feedback": (tracking_without_feedback,),
+    "tracking_no_read": (tracking_without_read,),
+    "tracking_blocks": (GatedDeltaNet, Tracker),
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
@@ -131,4 +160,5 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "hybrid_l2_lstm_first": (lstm(192), gated_delta_net(3)),
     "hybrid_l2_slow": (partial(slow_gated_delta_net, head_dim=64), lstm(192)),
 }
-"""The layers of every model, from the input on."""
+"""The layers of every model, from the input on. Those of `TrackingDeltaNet` are not in the table
+yet."""

@@ -136,8 +136,9 @@ def _check_capture(layer: Any, sample: Tensor) -> None:
         )
     if not sample.numel():
         raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
-    cap = layer.solve_options.cap
-    if layer.training and cap.is_random:
+    options = getattr(layer, "solve_options", None)  # a layer without a solver has none
+    cap = None if options is None else options.cap
+    if layer.training and cap is not None and cap.is_random:
         raise ValueError(
             f"a graph would replay one draw of {cap} for ever: set max_steps to an int, or "
             "capture the layer in evaluation mode"
@@ -150,18 +151,21 @@ def capture(
     parameters: tuple[Tensor, ...],  # of the layer
 ) -> Replay:
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
-    device, cast_to, options = sample.device.type, autocast_dtype(sample), layer.solve_options
+    device, cast_to = sample.device.type, autocast_dtype(sample)
+    options = getattr(layer, "solve_options", None)
     # without the cache of autocast, whose casts of the weights would become constants
     autocast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
     # torch takes uninitialized memory for the cotangents of the capture, which may be NaN
-    layer.solve_options = replace(options, on_unconverged="ignore")
+    if options is not None:
+        layer.solve_options = replace(options, on_unconverged="ignore")
     try:
         with torch.cuda.device_of(sample), autocast, _undisturbed():
             run = torch.cuda.make_graphed_callables(
                 lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
             )
     finally:
-        layer.solve_options = options
+        if options is not None:
+            layer.solve_options = options
     return cast(Replay, run)
 
 

@@ -16,6 +16,7 @@ from bedouin.checks import (
     check_tensor,
     positive_int,
 )
+from bedouin.graphed import Graphed
 from bedouin.layers.options import expanded, head_size
 from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
@@ -138,6 +139,10 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             for size in self._state_sizes().values()
         )
         return state
+
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
+        return Graphed(self, sample)
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -1,0 +1,398 @@
+"""TrackingDeltaNet, Tracker and GatedDeltaNet: the recurrence, token by token, and its laws.
+
+Letters: b batch, t time, m d_model, h heads, p key channels and v value channels of a head of the
+memory, H trackers, c channels of a tracker, n states of a channel.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn import functional as F
+
+from bedouin import (
+    Bidirectional,
+    Decoder,
+    GatedDeltaNet,
+    SequenceModel,
+    Tracker,
+    TrackingDeltaNet,
+    param_groups,
+)
+
+M, FLOAT64 = 8, {"dtype": torch.float64}
+TRACKER: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
+LAYERS: dict[str, Callable[..., Any]] = {
+    "tracking": partial(TrackingDeltaNet, M, **TRACKER),
+    "two trackers": partial(TrackingDeltaNet, M, num_trackers=2, num_heads=1, **TRACKER),
+    "tracker": partial(Tracker, M, **TRACKER),
+    "two trackers alone": partial(Tracker, M, num_trackers=2, **TRACKER),
+    "memory": partial(GatedDeltaNet, M, num_heads=3, head_dim=4, expand_v=1.5),
+}
+layers = pytest.mark.parametrize("name", LAYERS)
+
+
+def make(name: str, **options: Any) -> Any:
+    """A layer in which what begins at zero, or small, does not."""
+    layer = LAYERS[name](**FLOAT64 | options)
+    with torch.no_grad():
+        for parameter_name, parameter in layer.named_parameters():
+            if "read_proj" in parameter_name:
+                parameter.normal_(std=0.3)
+            if "y_proj" in parameter_name:
+                parameter.mul_(5)
+    return layer
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, **FLOAT64)
+
+
+def convolved(window: list[Tensor], weight: Tensor, v: Tensor) -> Tensor:
+    """The convolution at a token, with the inputs before it in `window`, which moves on."""
+    window.append(v)
+    out: Tensor = sum(weight[:, i] * w for i, w in enumerate(window))  # type: ignore[assignment]
+    window.pop(0)
+    return out
+
+
+def memory_by_hand(layer: GatedDeltaNet, u: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t^T q_t (b, t, h v) and the output (b, t, m) of every token."""
+    b, h, p, v = len(u), layer.num_heads, layer.head_dim, layer.value_dim
+    S = u.new_zeros(b, h, p, v)
+    window = [u.new_zeros(b, layer.conv.channels) for _ in range(3)]
+    recalled, outputs = [], []
+    for u_t in u.unbind(1):
+        projected = torch.cat([layer.q_proj(u_t), layer.k_proj(u_t), layer.v_proj(u_t)], -1)
+        assert layer.conv.weight is not None
+        acted = F.silu(convolved(window, layer.conv.weight, projected))
+        q, k, values = acted.split([h * p, h * p, h * v], -1)
+        q, k = (
+            w.view(b, h, p) * torch.rsqrt(w.view(b, h, p).square().sum(-1, keepdim=True) + 1e-6)
+            for w in (q, k)
+        )
+        beta = 2 * torch.sigmoid(layer.b_proj(u_t))[..., None, None]
+        assert layer.a_proj is not None and layer.g_proj is not None
+        g = -layer.A_log.exp() * F.softplus(layer.a_proj(u_t) + layer.dt_bias)
+        erased = torch.eye(p, **FLOAT64) - beta * k[..., :, None] * k[..., None, :]
+        S = g.exp()[..., None, None] * erased @ S
+        S = S + beta * k[..., :, None] * values.view(b, h, 1, v)
+        o = (S * q[..., None]).sum(-2)
+        recalled.append(o.flatten(1))
+        o = o / p**0.5
+        normed = o / torch.sqrt(o.square().mean(-1, keepdim=True) + layer.norm_eps)
+        gated = (normed * layer.norm_weight).flatten(1) * F.silu(layer.g_proj(u_t))
+        outputs.append(layer.out_proj(gated))
+    return torch.stack(recalled, 1), torch.stack(outputs, 1)
+
+
+def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
+    """The output (b, t, m) of every token."""
+    b, H, c, n = len(u), layer.num_trackers, layer.tracker_dim, layer.tracker_state
+    W = layer.y_proj.weight.view(H, 3, c, c)  # of Delta, x and the gate
+    h, y = u.new_zeros(b, H, c, n), u.new_zeros(b, H, c)
+    window = [u.new_zeros(b, layer.conv.channels) for _ in range(3)]
+    outputs = []
+    for i, u_t in enumerate(u.unbind(1)):
+        x, B, C, delta, erase, gate = layer.in_proj(u_t).split(
+            [H * c, H * n, H * n, H * c, H, H * c], -1
+        )
+        assert layer.conv.weight is not None
+        acted = convolved(window, layer.conv.weight, torch.cat([x, B, C], -1))
+        if read is not None:
+            assert layer.read_proj is not None
+            of_x, of_delta = layer.read_proj(read[:, i]).chunk(2, -1)
+            acted, delta = acted + F.pad(of_x, (0, 2 * H * n)), delta + of_delta
+        x, B, C = (w.view(b, H, -1) for w in F.silu(acted).split([H * c, H * n, H * n], -1))
+        B, C = (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + n * 1e-6) for w in (B, C))
+        fed = y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        of_delta, of_x, of_gate = torch.einsum("hkij,bhj->kbhi", W, fed)
+        step = F.softplus((delta + layer.dt_bias).view(b, H, c) + of_delta)
+        beta = torch.sigmoid(erase + layer.erase_bias)[..., None, None]
+        h = torch.exp(-layer.A_log.exp().view(H, c, n) * step[..., None]) * h
+        h = h - beta * (h * B[:, :, None]).sum(-1, keepdim=True) * B[:, :, None]
+        h = h + (step * (x + of_x))[..., None] * B[:, :, None]
+        y = (h * C[:, :, None]).sum(-1)
+        v = y + layer.D.view(H, c) * x
+        normed = v / torch.sqrt(v.square().mean(-1, keepdim=True) + layer.norm_eps)
+        out = F.silu(gate.view(b, H, c) + of_gate) * normed * layer.norm_weight.view(H, c)
+        outputs.append(layer.out_proj(out.flatten(1)))
+    return torch.stack(outputs, 1)
+
+
+def by_hand(layer: Any, u: Tensor) -> Tensor:
+    if isinstance(layer, GatedDeltaNet):
+        return memory_by_hand(layer, u)[1]
+    if isinstance(layer, Tracker):
+        return tracker_by_hand(layer, u, None)
+    recalled, output = memory_by_hand(layer.memory, u)
+    return output + tracker_by_hand(layer.tracker, u, recalled)
+
+
+def gradients(layer: Any, y: Tensor, u: Tensor) -> list[Tensor]:
+    along = torch.linspace(-1, 1, y.numel(), **FLOAT64).view(y.shape)
+    return list(torch.autograd.grad((y * along).sum(), [u, *layer.parameters()]))
+
+
+@layers
+@pytest.mark.parametrize("t", [1, 2, 63, 64, 65, 130])
+def test_values_and_gradients_are_those_of_the_recurrence(name: str, t: int) -> None:
+    layer, u = make(name).eval(), draw(2, t, M).requires_grad_()
+    actual, expected = layer(u), by_hand(layer, u)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+    for ours, theirs in zip(
+        gradients(layer, actual, u), gradients(layer, expected, u), strict=True
+    ):
+        scale = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9 * scale)
+
+
+@layers
+@settings(max_examples=8, deadline=None)
+@given(t=st.integers(1, 80), cut=st.integers(0, 80), b=st.integers(1, 3))
+def test_steps_and_chunks_are_the_call_and_nothing_looks_ahead(
+    name: str, t: int, cut: int, b: int
+) -> None:
+    cut = min(cut, t)
+    layer, u = make(name).eval(), draw(b, t, M)
+    whole, end = layer(u, return_state=True)
+    first, between = layer(u[:, :cut], return_state=True)
+    second, after = layer(u[:, cut:], between, return_state=True)
+    state, stepped = layer.init_state(b), []
+    for u_t in u.unbind(1):
+        output, state = layer.step(u_t, state)
+        stepped.append(output)
+    found = torch.cat([first, second], 1), torch.stack(stepped, 1)
+    for actual in found:
+        torch.testing.assert_close(actual, whole, rtol=1e-10, atol=1e-10)
+    for actual in (after, state):
+        for ours, theirs in zip(actual.tensors, end.tensors, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@layers
+def test_padding_and_documents(name: str) -> None:
+    layer, u = make(name).eval(), draw(2, 20, M)
+    mask = torch.rand(2, 20) > 0.3
+    output, end = layer(u.masked_fill(~mask.unsqueeze(-1), torch.nan), mask=mask, return_state=True)
+    assert not output[~mask].any()
+    for i in range(2):
+        alone, state = layer(u[[i]][:, mask[i]], return_state=True)
+        torch.testing.assert_close(output[i, mask[i]], alone[0], rtol=1e-10, atol=1e-11)
+        for ours, theirs in zip(end[[i]].tensors, state.tensors, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    bounds = torch.tensor([0, 3, 3, 12, 20])
+    packed, states = layer(u[:1], cu_seqlens=bounds, return_state=True)
+    for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        alone, state = layer(u[:1, start:stop], return_state=True)
+        torch.testing.assert_close(packed[:, start:stop], alone, rtol=1e-10, atol=1e-11)
+        for ours, theirs in zip(states[[i]].tensors, state.tensors, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    index = torch.tensor([[0] * 3 + [1] * 9 + [2] * 8] * 2)
+    torch.testing.assert_close(layer(u, seq_idx=index)[:1], packed, rtol=1e-10, atol=1e-11)
+
+
+@layers
+@pytest.mark.parametrize("shape", [(0, 5, M), (2, 0, M), (0, 0, M)])
+def test_calls_without_tokens_have_gradients_of_zeros(name: str, shape: tuple[int, ...]) -> None:
+    layer = make(name)
+    output, state = layer(torch.zeros(shape, **FLOAT64), return_state=True)
+    assert output.shape == shape and not any(v.any() for v in state.tensors)
+    output.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+@layers
+def test_low_precision_is_near_float64(name: str) -> None:
+    layer, u = make(name).eval(), draw(2, 40, M)
+    with torch.no_grad():
+        for parameter_name, parameter in layer.named_parameters():
+            if "y_proj" in parameter_name:
+                parameter.div_(5)  # as it begins: more feedback amplifies every rounding
+    exact = layer(u)
+    single = copy.deepcopy(layer).float()
+    torch.testing.assert_close(single(u.float()).double(), exact, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, state = single(u.float(), return_state=True)
+    half = copy.deepcopy(single).bfloat16()(u.bfloat16())
+    assert all(v.dtype == torch.float32 for v in state.tensors)
+    for low in (mixed, half):
+        # operands of 8 bits, whose roundings feedback amplifies
+        assert low.dtype == torch.bfloat16
+        assert (low.double() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_many_tokens_stay_finite() -> None:
+    layer = TrackingDeltaNet(M, **TRACKER).eval()
+    with torch.no_grad():
+        layer.memory.A_log.fill_(-12)  # hardly any decay
+        layer.memory.b_proj.weight.mul_(30)  # beta near 0 and 2
+        layer.tracker.A_log.sub_(6)
+    output = layer(torch.randn(1, 6000, M))
+    assert output.isfinite().all() and output.abs().max() < 100
+
+
+@layers
+def test_other_tools_take_the_layer(name: str) -> None:
+    layer, u = make(name).eval(), draw(2, 6, M)
+    expected, end = layer(u, return_state=True)
+    _, state = layer(u[:, :5], return_state=True)
+    decoder = Decoder(layer, 2, state=state)
+    torch.testing.assert_close(decoder(u[:, 5]), expected[:, 5])
+    for ours, theirs in zip(decoder.state.tensors, end.tensors, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    both = Bidirectional(layer, copy.deepcopy(layer))
+    torch.testing.assert_close(both(u), expected + layer(u.flip(1)).flip(1))
+    loaded = make(name).eval()
+    loaded.load_state_dict(layer.state_dict())
+    assert torch.equal(loaded(u), expected)
+    model = SequenceModel(11, M, [layer], **FLOAT64)
+    prompt = torch.randint(11, (2, 4))
+    tokens = model.generate(prompt, 5)
+    for i in range(4, 9):
+        assert torch.equal(model(tokens[:, :i])[:, -1].argmax(-1), tokens[:, i])
+
+
+@layers
+def test_the_compiler_makes_one_graph_for_all_lengths(name: str) -> None:
+    layer = make(name).eval()
+    torch.compiler.reset()
+    call = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((2, 7, M), (3, 70, M)):
+        u = draw(*shape).requires_grad_()
+        actual, expected = call(u), layer(u)
+        torch.testing.assert_close(actual, expected)
+        for ours, theirs in zip(
+            gradients(layer, actual, u), gradients(layer, expected, u), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@layers
+def test_export_with_any_batch_and_time(name: str) -> None:
+    layer = make(name).eval()
+    dims = {"x": {0: torch.export.Dim("b"), 1: torch.export.Dim("t")}}
+    program = torch.export.export(layer, (draw(2, 70, M),), dynamic_shapes=dims).module()
+    for shape in ((3, 64, M), (2, 5, M), (4, 130, M)):
+        u = draw(*shape)
+        torch.testing.assert_close(program(u), layer(u))
+
+
+@layers
+def test_transforms_of_torch_func(name: str) -> None:
+    models = [make(name).eval() for _ in range(2)]
+    parameters, buffers = stack_module_state(models)
+    u = draw(3, 6, M)
+
+    def call(values: Any, rows: Tensor) -> Tensor:
+        found: Tensor = functional_call(models[0], (values, {}), (rows,))
+        return found
+
+    stacked = vmap(call, (0, None))(parameters, u)
+    torch.testing.assert_close(stacked, torch.stack([model(u) for model in models]))
+    of_first = {n: p.detach() for n, p in models[0].named_parameters()}
+    loss = lambda values, row: call(values, row.unsqueeze(0)).square().sum()  # noqa: E731
+    each = vmap(grad(loss), (None, 0))(of_first, u)
+    models[0](u).square().sum().backward()
+    for parameter_name, parameter in models[0].named_parameters():
+        torch.testing.assert_close(each[parameter_name].sum(0), parameter.grad)
+    assert not buffers
+
+
+def test_defaults_fit_every_width() -> None:
+    for d_model in (16, 17, 64, 100):
+        layer = TrackingDeltaNet(d_model)
+        assert layer(torch.randn(1, 3, d_model)).isfinite().all()
+        assert layer.tracker.tracker_state == 64
+    with torch.device("meta"):
+        memory, wide = TrackingDeltaNet(256).memory, TrackingDeltaNet(512)
+    assert (memory.num_heads, memory.head_dim, memory.value_dim) == (2, 128, 256)
+    assert (wide.memory.num_heads, wide.tracker.tracker_state) == (4, 128)
+
+
+def test_rates_and_biases_do_not_decay() -> None:
+    layer = TrackingDeltaNet(16, **TRACKER)
+    decayed, kept = (group["params"] for group in param_groups(layer, weight_decay=0.1))
+    names = {id(p): name for name, p in layer.named_parameters()}
+    for name in ("memory.A_log", "memory.dt_bias", "tracker.A_log", "tracker.D", "tracker.dt_bias"):
+        assert name in {names[id(p)] for p in kept}
+    assert "tracker.y_proj.weight" in {names[id(p)] for p in decayed}
+
+
+def test_low_rank_adapters_of_every_projection() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.scale = base, nn.Parameter(torch.ones((), **FLOAT64))
+
+        @property
+        def weight(self) -> Any:  # as PEFT's adapters
+            return self.base.weight
+
+        def forward(self, v: Tensor) -> Tensor:
+            out: Tensor = self.scale * self.base(v)
+            return out
+
+    layer, u = make("tracking"), draw(2, 5, M)
+    expected = layer.eval()(u)
+    for part in (layer.memory, layer.tracker):
+        for name, module in list(part.named_children()):
+            if name.endswith("proj"):
+                setattr(part, name, Adapted(module))
+    torch.testing.assert_close(layer(u), expected)
+    layer(u).sum().backward()
+    scales = [p.grad for n, p in layer.named_parameters() if n.endswith("scale")]
+    assert len(scales) == 11 and all(g is not None and g.abs() > 0 for g in scales)
+
+
+def test_bad_input_is_named() -> None:
+    layer, u = TrackingDeltaNet(M, **TRACKER), torch.randn(2, 3, M)
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, r"x must have shape \(b, t, m\)", lambda: layer(u[0])),
+        (ValueError, "m = d_model = 8", lambda: layer(u[..., 1:])),
+        (TypeError, "x must have the layer's dtype", lambda: layer(u.double())),
+        (TypeError, "x must have a floating dtype", lambda: layer(u.long())),
+        (TypeError, "state must be a TrackingState", lambda: layer(u, u)),
+        (ValueError, "state.memory_conv must have shape", lambda: layer(u, layer.init_state(3))),
+        (TypeError, "state must not be None", lambda: layer.step(u[:, 0], None)),
+        (TypeError, "did you mean 'num_heads'", lambda: TrackingDeltaNet(M, num_head=2)),
+        (ValueError, "num_heads must be at least 1", lambda: TrackingDeltaNet(M, num_heads=0)),
+        (TypeError, "head_dim must be an int", lambda: TrackingDeltaNet(M, head_dim=True)),
+        (ValueError, "expand_v", lambda: TrackingDeltaNet(M, expand_v=0)),
+        (ValueError, "num_trackers must be", lambda: TrackingDeltaNet(M, num_trackers=0)),
+        (ValueError, "tracker_dim must be", lambda: TrackingDeltaNet(M, tracker_dim=-1)),
+        (ValueError, "tracker_state must be", lambda: TrackingDeltaNet(M, tracker_state=0)),
+        (ValueError, "d_conv must be", lambda: TrackingDeltaNet(M, d_conv=0)),
+        (ValueError, "feedback_noise", lambda: TrackingDeltaNet(M, feedback_noise=-1.0)),
+        (ValueError, "norm_eps must be", lambda: TrackingDeltaNet(M, norm_eps=0.0)),
+        (ValueError, "backend must be one of", lambda: TrackingDeltaNet(M, backend="cuda")),
+        (TypeError, "layer_idx must be", lambda: TrackingDeltaNet(M, layer_idx="0")),
+        (ValueError, "backend='triton' needs", lambda: TrackingDeltaNet(M, backend="triton")(u)),
+        (ValueError, "read must be given", lambda: Tracker(M, read_size=4, **TRACKER)(u)),
+        (ValueError, "read must be given", lambda: Tracker(M, **TRACKER)(u, read=u)),
+        (ValueError, "read must have shape", lambda: Tracker(M, read_size=4)(u, read=u)),
+        (ValueError, "use read.to", lambda: Tracker(M, read_size=M)(u, read=u.double())),
+        (TypeError, "read_size must be an int", lambda: Tracker(M, read_size=False)),
+    ]
+    for kind, message, run in cases:
+        with pytest.raises(kind, match=message):
+            run()
+
+
+def test_a_tracker_takes_what_it_reads() -> None:
+    layer = make("tracker", read_size=5).eval()
+    u, read = draw(2, 7, M), draw(2, 7, 5)
+    expected = tracker_by_hand(layer, u, read)
+    torch.testing.assert_close(layer(u, read=read), expected, rtol=1e-9, atol=1e-10)
+    _, state = layer(u[:, :6], read=read[:, :6], return_state=True)
+    torch.testing.assert_close(layer.step(u[:, 6], state, read=read[:, 6])[0], expected[:, 6])
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    masked = layer(u, read=read.masked_fill(~mask.unsqueeze(-1), torch.nan), mask=mask)
+    torch.testing.assert_close(masked[1, :4], expected[1, :4])
