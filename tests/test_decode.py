@@ -268,7 +268,7 @@ def test_wrong_states_are_named() -> None:
     with pytest.raises(ValueError, match=r"state.ssm must have shape \(3, 12, 16\)"):
         graphs.step(layer, x[:, 0], layer.init_state(2))
     with pytest.raises(ValueError, match="dtype"):
-        graphs.step(layer, x[:, 0], layer.init_state(3).to(torch.float32))
+        graphs.step(layer, x[:, 0], layer.init_state(3).to(torch.int64))
     with pytest.raises(TypeError, match="state must be a BedouinState"):
         graphs.step(layer, x[:, 0], (1, 2))  # type: ignore[arg-type]
 

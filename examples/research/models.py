@@ -112,7 +112,8 @@ class _NoFeedback(nn.Module):
 def tracking_without_feedback(m: int) -> nn.Module:
     """A `TrackingDeltaNet` whose tracker does not read itself."""
     layer = TrackingDeltaNet(m)
-    layer.tracker.y_proj = _NoFeedback(3 * layer.tracker.tracker_dim)
+    tracker: Any = layer.tracker
+    tracker.y_proj = _NoFeedback(3 * tracker.tracker_dim)
     return layer
 
 

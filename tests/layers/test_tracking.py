@@ -27,7 +27,8 @@ from bedouin import (
     param_groups,
 )
 
-M, FLOAT64 = 8, {"dtype": torch.float64}
+M = 8
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
 TRACKER: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
 LAYERS: dict[str, Callable[..., Any]] = {
     "tracking": partial(TrackingDeltaNet, M, **TRACKER),
@@ -263,7 +264,7 @@ def test_other_tools_take_the_layer(name: str) -> None:
 @layers
 def test_the_compiler_makes_one_graph_for_all_lengths(name: str) -> None:
     layer = make(name).eval()
-    torch.compiler.reset()
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
     call = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((2, 7, M), (3, 70, M)):
         u = draw(*shape).requires_grad_()
@@ -353,7 +354,9 @@ def test_low_rank_adapters_of_every_projection() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    layer, u = TrackingDeltaNet(M, **TRACKER), torch.randn(2, 3, M)
+    kind_of: Any = TrackingDeltaNet
+    reading: Any = Tracker
+    layer, u = kind_of(M, **TRACKER), torch.randn(2, 3, M)
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, r"x must have shape \(b, t, m\)", lambda: layer(u[0])),
         (ValueError, "m = d_model = 8", lambda: layer(u[..., 1:])),
@@ -362,24 +365,24 @@ def test_bad_input_is_named() -> None:
         (TypeError, "state must be a TrackingState", lambda: layer(u, u)),
         (ValueError, "state.memory_conv must have shape", lambda: layer(u, layer.init_state(3))),
         (TypeError, "state must not be None", lambda: layer.step(u[:, 0], None)),
-        (TypeError, "did you mean 'num_heads'", lambda: TrackingDeltaNet(M, num_head=2)),
-        (ValueError, "num_heads must be at least 1", lambda: TrackingDeltaNet(M, num_heads=0)),
-        (TypeError, "head_dim must be an int", lambda: TrackingDeltaNet(M, head_dim=True)),
-        (ValueError, "expand_v", lambda: TrackingDeltaNet(M, expand_v=0)),
-        (ValueError, "num_trackers must be", lambda: TrackingDeltaNet(M, num_trackers=0)),
-        (ValueError, "tracker_dim must be", lambda: TrackingDeltaNet(M, tracker_dim=-1)),
-        (ValueError, "tracker_state must be", lambda: TrackingDeltaNet(M, tracker_state=0)),
-        (ValueError, "d_conv must be", lambda: TrackingDeltaNet(M, d_conv=0)),
-        (ValueError, "feedback_noise", lambda: TrackingDeltaNet(M, feedback_noise=-1.0)),
-        (ValueError, "norm_eps must be", lambda: TrackingDeltaNet(M, norm_eps=0.0)),
-        (ValueError, "backend must be one of", lambda: TrackingDeltaNet(M, backend="cuda")),
-        (TypeError, "layer_idx must be", lambda: TrackingDeltaNet(M, layer_idx="0")),
-        (ValueError, "backend='triton' needs", lambda: TrackingDeltaNet(M, backend="triton")(u)),
-        (ValueError, "read must be given", lambda: Tracker(M, read_size=4, **TRACKER)(u)),
-        (ValueError, "read must be given", lambda: Tracker(M, **TRACKER)(u, read=u)),
-        (ValueError, "read must have shape", lambda: Tracker(M, read_size=4)(u, read=u)),
-        (ValueError, "use read.to", lambda: Tracker(M, read_size=M)(u, read=u.double())),
-        (TypeError, "read_size must be an int", lambda: Tracker(M, read_size=False)),
+        (TypeError, "did you mean 'num_heads'", lambda: kind_of(M, num_head=2)),
+        (ValueError, "num_heads must be at least 1", lambda: kind_of(M, num_heads=0)),
+        (TypeError, "head_dim must be an int", lambda: kind_of(M, head_dim=True)),
+        (ValueError, "expand_v", lambda: kind_of(M, expand_v=0)),
+        (ValueError, "num_trackers must be", lambda: kind_of(M, num_trackers=0)),
+        (ValueError, "tracker_dim must be", lambda: kind_of(M, tracker_dim=-1)),
+        (ValueError, "tracker_state must be", lambda: kind_of(M, tracker_state=0)),
+        (ValueError, "d_conv must be", lambda: kind_of(M, d_conv=0)),
+        (ValueError, "feedback_noise", lambda: kind_of(M, feedback_noise=-1.0)),
+        (ValueError, "norm_eps must be", lambda: kind_of(M, norm_eps=0.0)),
+        (ValueError, "backend must be one of", lambda: kind_of(M, backend="cuda")),
+        (TypeError, "layer_idx must be", lambda: kind_of(M, layer_idx="0")),
+        (ValueError, "backend='triton' needs", lambda: kind_of(M, backend="triton")(u)),
+        (ValueError, "read must be given", lambda: reading(M, read_size=4, **TRACKER)(u)),
+        (ValueError, "read must be given", lambda: reading(M, **TRACKER)(u, read=u)),
+        (ValueError, "read must have shape", lambda: reading(M, read_size=4)(u, read=u)),
+        (ValueError, "use read.to", lambda: reading(M, read_size=M)(u, read=u.double())),
+        (TypeError, "read_size must be an int", lambda: reading(M, read_size=False)),
     ]
     for kind, message, run in cases:
         with pytest.raises(kind, match=message):
