@@ -32,7 +32,7 @@ from bedouin.solvers import Jacobi, OneStepAdjoint, PhantomAdjoint, Picard
 FILE = Path(__file__).with_name("cases.safetensors")
 M, B, T, CUT = 8, 2, 19, 7
 
-EXACT = {"rtol": 1e-14, "atol": 1e-300}
+EXACT: dict[str, Any] = {"rtol": 1e-14, "atol": 1e-300}
 LAYERS: dict[str, Callable[..., Any]] = {
     "one head": partial(Bedouin, M, d_state=3),
     "heads": partial(Bedouin, M, d_state=3, num_heads=2),
@@ -110,7 +110,7 @@ def assert_golden(found: dict[str, Tensor], tolerance: float) -> None:
         expected = known[n].view(value.shape)
         scale = max([1.0, *expected.abs().flatten().tolist()])
         torch.testing.assert_close(
-            value, expected, rtol=tolerance, atol=tolerance * scale, msg=lambda m, n=n: f"{n}: {m}"
+            value, expected, rtol=tolerance, atol=tolerance * scale, msg=partial("{}: {}".format, n)
         )
 
 
