@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.heads import by_head, fold_state, make_linear, unfold_state
-from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
+from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold
+from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED
@@ -280,19 +281,22 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, Tensor, Tensor]:  # (H b, t, c), (H b, c, n), (H b, t, c)
         """y, the memory h after the last token, and the gate's feedback W_y norm(y_{t-1})."""
-        H, c, low = self.num_trackers, self.tracker_dim, autocast_dtype(x) or x.dtype
+        H, c, low = self.num_trackers, self.tracker_dim, x.dtype
         if draws_noise(self):
             x = x + self.feedback_noise * torch.randn_like(x)
             raw[0] = raw[0] + self.feedback_noise * torch.randn_like(raw[0])
-        folded = torch.cat([fold(v, H) for v in raw], -1)
+        columns = [fold(v.to(low), H) for v in raw]
+        r = sum(v.shape[-1] for v in columns)
+        # spare columns, so that the rows that kernels read begin at aligned addresses
+        columns.append(columns[0].new_zeros(*columns[0].shape[:2], padding(r)))
+        folded = torch.cat(columns, -1)[..., :r]
         if lengths is not None:
             real = tokens_before(lengths, x.shape[1])
             folded = hold_memory(folded, real, H, c, -CLOSED, erases=True)
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H)
         W_y, W_gate = weight.to(low).split([2 * c, c], -2)
         A = -torch.exp(at_least_float32(self.A_log))
-        x = fold(x, H).to(folded.dtype)
-        operands = Operands(x, folded, W_y, by_head(A, H), before.ssm, before.y)
+        operands = Operands(fold(x, H), folded, W_y, by_head(A, H), before.ssm, before.y)
         sweep = direct_sweep(operands, MAP, backend=self.backend)
         normed = shifted_norm(sweep.y, before.y, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
         return sweep.y, sweep.h, apply_feedback_weight(normed, W_gate, H)
