@@ -20,6 +20,7 @@ from bedouin import (
 )
 from bedouin.baselines import LSTM, Mamba
 from bedouin.decoding import Decoder
+from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import FixedCap, GammaCap, Picard
 
@@ -229,7 +230,9 @@ def test_the_vector_state_has_mixer_feedback_only() -> None:
         FixedPointRNN(4, feedback=("B",))
 
 
-@pytest.mark.parametrize("name", ["decay", "input_scale", "feedback", "mixer", "output", "bias"])
+@pytest.mark.parametrize(
+    "name", ["decay", "input_scale", "feedback", "mixer", "beta_max", "output", "bias"]
+)
 def test_from_paper_may_not_be_contradicted(name: str) -> None:
     from_paper: Callable[..., Bedouin] = Bedouin.from_paper
     with pytest.raises(TypeError, match=f"{name} of from_paper is fixed by the paper"):
@@ -435,6 +438,22 @@ def test_options_that_a_call_reads_are_set() -> None:
     layer.mixer = HouseholderProduct(2, beta_max=1.5)
     assert layer(x).isfinite().all() and layer.stats is not None
     assert layer.stats.conditioning is None
+
+
+def test_a_mixer_that_is_set_has_the_raw_values_of_the_first() -> None:
+    layer = Bedouin(4)
+    message = (
+        "mixer must have 18 raw values a token and head, for which the layer's projections were "
+        "made, got LowRank(rank=1) with 9: make a new layer, Bedouin(..., mixer=...)"
+    )
+    with raises(ValueError, message):
+        layer.mixer = LowRank(1)
+    layer.mixer = LowRank(2)
+
+
+def test_the_adapter_has_another_name_for_d_model() -> None:
+    with raises(TypeError, "d_model is hidden_size here, got d_model=8: give that alone"):
+        BedouinLayer(8, d_model=8)
 
 
 def test_what_the_paper_fixes_is_named() -> None:

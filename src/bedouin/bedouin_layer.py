@@ -327,9 +327,10 @@ class Bedouin(FixedPointLayer):
             "bounded_x": False,
             "feedback_noise": 0.0,
         }
-        for name in fixed.keys() & options.keys():
+        named = fixed | {"beta_max": 2.0}
+        for name in named.keys() & options.keys():
             raise TypeError(
-                f"{name} of from_paper is fixed by the paper, here to {fixed[name]!r}, got "
+                f"{name} of from_paper is fixed by the paper, here to {named[name]!r}, got "
                 f"{options[name]!r}: leave it out, or make a Bedouin({name}=...)"
             )
         return cls(

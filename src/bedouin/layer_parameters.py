@@ -282,6 +282,18 @@ class LayerParameters(SavedLayer, ABC):
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         check_device(mixer, self.D.device)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
+            size, made = value.raw_size(self.head_dim), self._sizes["mixer"]
+            if size != made:
+                owner = type(self).__name__
+                raise ValueError(
+                    f"mixer must have {made} raw values a token and head, for which the layer's "
+                    f"projections were made, got {value} with {size}: make a new layer, "
+                    f"{owner}(..., mixer=...)"
+                )
+        super().__setattr__(name, value)
+
     # -- how raw values are read
 
     @property

@@ -40,7 +40,7 @@ class BedouinLayer(nn.Module):
         options: other options of `bedouin.Bedouin`, d_state and expand among them.
 
     Attribute `layer` is the Bedouin layer. Raises ValueError for use_short_conv without
-    projection="input", and what the layer raises.
+    projection="input", TypeError for d_model, which is hidden_size, and what the layer raises.
     """
 
     def __init__(
@@ -57,6 +57,10 @@ class BedouinLayer(nn.Module):
         super().__init__()
         self.mode = one_of("mode", mode, get_args(Mode))
         self.hidden_size, self.layer_idx = hidden_size, layer_idx
+        if "d_model" in options:
+            raise TypeError(
+                f"d_model is hidden_size here, got d_model={options['d_model']!r}: give that alone"
+            )
         check_bool("use_short_conv", use_short_conv)
         if use_short_conv and "d_conv" in options:
             raise ValueError(
