@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bedouin.kernels.direct.elimination import factorize, substitute
 from bedouin.kernels.householder import combine_rows, rows_dot, times
@@ -82,7 +83,7 @@ def factor_local(
     own = torch.diag_embed(D.gather(-1, at))
     bordered = torch.cat([torch.cat([K, -U_z], -1), torch.cat([rows, own], -1)], -2)
     # a small remaining D makes large rows; scaled, their rounding errors are no false pivots
-    shrink = 1 / bordered.detach().abs().amax(-1).clamp(min=1)
+    shrink = 1 / pad(bordered.detach().abs(), (0, 1), value=1.0).amax(-1)  # k may be 0
     LU, pivots = factorize(shrink.unsqueeze(-1) * bordered)
     return LocalFactors(sigma, gain, U, M, LU, pivots, e, D, at, shrink)
 

@@ -127,6 +127,15 @@ class TestFusedLoss:
         fused(ids, labels=ids)
         assert caplog.messages == ["fuse_linear_cross_entropy=True: torch computes the loss"]
 
+    def test_hooks_on_the_head_run(self, fused: BedouinForCausalLM, ids: Tensor) -> None:
+        loss, seen = fused(ids, labels=ids).loss, []
+        fused.lm_head.register_forward_hook(lambda *_: seen.append(True))
+        found = fused(ids, labels=ids)
+        assert seen and found.logits is not None
+        torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-6, check_dtype=False)
+        with pytest.raises(ValueError, match="nn.Linear as lm_head .* no hooks on the head"):
+            fused(ids, labels=ids, skip_logits=True)
+
     def test_what_cannot_be_fused(
         self, fused: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -38,6 +38,7 @@ from bedouin.noise import without_noise
 from bedouin.packing import check_bounds
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import unknown_option
+from bedouin.wrapped import is_untouched
 
 _LOGGER: Any = logging.get_logger(__name__)
 
@@ -272,17 +273,19 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
         tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all.
         skip_logits: whether head and loss are computed together, as fuse_linear_cross_entropy says,
-        and logits are None, as in Liger Kernel; None: in training with labels. If all labels are
-        ignored that loss is 0, where transformers' is NaN. Other arguments are those of
-        `BedouinModel.forward` and of transformers' loss. `Trainer` drops the columns of a data set
-        that have no name here.
+        and logits are None, as in Liger Kernel; None: in training with labels, unless lm_head has
+        hooks, which run in calls alone. If all labels are ignored that loss is 0, where
+        transformers' is NaN. Other arguments are those of `BedouinModel.forward` and of
+        transformers' loss. `Trainer` drops the columns of a data set that have no name here.
 
         Raises what `BedouinModel.forward` and `linear_cross_entropy` raise, and ValueError for
         skip_logits without labels or with fuse_linear_cross_entropy=False, and for a head or a loss
         that cannot be fused.
         """
         fused = self.config.fuse_linear_cross_entropy
-        skips = bool(fused and labels is not None and self.training)
+        # hooks on the head run in its call alone, which gives logits
+        is_training = self.training and is_untouched(self.lm_head)
+        skips = bool(fused and labels is not None and is_training)
         if skip_logits is not None:
             skips = skip_logits
         if skips and (labels is None or not fused):
@@ -336,11 +339,12 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
     ) -> Tensor:  # ()
         """transformers' ForCausalLMLoss from hidden states."""
         head, fused = self.lm_head, self.config.fuse_linear_cross_entropy
-        if type(head) is not nn.Linear or self.loss_function is not ForCausalLMLoss:
+        is_plain = type(head) is nn.Linear and is_untouched(head)
+        if not is_plain or self.loss_function is not ForCausalLMLoss:
             raise ValueError(
                 "fuse_linear_cross_entropy needs an nn.Linear as lm_head and transformers' loss, "
-                f"got {type(head).__name__} and {self.loss_function!r}: set "
-                "model.config.fuse_linear_cross_entropy = False"
+                f"and no hooks on the head, got {type(head).__name__} and {self.loss_function!r}: "
+                "set model.config.fuse_linear_cross_entropy = False"
             )
         kernel = choose_kernel(fused, x.device)
         if fused in (True, "auto") and not torch.compiler.is_compiling():
