@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin import Bedouin, Decoder
 from bedouin.kernels.scan import selective_scan
@@ -50,6 +50,21 @@ def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
 def recall_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
     """The sweep of `Bedouin.recall`."""
     _layer_agrees(setting, shape, Direct(), gradients=True, recall=True, **options)
+
+
+def explicit_agrees(setting: Setting, shape: Shape, *, kind: type[nn.Module]) -> None:
+    """A layer without a solver against itself in float64, which no kernel computes, on more than
+    two chunks of the delta rule."""
+    tolerance = _tolerance(setting)
+    torch.manual_seed(0)
+    layer = kind(setting.m, device=setting.device, dtype=setting.dtype).eval()
+    reference = copy.deepcopy(layer).double()
+    x = setting.randn(shape.b, 8 * shape.t, setting.m)
+    with setting.autocast():
+        got = _linear_results(layer, x)
+    for name, value in _linear_results(reference, x.double()).items():
+        bound = tolerance if name == "output" else 2 * tolerance
+        _close(f"{kind.__name__}, {setting.precision}, {name}", got[name], value, bound)
 
 
 def linear_agrees(setting: Setting, shape: Shape) -> None:
@@ -162,6 +177,21 @@ def _results(
         grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))
         found |= {f"grad {name}": grad for name, grad in zip(named, grads, strict=True)}
     return found
+
+
+def _linear_results(
+    layer: nn.Module,
+    x: Tensor,  # (b, t, m)
+) -> dict[str, Tensor]:
+    """The output, and the gradients of x and of the linear maps."""
+    x = x.clone().requires_grad_()
+    output: Tensor = layer(x)
+    parts = layer.named_modules()
+    named = {"x": x} | {n: part.weight for n, part in parts if isinstance(part, nn.Linear)}
+    weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
+    grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))
+    found = {f"grad {name}": grad for name, grad in zip(named, grads, strict=True)}
+    return {"output": output.detach(), **found}
 
 
 def _close(

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
 from bedouin.bedouin_layer import RECALL_HEAD
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
@@ -136,6 +138,24 @@ def _recall(suffix: str, title: str, heads: int, states: int, **options: Any) ->
     )
 
 
+def _explicit() -> tuple[Case, ...]:
+    """`TrackingDeltaNet` and its parts, whose sizes follow from d_model alone."""
+    kinds: dict[str, type[nn.Module]] = {
+        "tracking": TrackingDeltaNet,
+        "memory": GatedDeltaNet,
+        "tracker": Tracker,
+    }
+    return tuple(
+        Case(
+            name,
+            kind.__name__,
+            _subject(partial(subjects.explicit, kind=kind)),
+            agrees=partial(agreement.explicit_agrees, kind=kind),
+        )
+        for name, kind in kinds.items()
+    )
+
+
 def _narrow_lstm(narrower: int) -> Case:
     """The LSTM beside a layer with heads of the same width."""
     width = D_MODEL // narrower
@@ -199,6 +219,7 @@ CASES = (
     _heads("heads8", heads=8),
     _heads("heads16", heads=16),
     Case("lstm", "LSTM (cuDNN on a GPU)", _subject(subjects.lstm)),
+    *_explicit(),
     _heads("256-heads8", heads=8, narrower=2),
     _narrow_lstm(2),
     _heads("128-heads4", heads=4, narrower=4),

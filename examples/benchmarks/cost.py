@@ -9,6 +9,8 @@ backward pass counts as two forward passes. Letters as in setting.py; e is the n
 value.
 """
 
+from torch import nn
+
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
 
@@ -45,6 +47,15 @@ def recall_cost(
     gate = (FLOAT32_BYTES + e) * d
     output_stage = FLOAT32_BYTES * d + 3 * e * d
     a_token = e * (products + 2 * convolved) + sweep + gate + output_stage
+    forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)
+    return forward * 3 if backward else forward
+
+
+def explicit_cost(module: nn.Module, setting: Setting, shape: Shape, *, backward: bool) -> Cost:
+    """The linear maps of a layer, without what is between them."""
+    maps = [part.weight.shape for part in module.modules() if isinstance(part, nn.Linear)]
+    weights, e = sum(rows * columns for rows, columns in maps), setting.gemm_dtype.itemsize
+    a_token = e * sum(rows + columns for rows, columns in maps)
     forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)
     return forward * 3 if backward else forward
 

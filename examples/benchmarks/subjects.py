@@ -13,7 +13,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bedouin import Bedouin
+from bedouin import Bedouin, GatedDeltaNet
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import (
     Anderson,
@@ -24,7 +24,7 @@ from bedouin.solvers import (
     OneStepAdjoint,
     Picard,
 )
-from benchmarks.cost import layer_cost, lstm_cost, recall_cost, scan_cost
+from benchmarks.cost import explicit_cost, layer_cost, lstm_cost, recall_cost, scan_cost
 from benchmarks.measure import Numbers, Subject, inputs_of
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
@@ -120,6 +120,18 @@ def solve_numbers(layer: Bedouin) -> Numbers:
         "converged": bool(stats.converged.all()),
         "num_steps": int(stats.num_steps.max()),
     }
+
+
+def explicit(setting: Setting, shape: Shape, *, kind: type[nn.Module]) -> Subject:
+    """`TrackingDeltaNet` or one of its parts, in training mode, with its default sizes."""
+    torch.manual_seed(0)
+    layer = kind(setting.m, device=setting.device, dtype=setting.dtype)
+    forward, both = (
+        explicit_cost(layer, setting, shape, backward=backward) for backward in (False, True)
+    )
+    steps = shape.t if kind is not GatedDeltaNet else 0
+    draw = inputs_of(setting, shape)
+    return Subject(layer, draw, tuple(layer.parameters()), forward, both, sequential_steps=steps)
 
 
 def lstm(setting: Setting, shape: Shape) -> Subject:

@@ -117,6 +117,13 @@ def tracking_without_feedback(m: int) -> nn.Module:
     return layer
 
 
+def tracking_with_positive_eigenvalues(m: int) -> nn.Module:
+    """A `TrackingDeltaNet` whose memory has eigenvalues in [0, 1]."""
+    layer = TrackingDeltaNet(m)
+    layer.memory.eigenvalues = "positive"
+    return layer
+
+
 def tracking_without_read(m: int) -> nn.Module:
     """A `TrackingDeltaNet` whose tracker does not read the memory."""
     layer = TrackingDeltaNet(m)
@@ -128,6 +135,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "tracking": (TrackingDeltaNet,),
     "tracking_no_feedback": (tracking_without_feedback,),
     "tracking_no_read": (tracking_without_read,),
+    "tracking_positive": (tracking_with_positive_eigenvalues,),
     "tracking_blocks": (GatedDeltaNet, Tracker),
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
