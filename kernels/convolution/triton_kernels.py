@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def _places(c, n_tokens, n_channels, TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sample, the numbers of the tile of tokens and of the block of channels, both in full, and
-    which of the channels there are."""
+    """Of this program: the sample, the indices of its tile of tokens and of its block of channels,
+    the tokens and the channels of both, and which of the channels exist."""
     program = tl.program_id(0).to(tl.int64)
     block, rest = program % n_channels, program // n_channels
     tile, sample = rest % n_tokens, rest // n_tokens

@@ -30,6 +30,7 @@ from bedouin.parameterization import (
 )
 from bedouin.parameters import (
     DELTA_RANGE,
+    ERASE_BIAS,
     at_least_float32,
     factory_options,
     inverse_softplus,
@@ -38,10 +39,6 @@ from bedouin.parameters import (
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.base import check_number
 from bedouin.solvers.reporting import OnUnconverged
-
-ERASE_BIAS = -3.0
-"""The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
-well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
 RECALL_HEAD, RECALL_RATES, RECALL_SHARED_FROM = 64, (1.0, 0.01), 256
 MEMORY_RATES, MEMORY_DELTA, MEMORY_NOISE = (0.01, 0.0001), 10.0, 0.1

@@ -211,11 +211,9 @@ def takes_graph(
         return False
     if decodes_by_step(layer):
         supported = is_cuda_device(x_t.device)
-        return supported and all(is_untouched(module) for module in layer.modules())
-    # other mixers are user code, which may read the device
-    if layer.layout() is None:
+    elif layer.layout() is None:  # other mixers are user code, which may read the device
         return False
-    if is_cuda_device(x_t.device):
+    elif is_cuda_device(x_t.device):
         # with "triton", too: the layer refuses what its kernels cannot compute
         supported = choose_backend("auto", x_t.device, layer.D.dtype) == "triton"
     else:

@@ -116,8 +116,6 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     ) -> tuple[Tensor, StateT]:  # (b, m)
         """One token. Raises as `forward` does."""
         self.check_input(x_t, 2)
-        if state is None:
-            raise TypeError("state must not be None: make one with init_state(batch_size)")
         return self._step(x_t, state)
 
     def _step(
@@ -125,7 +123,9 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
         x_t: Tensor,  # (b, input_size)
         state: StateT,
     ) -> tuple[Tensor, StateT]:  # (b, m)
-        """`step` with checked inputs."""
+        """`step` with a checked input."""
+        if state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
         with without_noise():
             output, new_state = self._checked_run(x_t.unsqueeze(1), state)
         return output.squeeze(1), new_state

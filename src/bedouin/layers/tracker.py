@@ -25,17 +25,20 @@ from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
 from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
-from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
+from bedouin.parameters import (
+    ERASE_BIAS,
+    SavedOptions,
+    at_least_float32,
+    factory_options,
+    mark,
+)
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import check_number, positive_int
 from bedouin.state import BedouinState, RecurrentState
 from bedouin.wrapped import effective_weight
 
-ERASE_BIAS = -3.0
-"""The initial bias of the raw value of beta^e."""
-
 FEEDBACK_INIT = 0.1
-"""Factor on the usual initial values of W_y: with 1 the start is chaotic (DESIGN 2)."""
+"""Factor on the usual initial values of W_y: with 1 the untrained recurrence is chaotic."""
 
 WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
 """States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
@@ -194,8 +197,6 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
     ) -> tuple[Tensor, TrackerState]:  # (b, m)
         """One token, without noise. Raises as `forward` does, and TypeError for no state."""
         self.check_input(x_t, 2)
-        if state is None:
-            raise TypeError("state must not be None: make one with init_state(batch_size)")
         return self._step(self._joined(x_t, read), state)
 
     def _joined(
