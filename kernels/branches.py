@@ -79,6 +79,16 @@ def branched() -> Iterator[None]:
             opened.main.wait_stream(stream)
 
 
+@contextmanager
+def unbranched() -> Iterator[None]:
+    """A context without branches, for launches that do not keep to what these may read."""
+    opened, _CURRENT.branches = _CURRENT.branches, None
+    try:
+        yield
+    finally:
+        _CURRENT.branches = opened
+
+
 def beside(branch: Branch, *read: Tensor | None) -> AbstractContextManager[object]:
     """A context whose launches are on the branch; `read` are the tensors that were made elsewhere,
     parameters left out. What they write may be read on the same branch, or after `join`."""

@@ -4,6 +4,7 @@ Letters: b batch, t time, m d_model.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -138,11 +139,14 @@ def test_the_numbers_of_the_layer(options: dict[str, Any] | None, cast: bool) ->
     else:
         layer = Bedouin(32, device="cuda", **options)
     sample = torch.randn(2, 5, 32, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+    casts = partial(torch.autocast, "cuda", torch.bfloat16, enabled=cast)
+    with casts():
         run = layer.graphed(sample)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        kept: list[Tensor] = []
-        for _ in range(3):
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    kept: list[Tensor] = []
+    for _ in range(3):
+        # a new context, as in training: one keeps its casts of the weights
+        with casts():
             x = torch.randn_like(sample).requires_grad_()
             ours = passes(run, layer, x)
             theirs = passes(layer, layer, x)

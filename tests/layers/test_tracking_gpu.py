@@ -56,7 +56,8 @@ def test_kernels_are_near_float64(name: str, t: int, cast: bool) -> None:
     with torch.autocast("cuda", torch.bfloat16, enabled=cast):
         actual = results(layer, x.float(), state.detach().to(torch.float32))
     for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        error = (ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-3)
+        # gradients of the memory's rates are sums in which terms of both signs cancel
+        error = (ours.double() - theirs).norm() / theirs.norm().clamp(min=0.1 if cast else 1e-3)
         # bfloat16 has 8 bits, and feedback amplifies roundings
         assert error < (0.1 if cast else 1e-3), (i, float(error))
 

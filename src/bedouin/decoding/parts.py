@@ -18,7 +18,7 @@ from bedouin.kernels.backend import (
     is_cuda_device,
     is_transformed,
 )
-from bedouin.kernels.branches import beside
+from bedouin.kernels.branches import beside, unbranched
 from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
 from bedouin.state import BedouinState, RecurrentState, check_state
 from bedouin.wrapped import is_untouched
@@ -149,8 +149,10 @@ class StepPart:
     ) -> Tensor:  # (b, m)
         """The arithmetic of a token, which a graph captures."""
         output: Tensor
-        output, after = layer.step(u, self.state)
-        self._copy(after)
+        # what the branches of the sweep read is made in the step itself
+        with unbranched():
+            output, after = layer.step(u, self.state)
+            self._copy(after)
         return output
 
     def load(self, layer: DecodedLayer, state: Any) -> None:
