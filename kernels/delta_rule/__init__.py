@@ -13,6 +13,7 @@ from bedouin.kernels.backend import KERNEL_DTYPES, Backend, choose_backend
 from bedouin.kernels.checks import check_shape, one_of
 from bedouin.kernels.delta_rule import fla
 from bedouin.kernels.delta_rule.chunks import delta_rule_chunked, delta_rule_plain
+from bedouin.kernels.delta_rule.rates import delta_rates, delta_rates_reference
 from bedouin.kernels.delta_rule.reference import delta_rule_reference
 from bedouin.kernels.delta_rule.registered import chunk_kernels, plain_chunks
 from bedouin.kernels.delta_rule.rounding import rounded
@@ -24,6 +25,8 @@ __all__ = [
     "DeltaBackend",
     "DeltaInputs",
     "check_delta_backend",
+    "delta_rates",
+    "delta_rates_reference",
     "delta_rule",
     "delta_rule_chunked",
     "delta_rule_reference",
@@ -33,9 +36,9 @@ __all__ = [
 KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernels, whose programs hold all of them."""
 
-MOST_BY_TOKEN = 16
-"""Calls of at most so many tokens take the kernel that computes token by token: no chunk of the
-others has fewer."""
+MOST_BY_TOKEN = 4
+"""Calls of at most so many tokens take the kernel that computes token by token: chunks of the
+others have at least 16."""
 
 
 def check_delta_backend(backend: str) -> None:

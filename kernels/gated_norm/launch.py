@@ -12,7 +12,7 @@ from bedouin.kernels.gated_norm.triton_kernels import (
     gated_norm_backward_kernel,
     gated_norm_kernel,
 )
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
 
 TILE = 2048
 """Numbers of a program's tile: 16 for each of 128 threads."""
@@ -28,10 +28,11 @@ def launch_forward(
     weight: Tensor,  # (v,)
     eps: float,
 ) -> Tensor:  # (b, t, h v)
-    out = gate.new_empty(gate.shape)
+    gate, out = evenly_spaced(gate), gate.new_empty(gate.shape)
     r, tiles, constants = _tiles(o, eps)
-    operands = o.contiguous(), gate.contiguous(), weight.contiguous(), out
-    gated_norm_kernel[(tiles,)](*operands, r, **constants)
+    numbers = r, o.shape[2], gate.stride(1)
+    operands = o.contiguous(), gate, weight.contiguous(), out
+    gated_norm_kernel[(tiles,)](*operands, *numbers, **constants)
     return out
 
 
@@ -43,13 +44,14 @@ def launch_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of o, gate and weight."""
+    gate = evenly_spaced(gate)
     grad_o, grad_gate = o.new_empty(o.shape), gate.new_empty(gate.shape)
     r, tiles, constants = _tiles(o, eps)
     programs = min(tiles, PROGRAMS)
     sums = o.new_empty(programs, o.shape[-1], dtype=torch.float32)
     gated_norm_backward_kernel[(programs,)](
-        *(grad.contiguous(), o.contiguous(), gate.contiguous(), weight.contiguous()),
-        *(grad_o, grad_gate, sums, r, tiles),
+        *(grad.contiguous(), o.contiguous(), gate, weight.contiguous()),
+        *(grad_o, grad_gate, sums, r, o.shape[2], gate.stride(1), tiles),
         **constants,
     )
     return grad_o, grad_gate, sums.sum(0).to(weight.dtype)

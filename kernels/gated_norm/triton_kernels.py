@@ -15,12 +15,21 @@ def _load(ptr, at, mask):
 
 
 @triton.jit
+def _load_gate(gate_ptr, row, channel, mask, h, gate_row, V: tl.constexpr):
+    """The gates of rows, of which a token has h."""
+    at = (row // h * gate_row + row % h * V)[:, None] + channel[None, :]
+    return _load(gate_ptr, at, mask)
+
+
+@triton.jit
 def gated_norm_kernel(
     o_ptr,  # (r, v)
-    gate_ptr,  # (r, v)
+    gate_ptr,  # (r, v), h rows beside each other
     weight_ptr,  # (v,)
     out_ptr,  # (r, v)
     r,
+    h,
+    gate_row,
     EPS: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -30,7 +39,7 @@ def gated_norm_kernel(
     channel = tl.arange(0, BLOCK)
     at = row[:, None] * V + channel[None, :]
     mask = (row < r)[:, None] & (channel < V)[None, :]
-    o, gate = _load(o_ptr, at, mask), _load(gate_ptr, at, mask)
+    o, gate = _load(o_ptr, at, mask), _load_gate(gate_ptr, row, channel, mask, h, gate_row, V)
     weight = _load(weight_ptr, channel, channel < V)
     inverse = tl.rsqrt(tl.sum(o * o, 1) / V + EPS)
     out = o * inverse[:, None] * weight[None, :] * (gate * tl.sigmoid(gate))
@@ -41,12 +50,14 @@ def gated_norm_kernel(
 def gated_norm_backward_kernel(
     grad_ptr,  # (r, v)
     o_ptr,  # (r, v)
-    gate_ptr,  # (r, v)
+    gate_ptr,  # (r, v), h rows beside each other
     weight_ptr,  # (v,)
     grad_o_ptr,  # (r, v)
     grad_gate_ptr,  # (r, v)
     sums_ptr,  # (programs, v)
     r,
+    h,
+    gate_row,
     tiles,
     EPS: tl.constexpr,
     V: tl.constexpr,
@@ -62,7 +73,8 @@ def gated_norm_backward_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * V + channel[None, :]
         mask = (row < r)[:, None] & exists[None, :]
-        grad, o, gate = _load(grad_ptr, at, mask), _load(o_ptr, at, mask), _load(gate_ptr, at, mask)
+        grad, o = _load(grad_ptr, at, mask), _load(o_ptr, at, mask)
+        gate = _load_gate(gate_ptr, row, channel, mask, h, gate_row, V)
         inverse = tl.rsqrt(tl.sum(o * o, 1) / V + EPS)[:, None]
         normed = o * inverse
         sigmoid = tl.sigmoid(gate)

@@ -8,18 +8,23 @@ Letters: p inputs and r outputs of a projection, H heads.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bedouin.heads import HeadLinear, HeadNorm
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.linear import WIDTH, apply_weight
 from bedouin.solvers.solution import has_values
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
+
+LEAST_JOINED = 64
+"""Tokens from which on a CPU joins the weights of several products."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -238,3 +243,21 @@ class ReplacementWatch:
             if owner.get(name) is not tensor or tensor.data_ptr() != pointer:
                 return True
         return False
+
+
+def side_by_side(
+    x: Tensor,  # (b, t, p)
+    modules: Sequence[nn.Module],  # (b, t, p) -> (b, t, r_i)
+) -> Tensor:  # (b, t, sum r_i), or with more columns, which are zeros
+    """What the modules make of x, one beside the other; in one product where all are plain.
+
+    Few tokens on a CPU are no reason to copy the weights, and torch.compile joins products itself.
+    """
+    is_short = not x.is_cuda and x[..., 0].numel() < LEAST_JOINED
+    if torch.compiler.is_compiling() or is_short or not all(map(is_plain, modules)):
+        return torch.cat([module(x) for module in modules], -1)
+    weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
+    missing = -sum([len(w) for w in weights]) % WIDTH
+    if missing and x.is_cuda:
+        weights.append(weights[0].new_zeros(missing, x.shape[-1]))
+    return F.linear(x, torch.cat(weights))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.layers.options import head_size, positive_number
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import SavedOptions, at_least_float32, factory_options
 from bedouin.short_convolution import ShortConvolution
@@ -201,7 +201,7 @@ class Attention(SavedOptions, RecurrentLayer[AttentionState]):
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:
-            return output, AttentionState(window, owned(keys), owned(values))
+            return output, AttentionState(window, keys, values)
         if filled is None:
             filled = state.keys.new_full(x.shape[:1], s, dtype=torch.int64)
         after = filled + (t if lengths is None else lengths)

@@ -19,7 +19,7 @@ from bedouin.layers.options import (
     reset_dt_bias,
     unfit_for_kernels,
 )
-from bedouin.layers.recurrent import MatrixLayer, owned
+from bedouin.layers.recurrent import MatrixLayer
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
@@ -148,7 +148,7 @@ class M2RNN(SavedOptions, MatrixLayer[M2RNNState]):
         from bedouin.baselines.triton_m2rnn import launch
 
         o, memory = launch(qkv, f, W, memory)
-        return o, owned(memory)
+        return o, memory
 
 
 def recurrence(

@@ -14,7 +14,7 @@ from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.layers.options import expanded, reset_dt_bias
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import (
     MarkedModule,
@@ -149,7 +149,7 @@ class Mamba(SavedOptions, RecurrentLayer[MambaState]):
                 backend=self.backend,
             )
         output = self.out_proj(y.to(z.dtype) * F.silu(z))
-        return output, MambaState(window, owned(ssm))
+        return output, MambaState(window, ssm)
 
     def _project_dt(
         self,

@@ -17,7 +17,7 @@ from bedouin.layers.options import (
     positive_number,
     unfit_for_kernels,
 )
-from bedouin.layers.recurrent import MatrixLayer, StateShapes, owned
+from bedouin.layers.recurrent import MatrixLayer, StateShapes
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options
 from bedouin.short_convolution import ShortConvolution
@@ -113,7 +113,7 @@ class RecurrentDeltaNet(MatrixLayer[RecurrentDeltaState]):
             R = at_least_float32(self.y_proj)
             y, memory, last = self._recur(raw, R, state, lengths)
         output = self.out_proj(rearrange(y, "b t h v -> b t (h v)").to(qkv.dtype))
-        return output, RecurrentDeltaState(window, owned(memory), last)
+        return output, RecurrentDeltaState(window, memory, last)
 
     def _recur(
         self,

@@ -12,23 +12,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import check_bool, known_options, one_of, positive_int
-from bedouin.kernels.backend import autocast_dtype, without_autocast
+from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.convolution import Groups
 from bedouin.kernels.delta_rule import (
     DeltaBackend,
     DeltaInputs,
     check_delta_backend,
+    delta_rates,
     delta_rule,
     kernel_backend,
 )
 from bedouin.kernels.gated_norm import gated_norm
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.options import positive_number, reset_dt_bias
-from bedouin.layers.recurrent import MatrixLayer, owned
+from bedouin.layers.recurrent import MatrixLayer
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
+from bedouin.parameters import SavedOptions, factory_options, mark
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
+from bedouin.wrapped import side_by_side
 
 FLA_UNIT_EPS = 1e-6
 """Under the root of the norm of queries and keys, as in flash-linear-attention."""
@@ -48,6 +50,15 @@ class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
 
     __slots__ = ()
     axes = (2, 3)
+
+
+class Projected(NamedTuple):
+    """What the projections make of a call's input."""
+
+    qkv: Tensor  # (b, t, h p + k h p + k h v), of query, keys and values
+    gate: Tensor | None  # (b, t, h v)
+    b: Tensor  # (b, t, k h), raw beta
+    a: Tensor | None  # (b, t, h), raw decay
 
 
 class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
@@ -143,72 +154,79 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
         for name in ("A_log", "dt_bias"):
             mark(self._parameters.get(name), "_no_weight_decay")
 
+    def _first_state(self, b: int) -> DeltaState:
+        window = torch.zeros(
+            b, *self.conv.window_size, dtype=self.state_dtype, device=self.out_proj.weight.device
+        )
+        return DeltaState(window, None)  # type: ignore[arg-type]
+
     def _run(
         self,
         x: Tensor,  # (b, t, m)
         state: DeltaState,
         lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
-        recalled, after = self.recall(x, state, lengths)
-        return self.output(x, recalled), after
+        projected = self.project(x)
+        recalled, after = self.recall(projected, state, lengths)
+        return self.output(recalled, projected.gate), after
+
+    def project(
+        self,
+        x: Tensor,  # (b, t, m)
+    ) -> Projected:
+        modules = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
+        joined = side_by_side(x, [module for module in modules if module is not None])
+        h, has_gate, has_decay = self.num_heads, self.g_proj is not None, self.a_proj is not None
+        sizes = [sum(self._sizes), has_gate * h * self.value_dim]
+        sizes += [h * self.num_householder, has_decay * h]
+        qkv, gate, b, a, _ = joined.split([*sizes, joined.shape[-1] - sum(sizes)], -1)
+        return Projected(qkv, gate if has_gate else None, b, a if has_decay else None)
 
     def recall(
         self,
-        x: Tensor,  # (b, t, m)
+        projected: Projected,
         state: DeltaState,
         lengths: Tensor | None,  # (b,), tokens before the padding; None: t
     ) -> tuple[Tensor, DeltaState]:  # (b, t, h, v)
         """What the memories hold under the queries, S_t^T q_t / sqrt(p), and the state after."""
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         units = Groups((1 + self.num_householder) * self.num_heads, self.head_dim, FLA_UNIT_EPS)
-        rates = self.b_proj(x), None if self.a_proj is None else self.a_proj(x)
-        with without_autocast(x.device):
+        backend, qkv = kernel_backend(self.backend), projected.qkv
+        with without_autocast(qkv.device):
             qkv, window = self.conv.activated(
-                qkv, state.conv, lengths, groups=units, backend=kernel_backend(self.backend)
+                qkv, state.conv, lengths, groups=units, backend=backend
             )
-            inputs = self._inputs(qkv, *rates)
+            q, k, v = qkv.split(self._sizes, -1)
+            heads = {"k": self.num_householder, "h": self.num_heads}
+            q = rearrange(q, "b t (h p) -> b t h p", h=self.num_heads)
+            k, v = (rearrange(u, "b t (k h p) -> b t k h p", **heads) for u in (k, v))
+            scale = 2.0 if self.eigenvalues == "full" else 1.0
+            a = projected.a
+            rates = None if a is None else (a, self.A_log, self.dt_bias)
+            beta, decay = delta_rates(projected.b, k, rates, scale, backend=backend)
             if lengths is not None:
-                inputs = _before_padding(inputs, tokens_before(lengths, x.shape[1]))
+                real = tokens_before(lengths, k.shape[1])
+                beta = zero_outside(real, beta)
+                decay = None if decay is None else zero_outside(real, decay)
+            inputs = DeltaInputs(q, k, v, beta, decay)
             recalled, memory = delta_rule(inputs, state.memory, qkv.dtype, self.backend)
-        return recalled, DeltaState(window, owned(memory))
+        return recalled, DeltaState(window, memory)
 
     def output(
         self,
-        x: Tensor,  # (b, t, m)
         recalled: Tensor,  # (b, t, h, v)
+        gate: Tensor | None,  # (b, t, h v)
     ) -> Tensor:  # (b, t, m)
-        """out_proj(norm(o) * SiLU(g)) of what `recall` returned."""
-        if self.g_proj is None:
+        """out_proj(norm(o) * SiLU(gate)) of what `recall` returned."""
+        if gate is None:
             normed = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
-            hidden = (normed * self.norm_weight).flatten(-2).to(autocast_dtype(x) or x.dtype)
+            hidden = (normed * self.norm_weight).flatten(-2).to(recalled.dtype)
         else:
-            gate, backend = self.g_proj(x), kernel_backend(self.backend)
-            with without_autocast(x.device):
+            backend = kernel_backend(self.backend)
+            with without_autocast(gate.device):
                 norm = self.norm_weight, self.norm_eps
                 hidden = gated_norm(recalled, gate, *norm, backend=backend)
         output: Tensor = self.out_proj(hidden)
         return output
-
-    def _inputs(
-        self,
-        qkv: Tensor,  # (b, t, h p + k h p + k h v)
-        b_raw: Tensor,  # (b, t, k h)
-        a_raw: Tensor | None,  # (b, t, h)
-    ) -> DeltaInputs:
-        """Queries and keys, of unit length, and values as they are; beta and the decay in at least
-        float32."""
-        q, k, v = qkv.split(self._sizes, -1)
-        heads = {"k": self.num_householder, "h": self.num_heads}
-        q = rearrange(q, "b t (h p) -> b t h p", h=self.num_heads)
-        k, v = (rearrange(u, "b t (k h p) -> b t k h p", **heads) for u in (k, v))
-        beta = torch.sigmoid(rearrange(at_least_float32(b_raw), "b t (k h) -> b t k h", **heads))
-        if self.eigenvalues == "full":
-            beta = 2 * beta
-        decay = None
-        if a_raw is not None:
-            dt = F.softplus(at_least_float32(a_raw) + at_least_float32(self.dt_bias))
-            decay = -torch.exp(at_least_float32(self.A_log)) * dt
-        return DeltaInputs(q, k, v, beta / _excess(k), decay)
 
     def extra_repr(self) -> str:
         return (
@@ -216,21 +234,3 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
             f"eigenvalues={self.eigenvalues!r}, num_heads={self.num_heads}, "
             f"head_dim={self.head_dim}, value_dim={self.value_dim}"
         )
-
-
-def _before_padding(
-    inputs: DeltaInputs,
-    real: Tensor,  # (b, t) bool
-) -> DeltaInputs:
-    """Inputs that neither decay nor write where `real` is False."""
-    decay = None if inputs.log_decay is None else zero_outside(real, inputs.log_decay)
-    return inputs._replace(beta=zero_outside(real, inputs.beta), log_decay=decay)
-
-
-@torch.no_grad()
-def _excess(
-    key: Tensor,  # (b, t, k, h, p)
-) -> Tensor:  # (b, t, k, h)
-    """The squared lengths of keys that rounding to a low dtype has made longer than 1, else 1: with
-    beta = 2 such a key would let the memory grow at every token that repeats it."""
-    return at_least_float32(key).square().sum(-1).clamp(min=1)

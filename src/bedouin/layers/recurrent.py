@@ -65,7 +65,7 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
         state: StateT,
         lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, StateT]:  # (b, t, m)
-        """The outputs and the state after the last token, which owns its memory.
+        """The outputs and the state after the last token, whose tensors autograd may have saved.
 
         lengths: the tokens of each sample, which padding with x = 0 follows; None: t. The outputs
         of padding may be anything finite.
@@ -104,7 +104,9 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             output, new_state = self._checked_run(x, state)
         else:
             output, new_state = self._packed_run(x, state, packing, return_state)
-        return (output, new_state) if return_state else output
+        if not return_state:
+            return output
+        return output, None if new_state is None else owned(new_state)
 
     if TYPE_CHECKING:
         __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
@@ -128,7 +130,7 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         with without_noise():
             output, new_state = self._checked_run(x_t.unsqueeze(1), state)
-        return output.squeeze(1), new_state
+        return output.squeeze(1), owned(new_state)
 
     def init_state(self, batch_size: int) -> StateT:
         """The state before any token: zeros on the layer's device."""
@@ -139,6 +141,10 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             for size in self._state_sizes().values()
         )
         return state
+
+    def _first_state(self, b: int) -> StateT:
+        """`init_state` for `_run`, in which a layer may have None for tensors of zeros."""
+        return self.init_state(b)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
@@ -154,10 +160,11 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
 
     def _checked_run(self, x: Tensor, state: StateT | None) -> tuple[Tensor, StateT]:
         b = x.shape[0]
-        state = self.init_state(b) if state is None else self.checked_state(state, b)
+        if state is not None:
+            state = self.checked_state(state, b)
         if not x.numel():
-            return self._run_empty(x), state.clone()
-        return self._run(x, state, None)
+            return self._run_empty(x), self.init_state(b) if state is None else state.clone()
+        return self._run(x, self._first_state(b) if state is None else state, None)
 
     def _run_empty(
         self,
@@ -237,6 +244,6 @@ class MatrixLayer(RecurrentLayer[StateT]):
         )
 
 
-def owned(tensor: Tensor) -> Tensor:
-    """A copy where autograd may have saved the tensor: a state may be written in place."""
-    return tensor.clone() if tensor.requires_grad else tensor
+def owned(state: StateT) -> StateT:
+    """The state with copies of what autograd may have saved: a state may be written in place."""
+    return state._each(lambda v: v.clone() if v.requires_grad else v)

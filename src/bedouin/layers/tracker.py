@@ -21,7 +21,7 @@ from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED
 from bedouin.layers.options import positive_number, reset_dt_bias
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
+from bedouin.layers.recurrent import RecurrentLayer, StateShapes
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
 from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
@@ -272,7 +272,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
                 last = last_token(y, lengths.repeat(heads), before.y)
             after = unfold_state(BedouinState(h, last), heads)
         output: Tensor = self.out_proj(hidden)
-        return output, TrackerState(window, owned(after.ssm), owned(after.y))
+        return output, TrackerState(window, after.ssm, after.y)
 
     def _recur(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_layer_idx, known_options
+from bedouin.kernels.backend import autocast_dtype
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
 from bedouin.layers.delta_product import DeltaState
 from bedouin.layers.gated_delta_net import GatedDeltaNet
@@ -122,6 +123,9 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         parts = *self.memory._state_sizes().values(), *self.tracker._state_sizes().values()
         return dict(zip(TrackingState._fields, parts, strict=True))
 
+    def _first_state(self, b: int) -> TrackingState:
+        return TrackingState(*self.memory._first_state(b), *self.tracker._first_state(b))
+
     def _run(
         self,
         x: Tensor,  # (b, t, m)
@@ -130,7 +134,10 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     ) -> tuple[Tensor, TrackingState]:  # (b, t, m)
         of_memory = DeltaState(state.memory_conv, state.memory)
         of_tracker = TrackerState(state.tracker_conv, state.ssm, state.y)
-        recalled, after = self.memory.recall(x, of_memory, lengths)
-        read = (math.sqrt(self.memory.head_dim) * recalled).flatten(-2).to(x.dtype)
+        x = x.to(autocast_dtype(x) or x.dtype)  # once for all projections
+        projected = self.memory.project(x)
+        recalled, after = self.memory.recall(projected, of_memory, lengths)
+        read = (math.sqrt(self.memory.head_dim) * recalled).flatten(-2)
         tracked, of_tracker = self.tracker.track(x, read, of_tracker, lengths)
-        return self.memory.output(x, recalled) + tracked, TrackingState(*after, *of_tracker)
+        output = self.memory.output(recalled, projected.gate) + tracked
+        return output, TrackingState(*after, *of_tracker)
