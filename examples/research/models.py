@@ -124,9 +124,13 @@ def tracking_with_positive_eigenvalues(m: int) -> nn.Module:
     return layer
 
 
+WIDER = 2.3125
+"""`expand_v` of a memory with the parameters of a tracker's read besides."""
+
+
 def tracking_without_read(m: int) -> nn.Module:
-    """A `TrackingDeltaNet` whose tracker does not read the memory."""
-    layer = TrackingDeltaNet(m)
+    """A `TrackingDeltaNet` whose tracker does not read the memory, which is larger instead."""
+    layer = TrackingDeltaNet(m, expand_v=WIDER)
     layer.tracker = Tracker(m)
     return layer
 
@@ -136,7 +140,7 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "tracking_no_feedback": (tracking_without_feedback,),
     "tracking_no_read": (tracking_without_read,),
     "tracking_positive": (tracking_with_positive_eigenvalues,),
-    "tracking_blocks": (GatedDeltaNet, Tracker),
+    "tracking_blocks": (partial(GatedDeltaNet, expand_v=WIDER), Tracker),
     "recall": (recall(),),
     "recall_by_head": (half_memory,),
     "recall_no_memory": by_head(),
@@ -169,5 +173,4 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "hybrid_l2_lstm_first": (lstm(192), gated_delta_net(3)),
     "hybrid_l2_slow": (partial(slow_gated_delta_net, head_dim=64), lstm(192)),
 }
-"""The layers of every model, from the input on. Those of `TrackingDeltaNet` are not in the table
-yet."""
+"""The layers of every model, from the input on."""

@@ -9,6 +9,7 @@ model has to choose besides, as gating, is chosen there, too.
 
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -74,15 +75,22 @@ RATES_OF = {
 }
 """The task whose tuning runs choose the rate and the form."""
 TUNED_ON_MQAR = (
+    "tracking",
     "deltaproduct_l1",
     "gated_deltanet_l1",
     "lstm_l1",
     "m2rnn_l1",
     "hybrid_l2",
 )
-"""Models that did not learn MQAR with the rate and the form of copying: MQAR chooses its own."""
+"""Models for which MQAR chooses its own rate and form: those that did not learn it with those of
+copying, and `tracking`, which had not been run with it."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
+    "tracking": ("tracking",),
+    "tracking_no_feedback": ("tracking_no_feedback",),
+    "tracking_no_read": ("tracking_no_read",),
+    "tracking_positive": ("tracking_positive",),
+    "tracking_blocks": ("tracking_blocks",),
     "recall": ("recall",),
     "recall_n64": ("recall_n64",),
     "recall_by_head": ("recall_by_head",),
@@ -156,7 +164,7 @@ def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
 def _layer(form: str) -> str:
     """The flags of a layer."""
     # kernels of this library, or of cuDNN, leave little that could be fused
-    is_fused = form.startswith(("lstm_l1", "recall"))
+    is_fused = form.startswith(("lstm_l1", "recall", "tracking"))
     return f"--model {form}" if is_fused else f"--model {form} --compile"
 
 
@@ -179,12 +187,18 @@ def _tuning(runs: Runs) -> Experiment:
 
 
 def _reported(
-    runs: Runs, name: str, question: str, tasks: Tasks, seeds: range, width: str = NARROW
+    runs: Runs,
+    name: str,
+    question: str,
+    tasks: Tasks,
+    seeds: range,
+    width: str = NARROW,
+    models: Iterable[str] = tuple(VARIANTS),
 ) -> Experiment:
     """The runs of all models whose learning rate is known."""
     found = []
     for task, flags in tasks.items():
-        for model in VARIANTS:
+        for model in models:
             choice = tuned(runs, task, model)
             if choice is None:
                 continue
@@ -210,4 +224,12 @@ def tables(results: Path) -> tuple[Experiment, ...]:
         _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
         _reported(runs, "table-controls", "What makes bound names hard?", CONTROLS, three),
         _reported(runs, "table-languages", "Parity and arithmetic at length", LANGUAGES, three),
+        _reported(
+            runs,
+            "table-gate",
+            "Does TrackingDeltaNet do on tuning seeds what recall does?",
+            TASKS,
+            range(101, 103),
+            models=("tracking",),
+        ),
     )
