@@ -78,6 +78,8 @@ class FixedPointLayer(ProjectedLayer):
     A call consists of `_project`, the solve with `solve_options`, and `_output`.
     """
 
+    state_type = BedouinState
+
     def forward(
         self,
         x: Tensor,  # (b, t, m)

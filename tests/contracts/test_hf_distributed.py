@@ -25,6 +25,14 @@ from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM
 pytestmark = pytest.mark.filterwarnings("default")
 
 PAD, VOCABULARY = 0, 13
+TRACKING: dict[str, Any] = {
+    "layer": {
+        "type": "TrackingDeltaNet",
+        "tracker_dim": 4,
+        "tracker_state": 3,
+        "feedback_noise": 0.0,
+    }
+}
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 4, "num_hidden_layers": 2}
 CONVOLVED: dict[str, Any] = {
     "conv_kernel": 3,
@@ -38,11 +46,14 @@ HYBRID: dict[str, Any] = CONVOLVED | {
     "attn_layers": [1],
     "attn": {"num_heads": 2},
 }
+MIXINGS = {"defaults": {}, "convolved": CONVOLVED, "hybrid": HYBRID, "tracking": TRACKING}
 
 
 def make_model(**options: Any) -> BedouinForCausalLM:
     torch.manual_seed(0)
-    config = BedouinConfig(**SIZES | options, state_size=2, pad_token_id=PAD, initializer_range=0.5)
+    if "layer" not in options:
+        options["state_size"] = 2
+    config = BedouinConfig(**SIZES | options, pad_token_id=PAD, initializer_range=0.5)
     model = BedouinForCausalLM(config)
     model.double()
     return model
@@ -155,7 +166,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 
-@pytest.mark.parametrize("mixing", [{}, CONVOLVED, HYBRID], ids=["defaults", "convolved", "hybrid"])
+@pytest.mark.parametrize("mixing", MIXINGS.values(), ids=MIXINGS)
 def test_a_compiled_model(mixing: dict[str, Any]) -> None:
     """Whole graphs: forward and backward with padding, and `generate`, prompt and tokens."""
     torch.compiler.reset()
@@ -180,7 +191,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
         for sharded in (False, True):
-            for name, mixing in (("defaults", {}), ("convolved", CONVOLVED), ("hybrid", HYBRID)):
+            for name, mixing in MIXINGS.items():
                 folder = Path(sys.argv[1]) / f"{name}, {sharded=}"
                 check(folder, sharded, int(os.environ["RANK"]), **mixing)
                 AcceleratorState._reset_state()

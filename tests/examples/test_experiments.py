@@ -302,8 +302,9 @@ def test_models_of_the_table_have_equal_parameters() -> None:
                 for name, layers in MODELS.items()
             }
         for name, size in sizes.items():
-            # a head is 3 to 8 % of the layer
-            assert abs(size / sizes["recall_n64"] - 1) < 0.11, (d_model, name, size)
+            # a head is 3 to 8 % of the layer; a wide model has one tracker of 64 channels, too
+            few = 0.17 if name.startswith("tracking") else 0.11
+            assert -few < size / sizes["recall_n64"] - 1 < 0.11, (d_model, name, size)
 
 
 def test_forms_of_rivals_begin_as_their_names_say() -> None:

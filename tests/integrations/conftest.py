@@ -34,7 +34,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         raise pytest.UsageError("contract tests were skipped: " + "; ".join(_skipped))
 
 
-@pytest.fixture(params=["defaults", "convolved", "hybrid", "windowed"])
+@pytest.fixture(
+    params=["defaults", "convolved", "hybrid", "windowed", "tracking", "memory", "tracker"]
+)
 def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of the mixers of a model for transformers."""
     from tests.integrations.hf_models import MIXINGS

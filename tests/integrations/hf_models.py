@@ -31,12 +31,38 @@ HYBRID: dict[str, Any] = CONVOLVED | {
     "attn": {"num_heads": 4, "num_kv_heads": 2},
 }
 WINDOWED: dict[str, Any] = HYBRID | {"attn": {"num_heads": 2, "window": 3}}
-MIXINGS = {"defaults": {}, "convolved": CONVOLVED, "hybrid": HYBRID, "windowed": WINDOWED}
+SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3, "feedback_noise": 0.0}
+TRACKING: dict[str, Any] = {"layer": {"type": "TrackingDeltaNet", "num_heads": 2, **SMALL}}
+TRACKER: dict[str, Any] = {
+    "layer": {"type": "Tracker", "num_trackers": 2, **SMALL},
+    "num_hidden_layers": 3,
+    "attn_layers": [1],
+    "attn": {"num_heads": 2},
+}
+MIXINGS = {
+    "defaults": {},
+    "convolved": CONVOLVED,
+    "hybrid": HYBRID,
+    "windowed": WINDOWED,
+    "tracking": TRACKING,
+    "memory": {"layer": "GatedDeltaNet"},
+    "tracker": TRACKER,
+}
 
 
 def make_config(**options: Any) -> BedouinConfig:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2}
+    if "layer" not in options:
+        sizes["state_size"] = 4
     return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
+
+
+def with_noise(mixing: dict[str, Any]) -> dict[str, Any]:
+    """The options with noise of feedback, where the layer has feedback."""
+    layer, noise = mixing.get("layer", {}), {"feedback_noise": 3.0}
+    if layer == "GatedDeltaNet":
+        return mixing
+    return mixing | ({"layer": layer | noise} if layer else noise)
 
 
 def mixers(model: BedouinForCausalLM) -> list[Any]:

@@ -29,7 +29,18 @@ CONVOLVED: dict[str, Any] = {
     "projection": "input",
     "feedback": ("delta", "x"),
 }
-MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED]
+SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
+OTHERS: list[dict[str, Any]] = [
+    {"layer": "TrackingDeltaNet", "num_heads": 2, "feedback_noise": 0.0, **SMALL},
+    {"layer": "GatedDeltaNet", "use_short_conv": False},
+    {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
+]
+MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED, *OTHERS]
+NOISY = [mixing | {"feedback_noise": 3.0} for mixing in ({}, OTHERS[0], OTHERS[2])]
+
+
+def sized(options: dict[str, Any]) -> dict[str, Any]:
+    return options if "layer" in options else {"d_state": 4, **options}
 
 
 def with_layers(model: GLAForCausalLM, **options: Any) -> GLAForCausalLM:
@@ -45,11 +56,11 @@ def make_model(**options: Any) -> GLAForCausalLM:
     config = GLAConfig(
         hidden_size=8, num_hidden_layers=2, num_heads=2, vocab_size=VOCAB, pad_token_id=0, **plain
     )
-    return with_layers(GLAForCausalLM(config), d_state=4, **options).double().eval()
+    return with_layers(GLAForCausalLM(config), **sized(options)).double().eval()
 
 
 def make_layer(**options: Any) -> BedouinLayer:
-    return BedouinLayer(8, layer_idx=0, d_state=4, **options).double()
+    return BedouinLayer(8, layer_idx=0, **sized(options)).double()
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -79,13 +90,9 @@ class TestLayer:
             found.append(output)
         same(torch.cat(found, 1), whole)
         assert cache.get_seq_length(0) == 6
-        assert [tuple(s.shape) for s in cache[0]["recurrent_state"]] == [(2, 16, 4), (2, 16)]
-        window = cache[0]["conv_state"]
-        assert (window is None) == ("use_short_conv" not in mixing)
-        if mixing is CONVOLVED:
-            sizes = list(layer.layer.projected_sizes.values())
-            u, _, B, C, *_ = layer.layer.in_proj(x[:, -2:]).split(sizes, -1)
-            same(window, torch.cat([u, B, C], -1))
+        _, state = layer.layer(x, return_state=True)
+        for kept, tensor in zip(cache[0]["recurrent_state"], state.tensors, strict=True):
+            same(kept, tensor)
 
     def test_the_cache_changes_with_use_cache_only(self, x: Tensor) -> None:
         layer, cache = make_layer(), Cache()
@@ -111,7 +118,7 @@ class TestLayer:
             same(tensor[1:], state)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    @pytest.mark.parametrize("mixing", MIXINGS)
     def test_documents_have_states_of_their_own(
         self, x: Tensor, mixing: dict[str, Any], dtype: torch.dtype
     ) -> None:
@@ -126,7 +133,7 @@ class TestLayer:
         padded, _, _ = layer(x[:1], real, cu_seqlens=cu_seqlens)
         same(padded[:, 3:], layer(x[:1, 3:])[0])
 
-    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    @pytest.mark.parametrize("mixing", MIXINGS)
     def test_beams(self, x: Tensor, mixing: dict[str, Any]) -> None:
         layer, cache = make_layer(**mixing), Cache()
         layer(x[:, :5], past_key_values=cache, use_cache=True)
@@ -146,6 +153,12 @@ class TestLayer:
             BedouinLayer(8, mode="parallel")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="use_short_conv must be True or False"):
             BedouinLayer(8, use_short_conv=4)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"layer must be one of \('Bedouin', .*got 'Mamba'"):
+            BedouinLayer(8, layer="Mamba")
+        with pytest.raises(TypeError, match="TrackingDeltaNet has no option 'expand'"):
+            BedouinLayer(8, layer="TrackingDeltaNet", expand=2)
+        with pytest.raises(ValueError, match="got d_conv=3 and use_short_conv=True"):
+            BedouinLayer(8, layer="GatedDeltaNet", use_short_conv=True, d_conv=3)
         with pytest.raises(ValueError, match="got conv_size=4 and .* Convolved: bedouin 0.1.0 is"):
             BedouinLayer(8, use_short_conv=True)
 
@@ -158,7 +171,7 @@ class TestModel:
         packed = model(ids.view(1, 12), cu_seqlens=cu_seqlens, use_cache=False).logits
         same(packed.view(2, 6, VOCAB), model(ids).logits)
 
-    @pytest.mark.parametrize("mixing", [{"num_heads": 2}, CONVOLVED])
+    @pytest.mark.parametrize("mixing", MIXINGS)
     def test_generate_left_padded(self, mixing: dict[str, Any]) -> None:
         model = make_model(**mixing)
         ids = torch.randint(1, VOCAB, (2, 5))
@@ -171,20 +184,22 @@ class TestModel:
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
 
-    def test_generation_has_no_noise_in_training_mode(self) -> None:
-        model, ids = make_model(feedback_noise=3.0).train(), torch.randint(1, VOCAB, (2, 5))
+    @pytest.mark.parametrize("mixing", NOISY)
+    def test_generation_has_no_noise_in_training_mode(self, mixing: dict[str, Any]) -> None:
+        model, ids = make_model(**mixing).train(), torch.randint(1, VOCAB, (2, 5))
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
         options |= {"return_dict_in_generate": True, "output_logits": True}
         assert not torch.equal(model(ids).logits, model(ids).logits)
         found = model.generate(ids, **options).logits
         same(torch.stack(found), torch.stack(model.eval().generate(ids, **options).logits))
 
-    def test_training_with_a_cache_has_noise(self) -> None:
-        layer, x = make_layer(feedback_noise=3.0), torch.randn(2, 6, 8, dtype=torch.float64)
+    @pytest.mark.parametrize("mixing", NOISY)
+    def test_training_with_a_cache_has_noise(self, mixing: dict[str, Any]) -> None:
+        layer, x = make_layer(**mixing), torch.randn(2, 6, 8, dtype=torch.float64)
         first, second = (layer(x, past_key_values=Cache(), use_cache=True)[0] for _ in range(2))
         assert not torch.equal(first, second)
 
-    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    @pytest.mark.parametrize("mixing", MIXINGS)
     def test_a_file_has_the_weights(self, mixing: dict[str, Any], tmp_path: Path) -> None:
         model, ids = make_model(**mixing), torch.randint(1, VOCAB, (2, 6))
         model.save_pretrained(tmp_path)
@@ -192,7 +207,7 @@ class TestModel:
         load_model(found, tmp_path / "model.safetensors")
         assert torch.equal(found(ids).logits, model(ids).logits)
 
-    @pytest.mark.parametrize("mixing", [{}, CONVOLVED])
+    @pytest.mark.parametrize("mixing", MIXINGS)
     def test_training(self, mixing: dict[str, Any]) -> None:
         model, ids = make_model(**mixing).train(), torch.randint(1, VOCAB, (2, 6))
         model(ids, labels=ids).loss.backward()

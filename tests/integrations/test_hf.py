@@ -16,6 +16,7 @@ from tests.integrations.hf_models import (  # noqa: E402
     make_config,
     mixers,
     same,
+    with_noise,
 )
 
 from bedouin.integrations.hf import (  # noqa: E402
@@ -94,11 +95,12 @@ class TestGenerate:
     def test_training_mode_has_no_noise(
         self, mixing: dict[str, Any], ids: Tensor, options: dict[str, Any]
     ) -> None:
-        config = make_config(initializer_range=0.5, **mixing, feedback_noise=3.0)
+        config = make_config(initializer_range=0.5, **with_noise(mixing))
         model = BedouinForCausalLM(config).double().train()
         options = {"max_new_tokens": 8, "do_sample": False, **options}
         found = model.generate(ids, **options)
-        assert not torch.equal(model(ids).logits, model(ids).logits)
+        is_random = not torch.equal(model(ids).logits, model(ids).logits)
+        assert is_random == (with_noise(mixing) != mixing)
         assert model.training and torch.equal(found, model.eval().generate(ids, **options))
 
     @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
@@ -134,21 +136,13 @@ class TestGenerate:
 class TestCache:
     def test_layout(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         cache = model(ids).past_key_values
-        mixer = mixers(model)[0]
-        _, d, n = mixer.init_state(1).ssm.shape
+        block: Any = model.model.layers[0]
         assert type(cache) is transformers.DynamicCache
-        assert cache.layers[-1].recurrent_states[0].shape == (3, d, n)
-        assert cache.layers[-1].conv_states[0].shape == (3, d, 1)
-        window = cache.layers[-1].conv_states[1]
-        if model.config.conv_kernel is None:
-            assert window is None
-        else:
-            block: Any = model.model.layers[0]
-            u, sizes = block.norm(model.model.embed_tokens(ids[:, -2:])), mixer.projected_sizes
-            x, _, B, C, *_ = mixer.in_proj(u).split(list(sizes.values()), -1)
-            convolved = torch.cat([x, B, C], -1).mT
-            assert window.shape == convolved.shape
-            same(cache.layers[0].conv_states[1], convolved)
+        _, state = block.mixer(block.norm(model.model.embed_tokens(ids)), return_state=True)
+        kept = cache.layers[0].recurrent_states
+        assert type(cache.layers[0].state) is type(state) and len(kept) == len(state.tensors)
+        for i, tensor in enumerate(state.tensors):
+            assert torch.equal(kept[i], tensor)
         assert cache.has_previous_state() and not cache.is_compileable
         assert cache.get_seq_length() == 7 and cache.layers[0].get_max_length() == -1
         if model.config.attn_layers and "cache" not in vars(model(ids)):
@@ -217,7 +211,7 @@ class TestCache:
         model.double().eval()
         cache = transformers.DynamicCache(config=model.config)
         chunks = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 3], dim=1)]
-        assert cache.layers[0].conv_states[1].shape == (3, 24, width - 1)
+        assert cache.layers[0].state.conv.shape == (3, width - 1, 24)
         same(torch.cat(chunks, 1), model(ids).logits)
         found = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=2)
         options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}

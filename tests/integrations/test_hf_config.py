@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.16")
 from tests.integrations.hf_models import (  # noqa: E402
     CONVOLVED,
     HYBRID,
+    TRACKING,
     VOCAB,
     make_config,
     mixers,
@@ -223,6 +224,51 @@ class TestConfig:
         assert BedouinConfig.from_dict(file).of_another_tool == 1
 
 
+class TestLayer:
+    @pytest.mark.parametrize("name", ["TrackingDeltaNet", "GatedDeltaNet", "Tracker"])
+    def test_every_option_survives_a_file(self, name: str, tmp_path: Path) -> None:
+        config = make_config(layer=name, rms_norm_eps=1e-3)
+        kind = getattr(bedouin, name)
+        config.save_pretrained(tmp_path)
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert repr(loaded.make_mixer(1)) == repr(kind(8, layer_idx=1))
+        known = set(inspect.signature(kind).parameters) | {"type"}
+        elsewhere = {"d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size"}
+        assert set(loaded.layer) == known - elsewhere
+        assert loaded.layer["type"] == name and loaded.layer["d_conv"] == 4
+
+    def test_options_are_completed_and_are_those_of_the_layer(self) -> None:
+        layer = {"type": "TrackingDeltaNet", "num_trackers": 2, "tracker_state": 5, "expand_v": 1.5}
+        config = make_config(layer=layer, rms_norm_eps=1e-3)
+        assert (
+            isinstance(config.layer, dict)
+            and config.layer["tracker_dim"] == 64
+            and layer.keys() < config.layer.keys()
+        )
+        mixer = config.make_mixer(1)
+        assert (mixer.tracker.num_trackers, mixer.tracker.tracker_state) == (2, 5)
+        assert (mixer.memory.value_dim, mixer.layer_idx, mixer.tracker.norm_eps) == (6, 1, 1e-3)
+
+    def test_options_that_do_not_fit(self) -> None:
+        with pytest.raises(ValueError, match=r"layer must be one of \('Bedouin', .*got 'Mamba'"):
+            make_config(layer="Mamba")
+        with pytest.raises(ValueError, match="layer must be one of .*got None"):
+            make_config(layer={"num_trackers": 2})
+        with pytest.raises(
+            TypeError, match="TrackingDeltaNet has no .* did you mean 'tracker_dim'"
+        ):
+            make_config(layer={"type": "TrackingDeltaNet", "tracker_dims": 2})
+        with pytest.raises(TypeError, match="layer Bedouin has no option 'num_heads'"):
+            make_config(layer={"type": "Bedouin", "num_heads": 2})
+        config = make_config(layer="TrackingDeltaNet", num_heads=2)
+        with pytest.raises(
+            ValueError, match="num_heads must be None beside layer='Tracking.*got 2"
+        ):
+            config.make_mixer(0)
+        with pytest.raises(ValueError, match="num_trackers must be"):
+            make_config(layer={"type": "Tracker", "num_trackers": 0}).make_mixer(0)
+
+
 class TestAttention:
     def test_options_are_completed_and_survive_a_file(self, tmp_path: Path) -> None:
         config = make_config(num_hidden_layers=3, attn_layers=(0, 2), attn={"num_heads": 2})
@@ -280,6 +326,14 @@ class TestPreset:
             assert repr(found) == repr(expected)
             assert found.initialization == expected.initialization
 
+    def test_mixers_may_be_of_another_layer(self) -> None:
+        layer = {"type": "TrackingDeltaNet", "num_trackers": 2}
+        config = BedouinConfig.preset("60m", layer=layer)
+        assert config.rescale_prenorm_residual and config.hidden_size == 512
+        with torch.device("meta"):
+            mixer = config.make_mixer(0)
+            assert repr(mixer) == repr(bedouin.TrackingDeltaNet(512, num_trackers=2))
+
     def test_fields_replace_those_of_the_preset(self) -> None:
         config = BedouinConfig.preset(
             "130m", n_layer=2, vocab_size=VOCAB, tie_word_embeddings=False
@@ -302,3 +356,11 @@ class TestPreset:
         assert abs(parameters["model.layers.1.mixer.v_proj.weight"].std() / usual - 1) < 0.05
         uniform = parameters["model.layers.0.mixer.out_proj.weight"].abs().max().item()
         assert uniform == pytest.approx((128 * 6) ** -0.5, rel=0.01)
+
+    def test_both_outputs_of_a_layer_are_scaled_by_depth(self) -> None:
+        config = make_config(**TRACKING | {"hidden_size": 64}, rescale_prenorm_residual=True)
+        mixer = mixers(BedouinForCausalLM(config))[0]
+        for layer in (mixer.memory, mixer.tracker):
+            uniform = layer.out_proj.weight.abs().max().item()
+            expected = (layer.out_proj.in_features * 4) ** -0.5
+            assert uniform == pytest.approx(expected, rel=0.05)

@@ -38,7 +38,18 @@ PLAIN = {"fused_add_norm": False, "rms_norm": False}
 
 
 CONVOLVED: dict[str, Any] = {"d_conv": 3, "projection": "input", "feedback": ("delta", "x")}
-MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED]
+SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
+OTHERS: list[dict[str, Any]] = [
+    {"layer": "TrackingDeltaNet", "num_heads": 2, "feedback_noise": 0.0, **SMALL},
+    {"layer": "GatedDeltaNet", "d_conv": None},
+    {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
+]
+MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED, *OTHERS]
+NOISY = [mixing | {"feedback_noise": 3.0} for mixing in ({}, OTHERS[0], OTHERS[2])]
+
+
+def sized(options: dict[str, Any]) -> dict[str, Any]:
+    return options if "layer" in options else {"d_state": 4, **options}
 
 
 def with_mixers(model: MambaLMHeadModel, **options: Any) -> MambaLMHeadModel:
@@ -50,7 +61,7 @@ def with_mixers(model: MambaLMHeadModel, **options: Any) -> MambaLMHeadModel:
 
 def make_model(**options: Any) -> MambaLMHeadModel:
     config = MambaConfig(d_model=8, n_layer=2, vocab_size=VOCAB, **PLAIN)
-    return with_mixers(MambaLMHeadModel(config), d_state=4, **options).double()
+    return with_mixers(MambaLMHeadModel(config), **sized(options)).double()
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -65,12 +76,12 @@ class TestBlock:
         hidden, residual = block(x)
         assert hidden.shape == x.shape and torch.equal(residual, x)
         states = block.allocate_inference_cache(2, 100, dtype=torch.bfloat16)
-        assert [tuple(s.shape) for s in states] == [(2, 16, 1), (2, 16, 4)]
+        assert [tuple(s.shape) for s in states] == [(2, 16, 4), (2, 16)]
         assert all(s.dtype == torch.float64 for s in states)
 
     @pytest.mark.parametrize("mixing", MIXINGS)
     def test_documents_pass_through_the_block(self, mixing: dict[str, Any]) -> None:
-        block = Block(8, partial(BedouinMixer, d_state=4, **mixing), nn.Identity).double()
+        block = Block(8, partial(BedouinMixer, **sized(mixing)), nn.Identity).double()
         x = torch.randn(1, 6, 8, dtype=torch.float64)
         alone = torch.cat([block(x[:, :2])[0], block(x[:, 2:])[0]], 1)
         same(block(x, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]]))[0], alone)
@@ -78,7 +89,7 @@ class TestBlock:
 
     @pytest.mark.parametrize("mixing", MIXINGS)
     def test_step_is_in_place_and_equals_the_call(self, mixing: dict[str, Any]) -> None:
-        mixer = BedouinMixer(8, 4, **mixing).double()
+        mixer = BedouinMixer(8, **sized(mixing)).double()
         x = torch.randn(2, 5, 8, dtype=torch.float64)
         states = mixer.allocate_inference_cache(2, 5)
         addresses = [s.data_ptr() for s in states]
@@ -96,7 +107,7 @@ class TestBlock:
         assert mixer.layer.conv is not None and mixer.layer.conv.bias is None
         assert (mixer.layer.conv.width, mixer.layer.d_inner) == (3, 12)
         states = mixer.allocate_inference_cache(2, 100)
-        assert [tuple(s.shape) for s in states] == [(2, 12, 1), (2, 12, 4), (2, 2, 20)]
+        assert [tuple(s.shape) for s in states] == [(2, 12, 4), (2, 12), (2, 2, 20)]
 
 
 class TestModels:
@@ -109,10 +120,11 @@ class TestModels:
         model(ids).logits.square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())
 
-    def test_a_file_has_the_weights(self, tmp_path: Path) -> None:
-        model, ids = make_model(**CONVOLVED), torch.randint(VOCAB, (2, 6))
+    @pytest.mark.parametrize("mixing", MIXINGS)
+    def test_a_file_has_the_weights(self, mixing: dict[str, Any], tmp_path: Path) -> None:
+        model, ids = make_model(**mixing), torch.randint(VOCAB, (2, 6))
         model.save_pretrained(str(tmp_path))
-        found = make_model(**CONVOLVED)
+        found = make_model(**mixing)
         found.load_state_dict(load_state_dict_hf(str(tmp_path)))
         assert torch.equal(found(ids).logits, model(ids).logits)
 
@@ -175,8 +187,9 @@ class TestModels:
             with pytest.raises(ValueError, match="must have at most 2 rows.* layer 0 .* got 3: a"):
                 mixer(torch.randn(3, t, 8), inference_params=params)
 
-    def test_generation_has_no_noise_in_training_mode(self) -> None:
-        model, ids = make_model(feedback_noise=3.0), torch.randint(VOCAB, (2, 4))
+    @pytest.mark.parametrize("mixing", NOISY)
+    def test_generation_has_no_noise_in_training_mode(self, mixing: dict[str, Any]) -> None:
+        model, ids = make_model(**mixing), torch.randint(VOCAB, (2, 4))
         assert model.training and not torch.equal(model(ids).logits, model(ids).logits)
         params = InferenceParams(max_seqlen=4, max_batch_size=2)
         chunks = []
@@ -187,7 +200,7 @@ class TestModels:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("mixing", [{"num_heads": 2}, CONVOLVED])
+    @pytest.mark.parametrize("mixing", [{"num_heads": 2}, CONVOLVED, *OTHERS])
     def test_graphs_generate_the_same_tokens(
         self, mixing: dict[str, Any], dtype: torch.dtype
     ) -> None:
@@ -210,5 +223,9 @@ class TestErrors:
             mixer.step(x, *mixer.allocate_inference_cache(1, 1))
         with pytest.raises(ValueError, match="d_conv must be"):
             BedouinMixer(8, d_conv=0, projection="input")
+        with pytest.raises(ValueError, match=r"layer must be one of \('Bedouin', .*got 'Mamba'"):
+            BedouinMixer(8, layer="Mamba")
+        with pytest.raises(TypeError, match="TrackingDeltaNet has no option 'd_state'"):
+            BedouinMixer(8, 16, layer="TrackingDeltaNet")
         with pytest.raises(ValueError, match="got d_conv=4 and .* Convolved: bedouin 0.1.0 is the"):
             BedouinMixer(8, d_conv=4)

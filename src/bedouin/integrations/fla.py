@@ -1,4 +1,4 @@
-"""Bedouin as a layer of flash-linear-attention: its call, its cache, its packed documents.
+"""Layers as those of flash-linear-attention: their call, their cache, their packed documents.
 
     layer = BedouinLayer(hidden_size=512, layer_idx=0)
     o, _, past_key_values = layer(x, attention_mask, past_key_values, use_cache=True)
@@ -8,7 +8,7 @@
 
 Tested with flash-linear-attention 0.6 (pip install ".[fla]"), which it does not import.
 
-Letters: b batch, t time, m hidden_size, d d_inner, n d_state, w conv_size.
+Letters: b batch, t time, m hidden_size.
 """
 
 from contextlib import nullcontext
@@ -17,29 +17,28 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import check_bool, one_of
-from bedouin.integrations.convolution import convolution_options
+from bedouin.integrations.layers import make_layer
 from bedouin.integrations.masks import row_mask
 from bedouin.noise import without_noise
-from bedouin.state import BedouinState
+from bedouin.state import RecurrentState
 
 Mode = Literal["chunk", "fused_recurrent"]
 
 
 class BedouinLayer(nn.Module):
-    """`bedouin.Bedouin` with the constructor, the call and the cache of FLA's layers.
+    """A layer, by default `bedouin.Bedouin`, with the constructor, call and cache of FLA's layers.
 
     Args:
         hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
             past_key_values.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
-        use_short_conv, conv_size: whether the layer has a convolution over x, B and C, which needs
-            projection="input", and its width. In FLA's layers the queries, keys and values have one
-            each; there, too, the width counts only with the first.
-        options: other options of `bedouin.Bedouin`, d_state and expand among them.
+        layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
+        use_short_conv, conv_size: whether the layer has a short convolution, and its width, which
+            counts only with the first. None: not in a Bedouin, where it needs projection="input".
+        options: other options of the layer.
 
-    Attribute `layer` is the Bedouin layer. Raises ValueError for use_short_conv without
+    Attribute `layer` is that layer. Raises ValueError for use_short_conv in a Bedouin without
     projection="input", TypeError for d_model, which is hidden_size, and what the layer raises.
     """
 
@@ -50,7 +49,8 @@ class BedouinLayer(nn.Module):
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
         *,
-        use_short_conv: bool = False,
+        layer: str = "Bedouin",
+        use_short_conv: bool | None = None,
         conv_size: int = 4,
         **options: Any,
     ) -> None:
@@ -61,15 +61,17 @@ class BedouinLayer(nn.Module):
             raise TypeError(
                 f"d_model is hidden_size here, got d_model={options['d_model']!r}: give that alone"
             )
+        if use_short_conv is None:
+            use_short_conv = layer != "Bedouin" and "d_conv" not in options
         check_bool("use_short_conv", use_short_conv)
         if use_short_conv and "d_conv" in options:
             raise ValueError(
                 "d_conv and use_short_conv are both a short convolution: give one, got d_conv="
                 f"{options['d_conv']!r} and use_short_conv=True"
             )
-        if use_short_conv:
-            options |= convolution_options("conv_size", conv_size, options)
-        self.layer = Bedouin(hidden_size, layer_idx=layer_idx, norm_eps=norm_eps, **options)
+        options = {"d_conv": conv_size if use_short_conv else None, **options}
+        options |= {"layer_idx": layer_idx, "norm_eps": norm_eps}
+        self.layer = make_layer(layer, hidden_size, "conv_size", **options)
 
     def forward(
         self,
@@ -88,8 +90,7 @@ class BedouinLayer(nn.Module):
             cu_seqlens; of more than t columns the last t.
         past_key_values: fla.models.utils.Cache. It holds the state before the tokens, and with
             use_cache the one after them, of each row or of each document: recurrent_state is the
-            tuple of h (b, d, n) and y (b, d), and with a convolution conv_state its window
-            (b, w - 1, m).
+            tuple of the state's tensors.
             In training mode, calls with a cache and without gradients, as those of a generation,
             have no noise of feedback_noise.
         others: FLA's models pass all their arguments to every layer; no other one concerns it.
@@ -110,8 +111,7 @@ class BedouinLayer(nn.Module):
                 output, after = self.layer(hidden_states, state, True, **packing)
         if use_cache and past_key_values is not None:
             past_key_values.update(
-                recurrent_state=(after.ssm, after.y),
-                conv_state=after.conv,
+                recurrent_state=after.tensors,
                 layer_idx=self.layer_idx,
                 offset=hidden_states.shape[1],
             )
@@ -120,23 +120,20 @@ class BedouinLayer(nn.Module):
     def _step(
         self,
         x: Tensor,  # (b, 1, m)
-        state: BedouinState,
+        state: RecurrentState,
         mask: Tensor | None,  # (b, 1)
-    ) -> tuple[Tensor, BedouinState]:  # (b, 1, m) and the state
+    ) -> tuple[Tensor, RecurrentState]:  # (b, 1, m) and the state
         """One token; where the mask is False the output is 0 and the state stays."""
         output, after = self.layer.step(x.squeeze(1), state)
         if mask is not None:
             output = torch.where(mask, output, 0.0)
-            pairs = zip(after, state, strict=True)
-            after = BedouinState(
-                *(
-                    torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old)
-                    for new, old in pairs
-                )
+            pairs = zip(after.tensors, state.tensors, strict=True)
+            after = state._make(
+                torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old) for new, old in pairs
             )
         return output.unsqueeze(1), after
 
-    def _read(self, cache: Any) -> BedouinState | None:
+    def _read(self, cache: Any) -> RecurrentState | None:
         """The state before the tokens; None: zeros."""
         if cache is None:
             return None
@@ -148,5 +145,5 @@ class BedouinLayer(nn.Module):
         kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
         if kept is None or kept["recurrent_state"] is None:
             return None
-        ssm, y = kept["recurrent_state"]
-        return BedouinState(ssm, y, kept["conv_state"])
+        state: RecurrentState = self.layer.state_type._make(kept["recurrent_state"])
+        return state

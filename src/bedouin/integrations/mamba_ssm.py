@@ -1,4 +1,4 @@
-"""Bedouin as a mixer of mamba-ssm's `Block`, `MixerModel` and `MambaLMHeadModel`.
+"""Layers as mixers of mamba-ssm's `Block`, `MixerModel` and `MambaLMHeadModel`.
 
     Block(dim, partial(BedouinMixer, layer_idx=0), nn.Identity)
 
@@ -8,22 +8,20 @@
 
 Tested with mamba-ssm 2.3 (pip install ".[mamba]"), which it does not import.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state, w d_conv.
+Letters: b batch, t time, m d_model.
 """
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.bedouin_layer import Bedouin
-from bedouin.integrations.convolution import convolution_options
+from bedouin.integrations.layers import make_layer
 from bedouin.noise import without_noise
-from bedouin.state import BedouinState
+from bedouin.state import RecurrentState
 
 States = tuple[Tensor, ...]
-"""conv_state (b, d, 1), which holds y of the last token, ssm_state (b, d, n), which holds h; of
-a layer with a short convolution also its window (b, w - 1, m)."""
+"""The tensors of the layer's state."""
 
 
 class InferenceParams(Protocol):
@@ -35,35 +33,42 @@ class InferenceParams(Protocol):
 
 
 class BedouinMixer(nn.Module):
-    """`bedouin.Bedouin` with the constructor, the call and the cache of mamba-ssm's mixers.
+    """A layer, by default `bedouin.Bedouin`, with the constructor, call and cache of mamba-ssm's
+    mixers.
 
     Args:
-        d_model, d_state, expand, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is
-            required for calls with inference_params.
-        d_conv: width of the layer's convolution, which needs projection="input"; None for none.
-        options: other options of `bedouin.Bedouin`.
+        d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is required for
+            calls with inference_params.
+        d_state, expand: as of `mamba_ssm.Mamba`, for a layer that has them; None: its defaults.
+        d_conv: width of the layer's convolution, which in a Bedouin needs projection="input"; None
+            for none, "default" for the layer's default.
+        layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
+        options: other options of the layer.
 
-    Attribute `layer` is the Bedouin layer. Raises ValueError for d_conv without projection="input",
-    and what the layer raises.
+    Attribute `layer` is that layer. Raises ValueError for d_conv of a Bedouin without
+    projection="input", and what the layer raises.
     """
 
     def __init__(
         self,
         d_model: int,
-        d_state: int = 16,
-        d_conv: int | None = None,
-        expand: float = 2,
+        d_state: int | None = None,
+        d_conv: int | Literal["default"] | None = "default",
+        expand: float | None = None,
         *,
+        layer: str = "Bedouin",
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype, "layer_idx": layer_idx}
-        sizes: dict[str, Any] = {"d_state": d_state, "expand": expand}
-        options |= convolution_options("d_conv", d_conv, options)
-        self.layer = Bedouin(d_model, **sizes, **factory, **options)
+        options |= {"device": device, "dtype": dtype, "layer_idx": layer_idx}
+        sizes = {"d_state": d_state, "expand": expand}
+        options |= {name: size for name, size in sizes.items() if size is not None}
+        if d_conv != "default":
+            options["d_conv"] = d_conv
+        self.layer = make_layer(layer, d_model, **options)
         self.layer_idx = layer_idx
 
     def forward(
@@ -104,9 +109,7 @@ class BedouinMixer(nn.Module):
     def step(
         self,
         hidden_states: Tensor,  # (b, 1, m)
-        conv_state: Tensor,  # (b, d, 1)
-        ssm_state: Tensor,  # (b, d, n)
-        *window: Tensor,  # (b, w - 1, channels)
+        *states: Tensor,  # (b, ...), of allocate_inference_cache
     ) -> tuple[Tensor, ...]:  # (b, 1, m) and the states
         """One token. The states are updated in place, and keep their addresses."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
@@ -114,7 +117,6 @@ class BedouinMixer(nn.Module):
                 f"hidden_states must have shape (b, 1, m), got {tuple(hidden_states.shape)}: "
                 "call the mixer for more than one token"
             )
-        states = conv_state, ssm_state, *window
         output, after = self.layer.step(hidden_states.squeeze(1), self._read(states))
         _write(states, after)
         return output.unsqueeze(1), *states
@@ -127,11 +129,11 @@ class BedouinMixer(nn.Module):
         Their size does not depend on max_seqlen, and their dtype is that of the solve, at least
         float32, whatever dtype the model decodes in.
         """
-        return _states(self.layer.init_state(batch_size))
+        states: States = self.layer.init_state(batch_size).tensors
+        return states
 
-    def _read(self, states: States) -> BedouinState:
-        conv_state, ssm_state, *window = states
-        state = BedouinState(ssm_state, conv_state.squeeze(-1), *window)
+    def _read(self, states: States) -> RecurrentState:
+        state: RecurrentState = self.layer.state_type._make(states)
         # autograd may save it, and `_write` overwrites it
         return state.clone() if torch.is_grad_enabled() else state
 
@@ -162,12 +164,7 @@ class BedouinMixer(nn.Module):
         return tuple(state[rows] for state in states)
 
 
-def _states(state: BedouinState) -> States:
-    ssm, y, *window = state
-    return y.unsqueeze(-1), ssm, *window
-
-
 @torch.no_grad()
-def _write(states: States, state: BedouinState) -> None:
-    for kept, new in zip(states, _states(state), strict=True):
+def _write(states: States, state: RecurrentState) -> None:
+    for kept, new in zip(states, state.tensors, strict=True):
         kept.copy_(new)

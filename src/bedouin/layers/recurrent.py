@@ -23,6 +23,7 @@ from bedouin.packing import Packing, find_packing
 from bedouin.parameters import MarkedModule
 from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
+from bedouin.wrapped import read_parameter
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
@@ -135,7 +136,7 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     def init_state(self, batch_size: int) -> StateT:
         """The state before any token: zeros on the layer's device."""
         check_batch_size(batch_size)
-        device, dtype = self.out_proj.weight.device, self.state_dtype
+        device, dtype = self._weight.device, self.state_dtype
         state: StateT = self._make_state(
             torch.zeros(batch_size, *(n or 0 for n in size), dtype=dtype, device=device)
             for size in self._state_sizes().values()
@@ -153,7 +154,12 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of the state: at least float32."""
-        return torch.promote_types(self.out_proj.weight.dtype, torch.float32)
+        return torch.promote_types(self._weight.dtype, torch.float32)
+
+    @property
+    def _weight(self) -> Tensor:
+        """A parameter with the layer's dtype and device."""
+        return read_parameter(self.out_proj, "weight")
 
     def _make_state(self, tensors: Any) -> Any:
         return self.state_type(*tensors)
@@ -164,7 +170,24 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             state = self.checked_state(state, b)
         if not x.numel():
             return self._run_empty(x), self.init_state(b) if state is None else state.clone()
-        return self._run(x, self._first_state(b) if state is None else state, None)
+        return self._run_loaded(x, self._first_state(b) if state is None else state, None)
+
+    def _run_loaded(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: StateT,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        """`_run` with the parameters of the layer and of its parts, which a module that accelerate
+        offloads has in its own calls alone."""
+        layers = [v for v in (self, *self.children()) if isinstance(v, RecurrentLayer)]
+        hooked = [(v, vars(v)["_hf_hook"]) for v in layers if "_hf_hook" in vars(v)]
+        for layer, hook in hooked:
+            hook.pre_forward(layer)
+        found = self._run(x, state, lengths)
+        for layer, hook in hooked:
+            hook.post_forward(layer, ())
+        return found
 
     def _run_empty(
         self,
@@ -172,7 +195,7 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     ) -> Tensor:  # as x
         """The outputs of no tokens, with a graph to every parameter, since data-parallel training
         waits for gradients of them all: a token is run, and none of its outputs is taken."""
-        output, _ = self._run(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
+        output, _ = self._run_loaded(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
         return x[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
 
     def _packed_run(
@@ -186,13 +209,13 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             return packing.put(self._run_empty(u), x.shape), packing.after(state.clone())
         # padding follows the tokens, so that it changes only the state
         lengths = packing.padded_lengths() if wants_state else None
-        output, state = self._run(u, state, lengths)
+        output, state = self._run_loaded(u, state, lengths)
         return packing.put(output, x.shape), packing.after(state)
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
         device."""
-        check_layer_input(x, rank, self.d_model, self.out_proj.weight)
+        check_layer_input(x, rank, self.d_model, self._weight)
 
     def checked_state(self, state: StateT, b: int) -> StateT:
         """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
@@ -206,7 +229,7 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
         if all(v.dim() == len(size) for v, size in pairs):
             state = state.stack([state])
         state = state.at_least(self.state_dtype)
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
+        like = self._weight.new_empty(0, dtype=self.state_dtype)
         for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
             check_field(f"state.{field}", tensor, (b, *size), like)
         return state

@@ -1,7 +1,4 @@
-"""The state of a Bedouin layer in a cache of transformers.
-
-Letters: b batch, d d_inner, n state_size, w conv_kernel.
-"""
+"""The state of a layer in a cache of transformers. Letters: b batch."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,7 +13,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from bedouin.state import BedouinState
+from bedouin.state import RecurrentState
 
 _IS_RENAMED = "cache" in [field.name for field in fields(BaseModelOutputWithPast)]
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
@@ -27,10 +24,8 @@ LAYER_TYPE = "bedouin"
 
 
 class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
-    """The state of one layer in a `Cache`: h as recurrent state, y as convolution state of width 1.
+    """The state of one layer in a `Cache`, whose tensors are the recurrent states, in their order.
 
-    Of a layer with a short convolution the window (b, channels, w - 1) is a second convolution
-    state.
     `DynamicCache(config=model.config)` consists of these layers, and of transformers' own for
     layers of attention. Unlike transformers' layers of linear attention it counts its tokens, which
     chunked prefill and continued generation need, and gradients flow through it from one call to
@@ -48,36 +43,33 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
     def __init__(self, **sizes: Any) -> None:
         # sizes: those of a static cache, which a state of constant size does not need
         CacheLayerMixin.__init__(self)
-        LinearAttentionLayer.__init__(self, number_of_states=2)
+        LinearAttentionLayer.__init__(self)
         self.num_tokens = 0
         self.seen: Tensor | None = None
 
     @property
-    def state(self) -> BedouinState | None:
+    def state(self) -> RecurrentState | None:
         """The state after the tokens so far; None before the first one."""
         if not self.has_previous_state[0]:
             return None
-        window = self.conv_states[1].mT if self.is_conv_states_initialized[1] else None
-        return BedouinState(self.recurrent_states[0], self.conv_states[0].squeeze(-1), window)
+        return self._kind._make(self.recurrent_states.values())
 
-    def write(self, state: BedouinState, num_tokens: int) -> None:
+    def write(self, state: RecurrentState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""
         # assigned, not copied: a graph of autograd may contain the previous tensors
-        ssm, y, window = state.ssm, state.y, state.conv
-        if window is not None:
-            self.conv_states[1], self.conv_kernel_size[1] = window.mT, window.shape[1]
-        self.device, self.dtype = y.device, y.dtype
-        self.recurrent_states[0], self.conv_states[0] = ssm, y.unsqueeze(-1)
-        self.conv_kernel_size[0] = 1
-        self.is_conv_states_initialized = {0: True, 1: window is not None}
-        self.is_recurrent_states_initialized[0] = True
-        # of both, since `Cache` reads whether all have one
-        self.has_previous_state = {0: True, 1: True}
+        self._kind, self.recurrent_states = type(state), dict(enumerate(state.tensors))
+        self.device, self.dtype = state.tensors[0].device, state.tensors[0].dtype
+        self.number_of_states, of_each = len(state.tensors), self.recurrent_states
+        self.conv_states = dict.fromkeys(of_each)
+        self.is_conv_states_initialized = dict.fromkeys(of_each, False)
+        self.is_recurrent_states_initialized = dict.fromkeys(of_each, True)
+        self.has_previous_state = dict.fromkeys(of_each, True)
         self.is_initialized = True
         self.num_tokens += num_tokens
 
     def reset(self) -> None:
-        self.has_previous_state, self.num_tokens = {0: False, 1: False}, 0
+        self.has_previous_state = dict.fromkeys(self.recurrent_states, False)
+        self.num_tokens = 0
         self.seen = None
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -11,9 +11,9 @@ from transformers.generation import GenerationConfig
 
 from bedouin.bedouin_layer import Bedouin, recall_options
 from bedouin.checks import one_of
-from bedouin.integrations.convolution import convolution_options
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
+from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
@@ -26,6 +26,9 @@ _OPTIONS = [
     if name not in ("d_model", "layer_idx", "device", "dtype")
 ]
 """The options of a layer, all of which are fields of `BedouinConfig`, or other names of them."""
+
+_OF_ALL = ("d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size")
+"""The options of a layer that are no entries of `layer`."""
 
 _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
 """Those that may be objects, and are dicts in a configuration."""
@@ -58,12 +61,16 @@ from bedouin.integrations.hf import BedouinConfig  # noqa: F401
 class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     """The configuration of `BedouinModel` and `BedouinForCausalLM`.
 
-    Its mixers are those of `Bedouin(hidden_size)`. For language begin with `preset`, whose mixers
-    need fewer bits (examples/results/language).
+    Its mixers are `Bedouin(hidden_size)`, or of another kind with `layer`. For language begin with
+    `preset`, whose mixers need fewer bits (examples/results/language).
 
     Args:
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
+        layer: the layer that the mixers are, "Bedouin", whose options are the fields here, or the
+            name of another one, "TrackingDeltaNet", "GatedDeltaNet" or "Tracker", by itself or with
+            options as {"type": "TrackingDeltaNet", "num_trackers": 2}. It becomes such a dict with
+            all options, which is saved; the options of `Bedouin` are then their defaults.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
             feedback, feedback_norm, feedback_init, feedback_scope, feedback_heads, num_groups,
             bounded_x, feedback_noise, output, bias, erase, projection: options of
@@ -96,8 +103,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
     another name in a call raises TypeError. A value of another type raises transformers'
-    StrictDataclassError. What the mixers cannot take raises when a model is made; attn_layers and
-    attn that do not fit raise ValueError at once.
+    StrictDataclassError. What the mixers cannot take raises when a model is made; a layer with
+    another name or unknown options, and attn_layers and attn that do not fit, raise ValueError or
+    TypeError at once.
 
     A folder of `save_pretrained` also has a file that imports this library, so that a process can
     load it that has imported transformers alone, with trust_remote_code=True.
@@ -132,6 +140,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     hidden_size: int = 768
     num_hidden_layers: int = 12
     intermediate_size: int | None = None
+    layer: str | dict[str, Any] = "Bedouin"
     state_size: int = 16
     expand: int | float = 2
     num_heads: int | None = None
@@ -202,11 +211,14 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__post_init__(**others)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "layer":
+            value = _describe_layer(value)
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """A configuration of a usual size, whose mixers are those of `Bedouin.recall`.
+        """A configuration of a usual size, whose mixers are those of `Bedouin.recall`, or with
+        `layer` those of another kind.
 
         Every mixer is followed by a gated MLP; the embedding is tied, and
         rescale_prenorm_residual is True. With the default vocabulary of 50,280:
@@ -225,10 +237,12 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         hidden, layers, intermediate = _SIZES[name]
         chosen: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
         chosen |= {"intermediate_size": intermediate, "rescale_prenorm_residual": True}
+        chosen["layer"] = "Bedouin"
         chosen |= {names.get(option, option): value for option, value in options.items()}
-        given = {n: chosen[names.get(n, n)] for n in _OPTIONS if names.get(n, n) in chosen}
-        of_mixers = recall_options(chosen["hidden_size"], given)
-        chosen |= {names.get(n, n): value for n, value in of_mixers.items()}
+        if _describe_layer(chosen["layer"]) == "Bedouin":
+            given = {n: chosen[names.get(n, n)] for n in _OPTIONS if names.get(n, n) in chosen}
+            of_mixers = recall_options(chosen["hidden_size"], given)
+            chosen |= {names.get(n, n): value for n, value in of_mixers.items()}
         return cls(**chosen)
 
     @property
@@ -257,9 +271,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def validate_layer_type(self) -> None:
         """Nothing: transformers would admit its own types of layers only."""
 
-    def make_mixer(self, layer_idx: int) -> Bedouin:
+    def make_mixer(self, layer_idx: int) -> Any:
         """The layer that the options describe. Raises ValueError for options without effect, and
-        what `Bedouin` raises."""
+        what the layer raises."""
+        if isinstance(self.layer, dict):
+            return self._make_other(**self.layer, layer_idx=layer_idx)
         options = {name: getattr(self, name) for name in _OPTIONS}
         options |= {name: restore(name, options[name]) for name in _OBJECTS}
         reflections = {name: options.pop(name) for name in ("num_householder", "beta_max")}
@@ -279,8 +295,35 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             )
         else:
             options["mixer"] = NoMixing()
-        options |= convolution_options("conv_kernel", options["d_conv"], options)
-        return Bedouin(self.hidden_size, layer_idx=layer_idx, **options)
+        options["layer_idx"] = layer_idx
+        return make_layer("Bedouin", self.hidden_size, "conv_kernel", **options)
+
+    def _make_other(self, type: str, **options: Any) -> Any:
+        """The layer of this type, of which no option of `Bedouin` is one."""
+        usual = BedouinConfig()
+        for name in (self.attribute_map.get(n, n) for n in _OPTIONS if n not in _OF_ALL):
+            value, default = getattr(self, name), getattr(usual, name)
+            if value != default:
+                raise ValueError(
+                    f"{name} must be {default!r} beside layer={type!r}, got {value!r}: options of "
+                    f"that layer are entries of layer={{'type': {type!r}, ...}}"
+                )
+        return make_layer(type, self.hidden_size, norm_eps=self.rms_norm_eps, **options)
+
+
+def _describe_layer(layer: str | dict[str, Any]) -> str | dict[str, Any]:
+    """The name of `Bedouin`, whose options are fields, or the type of another layer and all of its
+    options. Raises ValueError for another name, TypeError for an unknown option."""
+    given: dict[str, Any] = dict(layer) if isinstance(layer, dict) else {"type": layer}
+    kind: str = one_of("layer", given.pop("type", None), tuple(LAYERS))
+    valid: dict[str, Any] = {}
+    if kind != "Bedouin":
+        parameters = inspect.signature(LAYERS[kind]).parameters.items()
+        valid = {name: option.default for name, option in parameters if name not in _OF_ALL}
+    for name in given:
+        if name not in valid:
+            raise TypeError(unknown_option(f"layer {kind}", name, list(valid)))
+    return {"type": kind, **valid, **given} if valid else kind
 
 
 def _check_attention(config: BedouinConfig) -> dict[str, Any]:

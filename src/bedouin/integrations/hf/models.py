@@ -33,6 +33,7 @@ from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.integrations.masks import row_mask
 from bedouin.layer import FixedPointLayer
+from bedouin.layers.recurrent import RecurrentLayer
 from bedouin.model import ResidualBlock
 from bedouin.noise import without_noise
 from bedouin.packing import check_bounds
@@ -133,13 +134,15 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         scale = branches**-0.5 if self.config.rescale_prenorm_residual else 1.0
         if scale != 1 and getattr(module, "ends_branch", False):
             normal_(module.weight, std=self.config.initializer_range * scale)
-        if not isinstance(module, FixedPointLayer | ShortConvolution):
+        if not isinstance(module, FixedPointLayer | RecurrentLayer | ShortConvolution):
             return
+        if next(module.parameters(recurse=False), None) is None:
+            return  # it consists of layers, which have their initial values
         loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
         values = [p.clone() for p in loaded]
         # after the children, whose projections transformers has filled with its own values
         module.reset_parameters()
-        if isinstance(module, FixedPointLayer):
+        if not isinstance(module, ShortConvolution):
             module.out_proj.weight.mul_(scale)
         for parameter, value in zip(loaded, values, strict=True):
             parameter.copy_(value)
