@@ -62,9 +62,10 @@ def launch_backward(
     grid, numbers, constants = _tiles(x, weight, count, size)
     (b, _, c), w = x.shape, weight.shape[1]
     cotangent, grad_x = x.new_empty(x.shape), x.new_empty(x.shape)
+    window, grad_window = window.contiguous(), window.new_empty(window.shape)
     sums = x.new_empty(b * numbers[0], w, c, dtype=torch.float32)
     cotangent_kernel[grid](
-        *(grad, x, weight, window.contiguous(), x if added is None else added, cotangent, sums),
+        *(grad, x, weight, window, x if added is None else added, cotangent),
         *(*sizes, *numbers, count),
         *(grad.stride(1), x.stride(1), 0 if added is None else added.stride(1)),
         **constants,
@@ -72,24 +73,15 @@ def launch_backward(
         ADDS=added is not None,
         NORMS=count > 0,
     )
-    input_kernel[grid](cotangent, weight, grad_x, *sizes[:2], *numbers, **constants)
+    input_kernel[grid](
+        *(cotangent, x, weight, window, grad_x, grad_window, sums),
+        *(*sizes[:2], *numbers, x.stride(1)),
+        **constants,
+    )
     grad_weight = sums.sum(0).T.to(weight.dtype, memory_format=torch.contiguous_format)
-    rest = x.new_empty(0) if added is None else cotangent[..., : sizes[2]].to(added.dtype).clone()
-    return grad_x, grad_weight, _window_cotangent(cotangent, weight, window), rest
-
-
-def _window_cotangent(
-    cotangent: Tensor,  # (b, t, c), of the convolution's result
-    weight: Tensor,  # (c, w)
-    window: Tensor,  # (b, w - 1, c)
-) -> Tensor:  # (b, w - 1, c)
-    """Of the inputs before the first token: sum_i weight[:, i] * cotangent_{j - i} at place j."""
-    first = cotangent[:, : window.shape[1]].to(window.dtype)
-    found = torch.zeros_like(window)
-    for i in range(window.shape[1]):
-        length = min(window.shape[1] - i, first.shape[1])
-        found[:, i : i + length] += weight[:, i].to(window.dtype) * first[:, :length]
-    return found
+    if added is None:
+        return grad_x, grad_weight, grad_window, x.new_empty(0)
+    return grad_x, grad_weight, grad_window, cotangent[..., : sizes[2]].to(added.dtype).contiguous()
 
 
 def _prepared(

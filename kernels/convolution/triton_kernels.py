@@ -1,8 +1,8 @@
 """Kernels of the short convolution: one launch forward, two backward, no intermediate forward.
 
 A program has TOKENS tokens of one sample and a block of channels, which is one group where some
-have unit length. The backward first computes the cotangent of the convolution's result, with its
-part of the sums over tokens that are the gradient of the weight, and then that of x from it.
+have unit length. The backward first computes the cotangent of the convolution's result, and then
+from it those of x and of the window, and each program's part of the gradient of the weight.
 Letters: b batch, t time, c channels, w width, a channels to which something is added, n tiles of
 tokens of a sample.
 """
@@ -26,12 +26,14 @@ def _places(c, n_tokens, n_channels, TOKENS: tl.constexpr, SIZE: tl.constexpr, B
 
 
 @triton.jit
-def _shifted(x_ptr, window_ptr, sample, row, channel, exists, t, c, x_row, WIDTH: tl.constexpr):
+def _shifted(
+    x_ptr, window_ptr, sample, tile, row, channel, exists, t, c, x_row, WIDTH: tl.constexpr
+):
     """x at the rows, of which those before the first token are in the window."""
     inside = (row >= 0) & (row < t)
     at = (sample * t + row)[:, None] * x_row + channel[None, :]
     v = tl.load(x_ptr + at, inside[:, None] & exists[None, :], 0.0).to(tl.float32)
-    if WIDTH > 1:
+    if tile == 0:
         place = row + (WIDTH - 1)
         before = (row < 0) & (place >= 0)
         at = (sample * (WIDTH - 1) + place)[:, None] * c + channel[None, :]
@@ -46,6 +48,7 @@ def _convolved(
     window_ptr,
     added_ptr,
     sample,
+    tile,
     token,
     channel,
     exists,
@@ -64,7 +67,7 @@ def _convolved(
     for i in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
         row = token - (WIDTH - 1 - i)
-        rows = _shifted(x_ptr, window_ptr, sample, row, channel, exists, t, c, x_row, WIDTH)
+        rows = _shifted(x_ptr, window_ptr, sample, tile, row, channel, exists, t, c, x_row, WIDTH)
         v += weight[None, :] * rows
     if ADDS:
         at = (sample * t + token)[:, None] * added_row + channel[None, :]
@@ -105,6 +108,7 @@ def convolution_kernel(
         window_ptr,
         added_ptr,
         sample,
+        tile,
         token,
         channel,
         exists,
@@ -135,7 +139,6 @@ def cotangent_kernel(
     window_ptr,  # (b, w - 1, c)
     added_ptr,  # (b, t, a)
     out_ptr,  # (b, t, c), the cotangent of conv(x) + added
-    sums_ptr,  # (b n, w, c), this program's part of the gradient of the weight
     t,
     c,
     a,
@@ -162,6 +165,7 @@ def cotangent_kernel(
         window_ptr,
         added_ptr,
         sample,
+        tile,
         token,
         channel,
         exists,
@@ -187,40 +191,67 @@ def cotangent_kernel(
     grad *= sigmoid * (1 + v * (1 - sigmoid))
     at = (sample * t + token)[:, None] * c + channel[None, :]
     tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask)
-    # tokens of the tile beyond the last have no cotangent
-    for i in tl.static_range(WIDTH):
-        row = token - (WIDTH - 1 - i)
-        rows = _shifted(x_ptr, window_ptr, sample, row, channel, exists, t, c, x_row, WIDTH)
-        total = tl.sum(grad * rows, 0)
-        place = (sample * n_tokens + tile) * WIDTH + i
-        tl.store(sums_ptr + place * c + channel, total, exists)
 
 
 @triton.jit
 def input_kernel(
     grad_ptr,  # (b, t, c), the cotangent of conv(x)
+    x_ptr,  # (b, t, c)
     weight_ptr,  # (c, w)
+    window_ptr,  # (b, w - 1, c)
     out_ptr,  # (b, t, c)
+    grad_window_ptr,  # (b, w - 1, c)
+    sums_ptr,  # (b n, w, c), this program's part of the gradient of the weight
     t,
     c,
     n_tokens,
     n_channels,
+    x_row,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The cotangent of x: sum_i weight[:, i] * grad_{t + w - 1 - i}."""
+    """The cotangents of x, sum_i weight[:, i] * grad_{t + w - 1 - i}, and of the window, which has
+    the inputs at the times 1 - w, ..., -1, and the gradient of weight[:, i], which is the sum over
+    t of x_t * grad_{t + w - 1 - i}."""
     sample, tile, block, token, channel, exists = _places(
         c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
     )
+    mask = (token < t)[:, None] & exists[None, :]
+    at = (sample * t + token)[:, None] * x_row + channel[None, :]
+    x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
+    first = grad_ptr + sample * t * c + channel
+    before = sample * (WIDTH - 1) * c + channel
     v = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
         row = token + (WIDTH - 1 - i)
         at = (sample * t + row)[:, None] * c + channel[None, :]
-        grad = tl.load(grad_ptr + at, (row < t)[:, None] & exists[None, :], 0.0)
-        v += weight[None, :] * grad.to(tl.float32)
+        grad = tl.load(grad_ptr + at, (row < t)[:, None] & exists[None, :], 0.0).to(tl.float32)
+        v += weight[None, :] * grad
+        total = tl.sum(grad * x, 0)
+        if tile == 0:
+            for j in tl.static_range(i, WIDTH - 1):
+                grad_j = tl.load(first + (j - i) * c, exists & (channel * 0 + (j - i) < t), 0.0).to(
+                    tl.float32
+                )
+                total += grad_j * tl.load(window_ptr + before + j * c, exists, 0.0).to(tl.float32)
+        place = (sample * n_tokens + tile) * WIDTH + i
+        tl.store(sums_ptr + place * c + channel, total, exists)
     at = (sample * t + token)[:, None] * c + channel[None, :]
-    mask = (token < t)[:, None] & exists[None, :]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
+    if tile == 0:
+        for j in tl.static_range(WIDTH - 1):
+            back = tl.zeros((BLOCK,), tl.float32)
+            for i in tl.static_range(j + 1):
+                weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
+                grad_j = tl.load(first + (j - i) * c, exists & (channel * 0 + (j - i) < t), 0.0).to(
+                    tl.float32
+                )
+                back += weight * grad_j
+            tl.store(
+                grad_window_ptr + before + j * c,
+                back.to(grad_window_ptr.dtype.element_ty),
+                exists,
+            )

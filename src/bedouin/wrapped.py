@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from bedouin.heads import HeadLinear, HeadNorm
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.linear import WIDTH, apply_weight
+from bedouin.kernels.linear import apply_weight, padding
 from bedouin.solvers.solution import has_values
 
 LinearModule = nn.Linear | HeadLinear
@@ -257,7 +257,7 @@ def side_by_side(
     if torch.compiler.is_compiling() or is_short or not all(map(is_plain, modules)):
         return torch.cat([module(x) for module in modules], -1)
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
-    missing = -sum([len(w) for w in weights]) % WIDTH
+    missing = padding(sum([len(w) for w in weights]))
     if missing and x.is_cuda:
         weights.append(weights[0].new_zeros(missing, x.shape[-1]))
     return F.linear(x, torch.cat(weights))
