@@ -1,0 +1,324 @@
+"""The reverse sweep: what is computed beside it, and the chain itself.
+
+With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A a:
+
+    written_ = H B + (B C) w                                      the cotangent of `written`
+    raw_ = g H B + slope sum_n H q + read w                       that of raw Delta
+    x_ = Delta written_
+    w_{t-1} = grad_{t-1} + the adjoint of norm of W_y^T (raw_, x_)
+    H_{t-1} = exp(A Delta) * (H + w C^T - beta written_ B^T)
+
+The chain is H, w -> raw_, x_ -> one product with W_y -> w, and beside that product H -> the sums of
+H with B and q of the next earlier token. What it multiplies depends on the sweep alone and is
+computed for all chunks of tokens at once by `replay_kernel`, from their first h:
+
+    slope = Delta'(raw);  g = slope (x^ - beta sum_n q B);  read = (B C) g + slope sum_n q C
+
+and so is a itself. The gradients of A, B and C are computed afterwards, from w, written_ and H at
+the edges of chunks (`triton_gradients.py`), and that of x^ from written_ (`triton_tokens.py`).
+The norm's adjoint subtracts norm(y) <raw_, W_y norm(y)> / c. That inner product is one with what was
+fed back, known from the sweep: it is a part of the product with W_y, whose terms it joins.
+Letters as in `triton_sweep.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import LN2, LOG2E, exp2
+from bedouin.kernels.track.device import (
+    load_kept,
+    load_memory,
+    load_row,
+    load_rounded,
+    load_vector,
+    load_words,
+    over_inputs,
+    over_states,
+    pack,
+    pair,
+    places_of_channels,
+    places_of_words,
+    prefetch,
+    put,
+    slope_of,
+    store_kept,
+    store_memory,
+    store_words,
+    unknown_zeros,
+    unpack,
+    wait_for,
+    zeros_like,
+)
+
+
+@triton.jit
+def _load_replayed(
+    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, and zeros (P,)
+    x_stride, step,
+    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
+):  # fmt: skip
+    x = load_vector(first[0] + step * x_stride, c, P)
+    row, fed = load_vector(first[1] + step * P, P, P), load_vector(first[2] + step * P, P, P)
+    at = first[3] + step * 2 + first[6]
+    B = load_row(first[4] + step * WORDS, WORDS, NL)
+    C = load_row(first[5] + step * WORDS, WORDS, NL)
+    return x, row, fed, tl.load(at), tl.load(at + 1), B, C
+
+
+@triton.jit(do_not_specialize=["t_end", "H", "start", "tokens"])
+def replay_kernel(
+    x_ptr,  # (b, t, H c)
+    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    fed_ptr,  # (f, t, P), words
+    scalars_ptr,  # (f, t, 2)
+    B_ptr,  # (f, t, N / V), words
+    C_ptr,  # likewise
+    A_ptr,  # (H, c, n)
+    states_ptr,  # (f, chunks, N, P)
+    memory_ptr,  # (f, tokens, N P / V), written: words of a
+    factors_ptr,  # (f, tokens, 4 / V, P), written: words of g, read and what was fed back
+    slopes_ptr,  # (f, tokens, P), written: pairs of Delta and its slope
+    read_ptr,  # (f, t, P), written: a B
+    t_end,
+    H,
+    start,  # the first token of the segment, of a chunk
+    tokens,  # of the segment
+    x_stride_b,
+    x_stride_t,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A chunk of tokens."""
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    FACTORS: tl.constexpr = 4 // V * P
+    f = tl.program_id(0).to(tl.int64)
+    b, head = f // H, f % H
+    chunk = start // CHUNK + tl.program_id(1)
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, t_end)
+    p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
+    A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
+    h = load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
+    token = f * t_end
+    first = (
+        x_ptr + b * x_stride_b + head * c,
+        rows_ptr + token * P,
+        fed_ptr + token * P,
+        scalars_ptr + token * 2,
+        B_ptr + token * WORDS,
+        C_ptr + token * WORDS,
+        unknown_zeros(p, t_end, P),
+    )
+    loaded = _load_replayed(first, x_stride_t, tl.cast(begin, tl.int64), c, P, WORDS, NL)
+    A, h = wait_for(A, V), wait_for(h, V)
+    for t in range(begin, end):
+        x, row, fed, B_C, beta, B_words, C_words = loaded
+        delta, written = unpack(row, 2, False)
+        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+        if V == 4:
+            fed_delta, fed_x = (
+                (fed << 16).to(tl.float32, bitcast=True),
+                (fed & -65536).to(tl.float32, bitcast=True),
+            )
+        else:
+            fed_delta, fed_x = unpack(fed, 2, False)
+        mixed = x.to(tl.float32) + fed_x
+        step = tl.minimum(t + 1, end - 1).to(tl.int64)
+        loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
+        decayed = ()
+        after = ()
+        r = tl.zeros((WORDS // NL, P, NL), tl.float32)
+        q_B = r
+        q_C = r
+        for v in tl.static_range(V):
+            a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+            decayed = decayed + (a,)
+            r += a * B[v][:, None, :]
+            q_B += A[v] * a * B[v][:, None, :]
+            q_C += A[v] * a * C[v][:, None, :]
+            after = after + (a + written[None, :, None] * B[v][:, None, :],)
+        h = after
+        slope = slope_of(delta)
+        g = slope * (mixed - beta * LN2 * over_states(q_B))
+        factors = (g, B_C * g + slope * LN2 * over_states(q_C), fed_delta, fed_x)
+        place = f * tokens + (t - start)
+        store_words(memory_ptr + place * (SIZE // V), places, pack(decayed, V, FAST))
+        to = factors_ptr + place * FACTORS
+        if V == 4:
+            put(to, pack(factors, 4, FAST), channels, P, P, NL)
+        else:
+            put(to, pair(factors[0], factors[1]), channels, P, P, NL)
+            put(to + P, pair(factors[2], factors[3]), channels, P, P, NL)
+        put(slopes_ptr + place * P, pair(delta, slope * LN2), channels, P, P, NL)
+        read = over_states(r).to(read_ptr.dtype.element_ty)
+        put(read_ptr + (token + t) * P, read, channels, P, P, NL)
+
+
+@triton.jit
+def _load_transposed(
+    ptr,  # (3 c, c)
+    dtype: tl.constexpr, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
+):  # fmt: skip
+    """W_y of Delta and x by outputs, (P / NL, 4, P, NL) for output jr NL + jl of input p, and zeros
+    for two vectors more."""
+    jr, vector, jl = tl.arange(0, P // NL), tl.arange(0, 4), tl.arange(0, NL)
+    p = tl.arange(0, P)[None, None, :, None]
+    j = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
+    vector = vector[None, :, None, None]
+    inside = (j < c) & (p < c) & (vector < 2)
+    return load_rounded(ptr + (vector * (c * c) + j * c + p), inside, dtype)
+
+
+@triton.jit
+def _load_token(
+    first,  # pointers to the rows of slopes, factors, past, B, C, scalars, inverse, a, and zeros
+    step,  # of the segment
+    row,  # of the sample
+    places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
+    WORDS: tl.constexpr = N // V
+    slopes = load_vector(first[0] + step * P, P, P)
+    at = first[1] + step * (4 // V * P)
+    factors = (load_vector(at, P, P),)
+    if V == 2:
+        factors = factors + (load_vector(at + P, P, P),)
+    past = load_vector(first[2] + row * P, P, P)
+    at = first[5] + row * 2 + first[8]
+    scalars = tl.load(at), tl.load(at + 1), tl.load(first[6] + row + first[8])
+    B = load_row(first[3] + row * WORDS, WORDS, NL)
+    C = load_row(first[4] + row * WORDS, WORDS, NL)
+    a = load_words(first[7] + step * (P * WORDS), places)
+    return slopes, factors, past, scalars, B, C, a
+
+
+@triton.jit
+def _with_memory(H, A, B_words, a_words, V: tl.constexpr):
+    """The sums over states of H with B and with A a, each (P,)."""
+    B, a = unpack(B_words, V, True), unpack(a_words, V, False)
+    H_B = H[0] * B[0][:, None, :]
+    H_q = (H[0] * A[0]) * a[0]
+    for v in tl.static_range(1, V):
+        H_B += H[v] * B[v][:, None, :]
+        H_q += (H[v] * A[v]) * a[v]
+    return over_states(H_B), over_states(H_q)
+
+
+@triton.jit(do_not_specialize=["t_end", "H_heads", "start", "tokens"])
+def reverse_kernel(
+    slopes_ptr,  # (f, tokens, P): pairs of Delta and its slope
+    factors_ptr,  # (f, tokens, 4 / V, P), words
+    memory_ptr,  # (f, tokens, N P / V), words of a
+    # (f, t + 1, P): pairs of the cotangent of y_s and -norm(y_s) / c, s from -1 on; the first of
+    # the one before `start` is replaced by w
+    past_ptr,
+    inverse_ptr,  # (f, t + 1): 1 / rms of y_s
+    scalars_ptr,  # (f, t, 2)
+    B_ptr,  # (f, t, N / V), words
+    C_ptr,  # likewise
+    A_ptr,  # (H, c, n)
+    W_ptr,  # (H, 3 c, c)
+    last_ptr,  # (f, c, n), with LAST: H after the last token, else zeros
+    H_ptr,  # (f, c, n), written: H before the first token
+    edges_ptr,  # (f, chunks, N, P), written: H after the last token of each chunk
+    adjoint_ptr,  # (f, t, P), written: pairs of w and written_
+    fed_ptr,  # (b, t, H, 3, c), of which the first is written: raw_
+    grad_y0_ptr,  # (f, c), written: w before `start`
+    t_end,
+    H_heads,
+    start,
+    tokens,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LAST: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The tokens of a segment of a head of a sample, from the last one to the first."""
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    f = tl.program_id(0).to(tl.int64)
+    b, head = f // H_heads, f % H_heads
+    p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
+    A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
+    W = _load_transposed(W_ptr + head * (3 * c * c), fed_ptr.dtype.element_ty, c, P, NL)
+    slot = tl.arange(0, 4)[None, :, None, None]
+    if LAST:
+        H = load_memory(last_ptr + f * c * n, 1.0, c, n, P, N, NL, V)
+    else:
+        H = zeros_like(A, V)
+    chunks = tl.cdiv(t_end, CHUNK)
+    sample = f * t_end + start
+    past = past_ptr + (f * (t_end + 1) + start) * P
+    first = (
+        slopes_ptr + f * tokens * P,
+        factors_ptr + f * tokens * (4 // V * P),
+        past,
+        B_ptr + sample * WORDS,
+        C_ptr + sample * WORDS,
+        scalars_ptr + sample * 2,
+        inverse_ptr + f * (t_end + 1) + start,
+        memory_ptr + f * tokens * (P * WORDS),
+        unknown_zeros(p, t_end, P),
+    )
+    step = (tokens - 1).to(tl.int64)
+    loaded = _load_token(first, step, step, places, P, N, NL, V)
+    w, _ = unpack(load_vector(past + tokens.to(tl.int64) * P, P, P), 2, False)
+    part = tl.arange(0, 32)
+    A, H = wait_for(A, V), wait_for(H, V)
+    H_B, H_q = _with_memory(H, A, loaded[4], loaded[6], V)
+    for passed in range(0, tokens):
+        step = (tokens - 1 - passed).to(tl.int64)
+        earlier = tl.maximum(step - 1, 0)
+        slopes, factor_words, past_words, scalars, B_words, C_words, _ = loaded
+        loaded = _load_token(first, earlier, earlier, places, P, N, NL, V)
+        B_C, beta, inverse = scalars
+        delta, slope = unpack(slopes, 2, False)
+        grad_past, along = unpack(past_words, 2, False)
+        if V == 4:
+            g, read, fed_delta, fed_x = unpack(factor_words[0], 4, False)
+        else:
+            g, read = unpack(factor_words[0], 2, False)
+            fed_delta, fed_x = unpack(factor_words[1], 2, False)
+        # on the chain, from here
+        grad_written = H_B + B_C * w
+        grad_raw = g * H_B + slope * H_q + read * w
+        grad_x = delta * grad_written
+        rows = tl.join(tl.join(grad_raw, grad_raw * fed_delta), tl.join(grad_x, grad_x * fed_x))
+        # (P, 2, 2) has the last join first: raw_, x_, and then the terms of the inner product
+        rows = tl.permute(tl.reshape(rows, (P // NL, NL, 4)), (0, 2, 1))[:, :, None, :]
+        factor = tl.where(slot < 2, W, along[None, None, :, None])
+        w_before = grad_past + inverse * over_inputs(factor * rows, 4 * P // NL, P, NL)
+        # to here; beside this product
+        if (step + 1 == tokens) | ((start + step + 1) % CHUNK == 0):
+            chunk = f * chunks + (start + step) // CHUNK
+            store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
+        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+        after = ()
+        for v in tl.static_range(V):
+            grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
+            grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
+            after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
+        H = after
+        put(adjoint_ptr + (sample + step) * P, pair(w, grad_written), channels, P, P, NL)
+        to = fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
+        put(to, grad_raw.to(fed_ptr.dtype.element_ty), channels, c, P, NL)
+        ahead = tl.maximum(step - CHUNK, 0)
+        memory = first[7] + ahead * (P * WORDS)
+        prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
+        H_B, H_q = _with_memory(H, A, loaded[4], loaded[6], V)
+        w = w_before
+    put(past, pair(w, w), channels, P, P, NL)
+    put(grad_y0_ptr + f * c, w, channels, c, P, NL)
+    store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)
