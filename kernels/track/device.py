@@ -58,31 +58,40 @@ def pair(a, b):
 
 
 @triton.jit
-def pack(v, V: tl.constexpr, FAST: tl.constexpr):
+def pack(v, V: tl.constexpr):
     """V float32 in an int64, as bfloat16 if V = 4."""
     if V == 2:
         return pair(v[0], v[1])
     else:
-        low, high_ = word_of_two(v[0], v[1], FAST), word_of_two(v[2], v[3], FAST)
-        return pair(low, high_)
+        return pair(nearest_word(v[0], v[1]), nearest_word(v[2], v[3]))
 
 
 @triton.jit
-def unpack(word, V: tl.constexpr, NEAREST: tl.constexpr):
-    """The V = 2 float32 or 4 bfloat16 of an int64; NEAREST: of words that `nearest_word` made."""
+def unpack(word, V: tl.constexpr):
+    """The V = 2 float32 or 4 bfloat16 of an int64 of `pack`."""
     low, high_ = word.to(tl.int32), (word >> 32).to(tl.int32)
     if V == 2:
         return low.to(tl.float32, bitcast=True), high_.to(tl.float32, bitcast=True)
-    elif NEAREST:
+    else:
         return (
             high(low), low.to(tl.float32, bitcast=True),
             high(high_), high_.to(tl.float32, bitcast=True),
         )  # fmt: skip
+
+
+@triton.jit
+def couple(a, b, V: tl.constexpr, FAST: tl.constexpr):
+    """Two values in an int32, as bfloat16, if V = 4, else in an int64."""
+    return word_of_two(a, b, FAST) if V == 4 else pair(a, b)
+
+
+@triton.jit
+def decouple(word, V: tl.constexpr):
+    """The inverse of `couple`."""
+    if V == 4:
+        return high(word), (word & -65536).to(tl.float32, bitcast=True)
     else:
-        return (
-            high(low), (low & -65536).to(tl.float32, bitcast=True),
-            high(high_), (high_ & -65536).to(tl.float32, bitcast=True),
-        )  # fmt: skip
+        return unpack(word, 2)
 
 
 @triton.jit
@@ -166,6 +175,12 @@ def store_kept(
 ):  # fmt: skip
     for v in tl.static_range(V):
         tl.store(ptr + (states_of(v, N, NL, V) * P + tl.arange(0, P)[None, :, None]), h[v])
+
+
+@triton.jit
+def not_zero(A):
+    """A rate by which a product with it can be divided: 1e-20 changes no decay."""
+    return tl.where(tl.abs(A) < 1e-20, -1e-20, A)
 
 
 @triton.jit

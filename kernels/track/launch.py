@@ -217,7 +217,7 @@ def _reverse(
     f, t, H, P, N, V = sizes.f, sizes.t, sizes.H, sizes.P, sizes.N, sizes.V
     longest, y = min(sizes.segment * CHUNK, t), inverse
     memory = past.new_empty(f, longest, N * P // V)
-    slopes, factors = past.new_empty(f, longest, P), past.new_empty(f, longest, 4 // V * P)
+    slopes, factors = past.new_empty(f, longest, P), kept.fed.new_empty(f, longest, P)
     edges, parts = torch.empty_like(kept.states), []
     last = found.h0 if grad_h is None else grad_h.contiguous()
     words, is_last = (kept.scalars, kept.B, kept.C), grad_h is not None
@@ -231,7 +231,18 @@ def _reverse(
                 **options_of(replay_kernel, sizes, common),
             )
             reverse_kernel[(f,)](
-                *(slopes, factors, memory, past, inverse, *words, inputs.A, inputs.W_y, last),
+                *(
+                    slopes,
+                    factors,
+                    kept.fed,
+                    memory,
+                    past,
+                    inverse,
+                    *words,
+                    inputs.A,
+                    inputs.W_y,
+                    last,
+                ),
                 *(found.h0, edges, adjoint, fed, found.y0, t, H, start, tokens),
                 LAST=is_last,
                 **options_of(reverse_kernel, sizes, common),

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import LOG2E, exp2
-from bedouin.kernels.track.device import unknown_zeros, unpack, wait_for
+from bedouin.kernels.track.device import not_zero, unknown_zeros, unpack, wait_for
 
 
 @triton.jit
 def _load_token(
-    rows,  # pointers to those of Delta and `written`, w and written_, scalars, B, C, a, and zeros
+    rows,  # pointers to those of Delta and `written`, w and written_, scalars, B, C, q, and zeros
     step,  # of the segment
     vector, state, places,
     P: tl.constexpr, N: tl.constexpr, V: tl.constexpr,
@@ -39,7 +39,7 @@ def gradients_kernel(
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
-    memory_ptr,  # (f, tokens, N P / V), words of a
+    memory_ptr,  # (f, tokens, N P / V), words of q
     A_ptr,  # (H, c, n)
     edges_ptr,  # (f, chunks, N, P)
     unit_B_ptr,  # (f, t, N), written
@@ -72,9 +72,10 @@ def gradients_kernel(
     channel = (pr * PL)[:, None, None] + pl[None, None, :]
     word = block * SW + tl.arange(0, SW)
     of_word = word[None, :, None]
-    places = (of_word // NL * (P * NL) + of_word % NL) + pl[None, None, :] * NL, (pr * (PL * NL))[
-        :, None, None
-    ]
+    places = (
+        (of_word // NL * (P * NL) + of_word % NL) + pl[None, None, :] * NL,
+        (pr * (PL * NL))[:, None, None],
+    )
     # zeros, of which the compiler does not know that they are, keep the last axis
     sums_at = tl.arange(0, SW)[:, None] * V + (pl // PL)[None, :]
     A = ()
@@ -86,6 +87,9 @@ def gradients_kernel(
         A = A + (tl.load(at, mask=inside, other=0.0) * LOG2E,)
         grad_A = grad_A + (tl.zeros((PR, SW, PL), tl.float32),)
     A = wait_for(A, V)
+    inverse_A = ()
+    for v in tl.static_range(V):
+        inverse_A = inverse_A + (1 / not_zero(A[v]),)
     sample = f * t_end + start
     rows = (
         rows_ptr + sample * P,
@@ -109,24 +113,25 @@ def gradients_kernel(
         chunk_end = tl.minimum(chunk_begin + CHUNK, end)
         for passed in range(0, chunk_end - chunk_begin):
             step = (chunk_end - 1 - passed).to(tl.int64)
-            row, adjoint, beta, B_words, C_words, a_words = loaded
-            delta, written = unpack(row, 2, False)
-            w, grad_written = unpack(adjoint, 2, False)
+            row, adjoint, beta, B_words, C_words, q_words = loaded
+            delta, written = unpack(row, 2)
+            w, grad_written = unpack(adjoint, 2)
             loaded = _load_token(rows, tl.maximum(step - 1, 0), vector, word, places, P, N, V)
-            B, C = unpack(B_words, V, True), unpack(C_words, V, True)
-            a = unpack(a_words, V, False)
+            B, C = unpack(B_words, V), unpack(C_words, V)
+            q = unpack(q_words, V)
             delta, written, w = delta[:, None, :], written[:, None, :], w[:, None, :]
             grad_read = grad_written[:, None, :] * -beta[None, None, :]
             before = ()
             total = ()
             to = (sample + step) * N + block * S
             for v in tl.static_range(V):
+                a = q[v] * inverse_A[v]
                 B_v, C_v = B[v][None, :, None], C[v][None, :, None]
                 grad_h = H[v] + w * C_v
-                of_B = tl.sum(tl.sum(grad_h * written + a[v] * grad_read, 0), 1)
-                of_C = tl.sum(tl.sum((a[v] + written * B_v) * w, 0), 1)
+                of_B = tl.sum(tl.sum(grad_h * written + a * grad_read, 0), 1)
+                of_C = tl.sum(tl.sum((a + written * B_v) * w, 0), 1)
                 grad_h += grad_read * B_v
-                total = total + (grad_A[v] + grad_h * a[v] * delta,)
+                total = total + (grad_A[v] + grad_h * a * delta,)
                 before = before + (grad_h * exp2(A[v] * delta, FAST),)
                 tl.store(unit_B_ptr + to + v + sums_at, tl.broadcast_to(of_B[:, None], (SW, PL)))
                 tl.store(unit_C_ptr + to + v + sums_at, tl.broadcast_to(of_C[:, None], (SW, PL)))

@@ -117,7 +117,7 @@ def output_backward_kernel(
     W_ptr,  # (H, 3 c, c)
     grad_x_ptr,  # (b, t, H c), written
     grad_gate_ptr,  # (b, t, H c), written
-    fed_ptr,  # (b, t, H, 3, c), of which the last is written: the cotangent of the gate's feedback
+    grad_fed_ptr,  # (b, t, H, 3, c), of which the last is written: the cotangent of the gate's feedback
     normed_ptr,  # (b, t, H, c), written: norm(y_{t-1})
     past_ptr,  # (f, t + 1, P), written: pairs of the cotangent of y_s, and -norm(y_s) / c
     inverse_ptr,  # (f, t + 1), written: 1 / rms of y_s
@@ -168,7 +168,7 @@ def output_backward_kernel(
     tl.store(grad_gate_ptr + to, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=later)
     tl.store(normed_ptr + to, normed.to(dtype), mask=later)
     to = (wide + (H + head)) * (3 * c) + (2 * c + p)
-    tl.store(fed_ptr + to, grad_gate.to(dtype), mask=later)
+    tl.store(grad_fed_ptr + to, grad_gate.to(dtype), mask=later)
     grad_normed = _times(grad_gate.to(dtype), W, DOT, PRECISION)
     along = tl.sum(grad_normed * normed, 1)[:, None] / c
     grad_y = inverse_y * (grad_normed - normed * along)

@@ -26,12 +26,15 @@ import triton.language as tl
 
 from bedouin.kernels.device.elementary import LN2, LOG2E, exp2
 from bedouin.kernels.track.device import (
+    couple,
+    decouple,
     load_kept,
     load_memory,
-    load_row,
     load_rounded,
+    load_row,
     load_vector,
     load_words,
+    not_zero,
     over_inputs,
     over_states,
     pack,
@@ -69,14 +72,14 @@ def _load_replayed(
 def replay_kernel(
     x_ptr,  # (b, t, H c)
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
-    fed_ptr,  # (f, t, P), words
+    fed_ptr,  # (f, t, P): what was fed back to Delta and x, coupled
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     A_ptr,  # (H, c, n)
     states_ptr,  # (f, chunks, N, P)
-    memory_ptr,  # (f, tokens, N P / V), written: words of a
-    factors_ptr,  # (f, tokens, 4 / V, P), written: words of g, read and what was fed back
+    memory_ptr,  # (f, tokens, N P / V), written: words of q
+    factors_ptr,  # (f, tokens, P), written: g and read, coupled
     slopes_ptr,  # (f, tokens, P), written: pairs of Delta and its slope
     read_ptr,  # (f, t, P), written: a B
     t_end,
@@ -97,7 +100,6 @@ def replay_kernel(
     """A chunk of tokens."""
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
-    FACTORS: tl.constexpr = 4 // V * P
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
     chunk = start // CHUNK + tl.program_id(1)
@@ -120,45 +122,34 @@ def replay_kernel(
     A, h = wait_for(A, V), wait_for(h, V)
     for t in range(begin, end):
         x, row, fed, B_C, beta, B_words, C_words = loaded
-        delta, written = unpack(row, 2, False)
-        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
-        if V == 4:
-            fed_delta, fed_x = (
-                (fed << 16).to(tl.float32, bitcast=True),
-                (fed & -65536).to(tl.float32, bitcast=True),
-            )
-        else:
-            fed_delta, fed_x = unpack(fed, 2, False)
-        mixed = x.to(tl.float32) + fed_x
+        delta, written = unpack(row, 2)
+        B, C = unpack(B_words, V), unpack(C_words, V)
+        mixed = x.to(tl.float32) + decouple(fed, V)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
         loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
-        decayed = ()
+        products = ()
         after = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)
         q_B = r
         q_C = r
         for v in tl.static_range(V):
             a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
-            decayed = decayed + (a,)
+            q = not_zero(A[v]) * a
+            products = products + (q,)
             r += a * B[v][:, None, :]
-            q_B += A[v] * a * B[v][:, None, :]
-            q_C += A[v] * a * C[v][:, None, :]
+            q_B += q * B[v][:, None, :]
+            q_C += q * C[v][:, None, :]
             after = after + (a + written[None, :, None] * B[v][:, None, :],)
         h = after
         slope = slope_of(delta)
         g = slope * (mixed - beta * LN2 * over_states(q_B))
-        factors = (g, B_C * g + slope * LN2 * over_states(q_C), fed_delta, fed_x)
+        read = B_C * g + slope * LN2 * over_states(q_C)
         place = f * tokens + (t - start)
-        store_words(memory_ptr + place * (SIZE // V), places, pack(decayed, V, FAST))
-        to = factors_ptr + place * FACTORS
-        if V == 4:
-            put(to, pack(factors, 4, FAST), channels, P, P, NL)
-        else:
-            put(to, pair(factors[0], factors[1]), channels, P, P, NL)
-            put(to + P, pair(factors[2], factors[3]), channels, P, P, NL)
+        store_words(memory_ptr + place * (SIZE // V), places, pack(products, V))
+        put(factors_ptr + place * P, couple(g, read, V, FAST), channels, P, P, NL)
         put(slopes_ptr + place * P, pair(delta, slope * LN2), channels, P, P, NL)
-        read = over_states(r).to(read_ptr.dtype.element_ty)
-        put(read_ptr + (token + t) * P, read, channels, P, P, NL)
+        erased = over_states(r).to(read_ptr.dtype.element_ty)
+        put(read_ptr + (token + t) * P, erased, channels, P, P, NL)
 
 
 @triton.jit
@@ -178,7 +169,8 @@ def _load_transposed(
 
 @triton.jit
 def _load_token(
-    first,  # pointers to the rows of slopes, factors, past, B, C, scalars, inverse, a, and zeros
+    first,  # pointers to the rows of slopes, factors, past, B, C, scalars, inverse, q, zeros,
+    # and fed
     step,  # of the segment
     row,  # of the sample
     places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
@@ -186,36 +178,34 @@ def _load_token(
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
     WORDS: tl.constexpr = N // V
     slopes = load_vector(first[0] + step * P, P, P)
-    at = first[1] + step * (4 // V * P)
-    factors = (load_vector(at, P, P),)
-    if V == 2:
-        factors = factors + (load_vector(at + P, P, P),)
+    factors, fed = load_vector(first[1] + step * P, P, P), load_vector(first[9] + row * P, P, P)
     past = load_vector(first[2] + row * P, P, P)
     at = first[5] + row * 2 + first[8]
     scalars = tl.load(at), tl.load(at + 1), tl.load(first[6] + row + first[8])
     B = load_row(first[3] + row * WORDS, WORDS, NL)
     C = load_row(first[4] + row * WORDS, WORDS, NL)
-    a = load_words(first[7] + step * (P * WORDS), places)
-    return slopes, factors, past, scalars, B, C, a
+    q = load_words(first[7] + step * (P * WORDS), places)
+    return slopes, factors, past, scalars, B, C, q, fed
 
 
 @triton.jit
-def _with_memory(H, A, B_words, a_words, V: tl.constexpr):
-    """The sums over states of H with B and with A a, each (P,)."""
-    B, a = unpack(B_words, V, True), unpack(a_words, V, False)
+def _with_memory(H, B_words, q_words, V: tl.constexpr):
+    """The sums over states of H with B and with q, each (P,)."""
+    B, q = unpack(B_words, V), unpack(q_words, V)
     H_B = H[0] * B[0][:, None, :]
-    H_q = (H[0] * A[0]) * a[0]
+    H_q = H[0] * q[0]
     for v in tl.static_range(1, V):
         H_B += H[v] * B[v][:, None, :]
-        H_q += (H[v] * A[v]) * a[v]
+        H_q += H[v] * q[v]
     return over_states(H_B), over_states(H_q)
 
 
 @triton.jit(do_not_specialize=["t_end", "H_heads", "start", "tokens"])
 def reverse_kernel(
     slopes_ptr,  # (f, tokens, P): pairs of Delta and its slope
-    factors_ptr,  # (f, tokens, 4 / V, P), words
-    memory_ptr,  # (f, tokens, N P / V), words of a
+    factors_ptr,  # (f, tokens, P): g and read, coupled
+    fed_ptr,  # (f, t, P): what was fed back, coupled
+    memory_ptr,  # (f, tokens, N P / V), words of q
     # (f, t + 1, P): pairs of the cotangent of y_s and -norm(y_s) / c, s from -1 on; the first of
     # the one before `start` is replaced by w
     past_ptr,
@@ -229,7 +219,7 @@ def reverse_kernel(
     H_ptr,  # (f, c, n), written: H before the first token
     edges_ptr,  # (f, chunks, N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (f, t, P), written: pairs of w and written_
-    fed_ptr,  # (b, t, H, 3, c), of which the first is written: raw_
+    grad_fed_ptr,  # (b, t, H, 3, c), of which the first is written: raw_
     grad_y0_ptr,  # (f, c), written: w before `start`
     t_end,
     H_heads,
@@ -252,7 +242,7 @@ def reverse_kernel(
     b, head = f // H_heads, f % H_heads
     p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
     A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
-    W = _load_transposed(W_ptr + head * (3 * c * c), fed_ptr.dtype.element_ty, c, P, NL)
+    W = _load_transposed(W_ptr + head * (3 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
     slot = tl.arange(0, 4)[None, :, None, None]
     if LAST:
         H = load_memory(last_ptr + f * c * n, 1.0, c, n, P, N, NL, V)
@@ -263,7 +253,7 @@ def reverse_kernel(
     past = past_ptr + (f * (t_end + 1) + start) * P
     first = (
         slopes_ptr + f * tokens * P,
-        factors_ptr + f * tokens * (4 // V * P),
+        factors_ptr + f * tokens * P,
         past,
         B_ptr + sample * WORDS,
         C_ptr + sample * WORDS,
@@ -271,26 +261,24 @@ def reverse_kernel(
         inverse_ptr + f * (t_end + 1) + start,
         memory_ptr + f * tokens * (P * WORDS),
         unknown_zeros(p, t_end, P),
+        fed_ptr + sample * P,
     )
     step = (tokens - 1).to(tl.int64)
     loaded = _load_token(first, step, step, places, P, N, NL, V)
-    w, _ = unpack(load_vector(past + tokens.to(tl.int64) * P, P, P), 2, False)
+    w = unpack(load_vector(past + tokens.to(tl.int64) * P, P, P), 2)[0]
     part = tl.arange(0, 32)
     A, H = wait_for(A, V), wait_for(H, V)
-    H_B, H_q = _with_memory(H, A, loaded[4], loaded[6], V)
+    H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
     for passed in range(0, tokens):
         step = (tokens - 1 - passed).to(tl.int64)
         earlier = tl.maximum(step - 1, 0)
-        slopes, factor_words, past_words, scalars, B_words, C_words, _ = loaded
+        slopes, factor_words, past_words, scalars, B_words, C_words, _, fed = loaded
         loaded = _load_token(first, earlier, earlier, places, P, N, NL, V)
         B_C, beta, inverse = scalars
-        delta, slope = unpack(slopes, 2, False)
-        grad_past, along = unpack(past_words, 2, False)
-        if V == 4:
-            g, read, fed_delta, fed_x = unpack(factor_words[0], 4, False)
-        else:
-            g, read = unpack(factor_words[0], 2, False)
-            fed_delta, fed_x = unpack(factor_words[1], 2, False)
+        delta, slope = unpack(slopes, 2)
+        grad_past, along = unpack(past_words, 2)
+        g, read = decouple(factor_words, V)
+        fed_delta, fed_x = decouple(fed, V)
         # on the chain, from here
         grad_written = H_B + B_C * w
         grad_raw = g * H_B + slope * H_q + read * w
@@ -304,7 +292,7 @@ def reverse_kernel(
         if (step + 1 == tokens) | ((start + step + 1) % CHUNK == 0):
             chunk = f * chunks + (start + step) // CHUNK
             store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
-        B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+        B, C = unpack(B_words, V), unpack(C_words, V)
         after = ()
         for v in tl.static_range(V):
             grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
@@ -312,12 +300,12 @@ def reverse_kernel(
             after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
         H = after
         put(adjoint_ptr + (sample + step) * P, pair(w, grad_written), channels, P, P, NL)
-        to = fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
-        put(to, grad_raw.to(fed_ptr.dtype.element_ty), channels, c, P, NL)
+        to = grad_fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
+        put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
         ahead = tl.maximum(step - CHUNK, 0)
         memory = first[7] + ahead * (P * WORDS)
         prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
-        H_B, H_q = _with_memory(H, A, loaded[4], loaded[6], V)
+        H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
         w = w_before
     put(past, pair(w, w), channels, P, P, NL)
     put(grad_y0_ptr + f * c, w, channels, c, P, NL)

@@ -16,9 +16,10 @@ import triton.language as tl
 from bedouin.kernels.device.elementary import LOG2E, exp2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.track.device import (
+    couple,
     load_memory,
-    load_row,
     load_rounded,
+    load_row,
     load_vector,
     over_inputs,
     over_states,
@@ -32,7 +33,6 @@ from bedouin.kernels.track.device import (
     unknown_zeros,
     unpack,
     wait_for,
-    word_of_two,
     zeros_like,
 )
 
@@ -106,7 +106,7 @@ def sweep_kernel(
     h_ptr,  # (f, c, n), written
     y_ptr,  # (b, t, H c), written
     rows_ptr,  # (f, t, P), written with KEEP: pairs of Delta and `written`
-    fed_ptr,  # (f, t, P), likewise: words of two bfloat16 or of two float32, what is fed back
+    fed_ptr,  # (f, t, P), likewise: what is fed back to Delta and x, coupled
     states_ptr,  # (f, chunks, N, P), likewise: h before each chunk
     t_end,
     H,
@@ -181,7 +181,7 @@ def sweep_kernel(
                     odd = row
                 else:
                     even = row
-                B, C = unpack(B_words, V, True), unpack(C_words, V, True)
+                B, C = unpack(B_words, V), unpack(C_words, V)
                 decayed = ()
                 r = tl.zeros((WORDS // NL, P, NL), tl.float32)
                 q = r
@@ -202,7 +202,6 @@ def sweep_kernel(
                 if KEEP:
                     at = (token + t) * P
                     put(rows_ptr + at, pair(delta, written), channels, P, P, NL)
-                    word = word_of_two(*fed, FAST) if V == 4 else pair(*fed)
-                    put(fed_ptr + at, word, channels, P, P, NL)
+                    put(fed_ptr + at, couple(fed[0], fed[1], V, FAST), channels, P, P, NL)
                 fed = fed_next
     store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)

@@ -102,7 +102,7 @@ def finish_kernel(
     read_ptr,  # (f, t, P): a B
     unit_B_ptr,  # (f, t, N): the cotangent of the unit B
     unit_C_ptr,  # (f, t, N)
-    fed_ptr,  # (b, t, H, 3, c): the cotangents of raw Delta and, written, of x with feedback
+    grad_fed_ptr,  # (b, t, H, 3, c): the cotangents of raw Delta and, written, of x with feedback
     grad_x_ptr,  # (b, t, H c): what the output gives, to which is added
     grad_B_ptr,  # (b, t, H n), written
     grad_C_ptr,  # (b, t, H n), written
@@ -136,10 +136,10 @@ def finish_kernel(
     grad = _unit_vjp(C_raw_ptr + at, unit_C_ptr + row * N + state, states, n, EPS)
     _cast_store(grad_C_ptr + wide * n + state, grad, states)
     at = row * P + p
-    delta, _ = unpack(tl.load(rows_ptr + at, mask=channels, other=0), 2, False)
-    _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2, False)
+    delta, _ = unpack(tl.load(rows_ptr + at, mask=channels, other=0), 2)
+    _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
     grad_mixed = delta * grad_written
-    fed = fed_ptr + wide * (3 * c) + p
+    fed = grad_fed_ptr + wide * (3 * c) + p
     grad_delta = tl.load(fed, mask=channels, other=0.0)
     _cast_store(grad_delta_ptr + wide * c + p, grad_delta, channels)
     _cast_store(fed + c, grad_mixed, channels)
