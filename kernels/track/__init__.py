@@ -29,17 +29,18 @@ def track(
         y_t    = h_t C_t
         hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * x_t) * weight
 
-    with B_t and C_t of unit length. `feedback_eps` is that of n_t, `eps` that of the other norm.
-    Computes in at least float32; products with W_y have factors in the dtype of x. The Triton
-    version takes `choose_track`'s sizes, is once differentiable, and saves its inputs, y, four
-    vectors of a token and h at every 16th token.
+    with B_t and C_t of unit length, and in h_t the noise added to x_t. `feedback_eps` is that of
+    n_t, `eps` that of the other norm. Computes in at least float32; in the Triton version products
+    with W_y have factors in the dtype of x. It takes heads of at most 64 channels with 128 states,
+    is once differentiable, and saves its inputs, y, the unit B and C, four vectors of a token and
+    h at every 16th token.
 
     Raises ValueError for shapes that do not fit, or a backend that cannot run.
     """
     _check(inputs)
     if not inputs.x.numel() or choose_track(inputs, backend) == "reference":
         return track_reference(inputs, feedback_eps, eps)
-    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs])
+    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs[:-1]])
     return Tracked(*track_operation(*inputs, feedback_eps, eps, keep)[:3])
 
 
@@ -73,5 +74,6 @@ def _check(inputs: TrackInputs) -> None:
         check_shape("A", inputs.A, (H, c, n), "(H, c, n)")
     else:
         check_shape("A", inputs.A, (d, n), "(H c, n)")
+    check_shape("noise", inputs.noise, (b, t, d), "(b, t, H c)")
     check_shape("h0", inputs.h0, (b, d, n), "(b, H c, n)")
     check_shape("y0", inputs.y0, (b, d), "(b, H c)")

@@ -139,7 +139,8 @@ def load_memory(
     for v in tl.static_range(V):
         state = states_of(v, N, NL, V)
         inside = (state < n) & (p < c)
-        out = out + (tl.load(ptr + (p * n + state), mask=inside, other=0.0) * factor,)
+        at = ptr + (p * n + state)
+        out = out + (tl.load(at, mask=inside, other=0.0).to(tl.float32) * factor,)
     return out
 
 

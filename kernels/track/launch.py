@@ -1,9 +1,9 @@
-"""Launches of the tracker's kernels, three forward and five backward, and the memory between them.
+"""Launches of the tracker's kernels: three forward, and backward five and three sums.
 
-Letters as in `limits.py`; C: chunks.
+Letters as in `limits.py`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,59 +27,7 @@ from bedouin.kernels.track.triton_output import output_backward_kernel, output_k
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import TrackInputs
-
-
-class Kept(NamedTuple):
-    """What the backward reads besides the inputs and y; the last three empty without it."""
-
-    B: Tensor  # (f, t, N / V) int64, words of the unit vectors
-    C: Tensor  # likewise
-    scalars: Tensor  # (f, t, 2): B C and beta
-    rows: Tensor  # (f, t, P) int64: pairs of Delta and what is written
-    fed: Tensor  # (f, t, P): what is fed back to Delta and x, words of two, int32 or int64
-    states: Tensor  # (f, C, N, P): h before each chunk
-
-    @staticmethod
-    def empty(
-        like: Tensor,  # of any shape, on the device
-        sizes: Sizes,
-        keep: bool,
-    ) -> "Kept":
-        f, t, P, N, words = sizes.f, sizes.t, sizes.P, sizes.N, sizes.N // sizes.V
-        B, C = (like.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
-        scalars = like.new_empty(f, t, 2, dtype=torch.float32)
-        kind = torch.int32 if sizes.V == 4 else torch.int64
-        shapes = [(f, t, P), (f, t, P), (f, sizes.chunks, N, P)] if keep else [(0,)] * 3
-        dtypes = torch.int64, kind, torch.float32
-        pairs = zip(shapes, dtypes, strict=True)
-        return Kept(B, C, scalars, *(like.new_empty(shape, dtype=dtype) for shape, dtype in pairs))
-
-
-class Gradients(NamedTuple):
-    """The gradients of the inputs, and what their autograd function takes apart."""
-
-    x: Tensor  # (b, t, H c)
-    B: Tensor  # (b, t, H n)
-    C: Tensor  # (b, t, H n)
-    delta: Tensor  # (b, t, H c)
-    erase: Tensor  # (b, t, H)
-    gate: Tensor  # (b, t, H c)
-    sums: Tensor  # (H, 4, c): of D, of the weight, of dt_bias, and of erase_bias in the first place
-    A: Tensor  # (H c, n) or (H, c, n)
-    W_y: Tensor  # (H, 3 c, c)
-    h0: Tensor  # (b, H c, n)
-    y0: Tensor  # (b, H c)
-
-    @staticmethod
-    def empty(inputs: TrackInputs) -> "Gradients":
-        b, _, H, c, n = inputs.sizes
-        rows = [v.new_empty(v.shape) for v in inputs[:6]]
-        float32 = {"dtype": torch.float32, "device": inputs.x.device}
-        h0, y0 = torch.empty(b, H * c, n, **float32), torch.empty(b, H * c, **float32)
-        sums, A = torch.empty(H, 4, c, **float32), torch.empty(inputs.A.shape, **float32)
-        W_y = torch.empty(H, 3 * c, c, dtype=inputs.x.dtype, device=inputs.x.device)
-        return Gradients(*rows, sums, A, W_y, h0, y0)
+from bedouin.kernels.track.types import Gradients, Kept, TrackInputs
 
 
 def constants(sizes: Sizes, dtype: torch.dtype, epsilons: tuple[float, float]) -> dict[str, Any]:
@@ -115,7 +63,7 @@ def _readable(inputs: TrackInputs) -> TrackInputs:
     """The inputs as the kernels read them: rows whose last axis is contiguous, all else whole."""
     rows, others = inputs[:6], inputs[6:]
     whole = (None if v is None else v.contiguous() for v in others)
-    return TrackInputs(*map(last_axis_contiguous, rows), *whole)  # type: ignore[arg-type]
+    return TrackInputs(*map(last_axis_contiguous, rows), *whole)
 
 
 def launch_forward(
@@ -143,10 +91,20 @@ def launch_forward(
         y0 = y.new_zeros(b, H * c) if y0 is None else y0
     started = h0 is not None
     before = (h, y) if h0 is None or y0 is None else (h0, y0)
-    common["STARTED"] = started
+    common |= {"STARTED": started, "NOISY": inputs.noise is not None}
     with without_coalescing():
         sweep_kernel[(sizes.f,)](
-            *(x, delta, kept.scalars, kept.B, kept.C, inputs.dt_bias, inputs.A, inputs.W_y),
+            *(
+                x,
+                x if inputs.noise is None else inputs.noise,
+                delta,
+                kept.scalars,
+                kept.B,
+                kept.C,
+                inputs.dt_bias,
+                inputs.A,
+                inputs.W_y,
+            ),
             *(*before, h, y, *kept[3:], t, H, *x.stride()[:2], *delta.stride()[:2]),
             KEEP=keep,
             **options_of(sweep_kernel, sizes, common),
@@ -175,6 +133,7 @@ def launch_backward(
     found = Gradients.empty(inputs)
     common = constants(sizes, x.dtype, (feedback_eps, eps))
     common |= {"STARTED": inputs.y0 is not None, "OF_Y": grads[2] is not None}
+    common["NOISY"] = inputs.noise is not None
     grad, grad_y = last_axis_contiguous(grads[0]), y if grads[2] is None else grads[2].contiguous()
     fed, normed = x.new_empty(b, t, H, 3, c), x.new_empty(b, t, H, c)
     past, inverse = kept.rows.new_empty(f, t + 1, P), y.new_empty(f, t + 1)
@@ -226,7 +185,15 @@ def _reverse(
             tokens = min(longest, t - start)
             chunks = ceil_div(tokens, CHUNK)
             replay_kernel[(f, chunks)](
-                *(inputs.x, kept.rows, kept.fed, *words, inputs.A, kept.states),
+                *(
+                    inputs.x,
+                    inputs.x if inputs.noise is None else inputs.noise,
+                    kept.rows,
+                    kept.fed,
+                    *words,
+                    inputs.A,
+                    kept.states,
+                ),
                 *(memory, factors, slopes, read, t, H, start, tokens, *inputs.x.stride()[:2]),
                 **options_of(replay_kernel, sizes, common),
             )

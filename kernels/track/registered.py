@@ -11,12 +11,13 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.operation import operation
-from bedouin.kernels.track.types import TrackInputs
+from bedouin.kernels.track.limits import Sizes
+from bedouin.kernels.track.types import Gradients, Kept, TrackInputs
 
 _INPUTS = (
     "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor gate, Tensor dt_bias, "
     "Tensor erase_bias, Tensor A, Tensor D, Tensor weight, Tensor W_y, Tensor? h0, Tensor? y0, "
-    "float feedback_eps, float eps"
+    "Tensor? noise, float feedback_eps, float eps"
 )
 _COUNT = len(TrackInputs._fields)
 
@@ -32,8 +33,6 @@ def track_operation(*given: Any) -> tuple[Tensor, ...]:
 
 @track_operation.register_fake
 def _fake(*given: Any) -> tuple[Tensor, ...]:
-    from bedouin.kernels.track.launch import Kept, Sizes
-
     inputs = TrackInputs(*given[:_COUNT])
     x, (b, t, H, c, n) = inputs.x, inputs.sizes
     kept = Kept.empty(x, Sizes.of(b, t, H, c, n, x.dtype), given[-1])
@@ -49,7 +48,7 @@ def _fake(*given: Any) -> tuple[Tensor, ...]:
 )
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     """The fields of `Gradients`."""
-    from bedouin.kernels.track.launch import Kept, launch_backward
+    from bedouin.kernels.track.launch import launch_backward
 
     inputs, epsilons = TrackInputs(*given[10 : 10 + _COUNT]), given[10 + _COUNT :]
     return launch_backward(given[:3], given[3], Kept(*given[4:10]), inputs, *epsilons)
@@ -57,8 +56,6 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
 
 @_backward.register_fake
 def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    from bedouin.kernels.track.launch import Gradients
-
     return Gradients.empty(TrackInputs(*given[10 : 10 + _COUNT]))
 
 
@@ -89,9 +86,9 @@ def _gradients(
         of_D, of_weight, of_dt, of_erase = sums.unbind(1)
         found = [*rows, of_dt.flatten(), of_erase[:, 0], A, of_D.flatten(), of_weight.flatten()]
         found += [W_y, h0, y0]
-        pairs = zip(found, inputs, strict=True)
+        pairs = zip(found, inputs[:-1], strict=True)
         grads = [None if v is None else of.to(v.dtype) for of, v in pairs]
-    return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), None, None, None
+    return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), *[None] * 4
 
 
 track_operation.register_autograd(_gradients, setup_context=_save)

@@ -84,7 +84,7 @@ def gradients_kernel(
         state = of_word * V + v
         inside = (state < n) & (channel < c)
         at = A_ptr + head * c * n + (channel * n + state)
-        A = A + (tl.load(at, mask=inside, other=0.0) * LOG2E,)
+        A = A + (tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E,)
         grad_A = grad_A + (tl.zeros((PR, SW, PL), tl.float32),)
     A = wait_for(A, V)
     inverse_A = ()

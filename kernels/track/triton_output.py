@@ -117,7 +117,7 @@ def output_backward_kernel(
     W_ptr,  # (H, 3 c, c)
     grad_x_ptr,  # (b, t, H c), written
     grad_gate_ptr,  # (b, t, H c), written
-    grad_fed_ptr,  # (b, t, H, 3, c), of which the last is written: the cotangent of the gate's feedback
+    grad_fed_ptr,  # (b, t, H, 3, c), of which the last is written: that of the gate's feedback
     normed_ptr,  # (b, t, H, c), written: norm(y_{t-1})
     past_ptr,  # (f, t + 1, P), written: pairs of the cotangent of y_s, and -norm(y_s) / c
     inverse_ptr,  # (f, t + 1), written: 1 / rms of y_s

@@ -14,10 +14,11 @@ computed for all chunks of tokens at once by `replay_kernel`, from their first h
 
     slope = Delta'(raw);  g = slope (x^ - beta sum_n q B);  read = (B C) g + slope sum_n q C
 
-and so is a itself. The gradients of A, B and C are computed afterwards, from w, written_ and H at
+and so is q itself. The gradients of A, B and C are computed afterwards, from w, written_ and H at
 the edges of chunks (`triton_gradients.py`), and that of x^ from written_ (`triton_tokens.py`).
-The norm's adjoint subtracts norm(y) <raw_, W_y norm(y)> / c. That inner product is one with what was
-fed back, known from the sweep: it is a part of the product with W_y, whose terms it joins.
+The norm's adjoint subtracts norm(y) <v, norm(y)> / c for v = W_y^T (raw_, x_). That inner product
+is one of (raw_, x_) with W_y norm(y), which the sweep has kept: its terms are passed between the
+warps together with raw_ and x_, and added with the terms of v.
 Letters as in `triton_sweep.py`.
 """
 
@@ -56,21 +57,25 @@ from bedouin.kernels.track.device import (
 
 @triton.jit
 def _load_replayed(
-    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, and zeros (P,)
-    x_stride, step,
-    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
+    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, zeros (P,), and
+    # noise
+    strides,  # of x and noise
+    step,
+    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr, NOISY: tl.constexpr,
 ):  # fmt: skip
-    x = load_vector(first[0] + step * x_stride, c, P)
+    x = load_vector(first[0] + step * strides[0], c, P)
     row, fed = load_vector(first[1] + step * P, P, P), load_vector(first[2] + step * P, P, P)
     at = first[3] + step * 2 + first[6]
     B = load_row(first[4] + step * WORDS, WORDS, NL)
     C = load_row(first[5] + step * WORDS, WORDS, NL)
-    return x, row, fed, tl.load(at), tl.load(at + 1), B, C
+    noise = load_vector(first[7] + step * strides[1], c, P) if NOISY else x
+    return x, row, fed, tl.load(at), tl.load(at + 1), B, C, noise
 
 
 @triton.jit(do_not_specialize=["t_end", "H", "start", "tokens"])
 def replay_kernel(
     x_ptr,  # (b, t, H c)
+    noise_ptr,  # (b, t, H c), with NOISY
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
     fed_ptr,  # (f, t, P): what was fed back to Delta and x, coupled
     scalars_ptr,  # (f, t, 2)
@@ -95,6 +100,7 @@ def replay_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
+    NOISY: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """A chunk of tokens."""
@@ -117,16 +123,20 @@ def replay_kernel(
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
         unknown_zeros(p, t_end, P),
+        noise_ptr + (b * t_end * H + head) * c,
     )
-    loaded = _load_replayed(first, x_stride_t, tl.cast(begin, tl.int64), c, P, WORDS, NL)
+    strides = (x_stride_t, H * c)
+    loaded = _load_replayed(first, strides, tl.cast(begin, tl.int64), c, P, WORDS, NL, NOISY)
     A, h = wait_for(A, V), wait_for(h, V)
     for t in range(begin, end):
-        x, row, fed, B_C, beta, B_words, C_words = loaded
+        x, row, fed, B_C, beta, B_words, C_words, noise = loaded
         delta, written = unpack(row, 2)
         B, C = unpack(B_words, V), unpack(C_words, V)
         mixed = x.to(tl.float32) + decouple(fed, V)[1]
+        if NOISY:
+            mixed += noise.to(tl.float32)
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
-        loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
+        loaded = _load_replayed(first, strides, step, c, P, WORDS, NL, NOISY)
         products = ()
         after = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)
@@ -284,7 +294,7 @@ def reverse_kernel(
         grad_raw = g * H_B + slope * H_q + read * w
         grad_x = delta * grad_written
         rows = tl.join(tl.join(grad_raw, grad_raw * fed_delta), tl.join(grad_x, grad_x * fed_x))
-        # (P, 2, 2) has the last join first: raw_, x_, and then the terms of the inner product
+        # (P, 2, 2) has the last join first: raw_, x_, then the terms of the inner product
         rows = tl.permute(tl.reshape(rows, (P // NL, NL, 4)), (0, 2, 1))[:, :, None, :]
         factor = tl.where(slot < 2, W, along[None, None, :, None])
         w_before = grad_past + inverse * over_inputs(factor * rows, 4 * P // NL, P, NL)

@@ -15,15 +15,16 @@ from bedouin.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.feedback import apply_feedback_weight
-from bedouin.kernels.heads import fold
+from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
-from bedouin.kernels.padding import CLOSED
+from bedouin.kernels.padding import CLOSED, closed_value
+from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
 from bedouin.layers.options import positive_number, reset_dt_bias
 from bedouin.layers.recurrent import RecurrentLayer, StateShapes, owned
 from bedouin.noise import draws_noise
-from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
+from bedouin.packing import find_packing, last_token, tokens_before
 from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
 from bedouin.parameters import (
     ERASE_BIAS,
@@ -252,55 +253,72 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         )
         x, B, C = acted.split([parts[name].shape[-1] for name in "xBC"], -1)
         with without_autocast(u.device):
-            raw = [delta + self.dt_bias, B, C, parts["erase"] + self.erase_bias]
-            before = fold_state(BedouinState(state.ssm, state.y), self.num_trackers)
-            y, h, fed = self._recur(x, raw, before, lengths)
-            heads = self.num_trackers
-            hidden = gated_output(
-                y,
-                fold(x, heads),
-                by_head(self.D, heads),
-                fold(parts["gate"], heads),
-                z=fed,
-                weight=by_head(self.norm_weight, heads),
-                eps=self.norm_eps,
-                dtype=fed.dtype,
-                backend=self.backend,
-            )
-            last = y[:, -1]
-            if lengths is not None:
-                last = last_token(y, lengths.repeat(heads), before.y)
-            after = unfold_state(BedouinState(h, last), heads)
-        output: Tensor = self.out_proj(hidden)
-        return output, TrackerState(window, owned(after.ssm), owned(after.y))
+            inputs = self._inputs(x, B, C, delta, parts, state, lengths)
+            if choose_track(inputs, self.backend) == "triton":
+                found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
+            else:
+                found = self._by_sweep(inputs)
+            if lengths is None:
+                last = found.y[:, -1].clone()
+            else:
+                last = last_token(found.y, lengths, state.y)
+        output: Tensor = self.out_proj(found.hidden)
+        return output, TrackerState(window, owned(found.h), last)
 
-    def _recur(
+    def _inputs(
         self,
         x: Tensor,  # (b, t, H c)
-        raw: list[Tensor],  # (b, t, ...): Delta, B, C, beta^e
-        before: BedouinState,  # of folded samples
+        B: Tensor,  # (b, t, H n)
+        C: Tensor,  # (b, t, H n)
+        delta: Tensor,  # (b, t, H c)
+        parts: dict[str, Tensor],  # of the projection
+        state: TrackerState,
         lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (H b, t, c), (H b, c, n), (H b, t, c)
-        """y, the memory h after the last token, and the gate's feedback W_y norm(y_{t-1})."""
-        H, c, low = self.num_trackers, self.tracker_dim, x.dtype
+    ) -> TrackInputs:
+        """What the recurrence takes: with noise, and with closed padding, where Delta and beta^e
+        are so low that the memory passes and no gradient reaches the other values."""
+        H, c, erase, noise = self.num_trackers, self.tracker_dim, parts["erase"], None
         if draws_noise(self):
-            x = x + self.feedback_noise * torch.randn_like(x)
-            raw[0] = raw[0] + self.feedback_noise * torch.randn_like(raw[0])
-        columns = [fold(v.to(low), H) for v in raw]
-        r = sum(v.shape[-1] for v in columns)
-        # spare columns, so that the rows that kernels read begin at aligned addresses
-        columns.append(columns[0].new_zeros(*columns[0].shape[:2], padding(r)))
-        folded = torch.cat(columns, -1)[..., :r]
+            noise = self.feedback_noise * torch.randn_like(x)
+            delta = delta + self.feedback_noise * torch.randn_like(delta)
         if lengths is not None:
-            real = tokens_before(lengths, x.shape[1])
-            folded = hold_memory(folded, real, H, c, -CLOSED, erases=True)
-        weight = effective_weight("y_proj", self.y_proj, c, self.D, H)
-        W_y, W_gate = weight.to(low).split([2 * c, c], -2)
+            padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
+            delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
+            erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
+        weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
         A = -torch.exp(at_least_float32(self.A_log))
-        operands = Operands(fold(x, H), folded, W_y, by_head(A, H), before.ssm, before.y)
-        sweep = direct_sweep(operands, MAP, backend=self.backend)
-        normed = shifted_norm(sweep.y, before.y, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
-        return sweep.y, sweep.h, apply_feedback_weight(normed, W_gate, H)
+        rows, biases = (x, B, C, delta, erase, parts["gate"]), (self.dt_bias, self.erase_bias)
+        parameters = *biases, A, self.D, self.norm_weight, weight
+        return TrackInputs(*rows, *parameters, state.ssm, state.y, noise)
+
+    def _by_sweep(self, inputs: TrackInputs) -> Tracked:
+        """`track` in plain torch, by the general sweep, which no transform of torch.func stops."""
+        H, c, low = self.num_trackers, self.tracker_dim, inputs.x.dtype
+        delta, erase = inputs.delta + inputs.dt_bias, inputs.erase + inputs.erase_bias
+        raw = [fold(v.to(low), H) for v in (delta, inputs.B, inputs.C, erase)]
+        r = sum(v.shape[-1] for v in raw)
+        # spare columns, so that the rows that kernels read begin at aligned addresses
+        raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
+        W_y, W_gate = inputs.W_y.to(low).squeeze(0).split([2 * c, c], -2)
+        x = inputs.x if inputs.noise is None else inputs.x + inputs.noise
+        assert inputs.h0 is not None and inputs.y0 is not None
+        before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
+        folded = torch.cat(raw, -1)[..., :r]
+        operands = Operands(fold(x, H), folded, W_y, by_head(inputs.A, H), before.ssm, before.y)
+        y, h, *_ = direct_sweep(operands, MAP, backend="reference")
+        normed = shifted_norm(y, before.y, FEEDBACK_NORM_EPS, dtype=low, backend="reference")
+        hidden = gated_output(
+            y,
+            fold(inputs.x, H),
+            by_head(inputs.D, H),
+            fold(inputs.gate, H),
+            z=apply_feedback_weight(normed, W_gate, H),
+            weight=by_head(inputs.weight, H),
+            eps=self.norm_eps,
+            dtype=low,
+            backend="reference",
+        )
+        return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
     def extra_repr(self) -> str:
         return (
