@@ -16,7 +16,7 @@ MAX_CHANNELS, MAX_STATES = 64, 128
 CHUNK = 16
 """Tokens between two kept memories, which the backward computes again from them."""
 
-STATES_OF_SWEEP, STATES_OF_REVERSE = 32, 32
+STATES_OF_SWEEP, STATES_OF_REVERSE = 32, 16
 """Most states of a channel that a thread of the sweep and of the reverse sweep holds, where that
 takes no more than `MOST_LANES` lanes of a warp."""
 
