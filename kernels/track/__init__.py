@@ -40,6 +40,11 @@ def track(
     _check(inputs)
     if not inputs.x.numel() or choose_track(inputs, backend) == "reference":
         return track_reference(inputs, feedback_eps, eps)
+    if (inputs.h0 is None) != (inputs.y0 is None):
+        b, _, H, c, n = inputs.sizes
+        h0, y0 = (inputs.A.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
+        given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
+        inputs = inputs._replace(h0=given[0], y0=given[1])
     keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs[:-1]])
     return Tracked(*track_operation(*inputs, feedback_eps, eps, keep)[:3])
 

@@ -32,7 +32,7 @@ def _load_token(
     return row, adjoint, beta, B, C, tl.load(at)
 
 
-@triton.jit(do_not_specialize=["t_end", "heads", "start", "tokens", "per_part"])
+@triton.jit(do_not_specialize=["t_end", "heads", "start", "tokens", "per_part", "parts"])
 def gradients_kernel(
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
     adjoint_ptr,  # (f, t, P): pairs of w and written_
@@ -50,6 +50,7 @@ def gradients_kernel(
     start,  # the first token of the segment
     tokens,  # of the segment
     per_part,  # chunks
+    parts,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -65,8 +66,10 @@ def gradients_kernel(
     SW: tl.constexpr = S // V
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
-    block, part, f = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    head, chunks, parts = f % heads, tl.cdiv(t_end, CHUNK), tl.num_programs(1)
+    # programs of the same rows run at the same time, and find them in the L2 cache
+    block, other = tl.program_id(0) % (N // S), tl.program_id(0) // (N // S)
+    part, f = other % parts, (other // parts).to(tl.int64)
+    head, chunks = f % heads, tl.cdiv(t_end, CHUNK)
     pr, pl = tl.arange(0, PR), tl.arange(0, PL)
     vector = (pr * PL)[:, None] + pl[None, :]
     channel = (pr * PL)[:, None, None] + pl[None, None, :]

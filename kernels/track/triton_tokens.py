@@ -58,7 +58,7 @@ def prepare_kernel(
     n: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
-    EPS: tl.constexpr,
+    UNIT_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -71,8 +71,8 @@ def prepare_kernel(
     at = erase_ptr + b * erase_stride_b + t * erase_stride_t + head
     erase = tl.load(at, mask=here, other=0.0).to(tl.float32)
     beta = sigmoid(erase + tl.load(erase_bias_ptr + head).to(tl.float32))
-    B = _store_unit(B_ptr, row, j, here, B, n, N, V, EPS)
-    C = _store_unit(C_ptr, row, j, here, C, n, N, V, EPS)
+    B = _store_unit(B_ptr, row, j, here, B, n, N, V, UNIT_EPS)
+    C = _store_unit(C_ptr, row, j, here, C, n, N, V, UNIT_EPS)
     tl.store(scalars_ptr + row * 2, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
     tl.store(scalars_ptr + row * 2 + 1, beta, mask=here)
 
@@ -120,7 +120,7 @@ def finish_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
-    EPS: tl.constexpr,
+    UNIT_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -130,10 +130,10 @@ def finish_kernel(
     row, wide = ((b * H + head) * t_end + t)[:, None], (token * H + head)[:, None]
     states, channels = here[:, None] & (state < n), here[:, None] & (p < c)
     at = (b * B_stride_b + t * B_stride_t)[:, None] + head * n + state
-    grad = _unit_vjp(B_raw_ptr + at, unit_B_ptr + row * N + state, states, n, EPS)
+    grad = _unit_vjp(B_raw_ptr + at, unit_B_ptr + row * N + state, states, n, UNIT_EPS)
     _cast_store(grad_B_ptr + wide * n + state, grad, states)
     at = (b * C_stride_b + t * C_stride_t)[:, None] + head * n + state
-    grad = _unit_vjp(C_raw_ptr + at, unit_C_ptr + row * N + state, states, n, EPS)
+    grad = _unit_vjp(C_raw_ptr + at, unit_C_ptr + row * N + state, states, n, UNIT_EPS)
     _cast_store(grad_C_ptr + wide * n + state, grad, states)
     at = row * P + p
     delta, _ = unpack(tl.load(rows_ptr + at, mask=channels, other=0), 2)

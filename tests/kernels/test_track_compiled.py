@@ -16,7 +16,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
-from bedouin.kernels.track.launch import constants, options_of
+from bedouin.kernels.track.launch import FLAGS, options
 from bedouin.kernels.track.limits import Sizes
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_output import output_backward_kernel, output_kernel
@@ -36,9 +36,7 @@ FLOAT32 |= set("edges grad_y grad_y0 unit_B unit_C grad_A sums".split())
 def compiled(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
     sizes = Sizes.of(1, 1, 1, c, n, dtype)
-    flags = dict.fromkeys(("STARTED", "KEEP", "NOISY", "OF_Y", "LAST"), True)
-    known = options_of(kernel, sizes, constants(sizes, dtype, (1e-5, 1e-5)) | flags)
-    known |= {name: value for name, value in flags.items() if name in kernel.arg_names}
+    known = options(kernel, sizes, dtype, (1e-5, 1e-5), FLAGS)
     low, couple = ("bf16", "i32") if dtype == torch.bfloat16 else ("fp32", "i64")
     signature, aligned = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -105,14 +103,3 @@ def test_every_kernel_compiles_and_adds_in_a_fixed_order(kernel: Any, dtype: tor
     made = compiled(kernel, 40, 100, dtype)
     assert not re.search(r"\b(atom|red)\.", made.asm["ptx"])
     assert made.metadata.shared <= 232448
-
-
-def test_gradients_read_memory_as_the_replay_wrote_it() -> None:
-    """A thread block's words are in whole groups of lanes, for every number of states."""
-    for n in (16, 32, 64, 128):
-        for dtype in (torch.bfloat16, torch.float32):
-            sizes = Sizes.of(1, 1, 1, 64, n, dtype)
-            replay = options_of(replay_kernel, sizes, {})
-            gradients = options_of(gradients_kernel, sizes, {})
-            assert replay["NL"] == gradients["NL"]
-            assert replay["NL"] == options_of(reverse_kernel, sizes, {})["NL"]
