@@ -37,7 +37,8 @@ def compiled(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
     sizes = Sizes.of(1, 1, 1, c, n, dtype)
     known = options(kernel, sizes, dtype, (1e-5, 1e-5), FLAGS)
-    low, couple = ("bf16", "i32") if dtype == torch.bfloat16 else ("fp32", "i64")
+    low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    couple = "i32" if dtype == torch.bfloat16 else "i64"
     signature, aligned = {}, {}
     for place, name in enumerate(kernel.arg_names):
         kind = f"*{low}"
@@ -93,13 +94,19 @@ def test_a_token_waits_for_loads_that_are_old(kernel: Any) -> None:
         assert most.distance >= 100
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("c", "n", "dtype"),
+    [(40, 100, torch.bfloat16), (64, 128, torch.float32), (3, 128, torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "kernel",
     [*SEQUENTIAL, prepare_kernel, finish_kernel, output_kernel, output_backward_kernel],
     ids=lambda kernel: kernel.__name__,
 )
-def test_every_kernel_compiles_and_adds_in_a_fixed_order(kernel: Any, dtype: torch.dtype) -> None:
-    made = compiled(kernel, 40, 100, dtype)
+def test_every_kernel_compiles_and_adds_in_a_fixed_order(
+    kernel: Any, c: int, n: int, dtype: torch.dtype
+) -> None:
+    made = compiled(kernel, c, n, dtype)
     assert not re.search(r"\b(atom|red)\.", made.asm["ptx"])
     assert made.metadata.shared <= 232448
