@@ -253,9 +253,10 @@ def side_by_side(
 
     Few tokens on a CPU are no reason to copy the weights, and torch.compile joins products itself.
     """
-    is_short = not x.is_cuda and x[..., 0].numel() < LEAST_JOINED
+    is_short = not x.is_cuda and (len(modules) == 1 or x[..., 0].numel() < LEAST_JOINED)
     if torch.compiler.is_compiling() or is_short or not all(map(is_plain, modules)):
-        return torch.cat([module(x) for module in modules], -1)
+        found = [module(x) for module in modules]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     missing = padding(sum([len(w) for w in weights]))
     if missing and x.is_cuda:

@@ -15,16 +15,17 @@ from bedouin.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.feedback import apply_feedback_weight
-from bedouin.kernels.heads import fold
+from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
-from bedouin.kernels.padding import CLOSED
+from bedouin.kernels.padding import CLOSED, closed_value
+from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
 from bedouin.layers.options import positive_number, reset_dt_bias
 from bedouin.layers.recurrent import RecurrentLayer, StateShapes
 from bedouin.noise import draws_noise
-from bedouin.packing import find_packing, hold_memory, last_token, tokens_before
-from bedouin.parameterization import FEEDBACK_NORM_EPS, split_named
+from bedouin.packing import find_packing, last_token, tokens_before
+from bedouin.parameterization import FEEDBACK_NORM_EPS
 from bedouin.parameters import (
     ERASE_BIAS,
     SavedOptions,
@@ -35,7 +36,7 @@ from bedouin.parameters import (
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers.base import check_number, positive_int
 from bedouin.state import BedouinState, RecurrentState
-from bedouin.wrapped import effective_weight
+from bedouin.wrapped import effective_weight, side_by_side
 
 FEEDBACK_INIT = 0.1
 """Factor on the usual initial values of W_y: with 1 the untrained recurrence is chaotic."""
@@ -168,6 +169,11 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         d = self.num_trackers * self.tracker_dim
         return {"conv": self.conv.window_size, "ssm": (d, self.tracker_state), "y": (d,)}
 
+    def _first_state(self, b: int) -> TrackerState:
+        like = self.out_proj.weight
+        window = like.new_zeros(b, *self.conv.window_size, dtype=self.state_dtype)
+        return TrackerState(window, None, None)  # type: ignore[arg-type]
+
     def forward(
         self,
         x: Tensor,  # (b, t, m)
@@ -241,66 +247,84 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         lengths: Tensor | None,  # (b,), tokens before the padding; None: t
     ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
         """The outputs, and the state after the last token."""
-        parts = split_named(self.in_proj(u), self.projected_sizes)
-        projected = torch.cat([parts["x"], parts["B"], parts["C"]], -1)
-        delta, of_x = parts["delta"], None
+        H, c, n = self.num_trackers, self.tracker_dim, self.tracker_state
+        sizes = [self.conv.channels, H * c, H, H * c]
+        joined = side_by_side(u, [self.in_proj])
+        projected, delta, erase, gate, _ = joined.split([*sizes, joined.shape[-1] - sum(sizes)], -1)
+        of_x = None
         if self.read_proj is not None:
             of_x, of_delta = self.read_proj(read).chunk(2, -1)
             delta = delta + of_delta
         acted, window = self.conv.activated(
             projected, state.conv, lengths, of_x, backend=self.backend
         )
-        x, B, C = acted.split([parts[name].shape[-1] for name in "xBC"], -1)
+        x, B, C = acted.split([H * c, H * n, H * n], -1)
         with without_autocast(u.device):
-            raw = [delta + self.dt_bias, B, C, parts["erase"] + self.erase_bias]
-            before = fold_state(BedouinState(state.ssm, state.y), self.num_trackers)
-            y, h, fed = self._recur(x, raw, before, lengths)
-            heads = self.num_trackers
-            hidden = gated_output(
-                y,
-                fold(x, heads),
-                by_head(self.D, heads),
-                fold(parts["gate"], heads),
-                z=fed,
-                weight=by_head(self.norm_weight, heads),
-                eps=self.norm_eps,
-                dtype=fed.dtype,
-                backend=self.backend,
-            )
-            last = y[:, -1]
-            if lengths is not None:
-                last = last_token(y, lengths.repeat(heads), before.y)
-            after = unfold_state(BedouinState(h, last), heads)
-        output: Tensor = self.out_proj(hidden)
-        return output, TrackerState(window, after.ssm, after.y)
+            inputs = self._inputs((x, B, C, delta, erase, gate), state, lengths)
+            if choose_track(inputs, self.backend) == "triton":
+                found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
+            else:
+                found = self._by_sweep(inputs)
+            if lengths is None:
+                last = found.y[:, -1]
+            else:
+                last = last_token(found.y, lengths, state.y)
+        output: Tensor = self.out_proj(found.hidden)
+        return output, TrackerState(window, found.h, last)
 
-    def _recur(
+    def _inputs(
         self,
-        x: Tensor,  # (b, t, H c)
-        raw: list[Tensor],  # (b, t, ...): Delta, B, C, beta^e
-        before: BedouinState,  # of folded samples
+        rows: tuple[Tensor, ...],  # (b, t, ...): x, B, C, raw Delta, raw beta^e and the gate
+        state: TrackerState,
         lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (H b, t, c), (H b, c, n), (H b, t, c)
-        """y, the memory h after the last token, and the gate's feedback W_y norm(y_{t-1})."""
-        H, c, low = self.num_trackers, self.tracker_dim, x.dtype
+    ) -> TrackInputs:
+        """What the recurrence takes: with noise, and with closed padding, where Delta and beta^e
+        are so low that the memory passes and no gradient reaches the other values."""
+        H, c, noise = self.num_trackers, self.tracker_dim, None
+        x, B, C, delta, erase, gate = rows
         if draws_noise(self):
-            x = x + self.feedback_noise * torch.randn_like(x)
-            raw[0] = raw[0] + self.feedback_noise * torch.randn_like(raw[0])
-        columns = [fold(v.to(low), H) for v in raw]
-        r = sum(v.shape[-1] for v in columns)
-        # spare columns, so that the rows that kernels read begin at aligned addresses
-        columns.append(columns[0].new_zeros(*columns[0].shape[:2], padding(r)))
-        folded = torch.cat(columns, -1)[..., :r]
+            noise = self.feedback_noise * torch.randn_like(x)
+            delta = delta + self.feedback_noise * torch.randn_like(delta)
         if lengths is not None:
-            real = tokens_before(lengths, x.shape[1])
-            folded = hold_memory(folded, real, H, c, -CLOSED, erases=True)
-        weight = effective_weight("y_proj", self.y_proj, c, self.D, H)
-        W_y, W_gate = weight.to(low).split([2 * c, c], -2)
+            padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
+            delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
+            erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
+        weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
         A = -torch.exp(at_least_float32(self.A_log))
-        operands = Operands(fold(x, H), folded, W_y, by_head(A, H), before.ssm, before.y)
-        sweep = direct_sweep(operands, MAP, backend=self.backend)
-        normed = shifted_norm(sweep.y, before.y, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
-        return sweep.y, sweep.h, apply_feedback_weight(normed, W_gate, H)
+        rows = x, B, C, delta, erase, gate
+        parameters = self.dt_bias, self.erase_bias, A, self.D, self.norm_weight, weight
+        return TrackInputs(*rows, *parameters, state.ssm, state.y, noise)
+
+    def _by_sweep(self, inputs: TrackInputs) -> Tracked:
+        """`track` in plain torch, by the general sweep, which no transform of torch.func stops."""
+        H, c, low = self.num_trackers, self.tracker_dim, inputs.x.dtype
+        delta, erase = inputs.delta + inputs.dt_bias, inputs.erase + inputs.erase_bias
+        raw = [fold(v.to(low), H) for v in (delta, inputs.B, inputs.C, erase)]
+        r = sum(v.shape[-1] for v in raw)
+        # spare columns, so that the rows that kernels read begin at aligned addresses
+        raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
+        W_y, W_gate = inputs.W_y.to(low).squeeze(0).split([2 * c, c], -2)
+        x = inputs.x if inputs.noise is None else inputs.x + inputs.noise
+        h0 = y0 = None
+        if inputs.h0 is not None and inputs.y0 is not None:
+            before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
+            h0, y0 = before.ssm, before.y
+        folded = torch.cat(raw, -1)[..., :r]
+        operands = Operands(fold(x, H), folded, W_y, by_head(inputs.A, H), h0, y0)
+        y, h, *_ = direct_sweep(operands, MAP, backend="reference")
+        normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend="reference")
+        hidden = gated_output(
+            y,
+            fold(inputs.x, H),
+            by_head(inputs.D, H),
+            fold(inputs.gate, H),
+            z=apply_feedback_weight(normed, W_gate, H),
+            weight=by_head(inputs.weight, H),
+            eps=self.norm_eps,
+            dtype=low,
+            backend="reference",
+        )
+        return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
     def extra_repr(self) -> str:
         return (

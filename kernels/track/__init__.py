@@ -1,0 +1,84 @@
+"""The recurrence of a tracker with its output: heads that keep a memory and read themselves.
+
+Letters: b batch, t time, H heads, c channels and n states of a head.
+"""
+
+import torch
+
+from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
+from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.guard import falls_back
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.track.limits import unfit
+from bedouin.kernels.track.reference import track_reference
+from bedouin.kernels.track.registered import track_operation
+from bedouin.kernels.track.types import Tracked, TrackInputs
+
+__all__ = ["TrackInputs", "Tracked", "choose_track", "track", "track_reference"]
+
+
+@falls_back
+def track(
+    inputs: TrackInputs, feedback_eps: float, eps: float, *, backend: Backend = "auto"
+) -> Tracked:
+    """The outputs before the last projection, the last memory, and y of all tokens:
+
+        n_t    = norm(y_{t-1})                                     RMSNorm over a head's channels
+        Delta  = softplus(delta_t + dt_bias + W_Delta n_t),  beta = sigmoid(erase_t + erase_bias)
+        h_t    = exp(A Delta) * h_{t-1} (I - beta B_t B_t^T) + (Delta * (x_t + W_x n_t)) B_t^T
+        y_t    = h_t C_t
+        hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * x_t) * weight
+
+    with B_t and C_t of unit length, and in h_t the noise added to x_t. `feedback_eps` is that of
+    n_t, `eps` that of the other norm. Computes in at least float32; in the Triton version products
+    with W_y have factors in the dtype of x. It takes heads of at most 64 channels with 128 states,
+    is once differentiable, and saves its inputs, y, the unit B and C, four vectors of a token and
+    h at every 16th token.
+
+    Raises ValueError for shapes that do not fit, or a backend that cannot run.
+    """
+    _check(inputs)
+    if not inputs.x.numel() or choose_track(inputs, backend) == "reference":
+        return track_reference(inputs, feedback_eps, eps)
+    if (inputs.h0 is None) != (inputs.y0 is None):
+        b, _, H, c, n = inputs.sizes
+        h0, y0 = (inputs.A.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
+        given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
+        inputs = inputs._replace(h0=given[0], y0=given[1])
+    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs[:-1]])
+    return Tracked(*track_operation(*inputs, feedback_eps, eps, keep)[:3])
+
+
+def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
+    """The implementation of `track`; raises as `choose_backend` does. Warns, once, of a call on a
+    GPU that has no kernel, unless it is in float64, for which there are none at all."""
+    dtype = accumulator(*[v.dtype for v in inputs if v is not None])
+    sizes = inputs.W_y.shape[-1], inputs.A.shape[-1]
+    unsupported = None if dtype == torch.float64 else unfit(*sizes)
+    dtype = inputs.x.dtype if dtype == torch.float32 else dtype
+    chosen = choose_backend(backend, inputs.x.device, dtype, unsupported)
+    if unsupported is not None and backend == "auto":
+        warn_of_reference(inputs.x.device, unsupported)
+    return chosen
+
+
+def _check(inputs: TrackInputs) -> None:
+    check_sequence("x", inputs.x)
+    check_sequence("erase", inputs.erase)
+    b, t, H, c, n = inputs.sizes
+    d, rows = H * c, {"x": inputs.x, "delta": inputs.delta, "gate": inputs.gate}
+    for name, v in rows.items():
+        check_shape(name, v, (b, t, d), "(b, t, H c)")
+    for name, v in {"B": inputs.B, "C": inputs.C}.items():
+        check_shape(name, v, (b, t, H * n), "(b, t, H n)")
+    for name, v in {"dt_bias": inputs.dt_bias, "D": inputs.D, "weight": inputs.weight}.items():
+        check_shape(name, v, (d,), "(H c,)")
+    check_shape("erase_bias", inputs.erase_bias, (H,), "(H,)")
+    check_shape("W_y", inputs.W_y, (H, 3 * c, c), "(H, 3 c, c)")
+    if inputs.A.dim() == 3:
+        check_shape("A", inputs.A, (H, c, n), "(H, c, n)")
+    else:
+        check_shape("A", inputs.A, (d, n), "(H c, n)")
+    check_shape("noise", inputs.noise, (b, t, d), "(b, t, H c)")
+    check_shape("h0", inputs.h0, (b, d, n), "(b, H c, n)")
+    check_shape("y0", inputs.y0, (b, d), "(b, H c)")

@@ -1,0 +1,199 @@
+"""Launches of the tracker's kernels: three forward, and backward five and three sums.
+
+Letters as in `limits.py`.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.coalescing import without_coalescing
+from bedouin.kernels.householder import UNIT_EPS
+from bedouin.kernels.launch import ceil_div, last_axis_contiguous
+from bedouin.kernels.track.limits import (
+    CHUNK,
+    GRADIENT_STATES,
+    OUTPUT_TOKENS,
+    STATES_OF_REVERSE,
+    STATES_OF_SWEEP,
+    TOKENS,
+    Sizes,
+)
+from bedouin.kernels.track.triton_gradients import gradients_kernel
+from bedouin.kernels.track.triton_output import output_backward_kernel, output_kernel
+from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
+from bedouin.kernels.track.triton_sweep import sweep_kernel
+from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
+from bedouin.kernels.track.types import Gradients, Kept, TrackInputs
+
+FLAGS = "STARTED", "KEEP", "NOISY", "OF_Y", "LAST"
+"""Switches of a call: whether there is a state before it, a backward after it, noise, and a
+cotangent of y and of the last memory."""
+
+SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel
+
+
+@lru_cache(maxsize=1024)
+def options(
+    kernel: Any,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    epsilons: tuple[float, float],
+    flags: tuple[str, ...],
+) -> dict[str, Any]:
+    """What a kernel has at compile time, and its launch options; `flags` names the switches of the
+    call that are on. Not to be changed."""
+    dot = torch.float32 if interpreter_is_on() else dtype
+    states = STATES_OF_SWEEP if kernel is sweep_kernel else STATES_OF_REVERSE
+    tokens = TOKENS if kernel is prepare_kernel else OUTPUT_TOKENS
+    every: dict[str, Any] = {
+        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V},
+        **{"NL": sizes.lanes(states), "CHUNK": CHUNK, "TOKENS": tokens, "S": GRADIENT_STATES},
+        **{"PL": 32 * sizes.V // GRADIENT_STATES, "FAST": not interpreter_is_on()},
+        **{"FEEDBACK_EPS": epsilons[0], "EPS": epsilons[1], "UNIT_EPS": UNIT_EPS},
+        "DOT": getattr(triton.language, str(dot).removeprefix("torch.")),
+        "PRECISION": "tf32x3",
+        **{flag: flag in flags for flag in FLAGS},
+    }
+    found = {name: v for name, v in every.items() if name in kernel.arg_names}
+    warps = 1 if kernel is gradients_kernel else 4
+    if kernel in SEQUENTIAL:
+        warps = sizes.P * every["NL"] // 32  # a thread has one channel
+    return found | {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+
+
+def _readable(inputs: TrackInputs) -> TrackInputs:
+    """The inputs as the kernels read them: rows whose last axis is contiguous, all else whole."""
+    whole = (None if v is None else v.contiguous() for v in inputs[6:])
+    return TrackInputs(*map(last_axis_contiguous, inputs[:6]), *whole)
+
+
+def _switches(inputs: TrackInputs, **others: bool) -> tuple[str, ...]:
+    """Those that are on, as `options` takes them."""
+    others |= {"STARTED": inputs.y0 is not None, "NOISY": inputs.noise is not None}
+    return tuple(name for name, is_on in others.items() if is_on)
+
+
+def launch_forward(
+    inputs: TrackInputs, feedback_eps: float, eps: float, keep: bool
+) -> tuple[Tensor, ...]:
+    """hidden (b, t, H c), the last h (b, H c, n), y (b, t, H c), and the fields of `Kept`. h0 and
+    y0 are both there or none is; no size may be 0."""
+    inputs = _readable(inputs)
+    x, B, C, delta, erase, gate = inputs[:6]
+    b, t, H, c, n = inputs.sizes
+    sizes = Sizes.of(b, t, H, c, n, x.dtype)
+    how = sizes, x.dtype, (feedback_eps, eps), _switches(inputs, KEEP=keep)
+    kept, hidden = Kept.empty(x, sizes, keep), x.new_empty(x.shape)
+    h, y = (x.new_empty(size, dtype=torch.float32) for size in ((b, H * c, n), (b, t, H * c)))
+    words, numbers = (kept.B.view(torch.int32), kept.C.view(torch.int32)), (b * t, t, H)
+    prepare_kernel[(ceil_div(b * t, TOKENS), H)](
+        *(B, C, erase, inputs.erase_bias, *words, kept.scalars, *numbers),
+        *(*B.stride()[:2], *C.stride()[:2], *erase.stride()[:2]),
+        **options(prepare_kernel, *how),
+    )
+    # what a kernel does not read has any tensor in its place
+    before = (h if inputs.h0 is None else inputs.h0, y if inputs.y0 is None else inputs.y0)
+    noise = x if inputs.noise is None else inputs.noise
+    with without_coalescing():
+        sweep_kernel[(sizes.f,)](
+            *(x, noise, delta, kept.scalars, kept.B, kept.C),
+            *(inputs.dt_bias, inputs.A, inputs.W_y, *before, h, y, *kept[3:]),
+            *(t, H, *x.stride()[:2], *delta.stride()[:2]),
+            **options(sweep_kernel, *how),
+        )
+    output_kernel[(ceil_div(b * t, OUTPUT_TOKENS), H)](
+        *(x, gate, y, before[1], inputs.D, inputs.weight, inputs.W_y, hidden, *numbers),
+        *(*x.stride()[:2], *gate.stride()[:2]),
+        **options(output_kernel, *how),
+    )
+    return hidden, h, y, *kept
+
+
+def launch_backward(
+    grads: tuple[Tensor, Tensor | None, Tensor | None],  # (b, t, H c), (b, H c, n), (b, t, H c)
+    y: Tensor,  # (b, t, H c)
+    kept: Kept,
+    inputs: TrackInputs,
+    feedback_eps: float,
+    eps: float,
+) -> Gradients:
+    """The gradients; the cotangents of h and y that are None are zeros. No size may be 0."""
+    inputs = _readable(inputs)
+    x, gate, sizes = inputs.x, inputs.gate, Sizes.of(*inputs.sizes, inputs.x.dtype)
+    (b, t, H, c, n, P, N, _), f, blocks = sizes, sizes.f, sizes.blocks
+    switches = _switches(inputs, OF_Y=grads[2] is not None)
+    how = sizes, x.dtype, (feedback_eps, eps), switches
+    found, grad = Gradients.empty(inputs), last_axis_contiguous(grads[0])
+    grad_y = y if grads[2] is None else grads[2].contiguous()
+    fed, normed = x.new_empty(b, t, H, 3, c), x.new_empty(b, t, H, c)
+    past, inverse = kept.rows.new_empty(f, t + 1, P), y.new_empty(f, t + 1)
+    sums = y.new_empty(blocks, H, 4, c)
+    output_backward_kernel[(blocks, H)](
+        *(grad, grad_y, x, gate, y, y if inputs.y0 is None else inputs.y0),
+        *(inputs.D, inputs.weight, inputs.W_y),
+        *(found.x, found.gate, fed, normed, past, inverse, sums, b * (t + 1), t, H),
+        *(*grad.stride()[:2], *x.stride()[:2], *gate.stride()[:2]),
+        **options(output_backward_kernel, *how),
+    )
+    read, adjoint = y.new_empty(f, t, P, dtype=sizes.low), torch.empty_like(kept.rows)
+    unit_B, unit_C = y.new_empty(f, t, N), y.new_empty(f, t, N)
+    buffers = past, inverse, adjoint, read, fed, unit_B, unit_C
+    parts = _reverse(grads[1], kept, inputs, buffers, found, how)
+    finish_kernel[(blocks, H)](
+        *(inputs.B, inputs.C, kept.scalars, kept.rows, adjoint, read, unit_B, unit_C, fed),
+        *(found.x, found.B, found.C, found.delta, found.erase, sums, b * t, t, H),
+        *(*inputs.B.stride()[:2], *inputs.C.stride()[:2]),
+        **options(finish_kernel, *how),
+    )
+    torch.sum(sums, 0, out=found.sums)
+    torch.sum(parts.view(b, H, -1, c, n), (0, 2), out=found.A.view(H, c, n))
+    rows, columns = fed.view(b * t, H, 3 * c), normed.view(b * t, H, c)
+    torch.bmm(rows.permute(1, 2, 0), columns.transpose(0, 1), out=found.W_y)
+    return found
+
+
+def _reverse(
+    grad_h: Tensor | None,  # (b, H c, n), of the last h
+    kept: Kept,
+    inputs: TrackInputs,
+    buffers: tuple[Tensor, ...],  # past, inverse, adjoint, read, fed, unit_B, unit_C
+    found: Gradients,  # of which h0 and y0 are written
+    how: tuple[Sizes, torch.dtype, tuple[float, float], tuple[str, ...]],
+) -> Tensor:  # (f, parts, c, n), of A
+    """What depends on the order of the tokens, in segments from the last one on."""
+    past, inverse, adjoint, read, fed, unit_B, unit_C = buffers
+    (_, t, H, c, n, P, N, V), f, (x, A) = how[0], how[0].f, (inputs.x, inputs.A)
+    longest, noise = min(how[0].segment * CHUNK, t), x if inputs.noise is None else inputs.noise
+    memory, slopes = past.new_empty(f, longest, N * P // V), past.new_empty(f, longest, P)
+    factors, edges = kept.fed.new_empty(f, longest, P), torch.empty_like(kept.states)
+    words, numbers, parts = (kept.scalars, kept.B, kept.C), x.stride()[:2], []
+    last = found.h0 if grad_h is None else grad_h.contiguous()
+    with without_coalescing():
+        for start in reversed(range(0, t, longest)):
+            tokens = min(longest, t - start)
+            chunks = ceil_div(tokens, CHUNK)
+            replay_kernel[(f, chunks)](
+                *(x, noise, kept.rows, kept.fed, *words, A, kept.states),
+                *(memory, factors, slopes, read, t, H, start, tokens, *numbers),
+                **options(replay_kernel, *how),
+            )
+            ends = start + tokens < t or grad_h is not None
+            reverse_kernel[(f,)](
+                *(slopes, factors, kept.fed, memory, past, inverse, *words, A, inputs.W_y),
+                *(last, found.h0, edges, adjoint, fed, found.y0, t, H, start, tokens),
+                **options(reverse_kernel, *how[:3], ("LAST",) if ends else ()),
+            )
+            part = found.A.new_empty(f, ceil_div(chunks, how[0].per_part), c, n)
+            gradients_kernel[(f * part.shape[1] * (N // GRADIENT_STATES),)](
+                *(kept.rows, adjoint, *words, memory, A, edges, unit_B, unit_C, part),
+                *(t, H, start, tokens, how[0].per_part, part.shape[1]),
+                **options(gradients_kernel, *how),
+            )
+            parts.append(part)
+            last = found.h0
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

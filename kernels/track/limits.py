@@ -1,0 +1,96 @@
+"""Sizes of the tracker's kernels, and all constants that a measurement may change; free of Triton.
+
+Letters: b batch, t time, H heads, c channels and n states of a head; P and N: c and n rounded up to
+powers of two, at least 16; f = b H folded samples, each one head of one sample.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from bedouin.kernels.launch import ceil_div, next_power_of_two
+
+MAX_CHANNELS, MAX_STATES = 64, 128
+"""One program holds W_y of Delta and x and the memory of a head in registers."""
+
+CHUNK = 16
+"""Tokens between two kept memories, which the backward computes again from them."""
+
+STATES_OF_SWEEP, STATES_OF_REVERSE = 32, 16
+"""Most states of a channel that a thread of the sweep and of the reverse sweep holds, where that
+takes no more than `MOST_LANES` lanes of a warp."""
+
+LEAST_LANES, MOST_LANES = 2, 4
+
+GRADIENT_STATES = 16
+"""States of a program of the gradients of A, B and C, which is one warp."""
+
+GRADIENT_CHUNKS, GRADIENT_PARTS = 8, 256
+"""Chunks of such a program, at least, and how many parts of the gradient of A there then are for
+the folded samples together, about."""
+
+TOKENS, OUTPUT_TOKENS = 16, 32
+"""Tokens of a program of the preparation, and of the output and of what ends the backward."""
+
+WORKSPACE = 2**28
+"""Bytes of the decayed memories of all tokens that the backward holds at the same time; a longer
+call is computed in segments, each with launches of its own."""
+
+
+def unfit(c: int, n: int) -> str | None:
+    """What the kernels do not support of heads of these sizes, as a part of a message."""
+    if c <= MAX_CHANNELS and n <= MAX_STATES:
+        return None
+    most = f"at most {MAX_CHANNELS} channels with {MAX_STATES} states"
+    return f"heads of {c} channels with {n} states ({most})"
+
+
+class Sizes(NamedTuple):
+    b: int
+    t: int
+    H: int
+    c: int
+    n: int
+    P: int
+    N: int
+    V: int  # values of a word: 4 bfloat16 or 2 float32
+
+    @staticmethod
+    def of(b: int, t: int, H: int, c: int, n: int, dtype: torch.dtype) -> "Sizes":
+        """The sizes of a call whose inputs have `dtype`."""
+        P, N = (max(16, next_power_of_two(size)) for size in (c, n))
+        return Sizes(b, t, H, c, n, P, N, 4 if dtype == torch.bfloat16 else 2)
+
+    @property
+    def f(self) -> int:
+        return self.b * self.H
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.t, CHUNK)
+
+    @property
+    def low(self) -> torch.dtype:
+        """The dtype of what only multiplies cotangents: gradients in bfloat16 are rounded anyway.
+        float16 has too small a range for that."""
+        return torch.bfloat16 if self.V == 4 else torch.float32
+
+    @property
+    def blocks(self) -> int:
+        """Programs of OUTPUT_TOKENS tokens of a head, of t + 1 for each sample."""
+        return ceil_div(self.b * (self.t + 1), OUTPUT_TOKENS)
+
+    @property
+    def segment(self) -> int:
+        """Chunks of a segment of the backward."""
+        chunk = self.f * self.P * self.N * self.low.itemsize * CHUNK
+        return max(1, min(self.chunks, WORKSPACE // chunk))
+
+    @property
+    def per_part(self) -> int:
+        """Chunks of a program of the gradients of A, B and C."""
+        return min(self.segment, max(GRADIENT_CHUNKS, self.f * self.chunks // GRADIENT_PARTS))
+
+    def lanes(self, states: int) -> int:
+        """Lanes of a warp that share the states of a channel, if a thread has so many of them."""
+        return max(LEAST_LANES, min(MOST_LANES, self.N // states))

@@ -1,0 +1,145 @@
+"""The gradients of A, B and C, of many chunks of tokens at once.
+
+From the decayed memory a of each token and the cotangent H of h at the edges of a chunk. With
+dH = H + w C^T the cotangent of h_t, and read_ = -beta written_ that of a B:
+
+    B_ = dH^T written + a^T read_,   C_ = h_t^T w,   A_ += (dH + read_ B^T) * a Delta
+
+A program is one warp and has a head of a sample, some chunks and S of the states. Its memory is a
+tuple of V tensors (PR, SW, PL) for channel pr PL + pl and state sw V + v: sums over channels are
+sums in a thread and log2(PL) shuffles. Letters as in `triton_sweep.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import LOG2E, exp2
+from bedouin.kernels.track.device import not_zero, unknown_zeros, unpack, wait_for
+
+
+@triton.jit
+def _load_token(
+    rows,  # pointers to those of Delta and `written`, w and written_, scalars, B, C, q, and zeros
+    step,  # of the segment
+    vector, state, places,
+    P: tl.constexpr, N: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    WORDS: tl.constexpr = N // V
+    row, adjoint = tl.load(rows[0] + step * P + vector), tl.load(rows[1] + step * P + vector)
+    beta = tl.load(rows[2] + step * 2 + rows[6])
+    B, C = tl.load(rows[3] + step * WORDS + state), tl.load(rows[4] + step * WORDS + state)
+    at = rows[5] + step * (P * WORDS) + places[0] + places[1]
+    return row, adjoint, beta, B, C, tl.load(at)
+
+
+@triton.jit(do_not_specialize=["t_end", "heads", "start", "tokens", "per_part", "parts"])
+def gradients_kernel(
+    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    adjoint_ptr,  # (f, t, P): pairs of w and written_
+    scalars_ptr,  # (f, t, 2)
+    B_ptr,  # (f, t, N / V), words
+    C_ptr,  # likewise
+    memory_ptr,  # (f, tokens, N P / V), words of q
+    A_ptr,  # (H, c, n)
+    edges_ptr,  # (f, chunks, N, P)
+    unit_B_ptr,  # (f, t, N), written
+    unit_C_ptr,  # (f, t, N), written
+    grad_A_ptr,  # (f, parts, c, n), written
+    t_end,
+    heads,
+    start,  # the first token of the segment
+    tokens,  # of the segment
+    per_part,  # chunks
+    parts,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,  # of the layout of `memory_ptr`
+    V: tl.constexpr,
+    S: tl.constexpr,
+    PL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    PR: tl.constexpr = P // PL
+    SW: tl.constexpr = S // V
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    # programs of the same rows run at the same time, and find them in the L2 cache
+    block, other = tl.program_id(0) % (N // S), tl.program_id(0) // (N // S)
+    part, f = other % parts, (other // parts).to(tl.int64)
+    head, chunks = f % heads, tl.cdiv(t_end, CHUNK)
+    pr, pl = tl.arange(0, PR), tl.arange(0, PL)
+    vector = (pr * PL)[:, None] + pl[None, :]
+    channel = (pr * PL)[:, None, None] + pl[None, None, :]
+    word = block * SW + tl.arange(0, SW)
+    of_word = word[None, :, None]
+    places = (
+        (of_word // NL * (P * NL) + of_word % NL) + pl[None, None, :] * NL,
+        (pr * (PL * NL))[:, None, None],
+    )
+    # zeros, of which the compiler does not know that they are, keep the last axis
+    sums_at = tl.arange(0, SW)[:, None] * V + (pl // PL)[None, :]
+    A = ()
+    grad_A = ()
+    for v in tl.static_range(V):
+        state = of_word * V + v
+        inside = (state < n) & (channel < c)
+        at = A_ptr + head * c * n + (channel * n + state)
+        A = A + (tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E,)
+        grad_A = grad_A + (tl.zeros((PR, SW, PL), tl.float32),)
+    A = wait_for(A, V)
+    inverse_A = ()
+    for v in tl.static_range(V):
+        inverse_A = inverse_A + (1 / not_zero(A[v]),)
+    sample = f * t_end + start
+    rows = (
+        rows_ptr + sample * P,
+        adjoint_ptr + sample * P,
+        scalars_ptr + sample * 2 + 1,
+        B_ptr + sample * WORDS,
+        C_ptr + sample * WORDS,
+        memory_ptr + f * tokens * (P * WORDS),
+        unknown_zeros(pl, t_end, PL),
+    )
+    begin = part * (per_part * CHUNK)
+    end = tl.minimum(begin + per_part * CHUNK, tokens)
+    loaded = _load_token(rows, (end - 1).to(tl.int64), vector, word, places, P, N, V)
+    for back in range(0, tl.cdiv(end - begin, CHUNK)):
+        chunk_begin = begin + (tl.cdiv(end - begin, CHUNK) - 1 - back) * CHUNK
+        slot = f * chunks + (start + chunk_begin) // CHUNK
+        H = ()
+        for v in tl.static_range(V):
+            H = H + (tl.load(edges_ptr + slot * SIZE + (of_word * V + v) * P + channel),)
+        H = wait_for(H, V)
+        chunk_end = tl.minimum(chunk_begin + CHUNK, end)
+        for passed in range(0, chunk_end - chunk_begin):
+            step = (chunk_end - 1 - passed).to(tl.int64)
+            row, adjoint, beta, B_words, C_words, q_words = loaded
+            delta, written = unpack(row, 2)
+            w, grad_written = unpack(adjoint, 2)
+            loaded = _load_token(rows, tl.maximum(step - 1, 0), vector, word, places, P, N, V)
+            B, C = unpack(B_words, V), unpack(C_words, V)
+            q = unpack(q_words, V)
+            delta, written, w = delta[:, None, :], written[:, None, :], w[:, None, :]
+            grad_read = grad_written[:, None, :] * -beta[None, None, :]
+            before = ()
+            total = ()
+            to = (sample + step) * N + block * S
+            for v in tl.static_range(V):
+                a = q[v] * inverse_A[v]
+                B_v, C_v = B[v][None, :, None], C[v][None, :, None]
+                grad_h = H[v] + w * C_v
+                of_B = tl.sum(tl.sum(grad_h * written + a * grad_read, 0), 1)
+                of_C = tl.sum(tl.sum((a + written * B_v) * w, 0), 1)
+                grad_h += grad_read * B_v
+                total = total + (grad_A[v] + grad_h * a * delta,)
+                before = before + (grad_h * exp2(A[v] * delta, FAST),)
+                tl.store(unit_B_ptr + to + v + sums_at, tl.broadcast_to(of_B[:, None], (SW, PL)))
+                tl.store(unit_C_ptr + to + v + sums_at, tl.broadcast_to(of_C[:, None], (SW, PL)))
+            H, grad_A = before, total
+    for v in tl.static_range(V):
+        state = of_word * V + v
+        at = grad_A_ptr + (f * parts + part) * c * n + (channel * n + state)
+        tl.store(at, grad_A[v], mask=(state < n) & (channel < c))

@@ -1,0 +1,322 @@
+"""The reverse sweep: what is computed beside it, and the chain itself.
+
+With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A a:
+
+    written_ = H B + (B C) w                                      the cotangent of `written`
+    raw_ = g H B + slope sum_n H q + read w                       that of raw Delta
+    x_ = Delta written_
+    w_{t-1} = grad_{t-1} + the adjoint of norm of W_y^T (raw_, x_)
+    H_{t-1} = exp(A Delta) * (H + w C^T - beta written_ B^T)
+
+The chain is H, w -> raw_, x_ -> one product with W_y -> w, and beside that product H -> the sums of
+H with B and q of the next earlier token. What it multiplies depends on the sweep alone and is
+computed for all chunks of tokens at once by `replay_kernel`, from their first h:
+
+    slope = Delta'(raw);  g = slope (x^ - beta sum_n q B);  read = (B C) g + slope sum_n q C
+
+and so is q itself. The gradients of A, B and C are computed afterwards, from w, written_ and H at
+the edges of chunks (`triton_gradients.py`), and that of x^ from written_ (`triton_tokens.py`).
+The norm's adjoint subtracts norm(y) <v, norm(y)> / c for v = W_y^T (raw_, x_). That inner product
+is one of (raw_, x_) with W_y norm(y), which the sweep has kept: its terms are passed between the
+warps together with raw_ and x_, and added with the terms of v.
+Letters as in `triton_sweep.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import LN2, LOG2E, exp2
+from bedouin.kernels.track.device import (
+    couple,
+    decouple,
+    load_kept,
+    load_memory,
+    load_rounded,
+    load_row,
+    load_vector,
+    load_words,
+    not_zero,
+    over_inputs,
+    over_states,
+    pack,
+    pair,
+    places_of_channels,
+    places_of_words,
+    prefetch,
+    put,
+    slope_of,
+    store_kept,
+    store_memory,
+    store_words,
+    unknown_zeros,
+    unpack,
+    wait_for,
+    zeros_like,
+)
+
+
+@triton.jit
+def _load_replayed(
+    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, zeros (P,), and
+    # noise
+    strides,  # of x and noise
+    step,
+    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr, NOISY: tl.constexpr,
+):  # fmt: skip
+    x = load_vector(first[0] + step * strides[0], c, P)
+    row, fed = load_vector(first[1] + step * P, P, P), load_vector(first[2] + step * P, P, P)
+    at = first[3] + step * 2 + first[6]
+    B = load_row(first[4] + step * WORDS, WORDS, NL)
+    C = load_row(first[5] + step * WORDS, WORDS, NL)
+    noise = load_vector(first[7] + step * strides[1], c, P) if NOISY else x
+    return x, row, fed, tl.load(at), tl.load(at + 1), B, C, noise
+
+
+@triton.jit(do_not_specialize=["t_end", "H", "start", "tokens"])
+def replay_kernel(
+    x_ptr,  # (b, t, H c)
+    noise_ptr,  # (b, t, H c), with NOISY
+    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    fed_ptr,  # (f, t, P): what was fed back to Delta and x, coupled
+    scalars_ptr,  # (f, t, 2)
+    B_ptr,  # (f, t, N / V), words
+    C_ptr,  # likewise
+    A_ptr,  # (H, c, n)
+    states_ptr,  # (f, chunks, N, P)
+    memory_ptr,  # (f, tokens, N P / V), written: words of q
+    factors_ptr,  # (f, tokens, P), written: g and read, coupled
+    slopes_ptr,  # (f, tokens, P), written: pairs of Delta and its slope
+    read_ptr,  # (f, t, P), written: a B
+    t_end,
+    H,
+    start,  # the first token of the segment, of a chunk
+    tokens,  # of the segment
+    x_stride_b,
+    x_stride_t,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NOISY: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """A chunk of tokens."""
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    f = tl.program_id(0).to(tl.int64)
+    b, head = f // H, f % H
+    chunk = start // CHUNK + tl.program_id(1)
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, t_end)
+    p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
+    A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
+    h = load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
+    token = f * t_end
+    first = (
+        x_ptr + b * x_stride_b + head * c,
+        rows_ptr + token * P,
+        fed_ptr + token * P,
+        scalars_ptr + token * 2,
+        B_ptr + token * WORDS,
+        C_ptr + token * WORDS,
+        unknown_zeros(p, t_end, P),
+        noise_ptr + (b * t_end * H + head) * c,
+    )
+    strides = (x_stride_t, H * c)
+    loaded = _load_replayed(first, strides, tl.cast(begin, tl.int64), c, P, WORDS, NL, NOISY)
+    A, h = wait_for(A, V), wait_for(h, V)
+    for t in range(begin, end):
+        x, row, fed, B_C, beta, B_words, C_words, noise = loaded
+        delta, written = unpack(row, 2)
+        B, C = unpack(B_words, V), unpack(C_words, V)
+        mixed = x.to(tl.float32) + decouple(fed, V)[1]
+        if NOISY:
+            mixed += noise.to(tl.float32)
+        step = tl.minimum(t + 1, end - 1).to(tl.int64)
+        loaded = _load_replayed(first, strides, step, c, P, WORDS, NL, NOISY)
+        products = ()
+        after = ()
+        r = tl.zeros((WORDS // NL, P, NL), tl.float32)
+        q_B = r
+        q_C = r
+        for v in tl.static_range(V):
+            a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+            q = not_zero(A[v]) * a
+            products = products + (q,)
+            r += a * B[v][:, None, :]
+            q_B += q * B[v][:, None, :]
+            q_C += q * C[v][:, None, :]
+            after = after + (a + written[None, :, None] * B[v][:, None, :],)
+        h = after
+        slope = slope_of(delta)
+        g = slope * (mixed - beta * LN2 * over_states(q_B))
+        read = B_C * g + slope * LN2 * over_states(q_C)
+        place = f * tokens + (t - start)
+        store_words(memory_ptr + place * (SIZE // V), places, pack(products, V))
+        put(factors_ptr + place * P, couple(g, read, V, FAST), channels, P, P, NL)
+        put(slopes_ptr + place * P, pair(delta, slope * LN2), channels, P, P, NL)
+        erased = over_states(r).to(read_ptr.dtype.element_ty)
+        put(read_ptr + (token + t) * P, erased, channels, P, P, NL)
+
+
+@triton.jit
+def _load_transposed(
+    ptr,  # (3 c, c)
+    dtype: tl.constexpr, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
+):  # fmt: skip
+    """W_y of Delta and x by outputs, (P / NL, 4, P, NL) for output jr NL + jl of input p, and zeros
+    for two vectors more."""
+    jr, vector, jl = tl.arange(0, P // NL), tl.arange(0, 4), tl.arange(0, NL)
+    p = tl.arange(0, P)[None, None, :, None]
+    j = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
+    vector = vector[None, :, None, None]
+    inside = (j < c) & (p < c) & (vector < 2)
+    return load_rounded(ptr + (vector * (c * c) + j * c + p), inside, dtype)
+
+
+@triton.jit
+def _load_token(
+    first,  # pointers to the rows of slopes, factors, past, B, C, scalars, inverse, q, zeros,
+    # and fed
+    step,  # of the segment
+    row,  # of the sample
+    places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
+    WORDS: tl.constexpr = N // V
+    slopes = load_vector(first[0] + step * P, P, P)
+    factors, fed = load_vector(first[1] + step * P, P, P), load_vector(first[9] + row * P, P, P)
+    past = load_vector(first[2] + row * P, P, P)
+    at = first[5] + row * 2 + first[8]
+    scalars = tl.load(at), tl.load(at + 1), tl.load(first[6] + row + first[8])
+    B = load_row(first[3] + row * WORDS, WORDS, NL)
+    C = load_row(first[4] + row * WORDS, WORDS, NL)
+    q = load_words(first[7] + step * (P * WORDS), places)
+    return slopes, factors, past, scalars, B, C, q, fed
+
+
+@triton.jit
+def _with_memory(H, B_words, q_words, V: tl.constexpr):
+    """The sums over states of H with B and with q, each (P,)."""
+    B, q = unpack(B_words, V), unpack(q_words, V)
+    H_B = H[0] * B[0][:, None, :]
+    H_q = H[0] * q[0]
+    for v in tl.static_range(1, V):
+        H_B += H[v] * B[v][:, None, :]
+        H_q += H[v] * q[v]
+    return over_states(H_B), over_states(H_q)
+
+
+@triton.jit(do_not_specialize=["t_end", "H_heads", "start", "tokens"])
+def reverse_kernel(
+    slopes_ptr,  # (f, tokens, P): pairs of Delta and its slope
+    factors_ptr,  # (f, tokens, P): g and read, coupled
+    fed_ptr,  # (f, t, P): what was fed back, coupled
+    memory_ptr,  # (f, tokens, N P / V), words of q
+    # (f, t + 1, P): pairs of the cotangent of y_s and -norm(y_s) / c, s from -1 on; the first of
+    # the one before `start` is replaced by w
+    past_ptr,
+    inverse_ptr,  # (f, t + 1): 1 / rms of y_s
+    scalars_ptr,  # (f, t, 2)
+    B_ptr,  # (f, t, N / V), words
+    C_ptr,  # likewise
+    A_ptr,  # (H, c, n)
+    W_ptr,  # (H, 3 c, c)
+    last_ptr,  # (f, c, n), with LAST: H after the last token, else zeros
+    H_ptr,  # (f, c, n), written: H before the first token
+    edges_ptr,  # (f, chunks, N, P), written: H after the last token of each chunk
+    adjoint_ptr,  # (f, t, P), written: pairs of w and written_
+    grad_fed_ptr,  # (b, t, H, 3, c), of which the first is written: raw_
+    grad_y0_ptr,  # (f, c), written: w before `start`
+    t_end,
+    H_heads,
+    start,
+    tokens,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LAST: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The tokens of a segment of a head of a sample, from the last one to the first."""
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    f = tl.program_id(0).to(tl.int64)
+    b, head = f // H_heads, f % H_heads
+    p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
+    A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
+    W = _load_transposed(W_ptr + head * (3 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
+    slot = tl.arange(0, 4)[None, :, None, None]
+    if LAST:
+        H = load_memory(last_ptr + f * c * n, 1.0, c, n, P, N, NL, V)
+    else:
+        H = zeros_like(A, V)
+    chunks = tl.cdiv(t_end, CHUNK)
+    sample = f * t_end + start
+    past = past_ptr + (f * (t_end + 1) + start) * P
+    first = (
+        slopes_ptr + f * tokens * P,
+        factors_ptr + f * tokens * P,
+        past,
+        B_ptr + sample * WORDS,
+        C_ptr + sample * WORDS,
+        scalars_ptr + sample * 2,
+        inverse_ptr + f * (t_end + 1) + start,
+        memory_ptr + f * tokens * (P * WORDS),
+        unknown_zeros(p, t_end, P),
+        fed_ptr + sample * P,
+    )
+    step = (tokens - 1).to(tl.int64)
+    loaded = _load_token(first, step, step, places, P, N, NL, V)
+    w = unpack(load_vector(past + tokens.to(tl.int64) * P, P, P), 2)[0]
+    part = tl.arange(0, 32)
+    A, H = wait_for(A, V), wait_for(H, V)
+    H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
+    for passed in range(0, tokens):
+        step = (tokens - 1 - passed).to(tl.int64)
+        earlier = tl.maximum(step - 1, 0)
+        slopes, factor_words, past_words, scalars, B_words, C_words, _, fed = loaded
+        loaded = _load_token(first, earlier, earlier, places, P, N, NL, V)
+        B_C, beta, inverse = scalars
+        delta, slope = unpack(slopes, 2)
+        grad_past, along = unpack(past_words, 2)
+        g, read = decouple(factor_words, V)
+        fed_delta, fed_x = decouple(fed, V)
+        # on the chain, from here
+        grad_written = H_B + B_C * w
+        grad_raw = g * H_B + slope * H_q + read * w
+        grad_x = delta * grad_written
+        rows = tl.join(tl.join(grad_raw, grad_raw * fed_delta), tl.join(grad_x, grad_x * fed_x))
+        # (P, 2, 2) has the last join first: raw_, x_, then the terms of the inner product
+        rows = tl.permute(tl.reshape(rows, (P // NL, NL, 4)), (0, 2, 1))[:, :, None, :]
+        factor = tl.where(slot < 2, W, along[None, None, :, None])
+        w_before = grad_past + inverse * over_inputs(factor * rows, 4 * P // NL, P, NL)
+        # to here; beside this product
+        if (step + 1 == tokens) | ((start + step + 1) % CHUNK == 0):
+            chunk = f * chunks + (start + step) // CHUNK
+            store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
+        B, C = unpack(B_words, V), unpack(C_words, V)
+        after = ()
+        for v in tl.static_range(V):
+            grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
+            grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
+            after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
+        H = after
+        put(adjoint_ptr + (sample + step) * P, pair(w, grad_written), channels, P, P, NL)
+        to = grad_fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
+        put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
+        ahead = tl.maximum(step - CHUNK, 0)
+        memory = first[7] + ahead * (P * WORDS)
+        prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
+        H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
+        w = w_before
+    put(past, pair(w, w), channels, P, P, NL)
+    put(grad_y0_ptr + f * c, w, channels, c, P, NL)
+    store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)

@@ -1,0 +1,213 @@
+"""The sweep over the tokens.
+
+    (fed_Delta, fed_x) = W_y norm(y_{t-1});  Delta = softplus(raw + fed_Delta)
+    a = exp(A Delta) * h;  written = Delta (x + fed_x) - beta a B
+    y = a C + (B C) written;  h = a + written B^T
+
+The chain of a token is y -> W_y norm(y) -> Delta -> a -> a B and a C -> y; B, C, B C and beta are
+prepared. All that only a backward reads is computed from what is kept, by `triton_reverse.py`.
+Letters: f folded samples, t time, H heads, c channels and n states of a head, P and N: both rounded
+up to powers of two; V, NL as in `device.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import LOG2E, exp2
+from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.track.device import (
+    couple,
+    load_memory,
+    load_rounded,
+    load_row,
+    load_vector,
+    over_inputs,
+    over_states,
+    pair,
+    places_of_channels,
+    prefetch,
+    put,
+    softplus,
+    store_kept,
+    store_memory,
+    unknown_zeros,
+    unpack,
+    wait_for,
+    zeros_like,
+)
+
+
+@triton.jit
+def _load_weights(
+    ptr,  # (c, c)
+    dtype: tl.constexpr, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
+):  # fmt: skip
+    """W_y of one vector, (P / NL, P, NL) for input ir NL + il of output p."""
+    ir, p, il = tl.arange(0, P // NL), tl.arange(0, P)[None, :, None], tl.arange(0, NL)
+    i = (ir * NL)[:, None, None] + il[None, None, :]
+    return load_rounded(ptr + p * c + i, (p < c) & (i < c), dtype)
+
+
+@triton.jit
+def _feed_back(
+    y,  # (P,)
+    W,  # of Delta and of x
+    c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """W_y norm(y) of Delta and of x, (P,) each. Each thread computes the norm for its channel: a
+    sum of the whole block would cost barriers."""
+    before = tl.reshape(y, (P // NL, NL))[:, None, :]
+    squares = tl.broadcast_to(before * before, (P // NL, P, NL))
+    of_delta = over_inputs(W[0] * before, P // NL, P, NL)
+    of_x = over_inputs(W[1] * before, P // NL, P, NL)
+    inverse = inverse_norm(over_inputs(squares, P // NL, P, NL) / c, EPS)
+    return of_delta * inverse, of_x * inverse
+
+
+@triton.jit
+def _load_token(
+    first,  # pointers to the rows of x, delta, scalars, B, C, `unknown_zeros` (P,), and noise
+    strides,  # of x, delta and noise
+    step,  # tokens after it
+    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr, NOISY: tl.constexpr,
+):  # fmt: skip
+    """What is read of a token, as it is in memory: a conversion would wait for it."""
+    x = load_vector(first[0] + step * strides[0], c, P)
+    raw = load_vector(first[1] + step * strides[1], c, P)
+    at = first[2] + step * 2 + first[5]
+    B = load_row(first[3] + step * WORDS, WORDS, NL)
+    C = load_row(first[4] + step * WORDS, WORDS, NL)
+    noise = load_vector(first[6] + step * strides[2], c, P) if NOISY else x
+    return x, raw, tl.load(at), tl.load(at + 1), B, C, noise
+
+
+@triton.jit
+def _prefetch(
+    first, strides,  # as in `_load_token`
+    tokens, c: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    prefetch(first[0], tokens, strides[0], c, FAST)
+    prefetch(first[1], tokens, strides[1], c, FAST)
+    prefetch(first[3], tokens, WORDS, WORDS, FAST)
+    prefetch(first[4], tokens, WORDS, WORDS, FAST)
+
+
+@triton.jit(do_not_specialize=["t_end", "H"])
+def sweep_kernel(
+    x_ptr,  # (b, t, H c)
+    noise_ptr,  # (b, t, H c), with NOISY
+    delta_ptr,  # (b, t, H c)
+    scalars_ptr,  # (f, t, 2): B C and beta
+    B_ptr,  # (f, t, N / V), words
+    C_ptr,  # likewise
+    dt_bias_ptr,  # (H, c)
+    A_ptr,  # (H, c, n)
+    W_ptr,  # (H, 3 c, c)
+    h0_ptr,  # (f, c, n), with STARTED
+    y0_ptr,  # (f, c), likewise
+    h_ptr,  # (f, c, n), written
+    y_ptr,  # (b, t, H c), written
+    rows_ptr,  # (f, t, P), written with KEEP: pairs of Delta and `written`
+    fed_ptr,  # (f, t, P), likewise: what is fed back to Delta and x, coupled
+    states_ptr,  # (f, chunks, N, P), likewise: h before each chunk
+    t_end,
+    H,
+    x_stride_b,
+    x_stride_t,
+    delta_stride_b,
+    delta_stride_t,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    NL: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STARTED: tl.constexpr,  # whether h0 and y0 are given, else zeros
+    KEEP: tl.constexpr,
+    NOISY: tl.constexpr,
+    FEEDBACK_EPS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    WORDS: tl.constexpr = N // V
+    SIZE: tl.constexpr = P * N
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    f = tl.program_id(0).to(tl.int64)
+    b, head = f // H, f % H
+    p, channels = tl.arange(0, P), places_of_channels(P, NL)
+    A = wait_for(load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V), V)
+    W_head = W_ptr + head * (3 * c * c)
+    W = (
+        _load_weights(W_head, dtype, c, P, NL),
+        _load_weights(W_head + c * c, dtype, c, P, NL),
+    )
+    bias = load_vector(dt_bias_ptr + head * c, c, P).to(tl.float32)
+    if STARTED:
+        h = wait_for(load_memory(h0_ptr + f * c * n, 1.0, c, n, P, N, NL, V), V)
+        y = load_vector(y0_ptr + f * c, c, P).to(tl.float32)
+    else:
+        h, y = zeros_like(A, V), tl.zeros((P,), tl.float32)
+    token = f * t_end
+    first = (
+        x_ptr + b * x_stride_b + head * c,
+        delta_ptr + b * delta_stride_b + head * c,
+        scalars_ptr + token * 2,
+        B_ptr + token * WORDS,
+        C_ptr + token * WORDS,
+        unknown_zeros(p, t_end, P),
+        noise_ptr + (b * t_end * H + head) * c,
+    )
+    strides = (x_stride_t, delta_stride_t, H * c)
+    earliest = tl.minimum(tl.arange(0, CHUNK), t_end - 1)
+    _prefetch(first, strides, earliest, c, WORDS, FAST)
+    # The next token's rows are loaded as soon as those of a token have been read, in turns into two
+    # places: a thread that waits for one load waits for all that it has issued before.
+    even = _load_token(first, strides, 0, c, P, WORDS, NL, NOISY)
+    odd = even
+    fed = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
+    for turn in range(0, tl.cdiv(t_end, 2)):
+        for half in tl.static_range(2):
+            t = 2 * turn + half
+            if t < t_end:
+                x, raw, B_C, beta, B_words, C_words, noise = even if half == 0 else odd
+                mixed = x.to(tl.float32) + fed[1]
+                if NOISY:
+                    mixed += noise.to(tl.float32)
+                delta = softplus(raw.to(tl.float32) + bias + fed[0], FAST)
+                # The compiler does not move the next token's loads before this condition.
+                if t % CHUNK == 0:
+                    if KEEP:
+                        slot = f * tl.cdiv(t_end, CHUNK) + t // CHUNK
+                        store_kept(states_ptr + slot * SIZE, h, P, N, NL, V)
+                    later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
+                    _prefetch(first, strides, later, c, WORDS, FAST)
+                step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
+                row = _load_token(first, strides, step, c, P, WORDS, NL, NOISY)
+                if half == 0:
+                    odd = row
+                else:
+                    even = row
+                B, C = unpack(B_words, V), unpack(C_words, V)
+                decayed = ()
+                r = tl.zeros((WORDS // NL, P, NL), tl.float32)
+                q = r
+                for v in tl.static_range(V):
+                    a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+                    decayed = decayed + (a,)
+                    r += a * B[v][:, None, :]
+                    q += a * C[v][:, None, :]
+                written = delta * mixed - beta * over_states(r)
+                y = over_states(q) + B_C * written
+                # the next token depends on this product, and on nothing below but h
+                fed_next = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
+                put(y_ptr + ((b * t_end + t) * H + head) * c, y, channels, c, P, NL)
+                after = ()
+                for v in tl.static_range(V):
+                    after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
+                h = after
+                if KEEP:
+                    at = (token + t) * P
+                    put(rows_ptr + at, pair(delta, written), channels, P, P, NL)
+                    put(fed_ptr + at, couple(fed[0], fed[1], V, FAST), channels, P, P, NL)
+                fed = fed_next
+    store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)

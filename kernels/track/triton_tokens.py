@@ -1,0 +1,156 @@
+"""What the raw values of a token alone determine, and what ends the backward of them.
+
+Letters: b batch, t time, H heads, f folded samples, c channels and n states of a head, s tokens of
+a program; N: n rounded up to a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.device.elementary import sigmoid
+from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.track.device import high, nearest_word, unpack
+
+
+@triton.jit
+def _halves(row, j, here, n: tl.constexpr):
+    """The even and the odd ones of n raw values, (s, N / 2) each."""
+    even = tl.load(row[:, None] + 2 * j, mask=here[:, None] & (2 * j < n), other=0.0)
+    odd = tl.load(row[:, None] + 2 * j + 1, mask=here[:, None] & (2 * j + 1 < n), other=0.0)
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@triton.jit
+def _store_unit(ptr, row, j, here, v, n: tl.constexpr, N: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr):  # fmt: skip # noqa: E501
+    """Write the unit vectors of raw vectors in halves as the words that `unpack` reads; returns the
+    values that they hold."""
+    inverse = inverse_norm(tl.sum(v[0] * v[0] + v[1] * v[1], 1), n * EPS)[:, None]
+    even, odd, inside = v[0] * inverse, v[1] * inverse, here[:, None] & (j < N)
+    if V == 4:
+        word = nearest_word(even, odd)
+        tl.store(ptr + row[:, None] * (N // 2) + j, word, mask=inside)
+        return high(word), word.to(tl.float32, bitcast=True)
+    else:
+        at = ptr + row[:, None] * N + 2 * j
+        tl.store(at, even.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(at + 1, odd.to(tl.int32, bitcast=True), mask=inside)
+        return even, odd
+
+
+@triton.jit(do_not_specialize=["count", "t_end", "H"])
+def prepare_kernel(
+    B_raw_ptr,  # (b, t, H n)
+    C_raw_ptr,  # (b, t, H n)
+    erase_ptr,  # (b, t, H)
+    erase_bias_ptr,  # (H,)
+    B_ptr,  # (f, t, words), int32, written
+    C_ptr,  # likewise
+    scalars_ptr,  # (f, t, 2), written: B C and beta
+    count,  # b t
+    t_end,
+    H,
+    B_stride_b,
+    B_stride_t,
+    C_stride_b,
+    C_stride_t,
+    erase_stride_b,
+    erase_stride_t,
+    n: tl.constexpr,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    UNIT_EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head, here, j = tl.program_id(1), token < count, tl.arange(0, N // 2)[None, :]
+    b, t = token // t_end, token % t_end
+    row = (b * H + head) * t_end + t
+    # all loads first: the compiler moves none of them across a barrier or a store
+    B = _halves(B_raw_ptr + b * B_stride_b + t * B_stride_t + head * n, j, here, n)
+    C = _halves(C_raw_ptr + b * C_stride_b + t * C_stride_t + head * n, j, here, n)
+    at = erase_ptr + b * erase_stride_b + t * erase_stride_t + head
+    erase = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    beta = sigmoid(erase + tl.load(erase_bias_ptr + head).to(tl.float32))
+    B = _store_unit(B_ptr, row, j, here, B, n, N, V, UNIT_EPS)
+    C = _store_unit(C_ptr, row, j, here, C, n, N, V, UNIT_EPS)
+    tl.store(scalars_ptr + row * 2, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
+    tl.store(scalars_ptr + row * 2 + 1, beta, mask=here)
+
+
+@triton.jit
+def _unit_vjp(raw_ptr, grad_ptr, inside, n: tl.constexpr, EPS: tl.constexpr):
+    """The cotangents of raw vectors (s, N) from those of their unit vectors."""
+    raw = tl.load(raw_ptr, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr, mask=inside, other=0.0)
+    inverse = inverse_norm(tl.sum(raw * raw, 1), n * EPS)[:, None]
+    unit = raw * inverse
+    return inverse * (grad - unit * tl.sum(unit * grad, 1)[:, None])
+
+
+@triton.jit
+def _cast_store(ptr, v, mask):
+    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "t_end", "H"])
+def finish_kernel(
+    B_raw_ptr,  # (b, t, H n)
+    C_raw_ptr,  # (b, t, H n)
+    scalars_ptr,  # (f, t, 2)
+    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    adjoint_ptr,  # (f, t, P): pairs of w and the cotangent of `written`
+    read_ptr,  # (f, t, P): a B
+    unit_B_ptr,  # (f, t, N): the cotangent of the unit B
+    unit_C_ptr,  # (f, t, N)
+    grad_fed_ptr,  # (b, t, H, 3, c): the cotangents of raw Delta and, written, of x with feedback
+    grad_x_ptr,  # (b, t, H c): what the output gives, to which is added
+    grad_B_ptr,  # (b, t, H n), written
+    grad_C_ptr,  # (b, t, H n), written
+    grad_delta_ptr,  # (b, t, H c), written
+    grad_erase_ptr,  # (b, t, H), written
+    sums_ptr,  # (programs, H, 4, c), of which the last two are written: of dt_bias, of erase_bias
+    count,  # b t
+    t_end,
+    H,
+    B_stride_b,
+    B_stride_t,
+    C_stride_b,
+    C_stride_t,
+    c: tl.constexpr,
+    n: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    UNIT_EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head, here = tl.program_id(1), token < count
+    p, state = tl.arange(0, P)[None, :], tl.arange(0, N)[None, :]
+    b, t = token // t_end, token % t_end
+    row, wide = ((b * H + head) * t_end + t)[:, None], (token * H + head)[:, None]
+    states, channels = here[:, None] & (state < n), here[:, None] & (p < c)
+    at = (b * B_stride_b + t * B_stride_t)[:, None] + head * n + state
+    grad = _unit_vjp(B_raw_ptr + at, unit_B_ptr + row * N + state, states, n, UNIT_EPS)
+    _cast_store(grad_B_ptr + wide * n + state, grad, states)
+    at = (b * C_stride_b + t * C_stride_t)[:, None] + head * n + state
+    grad = _unit_vjp(C_raw_ptr + at, unit_C_ptr + row * N + state, states, n, UNIT_EPS)
+    _cast_store(grad_C_ptr + wide * n + state, grad, states)
+    at = row * P + p
+    delta, _ = unpack(tl.load(rows_ptr + at, mask=channels, other=0), 2)
+    _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
+    grad_mixed = delta * grad_written
+    fed = grad_fed_ptr + wide * (3 * c) + p
+    grad_delta = tl.load(fed, mask=channels, other=0.0)
+    _cast_store(grad_delta_ptr + wide * c + p, grad_delta, channels)
+    _cast_store(fed + c, grad_mixed, channels)
+    grad_x = tl.load(grad_x_ptr + wide * c + p, mask=channels, other=0.0).to(tl.float32)
+    _cast_store(grad_x_ptr + wide * c + p, grad_x + grad_mixed, channels)
+    read = tl.load(read_ptr + at, mask=channels, other=0.0).to(tl.float32)
+    beta = tl.load(scalars_ptr + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
+    grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
+    _cast_store(grad_erase_ptr + token * H + head, grad_erase, here)
+    channel = tl.arange(0, P)
+    sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 4 + 2) * c + channel
+    tl.store(sums, tl.sum(grad_delta.to(tl.float32), 0), mask=channel < c)
+    first = tl.where(channel == 0, tl.sum(grad_erase, 0), 0.0)
+    tl.store(sums + c, first, mask=channel < c)

@@ -1,0 +1,97 @@
+"""What the operations of the tracker take and give; free of Triton.
+
+Letters: b batch, t time, H heads, c channels and n states of a head; f, P, N, V as in `Sizes`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bedouin.kernels.track.limits import Sizes
+
+
+class TrackInputs(NamedTuple):
+    """The tensors of a call. The first six may be views whose last axis is contiguous."""
+
+    x: Tensor  # (b, t, H c)
+    B: Tensor  # (b, t, H n), of any length
+    C: Tensor  # (b, t, H n), likewise
+    delta: Tensor  # (b, t, H c), raw, without its bias
+    erase: Tensor  # (b, t, H), raw, without its bias
+    gate: Tensor  # (b, t, H c)
+    dt_bias: Tensor  # (H c,)
+    erase_bias: Tensor  # (H,)
+    A: Tensor  # (H c, n) or (H, c, n), the negative rates
+    D: Tensor  # (H c,)
+    weight: Tensor  # (H c,), of the norm
+    W_y: Tensor  # (H, 3 c, c), the rows of Delta, of x and of the gate
+    h0: Tensor | None  # (b, H c, n); None: zeros
+    y0: Tensor | None  # (b, H c); None: zeros
+    noise: Tensor | None = None  # (b, t, H c), added to x in the recurrence; without a gradient
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """b, t, H, c, n."""
+        b, t, H = self.erase.shape
+        return b, t, H, self.W_y.shape[-1], self.A.shape[-1]
+
+
+class Tracked(NamedTuple):
+    hidden: Tensor  # (b, t, H c), in the dtype of x
+    h: Tensor  # (b, H c, n), after the last token
+    y: Tensor  # (b, t, H c), in the dtype of h
+
+
+class Kept(NamedTuple):
+    """What the backward reads besides the inputs and y; the last three empty without it."""
+
+    B: Tensor  # (f, t, N / V) int64, words of the unit vectors
+    C: Tensor  # likewise
+    scalars: Tensor  # (f, t, 2): B C and beta
+    rows: Tensor  # (f, t, P) int64: pairs of Delta and what is written
+    fed: Tensor  # (f, t, P): what is fed back to Delta and x, words of two, int32 or int64
+    states: Tensor  # (f, chunks, N, P): h before each chunk
+
+    @staticmethod
+    def empty(
+        like: Tensor,  # of any shape, on the device
+        sizes: Sizes,
+        keep: bool,
+    ) -> "Kept":
+        f, t, P, N, words = sizes.f, sizes.t, sizes.P, sizes.N, sizes.N // sizes.V
+        B, C = (like.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
+        scalars = like.new_empty(f, t, 2, dtype=torch.float32)
+        kind = torch.int32 if sizes.V == 4 else torch.int64
+        shapes = [(f, t, P), (f, t, P), (f, sizes.chunks, N, P)] if keep else [(0,)] * 3
+        dtypes = torch.int64, kind, torch.float32
+        pairs = zip(shapes, dtypes, strict=True)
+        return Kept(B, C, scalars, *(like.new_empty(shape, dtype=dtype) for shape, dtype in pairs))
+
+
+class Gradients(NamedTuple):
+    """The gradients of the inputs, and what their autograd function takes apart."""
+
+    x: Tensor  # (b, t, H c)
+    B: Tensor  # (b, t, H n)
+    C: Tensor  # (b, t, H n)
+    delta: Tensor  # (b, t, H c)
+    erase: Tensor  # (b, t, H)
+    gate: Tensor  # (b, t, H c)
+    sums: Tensor  # (H, 4, c): of D, of the weight, of dt_bias, and of erase_bias in the first place
+    A: Tensor  # (H c, n) or (H, c, n)
+    W_y: Tensor  # (H, 3 c, c)
+    h0: Tensor  # (b, H c, n)
+    y0: Tensor  # (b, H c)
+
+    @staticmethod
+    def empty(inputs: TrackInputs) -> "Gradients":
+        b, _, H, c, n = inputs.sizes
+        rows = inputs.x, inputs.B, inputs.C, inputs.delta, inputs.erase, inputs.gate
+        x, B, C, delta, erase, gate = (v.new_empty(v.shape) for v in rows)
+        sums, A, h0, y0 = (
+            inputs.x.new_empty(shape, dtype=torch.float32)
+            for shape in ((H, 4, c), inputs.A.shape, (b, H * c, n), (b, H * c))
+        )
+        W_y = inputs.x.new_empty(H, 3 * c, c)
+        return Gradients(x, B, C, delta, erase, gate, sums, A, W_y, h0, y0)
