@@ -18,35 +18,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.reflections import load_tuple
-
-
-@triton.jit
-def high(word):
-    """The float32 whose upper half is the lower half of an int32."""
-    return (word << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def word_of_two(a, b, FAST: tl.constexpr):
-    """Two float32 rounded to bfloat16, as the lower and the upper half of an int32."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = (a.to(tl.int32, bitcast=True) + 32768) >> 16
-        return (low & 65535) | ((b.to(tl.int32, bitcast=True) + 32768) & -65536)
-
-
-@triton.jit
-def nearest_word(a, b):
-    """An int32 whose lower half is a in bfloat16, and which is itself, as a float32, the nearest to
-    b that this leaves: reading b takes no instruction."""
-    low = ((a.to(tl.int32, bitcast=True) + 32768) >> 16) & 65535
-    bits = b.to(tl.int32, bitcast=True)
-    # of the magnitude: a difference below 0 would become NaN where b is nearly 0
-    upper = tl.maximum((bits & 2147483647) - low + 32768, 0) & -65536
-    return (bits & -2147483648) | upper | low
+from bedouin.kernels.track.device import high, over_inputs, prefetch, word_of_two
 
 
 @triton.jit
@@ -131,18 +103,6 @@ def no_states(A, V: tl.constexpr):
 
 
 @triton.jit
-def wait_for(h, V: tl.constexpr):
-    """h itself, by products that wait for its loads.
-
-    Without them the wait stands at the first use. In a loop, or behind a branch of a loop, it would
-    include the loads that each pass has issued before, because one counter is kept for all."""
-    out = ()
-    for v in tl.static_range(V):
-        out = out + (2.0 * (0.5 * h[v]),)
-    return out
-
-
-@triton.jit
 def store_states(
     ptr,  # (n, d)
     h, d: tl.constexpr, n: tl.constexpr,
@@ -165,34 +125,6 @@ def places_of_states(P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.c
     of two tensors, those of a thread and the offsets of its values."""
     nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P), tl.arange(0, NL)
     return p[None, :, None] * NL + nl[None, None, :], (nr * (P * NL))[:, None, None]
-
-
-@triton.jit
-def load_row(ptr, WORDS: tl.constexpr, NL: tl.constexpr):
-    """The words (WORDS / NL, NL) of B or C of a token."""
-    at = ptr + tl.arange(0, NL)[None, :]
-    return tl.load(at + (tl.arange(0, WORDS // NL) * NL)[:, None])
-
-
-@triton.jit
-def load_words(ptr, places):
-    """The words at places (NR, P, NL), in the layout of the memory."""
-    at = ptr + places[0] + places[1]
-    return tl.load(at)
-
-
-@triton.jit
-def store_words(ptr, places, word):
-    """The inverse of `load_words`."""
-    at = ptr + places[0] + places[1]
-    tl.store(at, word)
-
-
-@triton.jit
-def places_of_channels(P: tl.constexpr, NL: tl.constexpr):
-    """The channels (P, NL)."""
-    # zeros, of which the compiler does not know that they are, keep the second axis
-    return tl.arange(0, P)[:, None] + (tl.arange(0, NL) // NL)[None, :]
 
 
 @triton.jit
@@ -254,35 +186,6 @@ def unknown_zeros(
 
 
 @triton.jit
-def prefetch(
-    ptr,
-    rows,  # which, at most 32, so that the first warp has all of them
-    stride,  # of a row
-    SIZE: tl.constexpr,  # values of a row
-    FAST: tl.constexpr,
-):
-    """Bring rows from memory into the L2 cache. Nothing waits for that, and it takes no registers;
-    what is loaded a chunk of tokens later then arrives within a token's time. Requests by all warps
-    instead of the first one took longer than they saved."""
-    if FAST:
-        BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        at = ptr + rows.to(tl.int64) * stride
-        for line in tl.static_range((SIZE * BYTES + 127) // 128):
-            tl.inline_asm_elementwise(
-                """{
-                .reg .pred first_warp;
-                .reg .b32 thread;
-                mov.u32 thread, %tid.x;
-                setp.lt.u32 first_warp, thread, 32;
-                @first_warp prefetch.global.L2 [$1];
-                mov.u32 $0, 0;
-                }""",
-                "=r,l", [(at + line * (128 // BYTES)).to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
 def prefetch_rows(
     pointers,  # a tuple, to contiguous rows
     rows,
@@ -316,19 +219,6 @@ def unit_vectors(u, inverse, K: tl.constexpr):
     for i in tl.static_range(K):
         out = out + (u[i].to(tl.float32) * inverse[i],)
     return out
-
-
-@triton.jit
-def over_states(v):
-    """The sum of (NR, P, NL) over the states, (P,)."""
-    return tl.sum(tl.sum(v, 0), 1)
-
-
-@triton.jit
-def over_inputs(v, R: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
-    """The sum of (..., P, NL) over all axes but that of P, of which a thread has R values: as four
-    sums at the same time, because each addition to one of them waits for the one before."""
-    return tl.sum(tl.sum(tl.sum(tl.reshape(v, (4, R // 4, P, NL)), 1), 0), 1)
 
 
 @triton.jit

@@ -16,14 +16,9 @@ import triton.language as tl
 
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.device.sync import await_launch
-from bedouin.kernels.direct.phases.device import (
-    load_states,
-    pack,
-    places_of_states,
-    store_words,
-    unpack,
-)
+from bedouin.kernels.direct.phases.device import load_states, pack, places_of_states, unpack
 from bedouin.kernels.direct.phases.triton_reverse import load_replayed, replay
+from bedouin.kernels.track.device import store_words
 
 
 @triton.jit

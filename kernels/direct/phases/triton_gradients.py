@@ -18,17 +18,13 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_decay
-from bedouin.kernels.direct.phases.device import (
+from bedouin.kernels.direct.phases.device import pack, put, reach_of, unknown_zeros, unpack
+from bedouin.kernels.track.device import (
     load_words,
     over_states,
-    pack,
     places_of_channels,
     prefetch,
-    put,
-    reach_of,
     store_words,
-    unknown_zeros,
-    unpack,
     wait_for,
 )
 

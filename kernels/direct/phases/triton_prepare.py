@@ -9,7 +9,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.elementary import sigmoid
 from bedouin.kernels.device.norms import inverse_norm, max_norm
-from bedouin.kernels.direct.phases.device import high, nearest_word
+from bedouin.kernels.track.device import high, nearest_word
 
 
 @triton.jit

@@ -40,30 +40,32 @@ from bedouin.kernels.device.sync import await_launch
 from bedouin.kernels.direct.phases.device import (
     load_lanes,
     load_reflections,
-    load_row,
     load_states,
-    load_words,
     no_states,
     over_channels,
-    over_inputs,
-    over_states,
     pack,
-    places_of_channels,
     places_of_states,
-    prefetch,
     prefetch_rows,
     put,
     reach_of,
     row_of,
     slope_of,
     store_states,
-    store_words,
     unit_vectors,
     unpack,
     vector_of,
-    wait_for,
 )
 from bedouin.kernels.direct.phases.triton_sweep import load_products
+from bedouin.kernels.track.device import (
+    load_row,
+    load_words,
+    over_inputs,
+    over_states,
+    places_of_channels,
+    prefetch,
+    store_words,
+    wait_for,
+)
 
 
 @triton.jit

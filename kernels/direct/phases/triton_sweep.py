@@ -33,13 +33,8 @@ from bedouin.kernels.direct.phases.device import (
     load_channels,
     load_lanes,
     load_reflections,
-    load_row,
     load_states,
     no_states,
-    over_inputs,
-    over_states,
-    places_of_channels,
-    prefetch,
     put,
     row_of,
     slope_of,
@@ -48,6 +43,13 @@ from bedouin.kernels.direct.phases.device import (
     unknown_zeros,
     unpack,
     vector_of,
+)
+from bedouin.kernels.track.device import (
+    load_row,
+    over_inputs,
+    over_states,
+    places_of_channels,
+    prefetch,
     wait_for,
 )
 
