@@ -76,6 +76,8 @@ RATES_OF = {
 """The task whose tuning runs choose the rate and the form."""
 TUNED_ON_MQAR = (
     "tracking",
+    "tracking_slow",
+    "tracking_normed",
     "deltaproduct_l1",
     "gated_deltanet_l1",
     "lstm_l1",
@@ -83,10 +85,12 @@ TUNED_ON_MQAR = (
     "hybrid_l2",
 )
 """Models for which MQAR chooses its own rate and form: those that did not learn it with those of
-copying, and `tracking`, which had not been run with it."""
+copying, and those of `tracking`, which had not been run with it."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),
+    "tracking_slow": ("tracking_slow",),
+    "tracking_normed": ("tracking_normed",),
     "tracking_no_feedback": ("tracking_no_feedback",),
     "tracking_no_read": ("tracking_no_read",),
     "tracking_positive": ("tracking_positive",),
@@ -230,6 +234,6 @@ def tables(results: Path) -> tuple[Experiment, ...]:
             "Does TrackingDeltaNet do on tuning seeds what recall does?",
             TASKS,
             range(101, 103),
-            models=("tracking",),
+            models=("tracking", "tracking_slow", "tracking_normed"),
         ),
     )
