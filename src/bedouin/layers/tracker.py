@@ -87,7 +87,8 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         read_size: r, the values that a call gets as `read`; 0: it gets none.
         norm_eps: of the norm of the output.
         backend: "auto": Triton kernels on a GPU where they fit (c <= 64, n <= 128), which is told
-            once where they do not, else plain torch; "triton"; "reference": plain torch.
+            once where they do not, else plain torch; "triton": those of `bedouin.kernels.track`,
+            which have run in Triton's interpreter alone so far; "reference": plain torch.
         layer_idx: kept as an attribute, as users of transformers expect.
 
     Raises TypeError or ValueError for options of another type or out of range.
@@ -261,7 +262,8 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         x, B, C = acted.split([H * c, H * n, H * n], -1)
         with without_autocast(u.device):
             inputs = self._inputs((x, B, C, delta, erase, gate), state, lengths)
-            if choose_track(inputs, self.backend) == "triton":
+            # "auto" takes them once they have been compared on a GPU with the general sweep
+            if self.backend == "triton" and choose_track(inputs, self.backend) == "triton":
                 found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
             else:
                 found = self._by_sweep(inputs)
@@ -296,7 +298,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         return TrackInputs(*rows, *parameters, state.ssm, state.y, noise)
 
     def _by_sweep(self, inputs: TrackInputs) -> Tracked:
-        """`track` in plain torch, by the general sweep, which no transform of torch.func stops."""
+        """`track` by the general sweep, which no transform of torch.func stops."""
         H, c, low = self.num_trackers, self.tracker_dim, inputs.x.dtype
         delta, erase = inputs.delta + inputs.dt_bias, inputs.erase + inputs.erase_bias
         raw = [fold(v.to(low), H) for v in (delta, inputs.B, inputs.C, erase)]
@@ -311,8 +313,8 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
             h0, y0 = before.ssm, before.y
         folded = torch.cat(raw, -1)[..., :r]
         operands = Operands(fold(x, H), folded, W_y, by_head(inputs.A, H), h0, y0)
-        y, h, *_ = direct_sweep(operands, MAP, backend="reference")
-        normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend="reference")
+        y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
+        normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
         hidden = gated_output(
             y,
             fold(inputs.x, H),
@@ -322,7 +324,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
             weight=by_head(inputs.weight, H),
             eps=self.norm_eps,
             dtype=low,
-            backend="reference",
+            backend=self.backend,
         )
         return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
