@@ -156,7 +156,7 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
 
     def _first_state(self, b: int) -> DeltaState:
         window = torch.zeros(
-            b, *self.conv.window_size, dtype=self.state_dtype, device=self.out_proj.weight.device
+            b, *self.conv.window_size, dtype=self.state_dtype, device=self._weight.device
         )
         return DeltaState(window, None)  # type: ignore[arg-type]
 

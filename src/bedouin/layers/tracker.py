@@ -171,7 +171,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         return {"conv": self.conv.window_size, "ssm": (d, self.tracker_state), "y": (d,)}
 
     def _first_state(self, b: int) -> TrackerState:
-        like = self.out_proj.weight
+        like = self._weight
         window = like.new_zeros(b, *self.conv.window_size, dtype=self.state_dtype)
         return TrackerState(window, None, None)  # type: ignore[arg-type]
 
