@@ -194,6 +194,13 @@ def cotangent_kernel(
 
 
 @triton.jit
+def _load_token(ptr, sample, token, channel, exists, t, c):
+    """The channels of a token of (b, t, c), zeros after the last token."""
+    inside = exists & (token + channel * 0 < t)
+    return tl.load(ptr + (sample * t + token) * c + channel, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
 def input_kernel(
     grad_ptr,  # (b, t, c), the cotangent of conv(x)
     x_ptr,  # (b, t, c)
@@ -221,7 +228,6 @@ def input_kernel(
     mask = (token < t)[:, None] & exists[None, :]
     at = (sample * t + token)[:, None] * x_row + channel[None, :]
     x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
-    first = grad_ptr + sample * t * c + channel
     before = sample * (WIDTH - 1) * c + channel
     v = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
@@ -233,9 +239,7 @@ def input_kernel(
         total = tl.sum(grad * x, 0)
         if tile == 0:
             for j in tl.static_range(i, WIDTH - 1):
-                grad_j = tl.load(first + (j - i) * c, exists & (channel * 0 + (j - i) < t), 0.0).to(
-                    tl.float32
-                )
+                grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
                 total += grad_j * tl.load(window_ptr + before + j * c, exists, 0.0).to(tl.float32)
         place = (sample * n_tokens + tile) * WIDTH + i
         tl.store(sums_ptr + place * c + channel, total, exists)
@@ -246,9 +250,7 @@ def input_kernel(
             back = tl.zeros((BLOCK,), tl.float32)
             for i in tl.static_range(j + 1):
                 weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
-                grad_j = tl.load(first + (j - i) * c, exists & (channel * 0 + (j - i) < t), 0.0).to(
-                    tl.float32
-                )
+                grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
                 back += weight * grad_j
             tl.store(
                 grad_window_ptr + before + j * c,

@@ -55,6 +55,17 @@ def _shown(y, x, D, c: tl.constexpr, EPS: tl.constexpr):
     return v * inverse, inverse
 
 
+@triton.jit
+def _gate(
+    gate_ptr,  # (b, t, H c)
+    stride_b, stride_t, normed, W, b, t, at, inside,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gate with its feedback W_g norm(y_{t-1})."""
+    gate = _load(gate_ptr + (b * stride_b + t * stride_t)[:, None] + at, inside)
+    return gate + _times(normed, tl.trans(W), DOT, PRECISION)
+
+
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def output_kernel(
     x_ptr,  # (b, t, H c)
@@ -88,20 +99,14 @@ def output_kernel(
     W, at = _weights(W_ptr + head * (3 * c * c), dtype, c, P, DOT), head * c + p
     before = _load_y(y_ptr, y0_ptr, b, t - 1, at, inside, t_end, H, c, STARTED)
     normed = (before * norm_of(before, c, FEEDBACK_EPS)).to(dtype)
-    gate = _load(gate_ptr + (b * gate_stride_b + t * gate_stride_t)[:, None] + at, inside)
-    gate += _times(normed, tl.trans(W), DOT, PRECISION)
+    gate = _gate(
+        gate_ptr, gate_stride_b, gate_stride_t, normed, W, b, t, at, inside, DOT, PRECISION
+    )
     y = _load_y(y_ptr, y0_ptr, b, t, at, inside, t_end, H, c, False)
     x = _load(x_ptr + (b * x_stride_b + t * x_stride_t)[:, None] + at, inside)
     shown, _ = _shown(y, x, _load(D_ptr + at, p < c), c, EPS)
     out = gate * sigmoid(gate) * shown * _load(weight_ptr + at, p < c)
     tl.store(out_ptr + (token * (H * c))[:, None] + at, out.to(dtype), mask=inside)
-
-
-@triton.jit
-def _gate(gate_ptr, stride_b, stride_t, normed, W, b, t, at, inside, DOT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip # noqa: E501
-    """The gate with its feedback."""
-    gate = _load(gate_ptr + (b * stride_b + t * stride_t)[:, None] + at, inside)
-    return gate + _times(normed, tl.trans(W), DOT, PRECISION)
 
 
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
