@@ -24,7 +24,7 @@ LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 LEAST_JOINED = 64
-"""Tokens from which on a CPU joins the weights of several products."""
+"""The fewest tokens for which several projections on a CPU become one product."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 

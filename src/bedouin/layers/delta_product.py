@@ -90,6 +90,7 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
     """
 
     state_type = DeltaState
+    none_for_zeros = ("memory",)
     settable_options = ("backend", "layer_idx", "norm_eps")
     saved_options = ("num_householder", "num_heads", "head_dim", "eigenvalues", "norm_eps")
 
@@ -153,12 +154,6 @@ class DeltaProduct(SavedOptions, MatrixLayer[DeltaState]):
     def _mark_parameters(self) -> None:
         for name in ("A_log", "dt_bias"):
             mark(self._parameters.get(name), "_no_weight_decay")
-
-    def _first_state(self, b: int) -> DeltaState:
-        window = torch.zeros(
-            b, *self.conv.window_size, dtype=self.state_dtype, device=self._weight.device
-        )
-        return DeltaState(window, None)  # type: ignore[arg-type]
 
     def _run(
         self,

@@ -43,6 +43,9 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     captures_step: ClassVar[bool] = False
     """Whether a `Decoder` captures `step` as a CUDA graph."""
 
+    none_for_zeros: ClassVar[tuple[str, ...]] = ()
+    """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
+
     out_proj: nn.Linear
     """The last module of every layer; its weight has the layer's dtype and device."""
 
@@ -136,16 +139,18 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
     def init_state(self, batch_size: int) -> StateT:
         """The state before any token: zeros on the layer's device."""
         check_batch_size(batch_size)
+        return self._zeros(batch_size, ())
+
+    def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
+        """A state of zeros, with None in place of the tensors that are `missing`."""
         device, dtype = self._weight.device, self.state_dtype
         state: StateT = self._make_state(
-            torch.zeros(batch_size, *(n or 0 for n in size), dtype=dtype, device=device)
-            for size in self._state_sizes().values()
+            None
+            if name in missing
+            else torch.zeros(b, *(n or 0 for n in size), dtype=dtype, device=device)
+            for name, size in self._state_sizes().items()
         )
         return state
-
-    def _first_state(self, b: int) -> StateT:
-        """`init_state` for `_run`, in which a layer may have None for tensors of zeros."""
-        return self.init_state(b)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
@@ -170,7 +175,8 @@ class RecurrentLayer(MarkedModule, ABC, Generic[StateT]):
             state = self.checked_state(state, b)
         if not x.numel():
             return self._run_empty(x), self.init_state(b) if state is None else state.clone()
-        return self._run_loaded(x, self._first_state(b) if state is None else state, None)
+        before = self._zeros(b, self.none_for_zeros) if state is None else state
+        return self._run_loaded(x, before, None)
 
     def _run_loaded(
         self,

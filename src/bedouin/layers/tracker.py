@@ -96,6 +96,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
 
     state_type = TrackerState
     saved_options = ("norm_eps",)
+    none_for_zeros = ("ssm", "y")
     captures_step = True
 
     @known_options
@@ -169,11 +170,6 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
     def _state_sizes(self) -> StateShapes:
         d = self.num_trackers * self.tracker_dim
         return {"conv": self.conv.window_size, "ssm": (d, self.tracker_state), "y": (d,)}
-
-    def _first_state(self, b: int) -> TrackerState:
-        like = self._weight
-        window = like.new_zeros(b, *self.conv.window_size, dtype=self.state_dtype)
-        return TrackerState(window, None, None)  # type: ignore[arg-type]
 
     def forward(
         self,

@@ -61,6 +61,7 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     """
 
     state_type = TrackingState
+    none_for_zeros = ("memory", "ssm", "y")
     captures_step = True
     settable_options = ("layer_idx",)
 
@@ -122,9 +123,6 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     def _state_sizes(self) -> StateShapes:
         parts = *self.memory._state_sizes().values(), *self.tracker._state_sizes().values()
         return dict(zip(TrackingState._fields, parts, strict=True))
-
-    def _first_state(self, b: int) -> TrackingState:
-        return TrackingState(*self.memory._first_state(b), *self.tracker._first_state(b))
 
     def _run(
         self,
