@@ -135,48 +135,8 @@ def tracking_without_read(m: int) -> nn.Module:
     return layer
 
 
-class _Divided(nn.Linear):
-    """A projection without bias, divided by its number of inputs: it begins small and, as Adam
-    changes every weight by as much, grows slowly."""
-
-    def forward(self, v: Tensor) -> Tensor:  # (..., d) -> (..., m)
-        return super().forward(v) / self.in_features
-
-
-def tracking_slow(m: int) -> nn.Module:
-    """A `TrackingDeltaNet` whose tracker's output is divided by its channels
-    (examples/results/tracking-trials)."""
-    layer = TrackingDeltaNet(m)
-    given = layer.tracker.out_proj
-    layer.tracker.out_proj = _Divided(given.in_features, given.out_features, bias=False)
-    return layer
-
-
-class _Normed(nn.Linear):
-    """A projection without bias, and an RMSNorm of its outputs."""
-
-    def __init__(self, d: int, m: int) -> None:
-        super().__init__(d, m, bias=False)
-        self.norm = nn.RMSNorm(m, eps=1e-5)
-
-    def forward(self, v: Tensor) -> Tensor:  # (..., d) -> (..., m)
-        out = super().forward(v)
-        normed: Tensor = self.norm(out.to(self.norm.weight.dtype))
-        return normed.to(out.dtype)
-
-
-def tracking_normed(m: int) -> nn.Module:
-    """A `TrackingDeltaNet` with an RMSNorm over the output of each of its parts."""
-    layer = TrackingDeltaNet(m)
-    for part in (layer.memory, layer.tracker):
-        part.out_proj = _Normed(part.out_proj.in_features, m)
-    return layer
-
-
 MODELS: dict[str, tuple[Layer, ...]] = {
     "tracking": (TrackingDeltaNet,),
-    "tracking_slow": (tracking_slow,),
-    "tracking_normed": (tracking_normed,),
     "tracking_no_feedback": (tracking_without_feedback,),
     "tracking_no_read": (tracking_without_read,),
     "tracking_positive": (tracking_with_positive_eigenvalues,),

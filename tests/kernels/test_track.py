@@ -145,13 +145,16 @@ def test_cotangents_of_a_part_of_the_results(weighs: str, device: str) -> None:
 @devices
 def test_rows_that_are_slices(device: str) -> None:
     leaves, (c, n) = draw(20, 16, 16, b=2), (16, 16)
-    of_convolution, of_projection = torch.randn(2, 20, c + 2 * n), torch.randn(2, 20, 2 * c + 3)
+    # a copy to a device has rows of its own
+    of_convolution, of_projection = (
+        torch.randn(2, 20, size).to(device) for size in (c + 2 * n, 2 * c + 3)
+    )
     leaves[:3] = of_convolution.split([c, n, n], -1)
     leaves[3], leaves[4], leaves[5] = of_projection[..., 2:].split([c, 1, c], -1)
-    parts = [v.to(device) for v in leaves[:6] if v is not None]
+    parts = [v for v in leaves[:6] if v is not None]
     assert not any(v.is_contiguous() for v in parts)
     low = [*parts, *in_dtype(leaves, torch.float32, device)[6:]]
-    low[0] = of_convolution.to(device)[..., :c]
+    low[0] = of_convolution[..., :c]
     expected = results(by_the_loop, exact(low))
     for name, v in results(with_kernels, low).items():
         torch.testing.assert_close(v.double(), expected[name], rtol=1e-4, atol=1e-4)

@@ -134,7 +134,8 @@ def by_hand(layer: Any, u: Tensor) -> Tensor:
     if isinstance(layer, Tracker):
         return tracker_by_hand(layer, u, None)
     recalled, output = memory_by_hand(layer.memory, u)
-    return output + tracker_by_hand(layer.tracker, u, recalled)
+    tracked = tracker_by_hand(layer.tracker, u, recalled)
+    return output + tracked / (4 * torch.sqrt(1 + tracked.square().mean(-1, keepdim=True)))
 
 
 def gradients(layer: Any, y: Tensor, u: Tensor) -> list[Tensor]:

@@ -76,8 +76,6 @@ RATES_OF = {
 """The task whose tuning runs choose the rate and the form."""
 TUNED_ON_MQAR = (
     "tracking",
-    "tracking_slow",
-    "tracking_normed",
     "deltaproduct_l1",
     "gated_deltanet_l1",
     "lstm_l1",
@@ -89,8 +87,6 @@ copying, and those of `tracking`, which had not been run with it."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),
-    "tracking_slow": ("tracking_slow",),
-    "tracking_normed": ("tracking_normed",),
     "tracking_no_feedback": ("tracking_no_feedback",),
     "tracking_no_read": ("tracking_no_read",),
     "tracking_positive": ("tracking_positive",),
@@ -234,6 +230,6 @@ def tables(results: Path) -> tuple[Experiment, ...]:
             "Does TrackingDeltaNet do on tuning seeds what recall does?",
             TASKS,
             range(101, 103),
-            models=("tracking", "tracking_slow", "tracking_normed"),
+            models=("tracking",),
         ),
     )

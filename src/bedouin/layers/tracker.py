@@ -87,8 +87,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         read_size: r, the values that a call gets as `read`; 0: it gets none.
         norm_eps: of the norm of the output.
         backend: "auto": Triton kernels on a GPU where they fit (c <= 64, n <= 128), which is told
-            once where they do not, else plain torch; "triton": those of `bedouin.kernels.track`,
-            which have run in Triton's interpreter alone so far; "reference": plain torch.
+            once where they do not, else plain torch; "triton"; "reference": plain torch.
         layer_idx: kept as an attribute, as users of transformers expect.
 
     Raises TypeError or ValueError for options of another type or out of range.
@@ -258,8 +257,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         x, B, C = acted.split([H * c, H * n, H * n], -1)
         with without_autocast(u.device):
             inputs = self._inputs((x, B, C, delta, erase, gate), state, lengths)
-            # "auto" takes them once they have been compared on a GPU with the general sweep
-            if self.backend == "triton" and choose_track(inputs, self.backend) == "triton":
+            if choose_track(inputs, self.backend) == "triton":
                 found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
             else:
                 found = self._by_sweep(inputs)
