@@ -42,7 +42,7 @@ def track(
         return track_reference(inputs, feedback_eps, eps)
     if (inputs.h0 is None) != (inputs.y0 is None):
         b, _, H, c, n = inputs.sizes
-        h0, y0 = (inputs.A.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
+        h0, y0 = (inputs.A_log.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
         given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
         inputs = inputs._replace(h0=given[0], y0=given[1])
     keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs[:-1]])
@@ -53,7 +53,7 @@ def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
     """The implementation of `track`; raises as `choose_backend` does. Warns, once, of a call on a
     GPU that has no kernel, unless it is in float64, for which there are none at all."""
     dtype = accumulator(*[v.dtype for v in inputs if v is not None])
-    sizes = inputs.W_y.shape[-1], inputs.A.shape[-1]
+    sizes = inputs.W_y.shape[-1], inputs.A_log.shape[-1]
     unsupported = None if dtype == torch.float64 else unfit(*sizes)
     dtype = inputs.x.dtype if dtype == torch.float32 else dtype
     chosen = choose_backend(backend, inputs.x.device, dtype, unsupported)
@@ -75,10 +75,10 @@ def _check(inputs: TrackInputs) -> None:
         check_shape(name, v, (d,), "(H c,)")
     check_shape("erase_bias", inputs.erase_bias, (H,), "(H,)")
     check_shape("W_y", inputs.W_y, (H, 3 * c, c), "(H, 3 c, c)")
-    if inputs.A.dim() == 3:
-        check_shape("A", inputs.A, (H, c, n), "(H, c, n)")
+    if inputs.A_log.dim() == 3:
+        check_shape("A_log", inputs.A_log, (H, c, n), "(H, c, n)")
     else:
-        check_shape("A", inputs.A, (d, n), "(H c, n)")
+        check_shape("A_log", inputs.A_log, (d, n), "(H c, n)")
     check_shape("noise", inputs.noise, (b, t, d), "(b, t, H c)")
     check_shape("h0", inputs.h0, (b, d, n), "(b, H c, n)")
     check_shape("y0", inputs.y0, (b, d), "(b, H c)")

@@ -129,19 +129,39 @@ def states_of(v: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexp
 @triton.jit
 def load_memory(
     ptr,  # (c, n)
-    factor,
+    fill,
     c: tl.constexpr, n: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """A or a memory times a factor, zeros beyond its channels and states."""
+    """A memory, with a fill beyond its channels and states."""
     p = tl.arange(0, P)[None, :, None]
     out = ()
     for v in tl.static_range(V):
         state = states_of(v, N, NL, V)
         inside = (state < n) & (p < c)
         at = ptr + (p * n + state)
-        out = out + (tl.load(at, mask=inside, other=0.0).to(tl.float32) * factor,)
+        out = out + (tl.load(at, mask=inside, other=fill).to(tl.float32),)
     return out
+
+
+@triton.jit
+def load_rates(
+    ptr,  # (c, n), A_log
+    c: tl.constexpr, n: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """A = -exp(A_log) as an exponent of 2, zeros beyond its channels and states."""
+    A_log = load_memory(ptr, float("-inf"), c, n, P, N, NL, V)
+    out = ()
+    for v in tl.static_range(V):
+        out = out + (rates_of(A_log[v]),)
+    return out
+
+
+@triton.jit
+def rates_of(A_log):
+    """A = -exp(A_log) as an exponent of 2."""
+    return tl.exp(A_log) * -LOG2E
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def launch_forward(
     with without_coalescing():
         sweep_kernel[(sizes.f,)](
             *(x, noise, delta, kept.scalars, kept.B, kept.C),
-            *(inputs.dt_bias, inputs.A, inputs.W_y, *before, h, y, *kept[3:]),
+            *(inputs.dt_bias, inputs.A_log, inputs.W_y, *before, h, y, *kept[3:]),
             *(t, H, *x.stride()[:2], *delta.stride()[:2]),
             **options(sweep_kernel, *how),
         )
@@ -151,7 +151,7 @@ def launch_backward(
         **options(finish_kernel, *how),
     )
     torch.sum(sums, 0, out=found.sums)
-    torch.sum(parts.view(b, H, -1, c, n), (0, 2), out=found.A.view(H, c, n))
+    torch.sum(parts.view(b, H, -1, c, n), (0, 2), out=found.A_log.view(H, c, n))
     rows, columns = fed.view(b * t, H, 3 * c), normed.view(b * t, H, c)
     torch.bmm(rows.permute(1, 2, 0), columns.transpose(0, 1), out=found.W_y)
     return found
@@ -164,10 +164,10 @@ def _reverse(
     buffers: tuple[Tensor, ...],  # past, inverse, adjoint, read, fed, unit_B, unit_C
     found: Gradients,  # of which h0 and y0 are written
     how: tuple[Sizes, torch.dtype, tuple[float, float], tuple[str, ...]],
-) -> Tensor:  # (f, parts, c, n), of A
+) -> Tensor:  # (f, parts, c, n), of A_log
     """What depends on the order of the tokens, in segments from the last one on."""
     past, inverse, adjoint, read, fed, unit_B, unit_C = buffers
-    (_, t, H, c, n, P, N, V), f, (x, A) = how[0], how[0].f, (inputs.x, inputs.A)
+    (_, t, H, c, n, P, N, V), f, (x, A_log) = how[0], how[0].f, (inputs.x, inputs.A_log)
     longest, noise = min(how[0].segment * CHUNK, t), x if inputs.noise is None else inputs.noise
     memory, slopes = past.new_empty(f, longest, N * P // V), past.new_empty(f, longest, P)
     factors, edges = kept.fed.new_empty(f, longest, P), torch.empty_like(kept.states)
@@ -178,19 +178,19 @@ def _reverse(
             tokens = min(longest, t - start)
             chunks = ceil_div(tokens, CHUNK)
             replay_kernel[(f, chunks)](
-                *(x, noise, kept.rows, kept.fed, *words, A, kept.states),
+                *(x, noise, kept.rows, kept.fed, *words, A_log, kept.states),
                 *(memory, factors, slopes, read, t, H, start, tokens, *numbers),
                 **options(replay_kernel, *how),
             )
             ends = start + tokens < t or grad_h is not None
             reverse_kernel[(f,)](
-                *(slopes, factors, kept.fed, memory, past, inverse, *words, A, inputs.W_y),
+                *(slopes, factors, kept.fed, memory, past, inverse, *words, A_log, inputs.W_y),
                 *(last, found.h0, edges, adjoint, fed, found.y0, t, H, start, tokens),
                 **options(reverse_kernel, *how[:3], ("LAST",) if ends else ()),
             )
-            part = found.A.new_empty(f, ceil_div(chunks, how[0].per_part), c, n)
+            part = found.A_log.new_empty(f, ceil_div(chunks, how[0].per_part), c, n)
             gradients_kernel[(f * part.shape[1] * (N // GRADIENT_STATES),)](
-                *(kept.rows, adjoint, *words, memory, A, edges, unit_B, unit_C, part),
+                *(kept.rows, adjoint, *words, memory, A_log, edges, unit_B, unit_C, part),
                 *(t, H, start, tokens, how[0].per_part, part.shape[1]),
                 **options(gradients_kernel, *how),
             )

@@ -28,7 +28,8 @@ def track_reference(inputs: TrackInputs, feedback_eps: float, eps: float) -> Tra
     B, C = (unit(v.unflatten(-1, (H, n))) for v in (wide.B, wide.C))
     delta = delta + wide.dt_bias.view(H, c)
     beta = torch.sigmoid(wide.erase + wide.erase_bias)
-    A, D, weight = wide.A.view(H, c, n), wide.D.view(H, c), wide.weight.view(H, c)
+    A, D = -torch.exp(wide.A_log.view(H, c, n)), wide.D.view(H, c)
+    weight = wide.weight.view(H, c)
     h = A.new_zeros(b, H, c, n) if wide.h0 is None else wide.h0.view(b, H, c, n)
     y = A.new_zeros(b, H, c) if wide.y0 is None else wide.y0.view(b, H, c)
     outputs, hidden = [], []

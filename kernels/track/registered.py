@@ -16,7 +16,7 @@ from bedouin.kernels.track.types import Gradients, Kept, TrackInputs
 
 _INPUTS = (
     "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor gate, Tensor dt_bias, "
-    "Tensor erase_bias, Tensor A, Tensor D, Tensor weight, Tensor W_y, Tensor? h0, Tensor? y0, "
+    "Tensor erase_bias, Tensor A_log, Tensor D, Tensor weight, Tensor W_y, Tensor? h0, Tensor? y0, "
     "Tensor? noise, float feedback_eps, float eps"
 )
 _COUNT = len(TrackInputs._fields)
@@ -79,13 +79,13 @@ def _gradients(
     inputs = TrackInputs(*saved[7:])
     grad = torch.zeros_like(inputs.x) if grad is None else grad
     with torch.no_grad():
-        *rows, sums, A, W_y, h0, y0 = _backward(
+        *rows, sums, A_log, W_y, h0, y0 = _backward(
             grad, grad_h, grad_y, *saved, ctx.feedback_eps, ctx.eps
         )
         # unequal in what they belong to: D, the weight and dt_bias have (H c,), erase_bias (H,)
         of_D, of_weight, of_dt, of_erase = sums.unbind(1)
-        found = [*rows, of_dt.flatten(), of_erase[:, 0], A, of_D.flatten(), of_weight.flatten()]
-        found += [W_y, h0, y0]
+        found = [*rows, of_dt.flatten(), of_erase[:, 0], A_log, of_D.flatten()]
+        found += [of_weight.flatten(), W_y, h0, y0]
         pairs = zip(found, inputs[:-1], strict=True)
         grads = [None if v is None else of.to(v.dtype) for of, v in pairs]
     return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), *[None] * 4

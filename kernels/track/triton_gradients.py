@@ -13,8 +13,8 @@ sums in a thread and log2(PL) shuffles. Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LOG2E, exp2
-from bedouin.kernels.track.device import not_zero, unknown_zeros, unpack, wait_for
+from bedouin.kernels.device.elementary import LN2, exp2
+from bedouin.kernels.track.device import not_zero, rates_of, unknown_zeros, unpack, wait_for
 
 
 @triton.jit
@@ -40,11 +40,11 @@ def gradients_kernel(
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     memory_ptr,  # (f, tokens, N P / V), words of q
-    A_ptr,  # (H, c, n)
+    A_log_ptr,  # (H, c, n)
     edges_ptr,  # (f, chunks, N, P)
     unit_B_ptr,  # (f, t, N), written
     unit_C_ptr,  # (f, t, N), written
-    grad_A_ptr,  # (f, parts, c, n), written
+    grad_A_log_ptr,  # (f, parts, c, n), written
     t_end,
     heads,
     start,  # the first token of the segment
@@ -86,8 +86,8 @@ def gradients_kernel(
     for v in tl.static_range(V):
         state = of_word * V + v
         inside = (state < n) & (channel < c)
-        at = A_ptr + head * c * n + (channel * n + state)
-        A = A + (tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E,)
+        at = A_log_ptr + head * c * n + (channel * n + state)
+        A = A + (rates_of(tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)),)
         grad_A = grad_A + (tl.zeros((PR, SW, PL), tl.float32),)
     A = wait_for(A, V)
     inverse_A = ()
@@ -141,5 +141,6 @@ def gradients_kernel(
             H, grad_A = before, total
     for v in tl.static_range(V):
         state = of_word * V + v
-        at = grad_A_ptr + (f * parts + part) * c * n + (channel * n + state)
-        tl.store(at, grad_A[v], mask=(state < n) & (channel < c))
+        at = grad_A_log_ptr + (f * parts + part) * c * n + (channel * n + state)
+        of_log = grad_A[v] * A[v] * LN2
+        tl.store(at, of_log, mask=(state < n) & (channel < c))

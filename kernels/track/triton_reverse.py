@@ -25,12 +25,13 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LN2, LOG2E, exp2
+from bedouin.kernels.device.elementary import LN2, exp2
 from bedouin.kernels.track.device import (
     couple,
     decouple,
     load_kept,
     load_memory,
+    load_rates,
     load_rounded,
     load_row,
     load_vector,
@@ -81,7 +82,7 @@ def replay_kernel(
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
-    A_ptr,  # (H, c, n)
+    A_log_ptr,  # (H, c, n)
     states_ptr,  # (f, chunks, N, P)
     memory_ptr,  # (f, tokens, N P / V), written: words of q
     factors_ptr,  # (f, tokens, P), written: g and read, coupled
@@ -112,7 +113,7 @@ def replay_kernel(
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, t_end)
     p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
-    A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
+    A = load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
     h = load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
     token = f * t_end
     first = (
@@ -223,7 +224,7 @@ def reverse_kernel(
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
-    A_ptr,  # (H, c, n)
+    A_log_ptr,  # (H, c, n)
     W_ptr,  # (H, 3 c, c)
     last_ptr,  # (f, c, n), with LAST: H after the last token, else zeros
     H_ptr,  # (f, c, n), written: H before the first token
@@ -251,11 +252,11 @@ def reverse_kernel(
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H_heads, f % H_heads
     p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
-    A = load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V)
+    A = load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
     W = _load_transposed(W_ptr + head * (3 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
     slot = tl.arange(0, 4)[None, :, None, None]
     if LAST:
-        H = load_memory(last_ptr + f * c * n, 1.0, c, n, P, N, NL, V)
+        H = load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
     else:
         H = zeros_like(A, V)
     chunks = tl.cdiv(t_end, CHUNK)

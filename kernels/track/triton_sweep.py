@@ -13,11 +13,12 @@ up to powers of two; V, NL as in `device.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LOG2E, exp2
+from bedouin.kernels.device.elementary import exp2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.track.device import (
     couple,
     load_memory,
+    load_rates,
     load_rounded,
     load_row,
     load_vector,
@@ -101,7 +102,7 @@ def sweep_kernel(
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     dt_bias_ptr,  # (H, c)
-    A_ptr,  # (H, c, n)
+    A_log_ptr,  # (H, c, n)
     W_ptr,  # (H, 3 c, c)
     h0_ptr,  # (f, c, n), with STARTED
     y0_ptr,  # (f, c), likewise
@@ -135,7 +136,7 @@ def sweep_kernel(
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
     p, channels = tl.arange(0, P), places_of_channels(P, NL)
-    A = wait_for(load_memory(A_ptr + head * c * n, LOG2E, c, n, P, N, NL, V), V)
+    A = wait_for(load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V), V)
     W_head = W_ptr + head * (3 * c * c)
     W = (
         _load_weights(W_head, dtype, c, P, NL),
@@ -143,7 +144,7 @@ def sweep_kernel(
     )
     bias = load_vector(dt_bias_ptr + head * c, c, P).to(tl.float32)
     if STARTED:
-        h = wait_for(load_memory(h0_ptr + f * c * n, 1.0, c, n, P, N, NL, V), V)
+        h = wait_for(load_memory(h0_ptr + f * c * n, 0.0, c, n, P, N, NL, V), V)
         y = load_vector(y0_ptr + f * c, c, P).to(tl.float32)
     else:
         h, y = zeros_like(A, V), tl.zeros((P,), tl.float32)

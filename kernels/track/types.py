@@ -22,7 +22,7 @@ class TrackInputs(NamedTuple):
     gate: Tensor  # (b, t, H c)
     dt_bias: Tensor  # (H c,)
     erase_bias: Tensor  # (H,)
-    A: Tensor  # (H c, n) or (H, c, n), the negative rates
+    A_log: Tensor  # (H c, n) or (H, c, n): A = -exp(A_log)
     D: Tensor  # (H c,)
     weight: Tensor  # (H c,), of the norm
     W_y: Tensor  # (H, 3 c, c), the rows of Delta, of x and of the gate
@@ -34,7 +34,7 @@ class TrackInputs(NamedTuple):
     def sizes(self) -> tuple[int, int, int, int, int]:
         """b, t, H, c, n."""
         b, t, H = self.erase.shape
-        return b, t, H, self.W_y.shape[-1], self.A.shape[-1]
+        return b, t, H, self.W_y.shape[-1], self.A_log.shape[-1]
 
 
 class Tracked(NamedTuple):
@@ -79,7 +79,7 @@ class Gradients(NamedTuple):
     erase: Tensor  # (b, t, H)
     gate: Tensor  # (b, t, H c)
     sums: Tensor  # (H, 4, c): of D, of the weight, of dt_bias, and of erase_bias in the first place
-    A: Tensor  # (H c, n) or (H, c, n)
+    A_log: Tensor  # (H c, n) or (H, c, n)
     W_y: Tensor  # (H, 3 c, c)
     h0: Tensor  # (b, H c, n)
     y0: Tensor  # (b, H c)
@@ -89,9 +89,9 @@ class Gradients(NamedTuple):
         b, _, H, c, n = inputs.sizes
         rows = inputs.x, inputs.B, inputs.C, inputs.delta, inputs.erase, inputs.gate
         x, B, C, delta, erase, gate = (v.new_empty(v.shape) for v in rows)
-        sums, A, h0, y0 = (
+        sums, A_log, h0, y0 = (
             inputs.x.new_empty(shape, dtype=torch.float32)
-            for shape in ((H, 4, c), inputs.A.shape, (b, H * c, n), (b, H * c))
+            for shape in ((H, 4, c), inputs.A_log.shape, (b, H * c, n), (b, H * c))
         )
         W_y = inputs.x.new_empty(H, 3 * c, c)
-        return Gradients(x, B, C, delta, erase, gate, sums, A, W_y, h0, y0)
+        return Gradients(x, B, C, delta, erase, gate, sums, A_log, W_y, h0, y0)

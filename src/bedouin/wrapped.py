@@ -248,7 +248,7 @@ class ReplacementWatch:
 def side_by_side(
     x: Tensor,  # (b, t, p)
     modules: Sequence[nn.Module],  # (b, t, p) -> (b, t, r_i)
-) -> Tensor:  # (b, t, sum r_i), or with more columns, which are zeros
+) -> Tensor:  # (b, t, sum r_i), or with more columns, which nothing may read
     """What the modules make of x, one beside the other; in one product where all are plain.
 
     Few tokens on a CPU are no reason to copy the weights, and torch.compile joins products itself.
@@ -260,5 +260,5 @@ def side_by_side(
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     missing = padding(sum([len(w) for w in weights]))
     if missing and x.is_cuda:
-        weights.append(weights[0].new_zeros(missing, x.shape[-1]))
+        weights.append(weights[0].detach()[:1].expand(missing, -1))  # no launch, as zeros have
     return F.linear(x, torch.cat(weights))

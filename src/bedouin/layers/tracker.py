@@ -279,16 +279,16 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         H, c, noise = self.num_trackers, self.tracker_dim, None
         x, B, C, delta, erase, gate = rows
         if draws_noise(self):
-            noise = self.feedback_noise * torch.randn_like(x)
-            delta = delta + self.feedback_noise * torch.randn_like(delta)
+            drawn = torch.randn(2, *x.shape, dtype=x.dtype, device=x.device)
+            noise, of_delta = (self.feedback_noise * drawn).unbind()
+            delta = delta + of_delta
         if lengths is not None:
             padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
             delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
             erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
-        A = -torch.exp(at_least_float32(self.A_log))
         rows = x, B, C, delta, erase, gate
-        parameters = self.dt_bias, self.erase_bias, A, self.D, self.norm_weight, weight
+        parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
         return TrackInputs(*rows, *parameters, state.ssm, state.y, noise)
 
     def _by_sweep(self, inputs: TrackInputs) -> Tracked:
@@ -306,7 +306,8 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
             before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
             h0, y0 = before.ssm, before.y
         folded = torch.cat(raw, -1)[..., :r]
-        operands = Operands(fold(x, H), folded, W_y, by_head(inputs.A, H), h0, y0)
+        A = -torch.exp(at_least_float32(inputs.A_log))
+        operands = Operands(fold(x, H), folded, W_y, by_head(A, H), h0, y0)
         y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
         hidden = gated_output(
