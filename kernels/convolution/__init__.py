@@ -27,9 +27,10 @@ def short_convolution(
     groups: Groups | None = None,
     *,
     backend: Backend = "auto",
-) -> Tensor:  # (b, t, c), as x
+) -> tuple[Tensor, Tensor]:  # (b, t, c), as x, and (b, w - 1, c), as the window
     """SiLU(conv(x) + added), where `added` belongs to the first channels, and of each of the first
-    groups of channels v then v rsqrt(|v|^2 + eps), as `groups` says; None: of none.
+    groups of channels v then v rsqrt(|v|^2 + eps), as `groups` says; None: of none. And the window
+    after the last token, which is the last w - 1 inputs.
 
         conv(x)_t = sum_i weight[:, i] * x_{t - w + 1 + i}
 
@@ -53,6 +54,6 @@ def short_convolution(
         unfit = f"groups of {groups.size} channels (at most {MAX_GROUP})"
     dtype = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else x.dtype
     if x.numel() and choose_backend(backend, x.device, dtype, unfit) == "triton":
-        out: Tensor = short_convolution_operation(x, weight, window, added, *groups)
-        return out
+        out, after = short_convolution_operation(x, weight, window, added, *groups)
+        return out, after
     return short_convolution_reference(x, weight, window, added, groups)

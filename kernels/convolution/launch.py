@@ -30,12 +30,12 @@ def launch_forward(
     count: int,
     size: int,
     eps: float,
-) -> Tensor:  # (b, t, c)
+) -> tuple[Tensor, Tensor]:  # (b, t, c), and (b, w - 1, c) after the last token
     x, added, sizes = _prepared(x, added)
-    out = x.new_empty(x.shape)
+    out, after = x.new_empty(x.shape), window.new_empty(window.shape)
     grid, numbers, constants = _tiles(x, weight, count, size)
     convolution_kernel[grid](
-        *(x, weight.contiguous(), window.contiguous(), x if added is None else added, out),
+        *(x, weight.contiguous(), window.contiguous(), x if added is None else added, out, after),
         *(*sizes, *numbers, count),
         *(x.stride(1), 0 if added is None else added.stride(1)),
         **constants,
@@ -43,7 +43,7 @@ def launch_forward(
         ADDS=added is not None,
         NORMS=count > 0,
     )
-    return out
+    return out, after
 
 
 def launch_backward(

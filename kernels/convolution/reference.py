@@ -17,7 +17,7 @@ def short_convolution_reference(
     window: Tensor,  # (b, w - 1, c)
     added: Tensor | None,  # (b, t, a)
     groups: Groups,
-) -> Tensor:  # (b, t, c), as x
+) -> tuple[Tensor, Tensor]:  # (b, t, c), as x, and (b, w - 1, c), as the window
     """`short_convolution`."""
     dtype, (_, t, c) = accumulator(x.dtype, weight.dtype), x.shape
     padded = torch.cat([window.to(x.dtype), x], dim=1)
@@ -35,4 +35,5 @@ def short_convolution_reference(
         square = by_group.square().sum(-1, keepdim=True)
         by_group = by_group * torch.rsqrt(square + groups.eps)
         v = torch.cat([by_group.flatten(-2), rest], -1)
-    return v.to(x.dtype)
+    # a copy: a view would keep all of `padded` alive
+    return v.to(x.dtype), padded[:, t:].clone().to(window.dtype)

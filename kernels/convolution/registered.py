@@ -15,18 +15,18 @@ from bedouin.kernels.operation import operation
 _OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
 
 
-@operation("short_convolution", f"({_OPERANDS}, float eps) -> Tensor")
-def short_convolution_operation(*given: Any) -> Tensor:
-    """The result (b, t, c), as x."""
+@operation("short_convolution", f"({_OPERANDS}, float eps) -> (Tensor, Tensor)")
+def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
+    """The result (b, t, c), as x, and the window (b, w - 1, c) after the last token."""
     from bedouin.kernels.convolution.launch import launch_forward
 
     return launch_forward(*given)
 
 
 @short_convolution_operation.register_fake
-def _fake(*given: Any) -> Tensor:
-    x: Tensor = given[0]
-    return x.new_empty(x.shape)
+def _fake(*given: Any) -> tuple[Tensor, Tensor]:
+    x, _, window = given[:3]
+    return x.new_empty(x.shape), window.new_empty(window.shape)
 
 
 @operation(
@@ -48,21 +48,29 @@ def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
     return *(v.new_empty(v.shape) for v in (x, weight, window)), rest
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # the window after is rarely differentiated
     *operands, ctx.count, ctx.size, ctx.eps = inputs
     ctx.save_for_backward(*operands)
 
 
 def _gradients(
     ctx: Any,
-    grad: Tensor,  # (b, t, c)
+    grad: Tensor | None,  # (b, t, c)
+    grad_after: Tensor | None,  # (b, w - 1, c)
 ) -> tuple[Tensor | None, ...]:
     operands = ctx.saved_tensors
+    grad = torch.zeros_like(operands[0]) if grad is None else grad
     with torch.no_grad():
         grads = list(_backward(grad, *operands, ctx.count, ctx.size, ctx.eps))
+        if grad_after is not None:
+            t, count = grad.shape[1], grad_after.shape[1]
+            inside = min(t, count)
+            grads[0][:, t - inside :] += grad_after[:, count - inside :]
+            grads[2][:, t:] += grad_after[:, : count - inside]
     if operands[3] is None:
         grads[3] = None
-    return *refuse_second_derivative(grads, [grad, *operands]), None, None, None
+    return *refuse_second_derivative(grads, [grad, grad_after, *operands]), None, None, None
 
 
 short_convolution_operation.register_autograd(_gradients, setup_context=_save)

@@ -83,6 +83,7 @@ def convolution_kernel(
     window_ptr,  # (b, w - 1, c)
     added_ptr,  # (b, t, a)
     out_ptr,  # (b, t, c)
+    after_ptr,  # (b, w - 1, c), the inputs before the token after the last one
     t,
     c,
     a,
@@ -129,6 +130,12 @@ def convolution_kernel(
     at = (sample * t + token)[:, None] * c + channel[None, :]
     mask = (token < t)[:, None] & exists[None, :]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
+    if tile == n_tokens - 1:
+        for i in tl.static_range(WIDTH - 1):
+            row = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
+            last = _shifted(x_ptr, window_ptr, sample, 0, row, channel, exists, t, c, x_row, WIDTH)
+            at = (sample * (WIDTH - 1) + i) * c + channel[None, :]
+            tl.store(after_ptr + at, last.to(after_ptr.dtype.element_ty), exists[None, :])
 
 
 @triton.jit

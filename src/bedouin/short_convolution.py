@@ -91,31 +91,14 @@ class ShortConvolution(nn.Module):
         `bedouin.kernels.convolution` has them, and the window after the last token.
 
         A kernel computes this in one pass; a module with hooks is called."""
-        weight: Tensor | None = self.weight
-        if self.bias is not None or not is_untouched(self):
-            x, after = self(x, window, lengths)
-            window, weight = window[:, :0], None
-        else:
-            after = self._window_after(x, window, lengths)
-        weight = x.new_ones(self.channels, 1) if weight is None else weight
-        return short_convolution(x, weight, window, added, groups, backend=backend), after
-
-    def _window_after(
-        self,
-        x: Tensor,  # (b, t, c)
-        window: Tensor,  # (b, w - 1, c)
-        lengths: Tensor | None,  # (b,)
-    ) -> Tensor:  # (b, w - 1, c)
-        """The last inputs, in the dtype of the window and in memory of their own."""
-        count = window.shape[1]
-        if not count:
-            return window
-        if lengths is None and not torch.compiler.is_compiling() and x.shape[1] >= count:
-            # without a copy of all of x; a graph has no branch on the length
-            kept = x[:, x.shape[1] - count :]
-            return kept.clone() if kept.dtype == window.dtype else kept.to(window.dtype)
-        padded = torch.cat([window.to(x.dtype), x], dim=1)
-        return _last(padded, x.shape[1], window, lengths)
+        if self.weight is not None and self.bias is None and is_untouched(self):
+            found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
+            if lengths is not None:
+                after = _last(torch.cat([window.to(x.dtype), x], dim=1), 0, window, lengths)
+            return found, after
+        x, after = self(x, window, lengths)
+        weight = x.new_ones(self.channels, 1)
+        return short_convolution(x, weight, window[:, :0], added, groups, backend=backend)[0], after
 
     def _shifted_sum(
         self,

@@ -35,8 +35,10 @@ def operands(case: int, device: str, dtype: torch.dtype) -> tuple[list[Any], Gro
     return [x.to(dtype), weight, window, added.to(dtype) if a else None], groups
 
 
-def by_hand(x: Tensor, weight: Tensor, window: Tensor, added: Any, groups: Any) -> Tensor:
-    """The definition, token by token, in float64."""
+def by_hand(
+    x: Tensor, weight: Tensor, window: Tensor, added: Any, groups: Any
+) -> tuple[Tensor, Tensor]:
+    """The definition, token by token, in float64, and the window after the last token."""
     x, weight, window = x.double(), weight.double(), window.double()
     rows, w = torch.cat([window, x], 1), weight.shape[1]
     outputs = []
@@ -51,15 +53,16 @@ def by_hand(x: Tensor, weight: Tensor, window: Tensor, added: Any, groups: Any) 
             parts.append(part / torch.sqrt((part * part).sum(-1, keepdim=True) + groups.eps))
         done = sum(part.shape[1] for part in parts)
         outputs.append(torch.cat([*parts, v[:, done:]], 1))
-    return torch.stack(outputs, 1)
+    return torch.stack(outputs, 1), rows[:, x.shape[1] :]
 
 
 def results(function: Any, given: list[Any], groups: Any, grad: Tensor, **options: Any) -> Any:
     """The result and the gradients of all operands."""
     leaves = [None if v is None else v.detach().clone().requires_grad_() for v in given]
-    y = function(*leaves, groups, **options)
+    y, after = function(*leaves, groups, **options)
     present = [v for v in leaves if v is not None]
-    return [y, *torch.autograd.grad(y, present, grad.to(y.dtype), materialize_grads=True)]
+    weighed = (grad.to(y.dtype) * y).double().sum() + grad.double().mean() * after.double().sum()
+    return [y, after, *torch.autograd.grad(weighed, present, materialize_grads=True)]
 
 
 def assert_agrees(case: int, device: str, backend: str, dtype: torch.dtype, rtol: float) -> None:
@@ -115,7 +118,7 @@ def test_the_operation_has_a_fake_and_refuses_second_derivatives() -> None:
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     overload = OPERATIONS["bedouin::short_convolution"].overload
     torch.library.opcheck(overload, arguments, test_utils=checks)
-    y = short_convolution(x, weight, window, added, backend="triton")
+    y, _ = short_convolution(x, weight, window, added, backend="triton")
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         grad.sum().backward()
