@@ -134,8 +134,8 @@ def convolution_kernel(
         for i in tl.static_range(WIDTH - 1):
             row = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
             last = _shifted(x_ptr, window_ptr, sample, 0, row, channel, exists, t, c, x_row, WIDTH)
-            at = (sample * (WIDTH - 1) + i) * c + channel[None, :]
-            tl.store(after_ptr + at, last.to(after_ptr.dtype.element_ty), exists[None, :])
+            to = (sample * (WIDTH - 1) + i) * c + channel[None, :]
+            tl.store(after_ptr + to, last.to(after_ptr.dtype.element_ty), exists[None, :])
 
 
 @triton.jit

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter com
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
 PAIRS = ("B_ptr", "C_ptr", "rows_ptr", "adjoint_ptr", "memory_ptr", "slopes_ptr", "past_ptr")
 FLOAT32 = set("scalars A_log W D weight dt_bias erase_bias h0 y0 h y states inverse last H".split())
-FLOAT32 |= set("edges grad_y grad_y0 unit_B unit_C grad_A sums".split())
+FLOAT32 |= set("edges grad_y grad_y0 unit_B unit_C grad_A_log sums".split())
 """Parameters of kernels; pointers to all others are to the dtype of x."""
 
 
