@@ -24,7 +24,8 @@ LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
 
 LEAST_JOINED = 64
-"""The fewest tokens for which several projections on a CPU become one product."""
+"""The fewest tokens for which weights are copied: on a CPU for one product of several projections,
+on a GPU for rows of one projection that are aligned."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -251,14 +252,21 @@ def side_by_side(
 ) -> Tensor:  # (b, t, sum r_i), or with more columns, which nothing may read
     """What the modules make of x, one beside the other; in one product where all are plain.
 
-    Few tokens on a CPU are no reason to copy the weights, and torch.compile joins products itself.
+    torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
+    GPU, where a copy takes less time than the launches of several products.
     """
-    is_short = not x.is_cuda and (len(modules) == 1 or x[..., 0].numel() < LEAST_JOINED)
-    if torch.compiler.is_compiling() or is_short or not all(map(is_plain, modules)):
-        found = [module(x) for module in modules]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+    if torch.compiler.is_compiling() or not all(map(is_plain, modules)):
+        return _concatenated(x, modules)
+    is_short, is_single = x[..., 0].numel() < LEAST_JOINED, len(modules) == 1
+    if (is_short and (is_single or not x.is_cuda)) or (is_single and not x.is_cuda):
+        return _concatenated(x, modules)
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     missing = padding(sum([len(w) for w in weights]))
     if missing and x.is_cuda:
         weights.append(weights[0].detach()[:1].expand(missing, -1))  # no launch, as zeros have
     return F.linear(x, torch.cat(weights))
+
+
+def _concatenated(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
+    found = [module(x) for module in modules]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
