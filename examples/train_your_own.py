@@ -88,9 +88,7 @@ def train(args: argparse.Namespace, model: SequenceModel, device: str) -> list[f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layer", choices=LAYERS, default="bedouin")
-    parser.add_argument(
-        "--solver", choices=SOLVERS, help="of a fixed-point layer; default: its own"
-    )
+    parser.add_argument("--solver", choices=SOLVERS, help="default: the layer's own")
     parser.add_argument("--d-model", type=int, default=64)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--batch", type=int, default=64)
@@ -109,9 +107,11 @@ def main() -> None:
         print(f"{t} letters: {share:.3f} of the states right")
     figure, (left, beside) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     left.plot(losses)
-    left.set(xlabel="step", ylabel="loss", yscale="log")
-    beside.plot(lengths, right, marker="o")
-    beside.set(xlabel="letters", ylabel="states right", xscale="log", ylim=(0, 1.02))
+    left.set(xlabel="step", ylabel="loss", ylim=0)
+    beside.semilogx(lengths, right, base=2, marker="o")
+    beside.set(
+        xlabel="letters", ylabel="states right", xticks=lengths, xticklabels=lengths, ylim=(0, 1.02)
+    )
     figure.savefig("automaton.png", dpi=150)
     torch.save({"args": vars(args), "model": model.state_dict()}, "automaton.pt")
 
