@@ -4,11 +4,12 @@
     python train_your_own.py --layer tracking
     python train_your_own.py --solver jacobi --length 16
 
-Needs torch, bedouin and matplotlib. For a task of your own change NEXT_STATE, or `sample`.
+For a task of your own change NEXT_STATE, or `sample`. Needs torch, bedouin and matplotlib.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 import torch
@@ -22,7 +23,7 @@ from bedouin.solvers import Direct, Jacobi, Picard
 NEXT_STATE = torch.tensor([[1, 2, 3, 4, 0], [1, 0, 2, 3, 4]])
 NUM_LETTERS, NUM_STATES = NEXT_STATE.shape
 
-LAYERS = {
+LAYERS: dict[str, Callable[..., nn.Module]] = {
     "bedouin": Bedouin,
     "paper": Bedouin.from_paper,
     "rnn": FixedPointRNN,
@@ -61,7 +62,6 @@ def accuracy(model: SequenceModel, t: int, device: str) -> float:
 
 def train(args: argparse.Namespace, model: SequenceModel, device: str) -> list[float]:
     """The loss of every step."""
-    # AdamW without weight decay for rates, biases and norms
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.01), lr=args.lr)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)
     generator, losses, start = torch.Generator().manual_seed(args.seed), [], time.monotonic()
