@@ -38,7 +38,7 @@ def draw(
 
     d = H * c
     rows: Leaves = [normal(b, t, size) for size in (d, H * n, H * n, d, H, d)]
-    parameters = [0.3 * normal(d), normal(H), normal(d, n), normal(d), normal(d)]
+    parameters = [0.3 * normal(d), normal(H), (2 * normal(d, n).abs()).log(), normal(d), normal(d)]
     state: Leaves = [normal(b, d, n), normal(b, d)] if starts else [None, None]
     W_y = normal(H, 3 * c, c) * 0.3 / c**0.5
     return [*rows, *parameters, W_y, *state, 0.1 * normal(b, t, d) if noise else None]
