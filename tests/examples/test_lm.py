@@ -413,3 +413,5 @@ def test_generated_text_is_that_of_the_model(
 if __name__ == "__main__":
     run_process(Path(sys.argv[1]), Path(sys.argv[2]))
     leave_process_group()
+    # threads of torch that still run when its objects are destroyed abort the process at times
+    os._exit(0)
