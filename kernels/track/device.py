@@ -133,7 +133,7 @@ def load_memory(
     c: tl.constexpr, n: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """A memory, with a fill beyond its channels and states."""
+    """A memory, with `fill` beyond its channels and states."""
     p = tl.arange(0, P)[None, :, None]
     out = ()
     for v in tl.static_range(V):

@@ -250,23 +250,26 @@ def side_by_side(
     x: Tensor,  # (b, t, p)
     modules: Sequence[nn.Module],  # (b, t, p) -> (b, t, r_i)
 ) -> Tensor:  # (b, t, sum r_i), or with more columns, which nothing may read
-    """What the modules make of x, one beside the other; in one product where all are plain.
+    """What the modules make of x, one beside the other; in one product where that is faster."""
+    if not _joins(x, modules):
+        found = [module(x) for module in modules]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+    weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
+    missing = padding(sum([len(w) for w in weights]))
+    if missing and x.is_cuda:
+        # any rows serve, since nothing reads their results; new zeros would take a launch
+        weights.append(weights[0].detach()[:1].expand(missing, -1))
+    return F.linear(x, torch.cat(weights))
+
+
+def _joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
+    """Whether `side_by_side` copies the weights for one product.
 
     torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
     GPU, where a copy takes less time than the launches of several products.
     """
+    # first, so that no condition on the number of tokens is traced
     if torch.compiler.is_compiling() or not all(map(is_plain, modules)):
-        return _concatenated(x, modules)
-    is_short, is_single = x[..., 0].numel() < LEAST_JOINED, len(modules) == 1
-    if (is_short and (is_single or not x.is_cuda)) or (is_single and not x.is_cuda):
-        return _concatenated(x, modules)
-    weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
-    missing = padding(sum([len(w) for w in weights]))
-    if missing and x.is_cuda:
-        weights.append(weights[0].detach()[:1].expand(missing, -1))  # no launch, as zeros have
-    return F.linear(x, torch.cat(weights))
-
-
-def _concatenated(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
-    found = [module(x) for module in modules]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+        return False
+    is_long, are_several = x[..., 0].numel() >= LEAST_JOINED, len(modules) > 1
+    return (is_long or are_several) if x.is_cuda else (is_long and are_several)

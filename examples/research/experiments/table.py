@@ -83,7 +83,7 @@ TUNED_ON_MQAR = (
     "hybrid_l2",
 )
 """Models for which MQAR chooses its own rate and form: those that did not learn it with those of
-copying, and those of `tracking`, which had not been run with it."""
+copying, and `tracking`, which had not been run with it."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),
