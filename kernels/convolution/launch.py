@@ -30,9 +30,10 @@ def launch_forward(
     count: int,
     size: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:  # (b, t, c), and (b, w - 1, c) after the last token
+) -> tuple[Tensor, Tensor]:  # (b, t, c + a), and (b, w - 1, c) after the last token
     x, added, sizes = _prepared(x, added)
-    out, after = x.new_empty(x.shape), window.new_empty(window.shape)
+    b, (t, c, a) = len(x), sizes
+    out, after = x.new_empty(b, t, c + a), window.new_empty(window.shape)
     grid, numbers, constants = _tiles(x, weight, count, size)
     convolution_kernel[grid](
         *(x, weight.contiguous(), window.contiguous(), x if added is None else added, out, after),
@@ -47,7 +48,7 @@ def launch_forward(
 
 
 def launch_backward(
-    grad: Tensor,  # (b, t, c)
+    grad: Tensor,  # (b, t, c + a)
     x: Tensor,  # (b, t, c)
     weight: Tensor,  # (c, w)
     window: Tensor,  # (b, w - 1, c)
@@ -62,10 +63,11 @@ def launch_backward(
     grid, numbers, constants = _tiles(x, weight, count, size)
     (b, _, c), w = x.shape, weight.shape[1]
     cotangent, grad_x = x.new_empty(x.shape), x.new_empty(x.shape)
+    grad_added = x.new_empty(0) if added is None else added.new_empty(added.shape)
     window, grad_window = window.contiguous(), window.new_empty(window.shape)
     sums = x.new_empty(b * numbers[0], w, c, dtype=torch.float32)
     cotangent_kernel[grid](
-        *(grad, x, weight, window, x if added is None else added, cotangent),
+        *(grad, x, weight, window, x if added is None else added, cotangent, grad_added),
         *(*sizes, *numbers, count),
         *(grad.stride(1), x.stride(1), 0 if added is None else added.stride(1)),
         **constants,
@@ -79,9 +81,7 @@ def launch_backward(
         **constants,
     )
     grad_weight = sums.sum(0).T.to(weight.dtype, memory_format=torch.contiguous_format)
-    if added is None:
-        return grad_x, grad_weight, grad_window, x.new_empty(0)
-    return grad_x, grad_weight, grad_window, cotangent[..., : sizes[2]].to(added.dtype).contiguous()
+    return grad_x, grad_weight, grad_window, grad_added
 
 
 def _prepared(

@@ -17,7 +17,7 @@ def short_convolution_reference(
     window: Tensor,  # (b, w - 1, c)
     added: Tensor | None,  # (b, t, a)
     groups: Groups,
-) -> tuple[Tensor, Tensor]:  # (b, t, c), as x, and (b, w - 1, c), as the window
+) -> tuple[Tensor, Tensor]:  # (b, t, c + a), as x, and (b, w - 1, c), as the window
     """`short_convolution`."""
     dtype, (_, t, c) = accumulator(x.dtype, weight.dtype), x.shape
     padded = torch.cat([window.to(x.dtype), x], dim=1)
@@ -26,14 +26,15 @@ def short_convolution_reference(
     v = padded[:, :t] * weight[:, 0]
     for i in range(1, weight.shape[1]):
         v = v + padded[:, i : i + t] * weight[:, i]
-    if added is not None:
-        v = v + F.pad(added, (0, c - added.shape[-1]))
+    more = [] if added is None else [F.silu(v[..., : added.shape[-1]] + added)]
     v = F.silu(v)
     if groups.number:
         first, rest = v.split([groups.number * groups.size, c - groups.number * groups.size], -1)
         by_group = first.unflatten(-1, (groups.number, groups.size))
         square = by_group.square().sum(-1, keepdim=True)
         by_group = by_group * torch.rsqrt(square + groups.eps)
-        v = torch.cat([by_group.flatten(-2), rest], -1)
+        v = torch.cat([by_group.flatten(-2), rest, *more], -1)
+    elif more:
+        v = torch.cat([v, *more], -1)
     # a copy: a view would keep all of `padded` alive
     return v.to(x.dtype), padded[:, t:].clone().to(window.dtype)

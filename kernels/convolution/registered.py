@@ -17,7 +17,7 @@ _OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count
 
 @operation("short_convolution", f"({_OPERANDS}, float eps) -> (Tensor, Tensor)")
 def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
-    """The result (b, t, c), as x, and the window (b, w - 1, c) after the last token."""
+    """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
     from bedouin.kernels.convolution.launch import launch_forward
 
     return launch_forward(*given)
@@ -25,8 +25,9 @@ def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
 
 @short_convolution_operation.register_fake
 def _fake(*given: Any) -> tuple[Tensor, Tensor]:
-    x, _, window = given[:3]
-    return x.new_empty(x.shape), window.new_empty(window.shape)
+    x, _, window, added = given[:4]
+    (b, t, c), a = x.shape, 0 if added is None else added.shape[-1]
+    return x.new_empty(b, t, c + a), window.new_empty(window.shape)
 
 
 @operation(
@@ -56,11 +57,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(
     ctx: Any,
-    grad: Tensor | None,  # (b, t, c)
+    grad: Tensor | None,  # (b, t, c + a)
     grad_after: Tensor | None,  # (b, w - 1, c)
 ) -> tuple[Tensor | None, ...]:
     operands = ctx.saved_tensors
-    grad = torch.zeros_like(operands[0]) if grad is None else grad
+    if grad is None:
+        (b, t, c), added = operands[0].shape, operands[3]
+        grad = operands[0].new_zeros(b, t, c + (0 if added is None else added.shape[-1]))
     with torch.no_grad():
         grads = list(_backward(grad, *operands, ctx.count, ctx.size, ctx.eps))
         if grad_after is not None:

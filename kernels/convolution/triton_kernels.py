@@ -46,7 +46,6 @@ def _convolved(
     x_ptr,
     weight_ptr,
     window_ptr,
-    added_ptr,
     sample,
     tile,
     token,
@@ -54,25 +53,18 @@ def _convolved(
     exists,
     t,
     c,
-    a,
     x_row,
-    added_row,
     WIDTH: tl.constexpr,
-    ADDS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """conv(x) + added."""
+    """conv(x)."""
     v = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
         row = token - (WIDTH - 1 - i)
         rows = _shifted(x_ptr, window_ptr, sample, tile, row, channel, exists, t, c, x_row, WIDTH)
         v += weight[None, :] * rows
-    if ADDS:
-        at = (sample * t + token)[:, None] * added_row + channel[None, :]
-        mask = (token < t)[:, None] & (exists & (channel < a))[None, :]
-        v += tl.load(added_ptr + at, mask, 0.0).to(tl.float32)
     return v
 
 
@@ -82,7 +74,7 @@ def convolution_kernel(
     weight_ptr,  # (c, w)
     window_ptr,  # (b, w - 1, c)
     added_ptr,  # (b, t, a)
-    out_ptr,  # (b, t, c)
+    out_ptr,  # (b, t, c + a)
     after_ptr,  # (b, w - 1, c), the inputs before the token after the last one
     t,
     c,
@@ -107,7 +99,6 @@ def convolution_kernel(
         x_ptr,
         weight_ptr,
         window_ptr,
-        added_ptr,
         sample,
         tile,
         token,
@@ -115,20 +106,22 @@ def convolution_kernel(
         exists,
         t,
         c,
-        a,
         x_row,
-        added_row,
         WIDTH,
-        ADDS,
         TOKENS,
         BLOCK,
     )
+    row = (sample * t + token)[:, None]
+    at, mask = row * (c + a) + channel[None, :], (token < t)[:, None] & exists[None, :]
+    if ADDS:
+        has_more = mask & (channel < a)[None, :]
+        more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
+        more *= tl.sigmoid(more)
+        tl.store(out_ptr + at + c, more.to(out_ptr.dtype.element_ty), has_more)
     v *= tl.sigmoid(v)
     if NORMS:
         inverse = tl.rsqrt(tl.sum(v * v, 1) + EPS)
         v *= tl.where(block < count, inverse, 1.0)[:, None]
-    at = (sample * t + token)[:, None] * c + channel[None, :]
-    mask = (token < t)[:, None] & exists[None, :]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
     if tile == n_tokens - 1:
         for i in tl.static_range(WIDTH - 1):
@@ -140,12 +133,13 @@ def convolution_kernel(
 
 @triton.jit
 def cotangent_kernel(
-    grad_ptr,  # (b, t, c)
+    grad_ptr,  # (b, t, c + a)
     x_ptr,  # (b, t, c)
     weight_ptr,  # (c, w)
     window_ptr,  # (b, w - 1, c)
     added_ptr,  # (b, t, a)
-    out_ptr,  # (b, t, c), the cotangent of conv(x) + added
+    out_ptr,  # (b, t, c), the cotangent of conv(x)
+    grad_added_ptr,  # (b, t, a)
     t,
     c,
     a,
@@ -170,7 +164,6 @@ def cotangent_kernel(
         x_ptr,
         weight_ptr,
         window_ptr,
-        added_ptr,
         sample,
         tile,
         token,
@@ -178,16 +171,13 @@ def cotangent_kernel(
         exists,
         t,
         c,
-        a,
         x_row,
-        added_row,
         WIDTH,
-        ADDS,
         TOKENS,
         BLOCK,
     )
-    mask = (token < t)[:, None] & exists[None, :]
-    at = (sample * t + token)[:, None] * grad_row + channel[None, :]
+    row, mask = (sample * t + token)[:, None], (token < t)[:, None] & exists[None, :]
+    at = row * grad_row + channel[None, :]
     grad = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32)
     sigmoid = tl.sigmoid(v)
     if NORMS:
@@ -196,7 +186,16 @@ def cotangent_kernel(
         along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
         grad = tl.where(block < count, inverse * (grad - active * along), grad)
     grad *= sigmoid * (1 + v * (1 - sigmoid))
-    at = (sample * t + token)[:, None] * c + channel[None, :]
+    if ADDS:
+        has_more = mask & (channel < a)[None, :]
+        more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
+        sigmoid = tl.sigmoid(more)
+        grad_more = tl.load(grad_ptr + at + c, has_more, 0.0).to(tl.float32)
+        grad_more *= sigmoid * (1 + more * (1 - sigmoid))
+        at = row * a + channel[None, :]
+        tl.store(grad_added_ptr + at, grad_more.to(grad_added_ptr.dtype.element_ty), has_more)
+        grad += grad_more
+    at = row * c + channel[None, :]
     tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask)
 
 

@@ -27,9 +27,9 @@ def track(
         Delta  = softplus(delta_t + dt_bias + W_Delta n_t),  beta = sigmoid(erase_t + erase_bias)
         h_t    = exp(A Delta) * h_{t-1} (I - beta B_t B_t^T) + (Delta * (x_t + W_x n_t)) B_t^T
         y_t    = h_t C_t
-        hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * x_t) * weight
+        hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * skip_t) * weight
 
-    with B_t and C_t of unit length, and in h_t the noise added to x_t. `feedback_eps` is that of
+    with B_t and C_t of unit length. `feedback_eps` is that of
     n_t, `eps` that of the other norm. Computes in at least float32; in the Triton version products
     with W_y have factors in the dtype of x. It takes heads of at most 64 channels with 128 states,
     is once differentiable, and saves its inputs, y, the unit B and C, four vectors of a token and
@@ -45,7 +45,7 @@ def track(
         h0, y0 = (inputs.A_log.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
         given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
         inputs = inputs._replace(h0=given[0], y0=given[1])
-    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs[:-1]])
+    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs])
     return Tracked(*track_operation(*inputs, feedback_eps, eps, keep)[:3])
 
 
@@ -67,6 +67,7 @@ def _check(inputs: TrackInputs) -> None:
     check_sequence("erase", inputs.erase)
     b, t, H, c, n = inputs.sizes
     d, rows = H * c, {"x": inputs.x, "delta": inputs.delta, "gate": inputs.gate}
+    rows["skip"] = inputs.skip
     for name, v in rows.items():
         check_shape(name, v, (b, t, d), "(b, t, H c)")
     for name, v in {"B": inputs.B, "C": inputs.C}.items():
@@ -79,6 +80,5 @@ def _check(inputs: TrackInputs) -> None:
         check_shape("A_log", inputs.A_log, (H, c, n), "(H, c, n)")
     else:
         check_shape("A_log", inputs.A_log, (d, n), "(H c, n)")
-    check_shape("noise", inputs.noise, (b, t, d), "(b, t, H c)")
     check_shape("h0", inputs.h0, (b, d, n), "(b, H c, n)")
     check_shape("y0", inputs.y0, (b, d), "(b, H c)")

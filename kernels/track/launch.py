@@ -28,11 +28,11 @@ from bedouin.kernels.track.triton_output import output_backward_kernel, output_k
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import Gradients, Kept, TrackInputs
+from bedouin.kernels.track.types import ROWS, Gradients, Kept, TrackInputs
 
-FLAGS = "STARTED", "KEEP", "NOISY", "OF_Y", "LAST"
-"""Switches of a call: whether there is a state before it, a backward after it, noise, and a
-cotangent of y and of the last memory."""
+FLAGS = "STARTED", "KEEP", "OF_Y", "LAST"
+"""Switches of a call: whether there is a state before it, a backward after it, and a cotangent of y
+and of the last memory."""
 
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel
 
@@ -68,13 +68,13 @@ def options(
 
 def _readable(inputs: TrackInputs) -> TrackInputs:
     """The inputs as the kernels read them: rows whose last axis is contiguous, all else whole."""
-    whole = (None if v is None else v.contiguous() for v in inputs[6:])
-    return TrackInputs(*map(last_axis_contiguous, inputs[:6]), *whole)
+    whole = (None if v is None else v.contiguous() for v in inputs[ROWS:])
+    return TrackInputs(*map(last_axis_contiguous, inputs[:ROWS]), *whole)
 
 
 def _switches(inputs: TrackInputs, **others: bool) -> tuple[str, ...]:
     """Those that are on, as `options` takes them."""
-    others |= {"STARTED": inputs.y0 is not None, "NOISY": inputs.noise is not None}
+    others |= {"STARTED": inputs.y0 is not None}
     return tuple(name for name, is_on in others.items() if is_on)
 
 
@@ -84,7 +84,7 @@ def launch_forward(
     """hidden (b, t, H c), the last h (b, H c, n), y (b, t, H c), and the fields of `Kept`. h0 and
     y0 are both there or none is; no size may be 0."""
     inputs = _readable(inputs)
-    x, B, C, delta, erase, gate = inputs[:6]
+    x, B, C, delta, erase, gate, skip = inputs[:ROWS]
     b, t, H, c, n = inputs.sizes
     sizes = Sizes.of(b, t, H, c, n, x.dtype)
     how = sizes, x.dtype, (feedback_eps, eps), _switches(inputs, KEEP=keep)
@@ -98,17 +98,16 @@ def launch_forward(
     )
     # what a kernel does not read has any tensor in its place
     before = (h if inputs.h0 is None else inputs.h0, y if inputs.y0 is None else inputs.y0)
-    noise = x if inputs.noise is None else inputs.noise
     with without_coalescing():
         sweep_kernel[(sizes.f,)](
-            *(x, noise, delta, kept.scalars, kept.B, kept.C),
+            *(x, delta, kept.scalars, kept.B, kept.C),
             *(inputs.dt_bias, inputs.A_log, inputs.W_y, *before, h, y, *kept[3:]),
             *(t, H, *x.stride()[:2], *delta.stride()[:2]),
             **options(sweep_kernel, *how),
         )
     output_kernel[(ceil_div(b * t, OUTPUT_TOKENS), H)](
-        *(x, gate, y, before[1], inputs.D, inputs.weight, inputs.W_y, hidden, *numbers),
-        *(*x.stride()[:2], *gate.stride()[:2]),
+        *(skip, gate, y, before[1], inputs.D, inputs.weight, inputs.W_y, hidden, *numbers),
+        *(*skip.stride()[:2], *gate.stride()[:2]),
         **options(output_kernel, *how),
     )
     return hidden, h, y, *kept
@@ -124,7 +123,8 @@ def launch_backward(
 ) -> Gradients:
     """The gradients; the cotangents of h and y that are None are zeros. No size may be 0."""
     inputs = _readable(inputs)
-    x, gate, sizes = inputs.x, inputs.gate, Sizes.of(*inputs.sizes, inputs.x.dtype)
+    x, gate, skip = inputs.x, inputs.gate, inputs.skip
+    sizes = Sizes.of(*inputs.sizes, x.dtype)
     (b, t, H, c, n, P, N, _), f, blocks = sizes, sizes.f, sizes.blocks
     switches = _switches(inputs, OF_Y=grads[2] is not None)
     how = sizes, x.dtype, (feedback_eps, eps), switches
@@ -134,10 +134,10 @@ def launch_backward(
     past, inverse = kept.rows.new_empty(f, t + 1, P), y.new_empty(f, t + 1)
     sums = y.new_empty(blocks, H, 4, c)
     output_backward_kernel[(blocks, H)](
-        *(grad, grad_y, x, gate, y, y if inputs.y0 is None else inputs.y0),
+        *(grad, grad_y, skip, gate, y, y if inputs.y0 is None else inputs.y0),
         *(inputs.D, inputs.weight, inputs.W_y),
-        *(found.x, found.gate, fed, normed, past, inverse, sums, b * (t + 1), t, H),
-        *(*grad.stride()[:2], *x.stride()[:2], *gate.stride()[:2]),
+        *(found.skip, found.gate, fed, normed, past, inverse, sums, b * (t + 1), t, H),
+        *(*grad.stride()[:2], *skip.stride()[:2], *gate.stride()[:2]),
         **options(output_backward_kernel, *how),
     )
     read, adjoint = y.new_empty(f, t, P, dtype=sizes.low), torch.empty_like(kept.rows)
@@ -168,7 +168,7 @@ def _reverse(
     """What depends on the order of the tokens, in segments from the last one on."""
     past, inverse, adjoint, read, fed, unit_B, unit_C = buffers
     (_, t, H, c, n, P, N, V), f, (x, A_log) = how[0], how[0].f, (inputs.x, inputs.A_log)
-    longest, noise = min(how[0].segment * CHUNK, t), x if inputs.noise is None else inputs.noise
+    longest = min(how[0].segment * CHUNK, t)
     memory, slopes = past.new_empty(f, longest, N * P // V), past.new_empty(f, longest, P)
     factors, edges = kept.fed.new_empty(f, longest, P), torch.empty_like(kept.states)
     words, numbers, parts = (kept.scalars, kept.B, kept.C), x.stride()[:2], []
@@ -178,7 +178,7 @@ def _reverse(
             tokens = min(longest, t - start)
             chunks = ceil_div(tokens, CHUNK)
             replay_kernel[(f, chunks)](
-                *(x, noise, kept.rows, kept.fed, *words, A_log, kept.states),
+                *(x, kept.rows, kept.fed, *words, A_log, kept.states),
                 *(memory, factors, slopes, read, t, H, start, tokens, *numbers),
                 **options(replay_kernel, *how),
             )

@@ -1,10 +1,10 @@
 """The recurrence of the tracker as a loop: the specification.
 
     n_t    = norm(y_{t-1})                                     RMSNorm over the channels of a head
-    x^_t   = x_t + noise_t + W_x n_t
+    x^_t   = x_t + W_x n_t
     Delta  = softplus(delta_t + dt_bias + W_Delta n_t),  beta = sigmoid(erase_t + erase_bias)
     h_t    = exp(A Delta) * h_{t-1} (I - beta B_t B_t^T) + (Delta * x^_t) B_t^T,   y_t = h_t C_t
-    hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * x_t) * weight
+    hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * skip_t) * weight
 
 B_t and C_t are made unit. Letters as in `types.py`.
 """
@@ -23,8 +23,8 @@ def track_reference(inputs: TrackInputs, feedback_eps: float, eps: float) -> Tra
     b, t, H, c, n = inputs.sizes
     dtype = accumulator(*(v.dtype for v in inputs if v is not None))
     wide = TrackInputs(*(None if v is None else v.to(dtype) for v in inputs))  # type: ignore[arg-type]
-    x, delta, gate = (v.unflatten(-1, (H, c)) for v in (wide.x, wide.delta, wide.gate))
-    noisy = x if wide.noise is None else x + wide.noise.unflatten(-1, (H, c))
+    by_head = (v.unflatten(-1, (H, c)) for v in (wide.x, wide.delta, wide.gate, wide.skip))
+    x, delta, gate, skip = by_head
     B, C = (unit(v.unflatten(-1, (H, n))) for v in (wide.B, wide.C))
     delta = delta + wide.dt_bias.view(H, c)
     beta = torch.sigmoid(wide.erase + wide.erase_bias)
@@ -39,11 +39,11 @@ def track_reference(inputs: TrackInputs, feedback_eps: float, eps: float) -> Tra
         step = softplus(delta[:, i] + of_delta, threshold=50)
         decayed = torch.exp(A * step.unsqueeze(-1)) * h
         read = torch.einsum("bhcn,bhn->bhc", decayed, B[:, i])
-        written = step * (noisy[:, i] + of_x) - beta[:, i].unsqueeze(-1) * read
+        written = step * (x[:, i] + of_x) - beta[:, i].unsqueeze(-1) * read
         h = decayed + written.unsqueeze(-1) * B[:, i].unsqueeze(-2)
         y = torch.einsum("bhcn,bhn->bhc", h, C[:, i])
         outputs.append(y.flatten(-2))
-        shown = normalize_feedback(y + D * x[:, i], eps) * weight
+        shown = normalize_feedback(y + D * skip[:, i], eps) * weight
         hidden.append((silu(gate[:, i] + of_gate) * shown).flatten(-2))
     last = h.reshape(b, H * c, n)
     if not t:

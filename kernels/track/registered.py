@@ -15,9 +15,9 @@ from bedouin.kernels.track.limits import Sizes
 from bedouin.kernels.track.types import Gradients, Kept, TrackInputs
 
 _INPUTS = (
-    "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor gate, Tensor dt_bias, "
-    "Tensor erase_bias, Tensor A_log, Tensor D, Tensor weight, Tensor W_y, Tensor? h0, Tensor? y0, "
-    "Tensor? noise, float feedback_eps, float eps"
+    "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor gate, Tensor skip, "
+    "Tensor dt_bias, Tensor erase_bias, Tensor A_log, Tensor D, Tensor weight, Tensor W_y, "
+    "Tensor? h0, Tensor? y0, float feedback_eps, float eps"
 )
 _COUNT = len(TrackInputs._fields)
 
@@ -44,7 +44,7 @@ def _fake(*given: Any) -> tuple[Tensor, ...]:
     "track_backward",
     "(Tensor grad, Tensor? grad_h, Tensor? grad_y, Tensor y, Tensor B_words, Tensor C_words, "
     "Tensor scalars, Tensor rows, Tensor fed, Tensor states, "
-    f"{_INPUTS}) -> ({', '.join(['Tensor'] * 11)})",
+    f"{_INPUTS}) -> ({', '.join(['Tensor'] * 12)})",
 )
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     """The fields of `Gradients`."""
@@ -86,9 +86,9 @@ def _gradients(
         of_D, of_weight, of_dt, of_erase = sums.unbind(1)
         found = [*rows, of_dt.flatten(), of_erase[:, 0], A_log, of_D.flatten()]
         found += [of_weight.flatten(), W_y, h0, y0]
-        pairs = zip(found, inputs[:-1], strict=True)
+        pairs = zip(found, inputs, strict=True)
         grads = [None if v is None else of.to(v.dtype) for of, v in pairs]
-    return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), *[None] * 4
+    return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), *[None] * 3
 
 
 track_operation.register_autograd(_gradients, setup_context=_save)

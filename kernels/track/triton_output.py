@@ -1,6 +1,6 @@
 """The output stage with the gate's feedback, forward and backward.
 
-    out_t = SiLU(gate_t + W_g norm(y_{t-1})) * norm(y_t + D * x_t) * weight
+    out_t = SiLU(gate_t + W_g norm(y_{t-1})) * norm(y_t + D * skip_t) * weight
 
 A program has some tokens of a head. Backward it has rows s = -1 .. t - 1 of a sample, of which each
 is y_s: the cotangent of y_s comes from the output of token s and from the gate of token s + 1.
@@ -48,9 +48,9 @@ def _load_y(
 
 
 @triton.jit
-def _shown(y, x, D, c: tl.constexpr, EPS: tl.constexpr):
-    """norm(y + D x), and 1 / rms."""
-    v = y + D * x
+def _shown(y, skip, D, c: tl.constexpr, EPS: tl.constexpr):
+    """norm(y + D skip), and 1 / rms."""
+    v = y + D * skip
     inverse = norm_of(v, c, EPS)
     return v * inverse, inverse
 
@@ -68,7 +68,7 @@ def _gate(
 
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def output_kernel(
-    x_ptr,  # (b, t, H c)
+    skip_ptr,  # (b, t, H c)
     gate_ptr,  # (b, t, H c)
     y_ptr,  # (b, t, H c)
     y0_ptr,  # (b, H c), with STARTED
@@ -79,8 +79,8 @@ def output_kernel(
     count,  # b t
     t_end,
     H,
-    x_stride_b,
-    x_stride_t,
+    skip_stride_b,
+    skip_stride_t,
     gate_stride_b,
     gate_stride_t,
     c: tl.constexpr,
@@ -95,7 +95,7 @@ def output_kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head, p = tl.program_id(1), tl.arange(0, P)[None, :]
     b, t, inside = token // t_end, token % t_end, (token < count)[:, None] & (p < c)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = skip_ptr.dtype.element_ty
     W, at = _weights(W_ptr + head * (3 * c * c), dtype, c, P, DOT), head * c + p
     before = _load_y(y_ptr, y0_ptr, b, t - 1, at, inside, t_end, H, c, STARTED)
     normed = (before * norm_of(before, c, FEEDBACK_EPS)).to(dtype)
@@ -103,8 +103,8 @@ def output_kernel(
         gate_ptr, gate_stride_b, gate_stride_t, normed, W, b, t, at, inside, DOT, PRECISION
     )
     y = _load_y(y_ptr, y0_ptr, b, t, at, inside, t_end, H, c, False)
-    x = _load(x_ptr + (b * x_stride_b + t * x_stride_t)[:, None] + at, inside)
-    shown, _ = _shown(y, x, _load(D_ptr + at, p < c), c, EPS)
+    skip = _load(skip_ptr + (b * skip_stride_b + t * skip_stride_t)[:, None] + at, inside)
+    shown, _ = _shown(y, skip, _load(D_ptr + at, p < c), c, EPS)
     out = gate * sigmoid(gate) * shown * _load(weight_ptr + at, p < c)
     tl.store(out_ptr + (token * (H * c))[:, None] + at, out.to(dtype), mask=inside)
 
@@ -113,14 +113,14 @@ def output_kernel(
 def output_backward_kernel(
     grad_ptr,  # (b, t, H c)
     grad_y_ptr,  # (b, t, H c), with OF_Y: the cotangent of y itself, else zeros
-    x_ptr,  # (b, t, H c)
+    skip_ptr,  # (b, t, H c)
     gate_ptr,  # (b, t, H c)
     y_ptr,  # (b, t, H c)
     y0_ptr,  # (b, H c), with STARTED
     D_ptr,  # (H, c)
     weight_ptr,  # (H, c)
     W_ptr,  # (H, 3 c, c)
-    grad_x_ptr,  # (b, t, H c), written
+    grad_skip_ptr,  # (b, t, H c), written
     grad_gate_ptr,  # (b, t, H c), written
     grad_fed_ptr,  # (b, t, H, 3, c), of which the last is written: that of the gate's feedback
     normed_ptr,  # (b, t, H, c), written: norm(y_{t-1})
@@ -132,8 +132,8 @@ def output_backward_kernel(
     H,
     grad_stride_b,
     grad_stride_t,
-    x_stride_b,
-    x_stride_t,
+    skip_stride_b,
+    skip_stride_t,
     gate_stride_b,
     gate_stride_t,
     c: tl.constexpr,
@@ -151,7 +151,7 @@ def output_backward_kernel(
     b, t = row // (t_end + 1), row % (t_end + 1) - 1
     every = (row < count)[:, None] & (p < c)
     own, later = every & (t >= 0)[:, None], every & (t + 1 < t_end)[:, None]
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = skip_ptr.dtype.element_ty
     W, at = _weights(W_ptr + head * (3 * c * c), dtype, c, P, DOT), head * c + p
     D, weight = _load(D_ptr + at, p < c), _load(weight_ptr + at, p < c)
     y = _load_y(y_ptr, y0_ptr, b, t, at, every, t_end, H, c, STARTED)
@@ -164,8 +164,8 @@ def output_backward_kernel(
         PRECISION,
     )  # fmt: skip
     y_next = _load_y(y_ptr, y0_ptr, b, t + 1, at, later, t_end, H, c, False)
-    x_next = _load(x_ptr + (b * x_stride_b + (t + 1) * x_stride_t)[:, None] + at, later)
-    shown, _ = _shown(y_next, x_next, D, c, EPS)
+    skip_next = _load(skip_ptr + (b * skip_stride_b + (t + 1) * skip_stride_t)[:, None] + at, later)
+    shown, _ = _shown(y_next, skip_next, D, c, EPS)
     grad = _load(grad_ptr + (b * grad_stride_b + (t + 1) * grad_stride_t)[:, None] + at, later)
     share = sigmoid(gate)
     grad_gate = grad * shown * weight * share * (1 + gate * (1 - share))
@@ -183,15 +183,15 @@ def output_backward_kernel(
     gate = _gate(
         gate_ptr, gate_stride_b, gate_stride_t, normed_before, W, b, t, at, own, DOT, PRECISION
     )
-    x = _load(x_ptr + (b * x_stride_b + t * x_stride_t)[:, None] + at, own)
-    shown, inverse = _shown(y, x, D, c, EPS)
+    skip = _load(skip_ptr + (b * skip_stride_b + t * skip_stride_t)[:, None] + at, own)
+    shown, inverse = _shown(y, skip, D, c, EPS)
     grad = _load(grad_ptr + (b * grad_stride_b + t * grad_stride_t)[:, None] + at, own)
     grad *= gate * sigmoid(gate)
     weight_sum = tl.sum(grad * shown, 0)
     grad *= weight
     grad_v = inverse * (grad - shown * (tl.sum(grad * shown, 1)[:, None] / c))
     to = wide * c + at
-    tl.store(grad_x_ptr + to, (D * grad_v).to(grad_x_ptr.dtype.element_ty), mask=own)
+    tl.store(grad_skip_ptr + to, (D * grad_v).to(grad_skip_ptr.dtype.element_ty), mask=own)
     grad_y += tl.where(own, grad_v, 0.0)
     if OF_Y:
         grad_y += _load(grad_y_ptr + to, own)
@@ -201,5 +201,5 @@ def output_backward_kernel(
     tl.store(inverse_ptr + f_row, tl.sum(inverse_y, 1), mask=row < count)
     channel = tl.arange(0, P)
     sums = sums_ptr + (tl.program_id(0).to(tl.int64) * H + head) * (4 * c) + channel
-    tl.store(sums, tl.sum(grad_v * x, 0), mask=channel < c)
+    tl.store(sums, tl.sum(grad_v * skip, 0), mask=channel < c)
     tl.store(sums + c, weight_sum, mask=channel < c)

@@ -58,25 +58,23 @@ from bedouin.kernels.track.device import (
 
 @triton.jit
 def _load_replayed(
-    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, zeros (P,), and
-    # noise
-    strides,  # of x and noise
+    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, and
+    # zeros (P,)
+    stride,  # of x
     step,
-    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr, NOISY: tl.constexpr,
+    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
-    x = load_vector(first[0] + step * strides[0], c, P)
+    x = load_vector(first[0] + step * stride, c, P)
     row, fed = load_vector(first[1] + step * P, P, P), load_vector(first[2] + step * P, P, P)
     at = first[3] + step * 2 + first[6]
     B = load_row(first[4] + step * WORDS, WORDS, NL)
     C = load_row(first[5] + step * WORDS, WORDS, NL)
-    noise = load_vector(first[7] + step * strides[1], c, P) if NOISY else x
-    return x, row, fed, tl.load(at), tl.load(at + 1), B, C, noise
+    return x, row, fed, tl.load(at), tl.load(at + 1), B, C
 
 
 @triton.jit(do_not_specialize=["t_end", "H", "start", "tokens"])
 def replay_kernel(
     x_ptr,  # (b, t, H c)
-    noise_ptr,  # (b, t, H c), with NOISY
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
     fed_ptr,  # (f, t, P): what was fed back to Delta and x, coupled
     scalars_ptr,  # (f, t, 2)
@@ -101,7 +99,6 @@ def replay_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    NOISY: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """A chunk of tokens."""
@@ -124,20 +121,16 @@ def replay_kernel(
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
         unknown_zeros(p, t_end, P),
-        noise_ptr + (b * t_end * H + head) * c,
     )
-    strides = (x_stride_t, H * c)
-    loaded = _load_replayed(first, strides, tl.cast(begin, tl.int64), c, P, WORDS, NL, NOISY)
+    loaded = _load_replayed(first, x_stride_t, tl.cast(begin, tl.int64), c, P, WORDS, NL)
     A, h = wait_for(A, V), wait_for(h, V)
     for t in range(begin, end):
-        x, row, fed, B_C, beta, B_words, C_words, noise = loaded
+        x, row, fed, B_C, beta, B_words, C_words = loaded
         delta, written = unpack(row, 2)
         B, C = unpack(B_words, V), unpack(C_words, V)
         mixed = x.to(tl.float32) + decouple(fed, V)[1]
-        if NOISY:
-            mixed += noise.to(tl.float32)
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
-        loaded = _load_replayed(first, strides, step, c, P, WORDS, NL, NOISY)
+        loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
         products = ()
         after = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)

@@ -67,10 +67,10 @@ def _feed_back(
 
 @triton.jit
 def _load_token(
-    first,  # pointers to the rows of x, delta, scalars, B, C, `unknown_zeros` (P,), and noise
-    strides,  # of x, delta and noise
+    first,  # pointers to the rows of x, delta, scalars, B, C, and `unknown_zeros` (P,)
+    strides,  # of x and delta
     step,  # tokens after it
-    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr, NOISY: tl.constexpr,
+    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     """What is read of a token, as it is in memory: a conversion would wait for it."""
     x = load_vector(first[0] + step * strides[0], c, P)
@@ -78,8 +78,7 @@ def _load_token(
     at = first[2] + step * 2 + first[5]
     B = load_row(first[3] + step * WORDS, WORDS, NL)
     C = load_row(first[4] + step * WORDS, WORDS, NL)
-    noise = load_vector(first[6] + step * strides[2], c, P) if NOISY else x
-    return x, raw, tl.load(at), tl.load(at + 1), B, C, noise
+    return x, raw, tl.load(at), tl.load(at + 1), B, C
 
 
 @triton.jit
@@ -96,7 +95,6 @@ def _prefetch(
 @triton.jit(do_not_specialize=["t_end", "H"])
 def sweep_kernel(
     x_ptr,  # (b, t, H c)
-    noise_ptr,  # (b, t, H c), with NOISY
     delta_ptr,  # (b, t, H c)
     scalars_ptr,  # (f, t, 2): B C and beta
     B_ptr,  # (f, t, N / V), words
@@ -126,7 +124,6 @@ def sweep_kernel(
     CHUNK: tl.constexpr,
     STARTED: tl.constexpr,  # whether h0 and y0 are given, else zeros
     KEEP: tl.constexpr,
-    NOISY: tl.constexpr,
     FEEDBACK_EPS: tl.constexpr,
     FAST: tl.constexpr,
 ):
@@ -156,24 +153,21 @@ def sweep_kernel(
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
         unknown_zeros(p, t_end, P),
-        noise_ptr + (b * t_end * H + head) * c,
     )
-    strides = (x_stride_t, delta_stride_t, H * c)
+    strides = (x_stride_t, delta_stride_t)
     earliest = tl.minimum(tl.arange(0, CHUNK), t_end - 1)
     _prefetch(first, strides, earliest, c, WORDS, FAST)
     # The next token's rows are loaded as soon as those of a token have been read, in turns into two
     # places: a thread that waits for one load waits for all that it has issued before.
-    even = _load_token(first, strides, 0, c, P, WORDS, NL, NOISY)
+    even = _load_token(first, strides, 0, c, P, WORDS, NL)
     odd = even
     fed = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
     for turn in range(0, tl.cdiv(t_end, 2)):
         for half in tl.static_range(2):
             t = 2 * turn + half
             if t < t_end:
-                x, raw, B_C, beta, B_words, C_words, noise = even if half == 0 else odd
+                x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
                 mixed = x.to(tl.float32) + fed[1]
-                if NOISY:
-                    mixed += noise.to(tl.float32)
                 delta = softplus(raw.to(tl.float32) + bias + fed[0], FAST)
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
@@ -183,7 +177,7 @@ def sweep_kernel(
                     later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
                     _prefetch(first, strides, later, c, WORDS, FAST)
                 step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
-                row = _load_token(first, strides, step, c, P, WORDS, NL, NOISY)
+                row = _load_token(first, strides, step, c, P, WORDS, NL)
                 if half == 0:
                     odd = row
                 else:

@@ -103,7 +103,7 @@ def finish_kernel(
     unit_B_ptr,  # (f, t, N): the cotangent of the unit B
     unit_C_ptr,  # (f, t, N)
     grad_fed_ptr,  # (b, t, H, 3, c): the cotangents of raw Delta and, written, of x with feedback
-    grad_x_ptr,  # (b, t, H c): what the output gives, to which is added
+    grad_x_ptr,  # (b, t, H c), written
     grad_B_ptr,  # (b, t, H n), written
     grad_C_ptr,  # (b, t, H n), written
     grad_delta_ptr,  # (b, t, H c), written
@@ -143,8 +143,7 @@ def finish_kernel(
     grad_delta = tl.load(fed, mask=channels, other=0.0)
     _cast_store(grad_delta_ptr + wide * c + p, grad_delta, channels)
     _cast_store(fed + c, grad_mixed, channels)
-    grad_x = tl.load(grad_x_ptr + wide * c + p, mask=channels, other=0.0).to(tl.float32)
-    _cast_store(grad_x_ptr + wide * c + p, grad_x + grad_mixed, channels)
+    _cast_store(grad_x_ptr + wide * c + p, grad_mixed, channels)
     read = tl.load(read_ptr + at, mask=channels, other=0.0).to(tl.float32)
     beta = tl.load(scalars_ptr + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)

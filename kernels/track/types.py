@@ -3,23 +3,27 @@
 Letters: b batch, t time, H heads, c channels and n states of a head; f, P, N, V as in `Sizes`.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.track.limits import Sizes
 
+ROWS: Final = 7
+"""Fields of `TrackInputs` with a row for each token, which come first."""
+
 
 class TrackInputs(NamedTuple):
-    """The tensors of a call. The first six may be views whose last axis is contiguous."""
+    """The tensors of a call. The first seven may be views whose last axis is contiguous."""
 
-    x: Tensor  # (b, t, H c)
+    x: Tensor  # (b, t, H c), of the recurrence
     B: Tensor  # (b, t, H n), of any length
     C: Tensor  # (b, t, H n), likewise
     delta: Tensor  # (b, t, H c), raw, without its bias
     erase: Tensor  # (b, t, H), raw, without its bias
     gate: Tensor  # (b, t, H c)
+    skip: Tensor  # (b, t, H c), of which D times is added to y
     dt_bias: Tensor  # (H c,)
     erase_bias: Tensor  # (H,)
     A_log: Tensor  # (H c, n) or (H, c, n): A = -exp(A_log)
@@ -28,7 +32,6 @@ class TrackInputs(NamedTuple):
     W_y: Tensor  # (H, 3 c, c), the rows of Delta, of x and of the gate
     h0: Tensor | None  # (b, H c, n); None: zeros
     y0: Tensor | None  # (b, H c); None: zeros
-    noise: Tensor | None = None  # (b, t, H c), added to x in the recurrence; without a gradient
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -78,6 +81,7 @@ class Gradients(NamedTuple):
     delta: Tensor  # (b, t, H c)
     erase: Tensor  # (b, t, H)
     gate: Tensor  # (b, t, H c)
+    skip: Tensor  # (b, t, H c)
     sums: Tensor  # (H, 4, c): of D, of the weight, of dt_bias, and of erase_bias in the first place
     A_log: Tensor  # (H c, n) or (H, c, n)
     W_y: Tensor  # (H, 3 c, c)
@@ -87,11 +91,10 @@ class Gradients(NamedTuple):
     @staticmethod
     def empty(inputs: TrackInputs) -> "Gradients":
         b, _, H, c, n = inputs.sizes
-        rows = inputs.x, inputs.B, inputs.C, inputs.delta, inputs.erase, inputs.gate
-        x, B, C, delta, erase, gate = (v.new_empty(v.shape) for v in rows)
+        x, B, C, delta, erase, gate, skip = (v.new_empty(v.shape) for v in inputs[:ROWS])
         sums, A_log, h0, y0 = (
             inputs.x.new_empty(shape, dtype=torch.float32)
             for shape in ((H, 4, c), inputs.A_log.shape, (b, H * c, n), (b, H * c))
         )
         W_y = inputs.x.new_empty(H, 3 * c, c)
-        return Gradients(x, B, C, delta, erase, gate, sums, A_log, W_y, h0, y0)
+        return Gradients(x, B, C, delta, erase, gate, skip, sums, A_log, W_y, h0, y0)

@@ -87,8 +87,9 @@ class ShortConvolution(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """SiLU(conv(x) + added) (b, t, c) with groups of unit length, as
-        `bedouin.kernels.convolution` has them, and the window after the last token.
+        """SiLU(conv(x)) with groups of unit length and behind it SiLU(conv(x)[:a] + added)
+        (b, t, c + a), as `bedouin.kernels.convolution` has them, and the window after the last
+        token.
 
         A kernel computes this in one pass; a module with hooks is called."""
         if self.weight is not None and self.bias is None and is_untouched(self):

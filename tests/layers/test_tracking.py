@@ -106,12 +106,14 @@ def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
             [H * c, H * n, H * n, H * c, H, H * c], -1
         )
         assert layer.conv.weight is not None
-        acted = convolved(window, layer.conv.weight, torch.cat([x, B, C], -1))
+        convolutions = convolved(window, layer.conv.weight, torch.cat([x, B, C], -1))
+        x_conv, B, C = (w.view(b, H, -1) for w in convolutions.split([H * c, H * n, H * n], -1))
+        skip = x = F.silu(x_conv)
+        B, C = F.silu(B), F.silu(C)
         if read is not None:
             assert layer.read_proj is not None
             of_x, of_delta = layer.read_proj(read[:, i]).chunk(2, -1)
-            acted, delta = acted + F.pad(of_x, (0, 2 * H * n)), delta + of_delta
-        x, B, C = (w.view(b, H, -1) for w in F.silu(acted).split([H * c, H * n, H * n], -1))
+            x, delta = F.silu(x_conv + of_x.view(b, H, c)), delta + of_delta
         B, C = (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + n * 1e-6) for w in (B, C))
         fed = y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
         of_delta, of_x, of_gate = torch.einsum("hkij,bhj->kbhi", W, fed)
@@ -121,7 +123,7 @@ def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
         h = h - beta * (h * B[:, :, None]).sum(-1, keepdim=True) * B[:, :, None]
         h = h + (step * (x + of_x))[..., None] * B[:, :, None]
         y = (h * C[:, :, None]).sum(-1)
-        v = y + layer.D.view(H, c) * x
+        v = y + layer.D.view(H, c) * skip
         normed = v / torch.sqrt(v.square().mean(-1, keepdim=True) + layer.norm_eps)
         out = F.silu(gate.view(b, H, c) + of_gate) * normed * layer.norm_weight.view(H, c)
         outputs.append(layer.out_proj(out.flatten(1)))
@@ -134,8 +136,7 @@ def by_hand(layer: Any, u: Tensor) -> Tensor:
     if isinstance(layer, Tracker):
         return tracker_by_hand(layer, u, None)
     recalled, output = memory_by_hand(layer.memory, u)
-    tracked = tracker_by_hand(layer.tracker, u, recalled)
-    return output + tracked / (4 * torch.sqrt(1 + tracked.square().mean(-1, keepdim=True)))
+    return output + tracker_by_hand(layer.tracker, u, recalled)
 
 
 def gradients(layer: Any, y: Tensor, u: Tensor) -> list[Tensor]:

@@ -67,8 +67,8 @@ class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
 class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
     """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
 
-        x, B, C = SiLU(conv(W u) + [W_r read, 0, 0]);   Delta, beta^e, gate = W u
-        x^_t    = x_t + W_y norm(y_{t-1})
+        x, B, C = SiLU(conv(W u));   Delta, beta^e, gate = W u
+        x^_t    = SiLU(conv(W u)_t + W_r read_t) + W_y norm(y_{t-1})
         Delta_t = softplus(Delta + W_r read_t + W_y norm(y_{t-1}) + dt_bias)
         h_t     = exp(-exp(A_log) Delta_t) * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T
         y_t     = h_t C_t
@@ -254,9 +254,12 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         acted, window = self.conv.activated(
             projected, state.conv, lengths, of_x, backend=self.backend
         )
-        x, B, C = acted.split([H * c, H * n, H * n], -1)
+        # D * skip is without what is read, which would have a second way to the output there
+        sizes = [H * c, H * n, H * n, acted.shape[-1] - self.conv.channels]
+        skip, B, C, x = acted.split(sizes, -1)
+        x = skip if of_x is None else x
         with without_autocast(u.device):
-            inputs = self._inputs((x, B, C, delta, erase, gate), state, lengths)
+            inputs = self._inputs((x, B, C, delta, erase, gate, skip), state, lengths)
             if choose_track(inputs, self.backend) == "triton":
                 found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
             else:
@@ -270,26 +273,26 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
 
     def _inputs(
         self,
-        rows: tuple[Tensor, ...],  # (b, t, ...): x, B, C, raw Delta, raw beta^e and the gate
+        rows: tuple[Tensor, ...],  # (b, t, ...), of `TrackInputs`
         state: TrackerState,
         lengths: Tensor | None,  # (b,)
     ) -> TrackInputs:
         """What the recurrence takes: with noise, and with closed padding, where Delta and beta^e
         are so low that the memory passes and no gradient reaches the other values."""
-        H, c, noise = self.num_trackers, self.tracker_dim, None
-        x, B, C, delta, erase, gate = rows
+        H, c = self.num_trackers, self.tracker_dim
+        x, B, C, delta, erase, gate, skip = rows
         if draws_noise(self):
             drawn = torch.randn(2, *x.shape, dtype=x.dtype, device=x.device)
-            noise, of_delta = (self.feedback_noise * drawn).unbind()
-            delta = delta + of_delta
+            of_x, of_delta = (self.feedback_noise * drawn).unbind()
+            x, delta = x + of_x, delta + of_delta
         if lengths is not None:
             padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
             delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
             erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
-        rows = x, B, C, delta, erase, gate
+        rows = x, B, C, delta, erase, gate, skip
         parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
-        return TrackInputs(*rows, *parameters, state.ssm, state.y, noise)
+        return TrackInputs(*rows, *parameters, state.ssm, state.y)
 
     def _by_sweep(self, inputs: TrackInputs) -> Tracked:
         """`track` by the general sweep, which no transform of torch.func stops."""
@@ -300,19 +303,18 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         # spare columns, so that the rows that kernels read begin at aligned addresses
         raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
         W_y, W_gate = inputs.W_y.to(low).squeeze(0).split([2 * c, c], -2)
-        x = inputs.x if inputs.noise is None else inputs.x + inputs.noise
         h0 = y0 = None
         if inputs.h0 is not None and inputs.y0 is not None:
             before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
             h0, y0 = before.ssm, before.y
         folded = torch.cat(raw, -1)[..., :r]
         A = -torch.exp(at_least_float32(inputs.A_log))
-        operands = Operands(fold(x, H), folded, W_y, by_head(A, H), h0, y0)
+        operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
         y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
         hidden = gated_output(
             y,
-            fold(inputs.x, H),
+            fold(inputs.skip, H),
             by_head(inputs.D, H),
             fold(inputs.gate, H),
             z=apply_feedback_weight(normed, W_gate, H),

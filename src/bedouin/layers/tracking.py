@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from bedouin.checks import check_layer_idx, known_options
 from bedouin.kernels.backend import autocast_dtype
@@ -19,9 +18,6 @@ from bedouin.layers.gated_delta_net import GatedDeltaNet
 from bedouin.layers.recurrent import RecurrentLayer, StateShapes
 from bedouin.layers.tracker import Tracker, TrackerState
 from bedouin.state import RecurrentState
-
-OUTPUT_BOUND = 0.25
-"""The root mean square of a tracker's output stays below it."""
 
 
 class _TrackingFields(NamedTuple):
@@ -46,13 +42,11 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t
         tracker  h_t = lambda_t * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T,
                  y_t = h_t C_t; x^_t and Delta_t depend on the input, on o_t and on y_{t-1}
-        output   that of the memory + that of the tracker / (4 sqrt(1 + its mean square)), a token
+        output   that of the memory + that of the tracker
 
     `memory` is a `GatedDeltaNet` of h heads, which the input alone writes and reads. `tracker` is a
     `Tracker`, which reads what the memory recalls at the same token, without a norm, so that what
-    is not found is small. Without the bound on its output, it grows in training until it hides what
-    the memory recalls (examples/results/tracking-trials). Nothing in the layer is implicit: it has
-    no solver and no statistics.
+    is not found is small. Nothing in the layer is implicit: it has no solver and no statistics.
 
     Args:
         num_heads, head_dim, expand_v: of the memory, as in `GatedDeltaNet`.
@@ -143,6 +137,5 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         recalled, after = self.memory.recall(projected, of_memory, lengths)
         read = (math.sqrt(self.memory.head_dim) * recalled).flatten(-2)
         tracked, of_tracker = self.tracker.track(x, read, of_tracker, lengths)
-        bounded = OUTPUT_BOUND * rms_norm(tracked, tracked.shape[-1:], eps=1.0)
-        output = self.memory.output(recalled, projected.gate) + bounded
+        output = self.memory.output(recalled, projected.gate) + tracked
         return output, TrackingState(*after, *of_tracker)
