@@ -125,8 +125,8 @@ def convolution_kernel(
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
     if tile == n_tokens - 1:
         for i in tl.static_range(WIDTH - 1):
-            row = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
-            last = _shifted(x_ptr, window_ptr, sample, 0, row, channel, exists, t, c, x_row, WIDTH)
+            end = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
+            last = _shifted(x_ptr, window_ptr, sample, 0, end, channel, exists, t, c, x_row, WIDTH)
             to = (sample * (WIDTH - 1) + i) * c + channel[None, :]
             tl.store(after_ptr + to, last.to(after_ptr.dtype.element_ty), exists[None, :])
 
