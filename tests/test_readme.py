@@ -613,7 +613,7 @@ TUNED_RUNS = runs_of("table-tuning")
 
 
 @pytest.mark.parametrize("form", [form for forms in VARIANTS.values() for form in forms])
-@pytest.mark.parametrize("task", ["a5", "copy", "bound_s3", "mqar"])
+@pytest.mark.parametrize("task", ["a5", "s5", "copy", "bound_s3", "bound_a5", "mqar"])
 def test_tuning_of_the_table_is_that_of_the_page(task: str, form: str) -> None:
     rows = rows_of(TUNED_RUNS, f"{task}-{form}")
     points = {row["point"]["lr"]: row["accuracy"] for row in rows}
@@ -622,11 +622,13 @@ def test_tuning_of_the_table_is_that_of_the_page(task: str, form: str) -> None:
         "copy": [("100", "token"), ("200", "token")],
         "bound_s3": [("16_32", "token"), ("16_128", "sequence"), ("24_128", "sequence")],
         "mqar": [("256", "token"), ("512", "token")],
+        "s5": [("128", "token"), ("512", "token")],
+        "bound_a5": [("16_32", "token"), ("16_128", "sequence"), ("24_128", "sequence")],
     }[task]
     shown = TEXTS["table-tuning"].replace("*", "")
     starts = {"a5": "| A5", "copy": "| copying", "bound_s3": "| bound S3", "mqar": "| MQAR"}
-    start = starts[task]
-    block = shown[shown.index(start) :].split(f"| {form} |")
+    start = (starts | {"s5": "| S5", "bound_a5": "| bound A5"})[task]
+    block = shown[max(0, shown.find(start)) :].split(f"| {form} |")
     assert len(block) > 1 or not rows, f"the page has no runs of {form}"
     for length, metric in wanted if rows else ():
         rates = (0.0005, 0.001, 0.002, 0.004, 0.008)

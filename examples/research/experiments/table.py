@@ -3,7 +3,7 @@
 Every model has the parameters of `Bedouin.recall(256)` (`models.py`), one optimizer, schedule,
 warm-up and weight decay, and a learning rate that "table-tuning" chose for it on seed 100, on A5,
 copying and bound permutations of S3; S5, associative recall and bound permutations of A5 take the
-same rates, but a model that does not learn associative recall so has tuning runs of that. What a
+same rates, but for models that have tuning runs of their own there (`OWN_TUNING`). What a
 model has to choose besides, as gating, is chosen there, too.
 """
 
@@ -74,16 +74,20 @@ RATES_OF = {
     **dict.fromkeys(LANGUAGES, "a5"),
 }
 """The task whose tuning runs choose the rate and the form."""
-TUNED_ON_MQAR = (
-    "tracking",
-    "deltaproduct_l1",
-    "gated_deltanet_l1",
-    "lstm_l1",
-    "m2rnn_l1",
-    "hybrid_l2",
-)
-"""Models for which MQAR chooses its own rate and form: those that did not learn it with those of
-copying, and `tracking`, which had not been run with it."""
+OWN_TUNING = {
+    "mqar": (
+        "tracking",
+        "deltaproduct_l1",
+        "gated_deltanet_l1",
+        "lstm_l1",
+        "m2rnn_l1",
+        "hybrid_l2",
+    ),
+    "s5": ("tracking",),
+    "bound_a5": ("tracking",),
+}
+"""Models for which a task chooses its own rate and form: of MQAR those that did not learn it with
+those of copying, and `tracking` of every task, as was asked of it."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),
@@ -118,7 +122,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def tuned_on(task: str, model: str) -> str:
     """The task whose tuning runs choose the rate and the form of a model."""
-    return task if task == "mqar" and model in TUNED_ON_MQAR else RATES_OF[task]
+    return task if model in OWN_TUNING.get(task, ()) else RATES_OF[task]
 
 
 def score(row: dict[str, Any]) -> float:
@@ -171,7 +175,7 @@ def _layer(form: str) -> str:
 def _tuning(runs: Runs) -> Experiment:
     """Three rates for every form, and a further one where the best is at an edge."""
     found = []
-    for task in (*sorted(set(RATES_OF.values())), "mqar"):
+    for task in (*sorted(set(RATES_OF.values())), *OWN_TUNING):
         for model, forms in VARIANTS.items():
             if tuned_on(task, model) != task:
                 continue
