@@ -28,9 +28,9 @@ def short_convolution(
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # (b, t, c + a), as x, and (b, w - 1, c), as the window
-    """SiLU(conv(x)), and of each of the first groups of channels v then v rsqrt(|v|^2 + eps), as
-    `groups` says; None: of none. Behind it SiLU(conv(x)[:a] + added). And the window after the last
-    token, which is the last w - 1 inputs.
+    """SiLU(conv(x)), whose first groups of channels v are normalized to v rsqrt(|v|^2 + eps), as
+    `groups` says (None: no groups), followed by the a channels SiLU(conv(x)[..., :a] + added); and
+    the window after the last token, which is the last w - 1 inputs.
 
         conv(x)_t = sum_i weight[:, i] * x_{t - w + 1 + i}
 

@@ -26,15 +26,16 @@ def short_convolution_reference(
     v = padded[:, :t] * weight[:, 0]
     for i in range(1, weight.shape[1]):
         v = v + padded[:, i : i + t] * weight[:, i]
-    more = [] if added is None else [F.silu(v[..., : added.shape[-1]] + added)]
-    v = F.silu(v)
+    parts = [F.silu(v)]
     if groups.number:
-        first, rest = v.split([groups.number * groups.size, c - groups.number * groups.size], -1)
+        normed = groups.number * groups.size
+        first, rest = parts[0].split([normed, c - normed], -1)
         by_group = first.unflatten(-1, (groups.number, groups.size))
         square = by_group.square().sum(-1, keepdim=True)
         by_group = by_group * torch.rsqrt(square + groups.eps)
-        v = torch.cat([by_group.flatten(-2), rest, *more], -1)
-    elif more:
-        v = torch.cat([v, *more], -1)
+        parts = [by_group.flatten(-2), rest]
+    if added is not None:
+        parts.append(F.silu(v[..., : added.shape[-1]] + added))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     # a copy: a view would keep all of `padded` alive
-    return v.to(x.dtype), padded[:, t:].clone().to(window.dtype)
+    return out.to(x.dtype), padded[:, t:].clone().to(window.dtype)

@@ -52,6 +52,7 @@ def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)  # the window after is rarely differentiated
     *operands, ctx.count, ctx.size, ctx.eps = inputs
+    ctx.shape = output[0].shape
     ctx.save_for_backward(*operands)
 
 
@@ -61,9 +62,7 @@ def _gradients(
     grad_after: Tensor | None,  # (b, w - 1, c)
 ) -> tuple[Tensor | None, ...]:
     operands = ctx.saved_tensors
-    if grad is None:
-        (b, t, c), added = operands[0].shape, operands[3]
-        grad = operands[0].new_zeros(b, t, c + (0 if added is None else added.shape[-1]))
+    grad = operands[0].new_zeros(ctx.shape) if grad is None else grad
     with torch.no_grad():
         grads = list(_backward(grad, *operands, ctx.count, ctx.size, ctx.eps))
         if grad_after is not None:

@@ -87,8 +87,8 @@ class ShortConvolution(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """SiLU(conv(x)) with groups of unit length and behind it SiLU(conv(x)[:a] + added)
-        (b, t, c + a), as `bedouin.kernels.convolution` has them, and the window after the last
+        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added), as
+        `bedouin.kernels.convolution` computes them (b, t, c + a), and the window after the last
         token.
 
         A kernel computes this in one pass; a module with hooks is called."""

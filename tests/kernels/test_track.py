@@ -28,6 +28,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 8e-3}
 Leaves = list[Tensor | None]
 """The fields of `TrackInputs`."""
 
+A_LOG, H0 = map(TrackInputs._fields.index, ("A_log", "h0"))
+"""Their places."""
+
 
 def draw(t: int, c: int, n: int, H: int = 1, b: int = 1, *, starts: bool = True) -> Leaves:
     """Random inputs in float64, with decays between hardly one and strong."""
@@ -191,8 +194,9 @@ def test_closed_tokens_pass_the_memory(device: str) -> None:
 @pytest.mark.parametrize("A_log", [-math.inf, -69.0, 9.2])
 def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) -> None:
     leaves = draw(20, 3, 5)
-    assert leaves[9] is not None
-    leaves[9][1:] = A_log
+    rates = leaves[A_LOG]
+    assert rates is not None
+    rates[1:] = A_log
     low = in_dtype(leaves, torch.float32, device)
     found, expected = results(with_kernels, low), results(by_the_loop, exact(low))
     for name, theirs in expected.items():
@@ -211,7 +215,7 @@ def test_no_gradient_keeps_less_and_nothing_to_compute(device: str) -> None:
         empty = in_dtype(draw(t, 3, 5, b=b), torch.float32, device)
         hidden, h, _ = with_kernels(TrackInputs(*empty))  # type: ignore[arg-type]
         assert hidden.shape == (b, t, 3)
-        torch.testing.assert_close(h, empty[13])
+        torch.testing.assert_close(h, empty[H0])
 
 
 @devices

@@ -86,8 +86,8 @@ OWN_TUNING = {
     "s5": ("tracking",),
     "bound_a5": ("tracking",),
 }
-"""Models for which a task chooses its own rate and form: of MQAR those that did not learn it with
-those of copying, and `tracking` of every task, as was asked of it."""
+"""Models that have tuning runs of their own on a task: on MQAR those that did not learn it with the
+rate of copying; `tracking` on every task. The number of tuning runs stands beside the results."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),

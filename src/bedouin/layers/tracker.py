@@ -254,7 +254,8 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
         acted, window = self.conv.activated(
             projected, state.conv, lengths, of_x, backend=self.backend
         )
-        # D * skip is without what is read, which would have a second way to the output there
+        # The skip is without what is read: the memory that is read has an output of its own, and
+        # with a second one through D associative recall is learned late, if at all.
         sizes = [H * c, H * n, H * n, acted.shape[-1] - self.conv.channels]
         skip, B, C, x = acted.split(sizes, -1)
         x = skip if of_x is None else x
