@@ -55,9 +55,11 @@ def _write(path: Path, runs: Mapping[str, Any]) -> None:
     unfinished = path.with_name("runs.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)  # after an error, to free the space on a full disk
+    except BaseException:
+        unfinished.unlink(missing_ok=True)  # to free the space on a full disk
+        raise
+    # The lock is that of the old file, so from here on another process may write `unfinished`.
+    os.replace(unfinished, path)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """The file of a set of runs: what is added stays, whoever writes at the same time."""
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,35 @@ def test_processes_side_by_side_lose_no_run(tmp_path: Path) -> None:
     started = [subprocess.Popen([*command, str(n)], cwd=examples) for n in range(4)]
     assert [process.wait(timeout=60) for process in started] == [0] * 4
     assert read_runs(tmp_path) == {f"{n}-{i}": n for n in range(4) for i in range(10)}
+
+
+def test_the_file_that_the_next_process_writes_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def replace_before_the_next_process(unfinished: Path, path: Path) -> None:
+        replace(unfinished, path)
+        unfinished.touch()  # by the process that waited for the lock of the replaced file
+
+    monkeypatch.setattr(os, "replace", replace_before_the_next_process)
+    add_runs(tmp_path, {"a": 1})
+    assert {path.name for path in tmp_path.iterdir()} == {RUNS, "runs.tmp"}
+
+
+def test_an_error_of_the_disk_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_a_part(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode(encoding)[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    add_runs(tmp_path, {"a": 1})
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    with pytest.raises(OSError, match="No space left"):
+        add_runs(tmp_path, {"b": 2})
+    assert read_runs(tmp_path) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == [RUNS]
 
 
 def test_a_run_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
