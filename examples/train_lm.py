@@ -24,7 +24,7 @@ from common.lm_options import LanguageConfig
 from common.lm_training import train
 from common.script import run_script
 
-# `Bedouin`: `Bedouin.recall` needs as many bits here and takes longer (results/copying-cpu).
+# `Bedouin` with feedback of Delta alone and without mixing, which is fast on a CPU.
 CPU = LanguageConfig(
     preset="cpu",
     device="cpu",
@@ -48,12 +48,12 @@ CPU = LanguageConfig(
     eval_tokens=2**12,
 )
 
-# `Bedouin.recall` needs the fewest bits of all layers in examples/results/language.
+# `TrackingDeltaNet`, the layer for language.
 GPU = replace(
     CPU,
     preset="gpu",
     device="auto",
-    mixer_layer="recall",
+    mixer_layer="tracking",
     autocast="bf16",
     steps=5000,
     batch_size=64,

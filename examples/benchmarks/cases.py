@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
-from bedouin.bedouin_layer import RECALL_HEAD
 from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks import packed as documents
@@ -53,18 +52,12 @@ class Case:
     """The d_state of the run is multiplied by this."""
     fewer: int = 1
     """The number of reflections of the run is divided by this."""
-    mixes: bool = True
-    """Whether there are reflections."""
-    expand: float | None = None
-    """d_inner over d_model; None: that of the run."""
 
     def adapt(self, setting: Setting) -> Setting:
         """The sizes of the run with the heads, the widths, the states and the reflections of this
         row."""
         width, n, k = setting.m // self.narrower, setting.n * self.states, setting.k // self.fewer
-        expand = setting.expand if self.expand is None else self.expand
-        k = max(1, k) * self.mixes
-        return replace(setting, h=self.heads, m=width, expand=expand, n=n, k=k)
+        return replace(setting, h=self.heads, m=width, n=n, k=max(1, k))
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -115,26 +108,6 @@ def _delta(states: int) -> Case:
         heads=16,
         states=states,
         fewer=4,
-    )
-
-
-def _recall_all_fed(suffix: str, scope: str, *, states: int) -> Case:
-    """`Bedouin.recall` with 16 heads that all have feedback."""
-    fed = f"16 heads with feedback, scope {scope}"
-    return _recall(suffix, fed, 16, states, feedback_scope=scope, feedback_heads=None)
-
-
-def _recall(suffix: str, title: str, heads: int, states: int, **options: Any) -> Case:
-    """The layer that tracks and recalls, as `Bedouin.recall` makes it with these options."""
-    return Case(
-        f"recall{suffix}",
-        f"Bedouin.recall, {title}, n {states * Setting.n}",
-        _subject(partial(subjects.recall, **options)),
-        agrees=partial(agreement.recall_agrees, **options),
-        heads=heads,
-        states=states,
-        mixes=False,
-        expand=heads * RECALL_HEAD / D_MODEL,
     )
 
 
@@ -227,11 +200,6 @@ CASES = (
     _states(2),
     _states(4),
     _delta(4),
-    _recall_all_fed("", "head", states=4),
-    _recall_all_fed("-wide", "layer", states=4),
-    _recall_all_fed("-by-head", "head", states=2),
-    _recall("-chosen", "one head with feedback, shared keys", 14, 8, shares_keys=True),
-    _recall("-n64", "one head with feedback", 14, 4),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -323,11 +291,6 @@ SPEED = {
     "direct": "1 head",
     "direct-heads8": "8 heads",
     "direct-heads16": "16 heads",
-    "recall": "recall",
-    "recall-wide": "wide",
-    "recall-by-head": "by head",
-    "recall-chosen": "chosen",
-    "recall-n64": "64 states",
     "direct-no-feedback": "no feedback",
     "lstm": "lstm",
 }

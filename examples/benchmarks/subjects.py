@@ -24,7 +24,7 @@ from bedouin.solvers import (
     OneStepAdjoint,
     Picard,
 )
-from benchmarks.cost import explicit_cost, layer_cost, lstm_cost, recall_cost, scan_cost
+from benchmarks.cost import explicit_cost, layer_cost, lstm_cost, scan_cost
 from benchmarks.measure import Numbers, Subject, inputs_of
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
@@ -39,11 +39,6 @@ LINEAR_RTOL = 1e-5
 def direct(setting: Setting, shape: Shape, **options: Any) -> Subject:
     """The layer with its default solver: exact sweep, exact gradient."""
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
-
-
-def recall(setting: Setting, shape: Shape, **options: Any) -> Subject:
-    """The layer of `Bedouin.recall` with its default solver."""
-    return _layer_subject(setting, shape, setting.recall(**options), sequential=True)
 
 
 def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
@@ -88,11 +83,7 @@ def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[B
 
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
-    if layer.projection == "input":
-        fed = layer.fed_heads * layer.head_dim
-        cost = partial(recall_cost, keys=layer.num_keys, fed=fed, read=layer.fed_channels)
-    else:
-        cost = partial(layer_cost, fed=fed_values(setting, layer))
+    cost = partial(layer_cost, fed=fed_values(setting, layer))
     return Subject(
         layer,
         inputs_of(setting, shape),

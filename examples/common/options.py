@@ -14,7 +14,7 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Bedouin, Initialization
+from bedouin import Bedouin, Initialization, TrackingDeltaNet
 from bedouin.model import SequenceModel
 from bedouin.tasks.streams import MAX_SEED
 from common.checks import (
@@ -85,10 +85,10 @@ class RunConfig(SolverOptions, TrackerOptions):
     clip: Annotated[float, Range(0, brackets="(]")] = 1.0
     """Largest norm of the gradient; inf: gradients are not clipped."""
 
-    mixer_layer: Literal["bedouin", "recall", "paper"] | Baseline = "bedouin"
-    """bedouin; recall: `Bedouin.recall`, which fixes every option of the layer but those of its
-    solve; paper: `Bedouin.from_paper`, which fixes every one but the sizes; or a baseline, which
-    takes few options of Bedouin and refuses the others."""
+    mixer_layer: Literal["bedouin", "tracking", "paper"] | Baseline = "bedouin"
+    """bedouin; tracking: `TrackingDeltaNet`, which takes no option of Bedouin; paper:
+    `Bedouin.from_paper`, which fixes every one but the sizes; or a baseline, which takes few
+    options of Bedouin and refuses the others."""
     d_model: Count = 128
     """Width of the model; see --match-parameters."""
     match_parameters: Count | None = None
@@ -121,8 +121,8 @@ class RunConfig(SolverOptions, TrackerOptions):
     rate_scale: tuple[Positive, Positive] = (1.0, 1.0)
     """Factors on the initial decay rates of the first and the last head, for mamba's decay."""
     d_conv: Count | None = None
-    """Width of each layer's convolution, with which x, the raw values and the gate are projected
-    from the layer's input; None: no convolution. Baselines have their own."""
+    """Width of a convolution over x in each layer; None: no convolution. Other layers have their
+    own."""
 
     log_every: Count = 20
     """Steps between two updates of the progress bar, which read numbers from the device."""
@@ -178,16 +178,15 @@ class TrainConfig(CurriculumOptions, RunConfig):
         RunConfig.__post_init__(self)
 
 
-_FIXED_BY_RECALL = (
+_OF_BEDOUIN = (
     *("num_heads", "beta_max", "decay", "input_scale", "eigenvalues", "feedback", "feedback_init"),
-    *("rate_scale", "d_conv"),
+    *("rate_scale", "d_conv", *SolverOptions.__dataclass_fields__),
 )
-_OF_BEDOUIN = (*_FIXED_BY_RECALL, *SolverOptions.__dataclass_fields__)
 _SIZES = ("d_state", "expand", "num_householder")
 _NOT_TAKEN: dict[str, Collection[str]] = {
     **{name: {*_OF_BEDOUIN, *_SIZES} - set(taken) for name, taken in TAKES.items()},
     "paper": _OF_BEDOUIN,
-    "recall": (*_FIXED_BY_RECALL, *_SIZES),
+    "tracking": (*_OF_BEDOUIN, *_SIZES),
 }
 """The options of Bedouin that another layer does not take."""
 
@@ -236,8 +235,8 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
     if name in BASELINES:
         options = {option: getattr(config, option) for option in TAKES[name]}
         return BASELINES[name](config.d_model, **_given(options))
-    if name == "recall":
-        return Bedouin.recall(config.d_model, **fixed_point_options(config), layer_idx=layer_idx)
+    if name == "tracking":
+        return TrackingDeltaNet(config.d_model, layer_idx=layer_idx)
     if name == "paper":
         return Bedouin.from_paper(
             config.d_model,
@@ -246,9 +245,6 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
             num_householder=config.num_householder,
             layer_idx=layer_idx,
         )
-    own: dict[str, Any] = {}
-    if config.d_conv is not None:
-        own = {"d_conv": config.d_conv, "projection": "input"}
     return Bedouin(
         config.d_model,
         d_state=config.d_state,
@@ -260,10 +256,10 @@ def build_layer(config: RunConfig, layer_idx: int) -> nn.Module:
         feedback=config.feedback,
         feedback_init=config.feedback_init,
         initialization=Initialization(rates=config.rate_scale),
+        d_conv=config.d_conv,
         **_given({"eigenvalues": config.eigenvalues}),
         **fixed_point_options(config),
         layer_idx=layer_idx,
-        **own,
     )
 
 

@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen 
 
 from common.runs import read_runs  # noqa: E402
 from research.experiments.table import (  # noqa: E402
+    EARLIER,
     RATES_OF,
     REPORTED_RUNS,
     TASKS,
@@ -42,7 +43,8 @@ SHOWN = {
 """The columns of the table."""
 
 LABELS = {
-    "recall": "Bedouin.recall",
+    "tracking": "TrackingDeltaNet",
+    "recall": "recall of 0.2.0",
     "recall_n64": "64 states",
     "recall_by_head": "feedback by head",
     "recall_layer": "feedback of all heads",
@@ -64,8 +66,8 @@ SCREENED = {
         ("recall", "recall_n64"), ("recall-trials", "initial-values", "feedback-heads")
     ),
 }
-"""Runs that chose the setting of `recall`, and of what it was before, which are tuning runs as
-well: the layer, how it begins, and which heads have feedback."""
+"""Runs that chose the setting of `recall` of version 0.2.0, and of what it was before, which are
+tuning runs as well: the layer, how it begins, and which heads have feedback."""
 
 
 def summarize(results: Path) -> dict[str, Models]:
@@ -75,7 +77,7 @@ def summarize(results: Path) -> dict[str, Models]:
     found: dict[str, Models] = {}
     for task in TASKS:
         found[task] = {}
-        for model in VARIANTS:
+        for model in (*EARLIER, *VARIANTS):
             rows = [row for runs in folders for row in rows_of(runs, f"{task}-{model}")]
             if rows:
                 number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
@@ -139,7 +141,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     for model, point in points.items():
         x, y = a5[model]["token_512"], copying[model]["characters_200"]
         xerr, yerr = ([[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y))
-        color = "C0" if model.startswith("recall") else "0.45"
+        color = "C0" if model.startswith(("tracking", "recall")) else "0.45"
         axes.errorbar(*point, yerr, xerr, "o", color=color, elinewidth=0.8)
         is_right = point[0] > 0.5
         # a label above the point would cover that of a point just above it
@@ -154,7 +156,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
             ha="right" if is_right else "left",
             color=color,
             fontsize="small",
-            fontweight="bold" if model == "recall" else "normal",
+            fontweight="bold" if model == "tracking" else "normal",
         )
     axes.set(
         xlabel="A5: right labels in sequences of 512 (trained at 16)",

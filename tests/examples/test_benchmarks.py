@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bedouin import Bedouin
-from bedouin.kernels.backend import interpreter_is_on
-from benchmarks import agreement, bench, cases, figure, special, speed, subjects, table
+from benchmarks import agreement, bench, cases, figure, special, speed, table
 from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
@@ -106,8 +105,7 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("2x4", None, None)
     }
     assert [entry["layer"] for entry in found] == [
-        *("1 head", "8 heads", "16 heads", "recall", "wide", "by head", "chosen"),
-        *("64 states", "no feedback", "lstm"),
+        *("1 head", "8 heads", "16 heads", "no feedback", "lstm"),
     ]
 
 
@@ -146,49 +144,6 @@ def test_only_a_whole_run_on_a_gpu_is_recorded(
     assert "because of --device, --precision, --tiny, --shapes" in capsys.readouterr().out
     assert bench.speed_path(bench.Config(speed=recorded, rows=("lstm",))) is None
     assert bench.speed_path(toy(tmp_path, speed=tmp_path)) == tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("recall", {"expand": 2, "feedback_scope": "head", "feedback_heads": None}),
-        ("recall-wide", {"expand": 2, "feedback_scope": "layer", "feedback_heads": None}),
-        (
-            "recall-by-head",
-            {"expand": 2, "d_state": 32, "feedback_scope": "head", "feedback_heads": None},
-        ),
-        ("recall-chosen", {}),
-        ("recall-n64", {"d_state": 64}),
-    ],
-)
-def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -> None:
-    case = next(case for case in cases.CASES if case.name == name)
-    setting, shape = case.adapt(Setting(CPU, "float32")), Shape(64, 256)
-    fed = {key: value for key, value in options.items() if key.startswith("feedback")}
-    fed |= {"shares_keys": name == "recall-chosen"}
-    layer = setting.recall(**fed)
-    torch.manual_seed(0)
-    expected = Bedouin.recall(512, **options)
-    assert repr(layer) == repr(expected)
-    for key, value in expected.state_dict().items():
-        assert torch.equal(layer.state_dict()[key], value)
-    weights = sum(p.numel() for name, p in layer.named_parameters() if "proj" in name)
-    cost = subjects.recall(setting, shape, **fed).forward_cost
-    assert cost.flops == 2 * shape.tokens * weights
-    # the convolution alone reads and writes x, B and C
-    assert cost.bytes > 2 * 4 * shape.tokens * (setting.d + 2 * layer.num_keys * setting.n)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"feedback_heads": None}, {"feedback_scope": "head", "feedback_heads": None}],
-    ids=["one head with feedback", "feedback of all heads", "feedback by head"],
-)
-def test_the_rows_of_recall_run_in_kernels(options: dict[str, Any]) -> None:
-    setting = Setting(CPU, "float32", m=8, n=4, k=0, h=2)
-    assert interpreter_is_on() and setting.recall().backend == "triton"
-    agreement.recall_agrees(setting, Shape(1, 3), **options)
 
 
 def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,28 +89,29 @@ def test_only_whole_runs_on_a_gpu_are_recorded(tmp_path: Path) -> None:
 
 def test_ratios_are_those_of_the_best_rows() -> None:
     speeds = {
-        ("bedouin", "train"): 40.0,
-        ("bedouin", "compiled"): 60.0,
+        ("tracking", "train"): 40.0,
+        ("tracking", "compiled"): 60.0,
         ("mamba", "train"): 100.0,
         ("mamba-ssm", "captured"): 120.0,
         ("lstm", "captured"): 20.0,
         ("lstm", "train"): 10.0,
-        ("bedouin", "decode-1"): 9.0,
+        ("tracking", "decode-1"): 9.0,
     }
     rows: list[dict[str, Any]] = [
         {"model": model, "task": task, "tokens_per_second": speed}
         for (model, task), speed in speeds.items()
     ]
-    rows.append({"model": "bedouin", "task": "captured", "error": "failed"})
+    rows.append({"model": "tracking", "task": "captured", "error": "failed"})
+    memories = {("tracking", "vocabulary-torch"): 3.0, ("mamba", "vocabulary-fla"): 4.0}
     rows += [
-        {"model": "bedouin", "task": "vocabulary-torch", "tokens_per_second": 1.0, "peak_gib": 3.0},
-        {"model": "mamba", "task": "vocabulary-fla", "tokens_per_second": 1.0, "peak_gib": 4.0},
+        {"model": model, "task": task, "tokens_per_second": 1.0, "peak_gib": memory}
+        for (model, task), memory in memories.items()
     ]
     assert list(ratios(rows).values()) == [0.5, 3.0, 0.75]
-    liger = {"model": "bedouin", "task": "vocabulary-liger", "tokens_per_second": 1.0}
+    liger = {"model": "tracking", "task": "vocabulary-liger", "tokens_per_second": 1.0}
     found = ratios([*rows, {**liger, "peak_gib": 2.0}])
-    memory = {title: value for title, value in found.items() if title.startswith("memory")}
-    assert [("Liger's loss" in title, value) for title, value in memory.items()] == [
+    shown = [(title, value) for title, value in found.items() if title.startswith("memory")]
+    assert [("Liger's loss" in title, value) for title, value in shown] == [
         (True, 0.5),
         (False, 0.75),
     ]

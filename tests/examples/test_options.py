@@ -15,14 +15,13 @@ import torch
 import train_a5
 import train_copy
 import train_lm
-from bedouin import Bedouin
+from bedouin import TrackingDeltaNet
 from bedouin.baselines import DeltaNet
 from bedouin.solvers import (
     Anderson,
     Broyden,
     Direct,
     Jacobi,
-    OneStepAdjoint,
     PhantomAdjoint,
     Picard,
 )
@@ -217,25 +216,23 @@ def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> N
     assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
 
 
-def test_the_layer_that_recalls_takes_options_of_the_solve_alone(
+def test_the_layer_that_tracks_and_recalls_takes_no_option_of_bedouin(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = "--preset", "cpu", "--solver", "picard", "--rtol", "0.01", "--adjoint", "one_step"
-    (layer,) = build_model(parse_config(train_copy.PRESETS, flags), 7, 5).mixers
-    assert isinstance(layer, Bedouin) and layer.fed_heads == 1 < layer.num_heads
-    assert layer.solver == Picard(rtol=0.01, atol=1e-30)
-    assert isinstance(layer.adjoint, OneStepAdjoint)
-    with pytest.raises(SystemExit):
-        parse_config(train_copy.PRESETS, ("--preset", "cpu", "--d-state", "3"))
-    message = unboxed(capsys.readouterr().err)
-    assert "--mixer-layer recall takes no --d-state: leave it out or use --mixer-layer" in message
+    (layer,) = build_model(parse_config(train_copy.PRESETS, ("--preset", "cpu")), 7, 5).mixers
+    assert isinstance(layer, TrackingDeltaNet)
+    for name, value in (("--d-state", "3"), ("--solver", "picard")):
+        with pytest.raises(SystemExit):
+            parse_config(train_copy.PRESETS, ("--preset", "cpu", name, value))
+        message = unboxed(capsys.readouterr().err)
+        assert f"--mixer-layer tracking takes no {name}: leave it out or use" in message
 
 
 def test_a_convolution_is_that_of_the_layer() -> None:
     layer: Any = build_model(parse_a5("--d-conv", "3"), 7, 5).mixers[0]
-    assert layer.conv.width == 3 and layer.projection == "input"
+    assert layer.conv.width == 3 and layer.d_conv == 3
     layer = build_model(parse_a5(), 7, 5).mixers[0]
-    assert layer.conv is None and layer.projection == "inner"
+    assert layer.conv is None
 
 
 @dataclasses.dataclass(frozen=True)

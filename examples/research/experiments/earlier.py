@@ -69,7 +69,7 @@ COPYING_CPU = Experiment(
     "copying-cpu",
     "How far does the model of make copy copy, trained on two CPU cores?",
     tuple(
-        Run(f"copy_cpu_recall_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
+        Run(f"copy_cpu_tracking_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
         for seed in range(3)
     ),
 )
