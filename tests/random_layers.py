@@ -34,8 +34,6 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
             "decay": rng.choice(("mamba", "griffin")),
             "input_scale": rng.choice(("delta", "bounded_delta", "one_minus_decay")),
             "feedback": [v for v in ("delta", "B", "C", "mixer") if rng.choice((True, False))],
-            "output": rng.choice(("norm", "paper")),
-            "bias": rng.choice((True, False)),
         }
     else:
         options["decay"] = rng.choice(("sigmoid", "griffin"))

@@ -299,8 +299,8 @@ class Padded(StepOnState):
 VARYING: dict[str, Callable[[], nn.Module]] = {
     "heads": lambda: Bedouin(3, d_state=2, num_heads=2, **FLOAT64),
     "picard": lambda: Bedouin(3, num_heads=3, solver=Picard(), **SHORT, **FLOAT64),
-    "paper": lambda: Bedouin(3, num_heads=2, output="paper", **FLOAT64),
-    "convolution": lambda: Bedouin(3, num_heads=2, d_conv=3, projection="input", **FLOAT64),
+    "paper": lambda: Bedouin.from_paper(3, solver="auto", **FLOAT64),
+    "convolution": lambda: Bedouin(3, num_heads=2, d_conv=3, **FLOAT64),
     "Attention": lambda: baselines.Attention(4, num_heads=2, **FLOAT64),
     "SequenceModel": lambda: SequenceModel(
         5, 3, [Bedouin(3, num_heads=2, **FLOAT64), FixedPointRNN(3, **FLOAT64)],

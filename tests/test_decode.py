@@ -34,20 +34,17 @@ VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
     (Bedouin, {}),
     (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "eigenvalues": "full"}),
     (Bedouin, {"feedback": ("B", "mixer"), "feedback_norm": False, "input_scale": "delta"}),
-    (Bedouin, {"feedback": (), "output": "paper", "bias": False}),
+    (Bedouin, {"feedback": ()}),
     (Bedouin, {"num_householder": 4, "beta_max": 2.0, "solver": Picard()}),
     (FixedPointRNN, {}),
     (FixedPointRNN, {"decay": "griffin", "feedback": ()}),
     (Bedouin, {"num_heads": 2}),
-    (Bedouin, {"num_heads": 4, "feedback": ("B", "mixer"), "output": "paper", "bias": False}),
+    (Bedouin, {"num_heads": 4, "feedback": ("B", "mixer")}),
     (FixedPointRNN, {"num_heads": 2, "num_householder": 2}),
     (Bedouin, {"num_heads": 2, "mixer": NoMixing(), "feedback": ("delta",)}),
     (FixedPointRNN, {"mixer": NoMixing()}),
 ]
-RECALL: dict[str, Any] = {
-    **{"num_heads": 2, "projection": "input", "d_conv": 4, "num_householder": 0},
-    **{"feedback": ("delta", "x"), "erase": 1.0},
-}
+CONVOLVED: dict[str, Any] = {"num_heads": 2, "d_conv": 4, "feedback": ("delta",)}
 gpu = pytest.mark.gpu
 backends = pytest.mark.parametrize(
     ("backend", "dtype", "rtol"),
@@ -75,7 +72,7 @@ def assert_same(state: BedouinState, expected: BedouinState, rtol: float = 1e-12
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, RECALL)])
+@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, CONVOLVED)])
 def test_captured_steps_equal_plain_steps(kind: type[Bedouin], options: dict[str, Any]) -> None:
     layer, graphs, x = make(kind, **options), StepGraphs(), tokens()
     state = plain_state = layer.init_state(3)
@@ -324,7 +321,7 @@ def test_where_no_graph_is_captured() -> None:
 
 @pytest.mark.interpreter
 @torch.no_grad()
-@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, RECALL)])
+@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, CONVOLVED)])
 def test_interpreted_steps_equal_plain_steps_in_float64(
     kind: type[Bedouin], options: dict[str, Any]
 ) -> None:
@@ -354,7 +351,7 @@ def _on_gpu(kind: type[Bedouin], dtype: torch.dtype, **options: Any) -> FixedPoi
 
 
 @gpu
-@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, RECALL)])
+@pytest.mark.parametrize("kind, options", [*VARIANTS, (Bedouin, CONVOLVED)])
 @pytest.mark.parametrize("dtype, autocast", LOW)
 @pytest.mark.parametrize("b", [1, 5])
 def test_graph_equals_forward(
@@ -390,9 +387,7 @@ def test_a_decoder_on_a_gpu_keeps_its_state_when_a_parameter_is_replaced() -> No
 
 
 @gpu
-@pytest.mark.parametrize(
-    "options", [RECALL, RECALL | {"num_householder": 1}, RECALL | {"feedback_scope": "layer"}, {}]
-)
+@pytest.mark.parametrize("options", [CONVOLVED, CONVOLVED | {"num_householder": 0}, {}])
 @torch.no_grad()
 def test_a_graph_of_several_layers_has_the_numbers_of_single_launches(
     options: dict[str, Any],

@@ -45,8 +45,6 @@ OPTIONS: list[Bad] = [
     ({"norm_eps": True}, ValueError, "norm_eps must be a finite number, got True"),
     ({"d_conv": 0}, ValueError, "d_conv must be at least 1, got 0"),
     ({"d_conv": 4.0}, TypeError, "d_conv must be an int >= 1, got 4.0"),
-    ({"projection": "outer"}, ValueError,
-     "projection must be one of ('inner', 'input'), got 'outer'"),
     ({"num_householders": 2}, TypeError,
      "has no option 'num_householders'; did you mean 'num_householder'?"),
     ({"foo": 2}, TypeError, "has no option 'foo'. Valid: d_model, "),
@@ -89,39 +87,13 @@ BEDOUIN_OPTIONS: list[Bad] = [
     ({"d_state": True}, TypeError, "d_state must be an int >= 1, got True"),
     ({"input_scale": "tau"}, ValueError,
      "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
-    ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
     ({"initialization": 0.1}, TypeError, "initialization must be None or an Initialization such"),
     ({"initialization": Initialization(rates=(1.0, 0.1)), "decay": "griffin"}, ValueError,
      "rates must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
-    ({"initialization": Initialization(memory_heads=1, memory_rates=0.1), "decay": "griffin"},
-     ValueError, "memory_rates must be 1 with decay 'griffin', got 0.1: use decay='mamba'"),
-    ({"initialization": Initialization(memory_heads=1, memory_delta=2.0), "decay": "griffin"},
-     ValueError, "memory_delta must be 1 with decay 'griffin', got 2.0: use decay='mamba'"),
-    ({"initialization": Initialization(memory_heads=3), "num_heads": 2}, ValueError,
-     "memory_heads must be at most num_heads = 2, got 3: give fewer, or more heads"),
-    ({"feedback_heads": 3, "num_heads": 2}, ValueError,
-     "feedback_heads must be at most num_heads = 2 with feedback=('delta', 'B', 'C', 'mixer')"),
-    ({"feedback_heads": 1, "feedback": ()}, ValueError,
-     "feedback_heads must be None with feedback=(), got 1"),
-    ({"num_groups": 2, "num_heads": 4, "feedback_heads": 3, "projection": "input"}, ValueError,
-     "num_groups must be at most 1, the number of heads without feedback, of 4 heads in all, got"),
-    ({"num_groups": 1, "projection": "input"}, ValueError,
-     "num_groups must be None, of 1 heads in all, got 1: only those share B and C; give"),
-    ({"num_groups": 1, "feedback": ()}, ValueError,
-     'num_groups needs projection="input", got num_groups=1 and projection=\'inner\': B and C of'),
-    ({"num_groups": True}, TypeError, "num_groups must be an int >= 1 or None, got True"),
-    ({"feedback_heads": 1.0}, TypeError, "feedback_heads must be an int >= 1 or None, got 1.0"),
-    ({"bounded_x": True}, ValueError, 'bounded_x needs feedback of "x", got bounded_x=True and '
-     "feedback=('delta', 'B', 'C', 'mixer'): add"),
-    ({"bounded_x": 1}, TypeError, "bounded_x must be True or False, got 1"),
-    ({"feedback_noise": -0.1}, ValueError, "feedback_noise must lie in [0, 1000.0], got -0.1"),
-    ({"feedback_noise": 0.1, "feedback": ()}, ValueError,
-     "feedback_noise must be 0 with feedback=(), got 0.1: give feedback, or leave"),
     ({"rate_scale": 1.0}, TypeError,
      "no option rate_scale: use initialization=Initialization(rates=...)"),
     ({"delta_from_x_init": 1.0}, TypeError,
      "no option delta_from_x_init: use initialization=Initialization(delta_from_x=...)"),
-    ({"output": "gate"}, ValueError, "output must be one of ('norm', 'paper'), got 'gate'"),
 ]  # fmt: skip
 
 
@@ -154,14 +126,6 @@ def test_options_of_bedouin(options: dict[str, Any], kind: type[Exception], mess
         ({"rates": True}, ValueError, "rates must be a finite number, got True"),
         ({"rates": 0.0}, ValueError, "rates must lie in (0, inf], got 0.0"),
         ({"rates": (1.0, float("inf"))}, ValueError, "rates must be a finite number, got inf"),
-        ({"memory_rates": 1.0}, ValueError, "memory_rates must be None with memory_heads=0, got 1"),
-        ({"memory_rates": (1.0, -1), "memory_heads": 1}, ValueError,
-         "memory_rates must lie in (0, inf], got -1"),
-        ({"memory_delta": 2.0}, ValueError, "memory_delta must be 1 with memory_heads=0, got 2.0"),
-        ({"memory_delta": 0.0, "memory_heads": 1}, ValueError,
-         "memory_delta must lie in (0, 1000.0], got 0.0"),
-        ({"memory_heads": -1}, ValueError, "memory_heads must be at least 1, got -1"),
-        ({"memory_heads": True}, TypeError, "memory_heads must be an int >= 1 or 0, got True"),
         ({"rate": 1.0}, TypeError, "Initialization has no option 'rate'; did you mean 'rates'?"),
     ],
 )  # fmt: skip
@@ -188,10 +152,6 @@ def test_widths(layer: Any, d_model: Any, kind: type[Exception], message: str) -
 def test_unknown_options_name_the_class_and_list_the_valid() -> None:
     with raises(TypeError, "FixedPointRNN has no option 'd_state'"):
         FixedPointRNN(4, d_state=4)  # type: ignore[call-arg]
-    with raises(TypeError, "FixedPointRNN has no option erase: its memory is one number a channel"):
-        FixedPointRNN(4, erase=1.0)  # type: ignore[call-arg]
-    with raises(TypeError, "FixedPointRNN has no option feedback_scope: Q_t depends on"):
-        FixedPointRNN(4, feedback_scope="layer")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
         Bedouin(4, foo=1)  # type: ignore[call-arg]
 

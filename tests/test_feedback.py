@@ -106,17 +106,14 @@ def test_rows_of_zeros_change_nothing_in_a_graph() -> None:
         (("a", "b"), [1, 1, 2]),
         (("b",), [0, 0, 2]),
         (("a", "c"), [1, 1, 0, 3]),
-        (("x",), [5, 5]),
-        (("a", "x"), [1, 1, 5, 5]),
-        (("b", "x"), [0, 0, 2, 5, 5]),
     ],
 )
 def test_the_rows_up_to_the_last_component_with_feedback(
     feedback: tuple[str, ...], rows: list[int]
 ) -> None:
-    """Rows of "a", "b" and "c" hold 1, 2 and 3, those of the gate 4 and of x, the last ones, 5."""
-    sizes, values = {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3, "x": 5}
-    kept = [float(values[name]) for name in feedback for _ in range(sizes.get(name, 2))]
+    """Rows of "a", "b" and "c" hold 1, 2 and 3, those of the gate 4."""
+    sizes, values = {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}
+    kept = [float(values[name]) for name in feedback for _ in range(sizes[name])]
     weight = torch.tensor([*kept, 4.0, 4.0]).unsqueeze(1).expand(-1, 2)
     loop, gate = split_feedback_weight(weight, feedback, sizes, 2)
     assert loop is not None

@@ -30,7 +30,7 @@ def make_model(**options: Any) -> SequenceModel:
         Mamba(8, **like),
         Attention(8, **like),
         FixedPointRNN(8, **like),
-        Bedouin(8, d_conv=3, projection="input", **like),
+        Bedouin(8, d_conv=3, **like),
         LSTM(8, **like),
         DeltaProduct(8, **like),
     ]
@@ -191,7 +191,7 @@ def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
     mixers = [
         Bedouin(64, num_heads=2, device="cuda"),
-        Bedouin(64, d_conv=4, projection="input", device="cuda"),
+        Bedouin(64, d_conv=4, device="cuda"),
     ]
     model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
     tokens = ids(2, 6).cuda()

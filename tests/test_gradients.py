@@ -62,7 +62,7 @@ def layers() -> list[FixedPointLayer]:
                 eigenvalues="full", num_householder=3, feedback_init=1.0, **common),
         Bedouin(3, d_state=1, expand=1, input_scale="delta", beta_max=2.0, num_householder=1,
                 feedback=("B", "mixer"), feedback_norm=False, **common),
-        Bedouin(2, d_state=2, mixer=LowRank(2), feedback=(), output="paper", bias=False, **common),
+        Bedouin(2, d_state=2, mixer=LowRank(2), feedback=(), **common),
         Bedouin.from_paper(2, d_state=2, num_householder=2, solver=Direct(),
                            adjoint=ImplicitAdjoint(), **common),
         FixedPointRNN(2, **common),

@@ -34,9 +34,6 @@ pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter lau
 CALLS = 2
 """Calls of a kind that compile kernels and make plans, before one whose launches are planned."""
 
-BY_HEAD: dict[str, Any] = {"feedback_scope": "head", "feedback_heads": None, "d_state": 32}
-"""Options of `Bedouin.recall`, with which every head has feedback."""
-
 Launch = tuple[str, tuple[Any, ...]]
 """The name of a kernel and, without addresses, what it is launched with."""
 
@@ -139,10 +136,6 @@ class Operations(Inside):
         (partial(Bedouin, num_householder=4), 1, False, 535, 195),
         (partial(Bedouin, num_householder=4), 1, True, 520, 205),
         (partial(Bedouin, num_householder=4), 2, False, 520, 230),
-        (partial(Bedouin.recall, **BY_HEAD), 2, False, 565, 185),
-        # two sweeps, of the heads without feedback first
-        (Bedouin.recall, 2, False, 890, 345),
-        (partial(Bedouin.recall, num_groups=1), 2, False, 910, 412),
     ],
 )
 def test_a_call_and_its_backward_pass(

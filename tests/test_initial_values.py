@@ -38,15 +38,11 @@ def make_layer(**options: Any) -> Make:
 KINDS: dict[str, Make] = {
     "layer": make_layer(),
     "heads": make_layer(num_heads=4),
-    "one fed head": make_layer(num_heads=4, feedback_heads=1),
-    "memory heads": make_layer(num_heads=2, initialization=Initialization(memory_heads=1)),
     "no Delta of x": make_layer(initialization=Initialization(delta_from_x=0.01)),
     "heads, no Delta of x": make_layer(
         num_heads=2, initialization=Initialization(delta_from_x=0.01)
     ),
-    "input": make_layer(
-        projection="input", d_conv=4, initialization=Initialization(delta_from_x=0.01)
-    ),
+    "convolution": make_layer(d_conv=4),
     "paper": lambda device: Bedouin.from_paper(64, device=device),
     "vector": lambda device: FixedPointRNN(64, num_heads=2, device=device),
     "model": lambda device: make_model(device=device, mlp_expand=1),

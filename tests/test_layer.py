@@ -85,17 +85,17 @@ def test_nothing_in_nothing_out(
 
 SOLVES: dict[str, dict[str, Any]] = {
     "direct": {},
-    "heads": {"num_heads": 2, "feedback_heads": 1},
+    "heads": {"num_heads": 2},
     "picard": {"solver": Picard(), "num_heads": 2},
     "solver of the adjoint": {"solver": Jacobi(), "adjoint": ImplicitAdjoint(Picard())},
     "one step": {"solver": Picard(), "adjoint": OneStepAdjoint()},
     "phantom": {"solver": Anderson(), "adjoint": PhantomAdjoint()},
     "unrolled": {"solver": Picard(), "adjoint": UnrolledAdjoint()},
     "convolution": {"d_conv": 3},
-    "input": {"projection": "input", "d_conv": 3, "mixer": NoMixing()},
+    "no mixing": {"d_conv": 3, "mixer": NoMixing()},
     "gate alone": {"feedback": ("mixer",), "mixer": NoMixing(), "input_scale": "delta"},
     "dense": {"mixer": Kronecker(), "solver": Picard(), "backend": "reference"},
-    "vector": {"kind": FixedPointRNN, "projection": "input", "d_conv": 3, "decay": "griffin"},
+    "vector": {"kind": FixedPointRNN, "d_conv": 3, "decay": "griffin"},
     "paper": {"kind": Bedouin.from_paper},
 }
 

@@ -200,37 +200,6 @@ def test_the_number_of_launches(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("num_heads", "fed", "num_groups", "noise", "most"),
-    [
-        (1, None, None, 0.0, (24, 44)),
-        (2, None, None, 0.0, (30, 46)),
-        (2, 1, None, 0.0, (46, 52)),
-        (2, 1, None, 0.1, (51, 52)),
-        (2, 1, 1, 0.0, (53, 65)),
-        (2, 1, 1, 0.1, (58, 65)),
-    ],
-)
-def test_the_number_of_launches_of_recall(
-    num_heads: int,
-    fed: int | None,
-    num_groups: int | None,
-    noise: float,
-    most: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without a state after the last token, for which the window of the convolution is kept."""
-    options: dict[str, Any] = {"num_heads": num_heads, "backend": "triton", "feedback_heads": fed}
-    options |= {"feedback_noise": noise, "num_groups": num_groups}
-    options["feedback_scope"] = "head" if fed is None else "layer"
-    layer = Bedouin.recall(32 * num_heads, on_unconverged="ignore", **options)
-    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
-    forward, backward = launches_of(layer, x, monkeypatch)
-    assert len(forward.names) <= most[0], forward.names
-    assert len(backward.names) <= most[1], backward.names
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
     ("options", "most"), [({}, (23, 39)), ({"feedback": ("delta",)}, (26, 44))]
 )
 def test_the_number_of_launches_without_reflections(

@@ -34,9 +34,6 @@ def warnings_of(load: Load, target: nn.Module, source: nn.Module) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-X_FED: dict[str, Any] = {"feedback": ("delta", "x")}
-ONE_COLUMN: dict[str, Any] = {"num_householder": 0, "feedback": (), "projection": "input"}
-
 DIFFERENCES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]] = [
     (Bedouin, {}, "input_scale", "bounded_delta", "one_minus_decay"),
     (Bedouin, {}, "beta_max", 1.0, 2.0),
@@ -44,10 +41,7 @@ DIFFERENCES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]
     (Bedouin, {}, "feedback_norm", True, False),
     (Bedouin, {}, "norm_eps", 1e-5, 1e-3),
     (Bedouin, {}, "feedback", ["B"], ["C"]),
-    (Bedouin, {}, "erase", 1.0, 2.0),
     (Bedouin, {}, "d_conv", None, 1),
-    (Bedouin, X_FED, "bounded_x", False, True),
-    (FixedPointRNN, ONE_COLUMN, "num_heads", 1, 2),
     (FixedPointRNN, {}, "beta_max", 1.0, 0.5),
     (Mamba, {}, "eigenvalues", "positive", "full"),
     (DeltaProduct, {}, "eigenvalues", "full", "positive"),
@@ -113,14 +107,10 @@ OTHERS: dict[type[nn.Module], dict[str, Any]] = {
         "decay": "griffin",
         "input_scale": "one_minus_decay",
         "eigenvalues": "full",
-        "erase": 1.0,
-        "projection": "input",
         "d_conv": 1,
         "feedback": ("B",),
         "feedback_norm": False,
         "norm_eps": 0.1,
-        "output": "paper",
-        "bias": False,
     },
     FixedPointRNN: {
         "expand": 1,
@@ -132,7 +122,6 @@ OTHERS: dict[type[nn.Module], dict[str, Any]] = {
         "eigenvalues": "full",
         "feedback": (),
         "feedback_norm": False,
-        "projection": "input",
         "d_conv": 1,
         "norm_eps": 0.1,
     },

@@ -44,7 +44,7 @@ def make_model() -> SequenceModel:
     mixers: list[nn.Module] = [
         Bedouin(4, **FLOAT64),
         FixedPointRNN(4, num_heads=2, decay="griffin", **FLOAT64),
-        Bedouin(4, feedback=("delta",), mixer=NoMixing(), d_conv=4, projection="input", **FLOAT64),
+        Bedouin(4, feedback=("delta",), mixer=NoMixing(), d_conv=4, **FLOAT64),
         LSTM(4, **FLOAT64),
         Mamba(4, **FLOAT64),
         DeltaProduct(4, **FLOAT64),

@@ -224,7 +224,7 @@ STATES = [
     Bedouin(4).init_state(2),
     *(kind(8).init_state(2) for kind in (LSTM, Mamba, DeltaProduct, Attention)),
     PaddedAttentionState(*Attention(8).init_state(2), torch.tensor([0, 0])),
-    Bedouin(4, d_conv=3, projection="input").init_state(2),
+    Bedouin(4, d_conv=3).init_state(2),
 ]
 
 
@@ -280,7 +280,7 @@ def test_generic_code_for_named_tuples_rebuilds_states(
 
 LAYERS: list[Callable[[], Any]] = [
     lambda: Bedouin(8),
-    lambda: Bedouin(8, num_heads=2, d_conv=3, projection="input"),
+    lambda: Bedouin(8, num_heads=2, d_conv=3),
     lambda: Bedouin(8, solver=Picard(rtol=1e-6)),
     lambda: FixedPointRNN(8),
     *(lambda kind=kind: kind(8) for kind in (LSTM, Mamba, DeltaProduct, Attention, M2RNN)),

@@ -37,8 +37,7 @@ PICARD, JACOBI = Picard(rtol=1e-13, atol=1e-300), Jacobi(rtol=1e-13, atol=1e-300
 LAYERS: dict[str, Callable[..., FixedPointLayer]] = {
     "default": lambda **k: Bedouin(2, d_state=2, expand=1, **FLOAT64, **k),
     "coupled": lambda **k: Bedouin(
-        2, d_state=2, input_scale="one_minus_decay", eigenvalues="full", output="paper", **FLOAT64,
-        **k,
+        2, d_state=2, input_scale="one_minus_decay", eigenvalues="full", **FLOAT64, **k,
     ),
     "no-feedback": lambda **k: Bedouin(2, d_state=2, expand=1, feedback=(), **FLOAT64, **k),
     "rnn": lambda **k: FixedPointRNN(2, expand=1, **FLOAT64, **k),

@@ -1,7 +1,7 @@
 """What trained layers have learned, from the weights that `ensemble.py --keep-weights` writes.
 
-    python examples/research/ensemble.py --model recall --d-model 256 --keep-weights \\
-        --keep-every 500 --out runs/learned/a5
+    python examples/research/ensemble.py --d-model 256 --keep-weights --keep-every 500 \\
+        --out runs/learned/a5
     python examples/research/learned.py runs/learned/a5 --out examples/results/learned
 
 Of every model of a folder, on test rows:
@@ -14,7 +14,7 @@ Of every model of a folder, on test rows:
 * heads: the accuracy without the output of each head, and quantiles of its decays lambda;
 * transition: of each head, the largest moduli of the eigenvalues of the Jacobian of a token from
   (h_{t-1}, y_{t-1}) to (h_t, y_t), and the effective rank of its part that reads y_{t-1};
-* keys: of each head, the effective dimension of its keys B_t, and the mean beta^e;
+* keys: of each head, the effective dimension of its keys B_t;
 * reflections: the same of the vectors u, and the mean beta, where there are any.
 
 OUT/runs.json has the numbers under the name of the folder; OUT/horizon.png, OUT/steps.png and
@@ -282,19 +282,18 @@ def by_head(v: Tensor, trained: Trained) -> list[Tensor]:  # (H b, ...) -> H of 
 
 
 def coefficients(trained: Trained, tokens: Tensor) -> tuple[Any, ...]:  # tokens: (b, t)
-    """Delta, B, C, the mixer's raw values and beta^e of folded heads, and the map."""
+    """Delta, B, C and the mixer's raw values of folded heads, and the map."""
     found = find_fixed_point(trained.layer, trained.inputs(tokens))
     y = fold(found.y, trained.layer.num_heads)
     return *found.f.split(found.f.fed(y)[1]), found.f
 
 
 def keys(trained: Trained, options: Options) -> dict[str, list[float]]:
-    """The participation ratio of the principal components of B_t, and the mean beta^e, by head."""
+    """The participation ratio of the principal components of B_t, by head."""
     tokens, _ = trained.rows(options.rows, options.tokens)
-    _, B, _, _, erase, _ = coefficients(trained, tokens)
+    _, B, *_ = coefficients(trained, tokens)
     dimensions = [participation(torch.linalg.svdvals(v.flatten(0, 1))) for v in by_head(B, trained)]
-    means = [v.mean().item() for v in by_head(erase, trained)] if erase.shape[-1] else []
-    return {"dimension": dimensions, "beta": means}
+    return {"dimension": dimensions}
 
 
 def participation(values: Tensor) -> float:  # (k,), singular values
@@ -372,7 +371,7 @@ def reflections(trained: Trained, options: Options) -> dict[str, list[float]]:
     """The participation ratio of the principal components of the unit vectors u of all tokens, and
     the mean beta, by head."""
     tokens, _ = trained.rows(options.rows, options.tokens)
-    *_, raw, _, f = coefficients(trained, tokens)
+    *_, raw, f = coefficients(trained, tokens)
     _, U, M = f.mixer(raw)
     vectors = [v.flatten(0, -2) for v in by_head(U, trained)]
     betas = by_head(M.diagonal(dim1=-2, dim2=-1), trained)

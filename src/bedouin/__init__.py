@@ -23,7 +23,7 @@ from bedouin.parameterization import Initialization
 from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Bedouin",

@@ -155,11 +155,19 @@ def output_tensor(output: object) -> Tensor:
     return tensor
 
 
-def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in `values` in the order of `valid`. Raises ValueError for any other name."""
+def ordered_subset(
+    name: str,
+    values: Collection[str],
+    valid: tuple[str, ...],
+    absent: Mapping[str, str],
+) -> tuple[str, ...]:
+    """The names in `values` in the order of `valid`. Raises ValueError for any other name, with the
+    reason for a name that is `absent`."""
     is_collection = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
     # a list, because an iterator can be read only once
     names = list(values) if is_collection else [None]
+    for found in (v for v in absent if v in names):
+        raise ValueError(f"{name} must not contain {found!r}, got {values!r}: {absent[found]}")
     if not all(v in valid for v in names):
         raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
     return tuple(v for v in valid if v in names)

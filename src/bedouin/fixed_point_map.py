@@ -1,8 +1,8 @@
 """The map F of a layer on one input: y -> F(y), with the structure that solvers use.
 
-    raw_t = raw^x_t + W^y norm(y_{t-1})            Delta, B, C, Q and beta^e from raw_t
-    x~_t  = Q_t (x_t - y_t) + y_t                  channel mixing
-    h_t   = (lambda_t * h_{t-1}) (I - beta^e_t B_t B_t^T) + (s_t * x~_t) B_t^T
+    raw_t  = raw^x_t + W^y norm(y_{t-1})           Delta, B, C and Q from raw_t
+    x~_t   = Q_t (x_t - y_t) + y_t                 channel mixing
+    h_t    = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T
     F(y)_t = h_t C_t
 
 Letters: b batch, t time, d channels, n state per channel, r raw values. A layer of several heads
@@ -10,13 +10,12 @@ folds them into the batch (bedouin.heads); d are then the channels of a head.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.branches import beside
@@ -37,7 +36,7 @@ from bedouin.kernels.direct import (
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.guard import Launching, falls_back
-from bedouin.kernels.heads import count_heads, fold, per_sample, unfold
+from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
@@ -54,7 +53,6 @@ from bedouin.solvers.solution import (
     has_values,
     join_parts,
 )
-from bedouin.staged_sweep import Stage, sweep_in_stages, with_known_feedback
 
 NORMS = "defect", "scale", "magnitude"
 """Those of a sweep's tokens."""
@@ -67,7 +65,6 @@ class ScanInputs(NamedTuple):
     B: Tensor  # (..., n)
     C: Tensor  # (..., n)
     mixer_raw: Tensor  # (..., raw size of the mixer)
-    erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
 
 
 def split_by_layout(
@@ -75,18 +72,14 @@ def split_by_layout(
     sizes: tuple[int, int],  # d, n
     raw: Tensor,  # (..., r)
 ) -> ScanInputs:
-    """The raw values that the layout describes; those between C and beta^e are left to the mixer,
+    """The raw values that the layout, of no erase, describes; those behind C are left to the mixer,
     whatever reflections the layout has."""
     d, n = sizes
     before = [d, n, n] if layout.selective else [d]
-    last = 1 if layout.erase else 0
-    delta, *BC, mixer_raw, erase = raw.split(
-        [*before, raw.shape[-1] - sum(before) - last, last], -1
-    )
+    delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in BC) if BC else (ones, ones)
-    erase = layout.erase * torch.sigmoid(erase)
-    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw, erase)
+    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
 
 
 class FixedPointMap:
@@ -94,10 +87,9 @@ class FixedPointMap:
 
     `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
-    padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
-    y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
-    heads of a sample converge together, each judged by itself (`parts`). The W^y of `operands` is
-    that of the first `fed_heads` heads; None: all have feedback.
+    padding, so that the memory passes through it. With `joined` heads, y and F(y) are
+    (b / joined, t, joined d), the channels of the heads side by side, each judged by itself
+    (`parts`).
     """
 
     def __init__(
@@ -109,11 +101,10 @@ class FixedPointMap:
         backend: Backend,
         lengths: Tensor | None = None,  # (b,)
         joined: int = 1,
-        fed_heads: int | None = None,
     ) -> None:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
-        self.lengths, self.joined, self.fed_heads = lengths, joined, fed_heads
+        self.lengths, self.joined = lengths, joined
         # these are computed when they are first read: the kernels need none of them
         self._real: Tensor | None = None
         self._wide: Operands | None = None
@@ -139,23 +130,13 @@ class FixedPointMap:
         return self._real
 
     @property
-    def whole(self) -> Operands:
-        """The operands, with rows of zeros in W^y for heads without feedback."""
-        W_y = self.operands.W_y
-        if W_y is None or self.fed_heads is None:
-            return self.operands
-        without = count_heads(self.operands.A) - self.fed_heads
-        return self.operands._replace(W_y=F.pad(W_y, (0, 0, 0, 0, 0, without)))
-
-    @property
     def wide(self) -> Operands:
-        """`Operands.wide` of `whole`, for plain torch; the kernels read `operands` directly."""
+        """`Operands.wide` for plain torch; the kernels read `operands` directly."""
         if self._wide is None:
             # cached with its graph, because later calls may record gradients if the first does not
             with torch.enable_grad():
-                whole = self.whole
-                whole.check(self.parameterization.feeds_x)
-                self._wide = whole.wide()
+                self.operands.check(self.parameterization.feeds_x)
+                self._wide = self.operands.wide()
         return self._wide
 
     @property
@@ -190,28 +171,23 @@ class FixedPointMap:
         v = unfold(v, self.joined)
         return v if self.real is None else zero_outside(self.real, v)
 
-    def folded(self, y: Tensor) -> Tensor:  # of joined heads -> (b, t, d)
-        """y of each head."""
-        return fold(y, self.joined)
-
-    def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d), of no joined heads -> (b, d, n)
         """h after the last token of y."""
-        tensors, options = self._scan_arguments(fold(y, self.joined))
+        tensors, options = self._scan_arguments(y)
         return selective_scan(*tensors, **options)[1]
 
     def _scan_arguments(self, y: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """The arguments of the scan whose results are F(y) and the memory, for y (b, t, d)."""
         x, raw = self.fed(y)
-        delta, B, C, mixer_raw, erase = self.split(raw)
+        delta, B, C, mixer_raw = self.split(raw)
         mixed = self._mix(mixer_raw, x, y)
-        return (mixed, delta, self.operands.A, B, C), self._scan_options(erase)
+        return (mixed, delta, self.operands.A, B, C), self._scan_options()
 
-    def _scan_options(self, erase: Tensor) -> dict[str, Any]:  # erase: (b, t, 1) or (b, t, 0)
+    def _scan_options(self) -> dict[str, Any]:
         return {
             "h0": self.wide.start()[0],
             "input_scale": self.parameterization.input_scale,
             "eigenvalues": self.parameterization.eigenvalues,
-            "erase": erase if erase.shape[-1] else None,
             "backend": self.backend,
         }
 
@@ -279,10 +255,11 @@ class MixerBind:
         raw: Tensor,  # (..., r)
         *mixer_values: Tensor,  # any shapes
     ) -> Coefficients:
-        delta, B, C, mixer_raw, erase = self.split(raw)
+        delta, B, C, mixer_raw = self.split(raw)
         values = mixer_values
         form = _call(self.mixer, values, mixer_raw) if values else self.mixer(mixer_raw)
-        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), erase)
+        no_erase = raw[..., :0]
+        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), no_erase)
 
 
 @falls_back
@@ -318,37 +295,11 @@ def _make_reporter(cell: BackwardStats, joined: int) -> ReportBackward:
     return report
 
 
-def _make_reporters(
-    cell: BackwardStats,
-    samples: Mapping[Stage, int],
-    joined: int,
-) -> dict[Stage, ReportBackward]:
-    """Reporters of stages with so many samples, which put the statistics of all of them into the
-    cell as `_make_reporter` does; a stage whose reverse sweep has not run counts as one without
-    defects."""
-    found: dict[Stage, tuple[Tensor, Tensor]] = {}
-
-    def stats() -> SolveStats:
-        like, _ = next(iter(found.values()))
-        zeros = {name: (like.new_zeros(b, like.shape[1]),) * 2 for name, b in samples.items()}
-        norms = map(torch.cat, zip(*(zeros | found).values(), strict=True))
-        return join_parts(_reverse_stats(*norms), joined)
-
-    def report(stage: Stage, defect: Tensor, scale: Tensor) -> None:  # (b of the stage, t) each
-        if can_read_device(defect):
-            found[stage] = defect, scale
-            cell.defer(stats)
-
-    return {stage: partial(report, stage) for stage in samples}
-
-
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
     _swept: Sweep | None = None
-    """The last sweep, of each head as samples of its own."""
-    _y: Tensor | None = None
-    """Its result, of joined heads."""
+    """The last sweep."""
 
     @property
     def bind(self) -> MixerBind:
@@ -369,27 +320,20 @@ class StructuredMap(FixedPointMap):
 
     def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
-        operands, fed_heads = self.operands, self.fed_heads
-        if operands.x.shape[1] <= 1 and (self.joined > 1 or fed_heads is not None):
-            call = self.parameterization, fed_heads, self.backend
-            operands, fed_heads = with_known_feedback(operands, *call), None
-        options = self.parameterization, self.bind, self.mixer_values
-        if fed_heads is not None and operands.W_y is not None:
-            swept = self._sweep_stages(fed_heads, unroll, cell)
-        elif unroll:
-            swept = direct_sweep_reference(operands, *options)
+        options = self.operands, self.parameterization, self.bind, self.mixer_values
+        if unroll:
+            swept = direct_sweep_reference(*options)
         else:
             known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
             report = _make_reporter(cell, self.joined)
-            swept = direct_sweep(operands, *options, report=report, **known)
+            swept = direct_sweep(*options, report=report, **known)
         if swept.residual is None and self.lengths is not None:
             # the defects of the padding are left to the solver to reduce
             real = tokens_before(self.lengths, swept.y.shape[1])
             norms = {n: zero_outside(real, getattr(swept, n)) for n in NORMS}
             swept = swept._replace(**norms)
-        found = self._of_samples(swept) if self.joined > 1 else swept
-        self._swept, self._y = swept, found.y
-        return found
+        self._swept = self._of_samples(swept) if self.joined > 1 else swept
+        return self._swept
 
     def _of_samples(self, swept: Sweep) -> Sweep:
         """The sweep of joined heads, with the statistics of each sample's worst head."""
@@ -406,44 +350,19 @@ class StructuredMap(FixedPointMap):
             }
         return swept._replace(y=unfold(swept.y, self.joined), **worst)
 
-    def _sweep_stages(self, fed_heads: int, unroll: bool, cell: BackwardStats) -> Sweep:
-        """The sweep of heads of which the first have feedback."""
-        options = self.parameterization, self.bind, self.mixer_values
-        b = self.operands.x.shape[0]
-        fed = fed_heads * (b // count_heads(self.operands.A))
-        reporters = _make_reporters(cell, {"fed": fed, "others": b - fed}, self.joined)
-
-        def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
-            if unroll:
-                return direct_sweep_reference(part, *options)
-            known: dict[str, Any] = {"lengths": lengths, "backend": self.backend}
-            return direct_sweep(part, *options, report=reporters[stage], **known)
-
-        call = self.operands, self.parameterization, fed_heads, self.lengths, self.backend
-        return sweep_in_stages(sweep_once, *call)
-
     def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)
         return v.reshape(self.joined, v.shape[0] // self.joined, *v.shape[1:])
 
-    def folded(self, y: Tensor) -> Tensor:  # of joined heads -> (b, t, d)
-        """y of each head, without a copy if y is the result of the last sweep."""
-        known = self._sweep_to(y)
-        return super().folded(y) if known is None else known.y
-
-    def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d), of no joined heads -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
-        known = self._sweep_to(y)
-        return super().memory(y) if known is None else known.h
-
-    def _sweep_to(self, y: Tensor) -> Sweep | None:
-        """The last sweep, if y is its result."""
-        return self._swept if self._y is y else None
+        swept = self._swept
+        return swept.h if swept is not None and swept.y is y else super().memory(y)
 
     def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
         """y_star with the exact implicit gradient."""
         y_star = fold(y_star, self.joined)
-        arguments = self.whole, self.parameterization, self.bind, self.mixer_values
+        arguments = self.operands, self.parameterization, self.bind, self.mixer_values
         report = _make_reporter(cell, self.joined)
         options: dict[str, Any] = {"report": report, "backend": self.backend}
         return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
@@ -454,16 +373,16 @@ class StructuredMap(FixedPointMap):
         ValueError if backend="triton" cannot run."""
         if self.joined > 1 or not has_values(y):
             return None
-        arguments = self.whole, y, self.parameterization, self.mixer_values, rule
+        arguments = self.operands, y, self.parameterization, self.mixer_values, rule
         return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: of joined heads
         """G(y), as y, and the smallest pivot (b / joined,). G solves the local equation of each
         token, with its memory and its feedback computed from y."""
         y = fold(y, self.joined)
-        x, (delta, B, C, _, U, M, erase), diagonal, _, factors = self._local(y)
+        x, (delta, B, C, _, U, M, _), diagonal, _, factors = self._local(y)
         mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
-        options = self._scan_options(erase)
+        options = self._scan_options()
         p, _ = selective_scan(mixed, delta, A, B, C, exclusive=True, **options)
         # the pivots of padding are 1, the largest that a pivot is
         pivot = self._by_head(smallest_pivot(factors).amin(1)).amin(0)

@@ -22,16 +22,14 @@ from bedouin.heads import HeadNorm, by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
 from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
 from bedouin.kernels.branches import beside, join
-from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.output.eager import FedOutput, fed_output, takes_one_function
 from bedouin.mixers import HouseholderProduct
-from bedouin.noise import draws_noise, without_noise
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
-from bedouin.parameterization import X, split_named
 from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solve import Caller, SolveOptions
@@ -53,21 +51,21 @@ class Call(NamedTuple):
     x: Tensor  # (b', t, p)
     z: Tensor | None  # (b', t, p)
     gate: Tensor | None  # (b', t, p), the part that x determines; None: z includes it
-    W_gate: Tensor | None  # (p, p), (H, p, p) or (H, p, d), of the heads with feedback
+    W_gate: Tensor | None  # (p, p) or (H, p, p)
     dtype: torch.dtype  # of the products of the output stage and of its result
     before: BedouinState | None  # of folded samples, before the first token; None: zeros
     window: Tensor | None  # (b, w - 1, c), of the convolution after the last token
 
     def after(
         self,
-        y: Tensor,  # (b', t, p), the fixed point, or (b, t, d) with feedback of all heads
+        y: Tensor,  # (b', t, p), the fixed point
     ) -> BedouinState:
         """The state of the folded samples after the last token, which may share memory with what
         the call has computed."""
         before, f = self.before, self.f
         if before is not None and y.shape[1] == 0:
             return before.clone()
-        h, y = f.memory(y), f.folded(y)
+        h = f.memory(y)
         last = y[:, -1] if f.lengths is None else last_token(y, f.lengths, f.operands.y0)
         return BedouinState(h, last, self.window)
 
@@ -121,7 +119,7 @@ class FixedPointLayer(ProjectedLayer):
             return self._one_token(x, given)
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
-        call = self._project(x, state, self.solve_options, packing, wants_state=return_state)
+        call = self._project(x, state, self.solve_options, packing)
         with without_autocast(x.device):
             solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
         output, after = self._output(call, solution.value, return_state)
@@ -160,8 +158,7 @@ class FixedPointLayer(ProjectedLayer):
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         options = self.token_options
-        with without_noise():
-            call = self._project(x_t.unsqueeze(1), state, options)
+        call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(call.start.device):
             solution = options.solve(call.f, call.start, 1, self._caller())
         output, after = self._output(call, solution.value, True)
@@ -175,11 +172,10 @@ class FixedPointLayer(ProjectedLayer):
         keep: Callable[[BedouinState, SolveStats], None],
     ) -> Tensor:  # (b, m)
         """A token for decoding. `keep` gets the state of the folded samples after it, for which it
-        may give up `before`, and statistics of `num_parts` parts of each sample, about which
-        nothing is reported."""
+        may give up `before`, and statistics of every head of each sample, about which nothing is
+        reported."""
         options = replace(self.token_options, on_unconverged="ignore")
-        with without_noise():
-            call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
+        call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
         with without_autocast(x_t.device):
             with beside("gate", call.W_gate):
                 fed = self._fed_gate(call, before.y.unsqueeze(1))
@@ -187,7 +183,7 @@ class FixedPointLayer(ProjectedLayer):
             solution = options.solve(call.f, call.start, 1, caller)
             join("gate", fed)
             keep(call.after(solution.value), solution.stats)
-            hidden = self._gated(call, call.f.folded(solution.value), fed)
+            hidden = self._gated(call, solution.value, fed)
         output: Tensor = self.out_proj(hidden)
         return output.squeeze(1)
 
@@ -196,11 +192,6 @@ class FixedPointLayer(ProjectedLayer):
         """The options of the solve of one token."""
         options = self.solve_options
         return replace(options, solver=Direct()) if self.is_structured else options
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of a sample that converge by themselves."""
-        return self.num_heads if self.feedback_scope == "head" else 1
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
@@ -219,7 +210,7 @@ class FixedPointLayer(ProjectedLayer):
         """
         self.check_input(x, rank=3)
         f = self._project(x, None, self.solve_options).f
-        return f if self.num_parts == 1 else f.joining(self.num_parts)
+        return f if self.num_heads == 1 else f.joining(self.num_heads)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
@@ -239,13 +230,8 @@ class FixedPointLayer(ProjectedLayer):
         state: BedouinState | None,
         options: SolveOptions,
         packing: Packing | None = None,
-        *,
-        wants_state: bool = True,
     ) -> Call:
-        """Everything before the solve: projections, weights, the map and the initial y.
-
-        wants_state: whether the state after the last token is returned.
-        """
+        """Everything before the solve: projections, weights, the map and the initial y."""
         if not is_untouched(self.mixer) and isinstance(self.mixer, HouseholderProduct):
             tell_of_hooks(self, "mixer", self.mixer)
         self.deferred.flush()
@@ -253,8 +239,7 @@ class FixedPointLayer(ProjectedLayer):
         joins = self._joins_weights(u)
         projected = F.linear(u, self.in_proj.weight[: self.d_inner]) if joins else self.in_proj(u)
         before = _incoming_state(state, projected, self.state_size, packing, self.num_heads)
-        given = projected, u if joins else None, before, options, packing
-        return self._call(*given, wants_state=wants_state)
+        return self._call(projected, u if joins else None, before, options, packing)
 
     def _call(
         self,
@@ -263,23 +248,13 @@ class FixedPointLayer(ProjectedLayer):
         before: BedouinState | None,  # of folded samples
         options: SolveOptions,
         packing: Packing | None,
-        *,
-        wants_state: bool = True,
     ) -> Call:
         """The map, where its solve starts, and the output stage."""
-        at_once = self._splits_at_once(projected)
-        projected, window = self._convolve(
-            projected, before, packing, at_once=at_once, wants_state=wants_state
-        )
+        projected, window = self._convolve(projected, before, packing)
         gemm_dtype = autocast_dtype(projected) or self.D.dtype
         dtype = accumulator(projected.dtype)
         low = dtype if dtype == torch.float64 else gemm_dtype
-        drive, z, gate = None, None, None
-        if self.projection == "input":
-            x, raw, drive, z = self._split_projected(projected, before, at_once=at_once)
-            if self.output == "paper":
-                z, gate = None, z
-        elif u is not None:
+        if u is not None:
             x = fold(projected, self.num_heads)
             raw, gate, z = self._project_joined(u)
         else:
@@ -290,29 +265,23 @@ class FixedPointLayer(ProjectedLayer):
             with beside("parameters"):
                 W_y, W_gate = self._feedback_weights(gemm_dtype)
             join("parameters", W_y, W_gate)
-            f = self._map(x, raw, drive, W_y, before, packing)
-            (b, t, p), joined = x.shape, f.joined
-            shape = b // joined, t, joined * p
+            f = self._map(x, raw, W_y, before, packing)
             if isinstance(options.solver, Direct):
-                start = x.new_empty((), dtype=dtype).expand(shape)
+                start = x.new_empty((), dtype=dtype).expand(x.shape)
             else:
-                start = x.new_zeros(shape, dtype=dtype)
+                start = x.new_zeros(x.shape, dtype=dtype)
         return Call(f, start, x, z, gate, W_gate, low, before, window)
 
     def _map(
         self,
         x: Tensor,  # (b', t, p)
         raw: Tensor,  # (b', t, r)
-        drive: Tensor | None,  # (b', t, p); None: that of x
-        W_y: Tensor | None,  # (f, c) or (H, f, c)
+        W_y: Tensor | None,  # (f, p) or (H, f, p)
         before: BedouinState | None,  # of folded samples
         packing: Packing | None = None,
     ) -> FixedPointMap:
         dtype = accumulator(x.dtype)
-        if drive is None:
-            drive = self.drive(x.to(dtype)) if self.has_drive else x
-        if draws_noise(self):
-            drive, raw = self._with_noise(drive, raw)
+        drive = self.drive(x.to(dtype)) if self.has_drive else x
         with beside("decay"):
             A = by_head(self._A().to(dtype), self.num_heads)
         join("decay", A)
@@ -321,33 +290,16 @@ class FixedPointLayer(ProjectedLayer):
         if packing is not None and packing.real is not None:
             lengths = packing.padded_lengths(self.num_heads)
             sizes = self.num_heads, self.head_dim
-            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta, self.erase > 0)
+            raw = hold_memory(raw, packing.real, *sizes, self._raw_without_delta)
         operands = Operands(drive, raw, W_y, A, *start)
         options = self.parameterization(), self.mixer, self._split, self.backend
-        joined = self.num_heads if self.feedback_scope == "layer" else 1
         kind = StructuredMap if self.is_structured else FixedPointMap
-        fed_heads = self.fed_heads if self.fed_heads < self.num_heads else None
-        return kind(operands, *options, lengths, joined, fed_heads)
-
-    def _with_noise(
-        self,
-        x: Tensor,  # (b', t, p)
-        raw: Tensor,  # (b', t, r)
-    ) -> tuple[Tensor, Tensor]:  # (b', t, p), (b', t, r)
-        """x and the raw values with the noise of feedback_noise."""
-        fed = self.fed_heads * (x.shape[0] // self.num_heads)
-        sizes = {X: x.shape[-1], **self._sizes}
-        noise = raw.new_zeros(*raw.shape[:2], sum(sizes.values()))
-        parts = split_named(noise[:fed], sizes)
-        for name in self.feedback:
-            parts[name].normal_(std=self.feedback_noise)
-        of_x, of_raw = noise.split([sizes[X], raw.shape[-1]], -1)
-        return x + of_x.to(x.dtype), raw + of_raw
+        return kind(operands, *options, lengths)
 
     def _caller(self, packing: Packing | None = None) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
         record = partial(self._keep_stats, packing)
-        return Caller(name, self.deferred, draw, record, self.num_parts, self.record_history)
+        return Caller(name, self.deferred, draw, record, self.num_heads, self.record_history)
 
     def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
         if packing is not None:
@@ -364,14 +316,14 @@ class FixedPointLayer(ProjectedLayer):
     def _output(
         self,
         call: Call,
-        y: Tensor,  # (b', t, p), the fixed point, or (b, t, d) with feedback of all heads
+        y: Tensor,  # (b', t, p), the fixed point
         wants_state: bool,
     ) -> tuple[Tensor, BedouinState | None]:
         """The layer's output (b, t, m), and the state of the folded samples after the last token
         if wanted."""
         with without_autocast(y.device):
             after = call.after(y) if wants_state else None
-            hidden = self._output_stage(call, call.f.folded(y))
+            hidden = self._output_stage(call, y)
             if not hidden.numel():
                 f = call.f
                 known = f.operands.W_y, f.operands.A, call.W_gate, *f.mixer_values
@@ -400,15 +352,8 @@ class FixedPointLayer(ProjectedLayer):
         W, y0 = call.W_gate, call.f.operands.y0
         if W is None or not y.shape[1]:
             return None
-        heads, without = self.num_heads, self.num_heads - self.fed_heads
-        samples = y.shape[0] // heads
-        if without and self.feedback_scope == "head":
-            heads = self.fed_heads
-            y, y0 = y[: heads * samples], None if y0 is None else y0[: heads * samples]
         common: dict[str, Any] = {"dtype": W.dtype, "backend": self.backend}
-        normed = shifted_norm(y, y0, self.feedback_norm_eps, **common)
-        fed = apply_feedback_weight(normed, W, heads)
-        return F.pad(fed, (0, 0, 0, 0, 0, without * samples)) if without else fed
+        return apply_weight(shifted_norm(y, y0, self.feedback_norm_eps, **common), W)
 
     def _gated(
         self,
@@ -497,11 +442,7 @@ class FixedPointLayer(ProjectedLayer):
             f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
             f"num_heads={self.num_heads}, "
             f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
-            f"feedback={self.feedback}, feedback_scope={self.feedback_scope!r}, "
-            f"fed_heads={self.fed_heads}, num_groups={self.num_groups}, "
-            f"bounded_x={self.bounded_x}, "
-            f"feedback_noise={self.feedback_noise}, "
-            f"projection={self.projection!r}, solver={self.solver}, "
+            f"feedback={self.feedback}, solver={self.solver}, "
             f"adjoint={self.adjoint or ImplicitAdjoint()}"
         )
 

@@ -8,8 +8,7 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from itertools import accumulate
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,35 +26,30 @@ from bedouin.checks import (
 )
 from bedouin.decoding import StepGraphs
 from bedouin.fixed_point_map import ScanInputs, split_by_layout
-from bedouin.heads import (
-    HeadNorm,
-    InitialScales,
-    choose_fed_heads,
-    choose_num_groups,
-    choose_num_heads,
-    make_linear,
-)
+from bedouin.heads import HeadNorm, choose_num_heads, make_linear
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
-from bedouin.kernels.projection import GATE, Part
-from bedouin.kernels.projection import X as X_PART
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.mixers import ChannelMixer, HouseholderProduct, kernel_gap
 from bedouin.parameterization import (
     FEEDBACK_NORM_EPS,
     GRIFFIN_SHARPNESS,
-    FeedbackScope,
     Initialization,
     OutputStage,
-    Projection,
     SolveArguments,
     SolveOption,
-    X,
     choose_solver,
     split_feedback_weight,
 )
-from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark, type_name
+from bedouin.parameters import (
+    REMOVED,
+    SavedLayer,
+    at_least_float32,
+    factory_options,
+    mark,
+    type_name,
+)
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Solver, SolveStats
 from bedouin.solvers.base import check_number
@@ -66,14 +60,11 @@ from bedouin.solvers.solve import SolveOptions
 from bedouin.state import StateSize
 from bedouin.wrapped import effective_weight
 
-KEYS = ("B", "C")
-"""The raw components that heads of a group share."""
-
 
 class LayerParameters(SavedLayer, ABC):
     """Options and parameters of a layer.
 
-    A subclass sets `decay`, and `erase` if it has one, before it calls the constructor.
+    A subclass sets `decay` before it calls the constructor.
 
     The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
     in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
@@ -84,9 +75,6 @@ class LayerParameters(SavedLayer, ABC):
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components, in the order of the fused projection; the first is that of
     Delta, and the gate is last."""
-
-    projected_components: ClassVar[tuple[str, ...]]
-    """The raw components in the order of in_proj's output with projection="input"."""
 
     fed_names: ClassVar[tuple[str, ...]]
     """The names that `feedback` may contain."""
@@ -99,7 +87,7 @@ class LayerParameters(SavedLayer, ABC):
 
     settable_options = (
         *("solver", "adjoint", "max_steps", "on_unconverged", "backend"),
-        *("mixer", "feedback_noise", "initialization", "layer_idx"),
+        *("mixer", "initialization", "layer_idx"),
     )
 
     delta_activations: ClassVar[dict[str, Activation]]
@@ -107,8 +95,11 @@ class LayerParameters(SavedLayer, ABC):
 
     decay: str
 
-    erase: float = 0.0
-    """The largest beta^e; with 0 there is no raw value of it."""
+    output: OutputStage = "norm"
+    """The output stage: "norm" with z and a norm, "paper" without both."""
+
+    has_bias: bool = True
+    """Whether the projections of x other than that to Delta have a bias."""
 
     initialization: Initialization = Initialization()
     """Initial values, of which a subclass may set others before it calls the constructor."""
@@ -120,7 +111,7 @@ class LayerParameters(SavedLayer, ABC):
     """The sizes of the state of one sample."""
 
     x_proj: Any
-    """W^x: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
+    """W^x: an nn.Linear, or a HeadLinear for several heads."""
 
     conv: ShortConvolution | None
     """The convolution of width d_conv; None without one."""
@@ -144,10 +135,8 @@ class LayerParameters(SavedLayer, ABC):
         "num_heads",
         "input_scale",
         "eigenvalues",
-        "erase",
         "feedback",
         "feedback_norm",
-        "bounded_x",
         "d_conv",
         "norm_eps",
     )
@@ -178,16 +167,8 @@ class LayerParameters(SavedLayer, ABC):
         feedback: Collection[str],
         feedback_norm: bool,
         feedback_init: float,
-        feedback_scope: FeedbackScope,
-        feedback_heads: int | None,
-        num_groups: int | None,
-        bounded_x: bool,
-        feedback_noise: float,
         d_conv: int | None,
-        projection: Projection,
         norm_eps: float,
-        output: OutputStage,
-        bias: bool,
         solve: SolveArguments,
         layer_idx: int | None,
         device: torch.device | str | None,
@@ -202,32 +183,12 @@ class LayerParameters(SavedLayer, ABC):
         self.num_heads = choose_num_heads(num_heads, self.d_inner)
         self.head_dim = self.d_inner // self.num_heads
         check_bool("feedback_norm", feedback_norm)
-        check_bool("bounded_x", bounded_x)
-        check_bool("bias", bias)
         check_dtype(dtype)
-        self.feedback = ordered_subset("feedback", feedback, self.fed_names)
-        self.feedback_scope = one_of("feedback_scope", feedback_scope, get_args(FeedbackScope))
-        self.fed_heads = choose_fed_heads(feedback_heads, self.num_heads, self.feedback)
-        if bounded_x and X not in self.feedback:
-            raise ValueError(
-                f'bounded_x needs feedback of "x", got bounded_x=True and feedback='
-                f'{self.feedback}: add "x" to feedback, or leave bounded_x out'
-            )
-        self.bounded_x = bounded_x
-        check_number("feedback_noise", feedback_noise, 0, 1e3, open_low=False)
-        if feedback_noise and not self.feedback:
-            raise ValueError(
-                f"feedback_noise must be 0 with feedback=(), got {feedback_noise}: give feedback, "
-                "or leave feedback_noise out"
-            )
-        self.feedback_noise = float(feedback_noise)
-        self.projection = one_of("projection", projection, get_args(Projection))
-        self.num_groups = choose_num_groups(
-            num_groups, self.num_heads, self.fed_heads, self.projection
+        self.feedback = ordered_subset(
+            "feedback", feedback, self.fed_names, dict.fromkeys(("erase", "x"), REMOVED)
         )
         self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-        self.output = one_of("output", output, get_args(OutputStage))
         check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
@@ -242,43 +203,30 @@ class LayerParameters(SavedLayer, ABC):
         d, p, heads = self.d_inner, self.head_dim, self.num_heads
         factory = factory_options(device, dtype)
         own = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
-        own["erase"] = 1 if self.erase else 0
         self._sizes = {name: own.get(name, p) for name in self.components}
-        if "erase" in self.feedback and not self.erase:
-            raise ValueError(
-                f'feedback of "erase" needs erase > 0, got erase={self.erase} and feedback='
-                f"{self.feedback}: give erase, or leave the name out"
-            )
-        r, from_input = self.raw_size, self.projection == "input"
-        delta_from_x = self.initialization.delta_from_x
-        scales = ((slice(d, 2 * d), delta_from_x),) if from_input else ()
+        r = self.raw_size
+        of_delta = ..., slice(p), slice(None)
+        delta_from_x = ((of_delta, self.initialization.delta_from_x),)
         projected = sum(self.projected_sizes.values())
-        self.in_proj = cast(nn.Linear, make_linear(1, d_model, projected, scales, **factory))
-        self.x_proj = None
-        if not from_input:
-            of_delta = ..., slice(p), slice(None)
-            self.x_proj = make_linear(heads, p, r + p, ((of_delta, delta_from_x),), **factory)
+        self.in_proj = nn.Linear(d_model, projected, bias=False, **factory)
+        self.x_proj = make_linear(heads, p, r + p, delta_from_x, **factory)
         self.y_proj = None
         if self.feedback:
-            fed = sum(p if name == X else self._sizes[name] for name in self.feedback)
-            sizes = self.fed_heads, self.fed_channels, fed + p
-            self.y_proj = make_linear(*sizes, self._feedback_scales(), **factory)
+            fed = sum(self._sizes[name] for name in self.feedback)
+            scales = ((..., self.feedback_init),)
+            self.y_proj = make_linear(heads, p, fed + p, scales, **factory)
         self.conv = None
         if d_conv is not None:
             width = None if positive_int("d_conv", d_conv) == 1 else d_conv
-            size = sum(self._convolved_sizes().values())
-            self.conv = ShortConvolution(size, width, bias=not from_input, **factory)
+            self.conv = ShortConvolution(d, width, bias=True, **factory)
         window = None if self.conv is None else self.conv.window_size
         self.state_size = StateSize(d, d_state, window)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
-        biases = sum(self._biased_sizes().values()) if from_input else r
-        has_bias = bias and (biases > 0 or not from_input)
-        self.raw_bias = nn.Parameter(torch.empty(heads * biases, **factory)) if has_bias else None
-        self._parts = self._make_parts() if from_input and not self.has_drive else ()
+        self.raw_bias = nn.Parameter(torch.empty(heads * r, **factory)) if self.has_bias else None
         self.D = nn.Parameter(torch.empty(d, **factory))
         if self.decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
-        self.norm = HeadNorm(heads, d, norm_eps, **factory) if output == "norm" else None
+        self.norm = HeadNorm(heads, d, norm_eps, **factory) if self.output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         check_device(mixer, self.D.device)
 
@@ -309,7 +257,7 @@ class LayerParameters(SavedLayer, ABC):
         return None
 
     def _layout(self, num_householder: int = 0, beta_max: float = 1.0) -> RawLayout:
-        return RawLayout(self.activation, self.selective, num_householder, beta_max, self.erase)
+        return RawLayout(self.activation, self.selective, num_householder, beta_max)
 
     def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
         """Raw values converted to the inputs of the scan."""
@@ -341,55 +289,9 @@ class LayerParameters(SavedLayer, ABC):
         return self.mixer.is_structured(self.head_dim)
 
     @property
-    def fed_channels(self) -> int:
-        """The channels of y_{t-1} that W^y of a head reads."""
-        return self.head_dim if self.feedback_scope == "head" else self.d_inner
-
-    @property
-    def num_keys(self) -> int:
-        """How many heads and groups have B and C of their own."""
-        return self.num_heads if self.num_groups is None else self.fed_heads + self.num_groups
-
-    @property
     def projected_sizes(self) -> dict[str, int]:
-        """The parts of in_proj's output in their order: x and z, or with projection="input" x, that
-        of W_b if there is one, the raw values of all heads, and the gate."""
-        if self.projection == "inner":
-            return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
-        raw = {name: self.num_heads * self._sizes[name] for name in self.projected_components}
-        if self.num_groups is not None:
-            raw |= dict.fromkeys(KEYS, self.num_keys * self.d_state)
-        drive = {"b": self.d_inner} if self.has_drive else {}
-        return {"x": self.d_inner, **drive, **raw, "gate": self.d_inner}
-
-    def _convolved_sizes(self) -> dict[str, int]:
-        """The parts that the convolution acts on."""
-        n = self.num_keys * self.d_state
-        more = dict.fromkeys(KEYS, n) if self.selective and self.projection == "input" else {}
-        return {"x": self.d_inner, **more}
-
-    def _biased_sizes(self) -> dict[str, int]:
-        """With projection="input", how many values of a head have a bias, the last of their
-        component, in the order of the raw values; Delta's is dt_bias."""
-        return {"mixer": self.mixer.bias_size, "erase": 1 if self.erase else 0}
-
-    def _make_parts(self) -> tuple[Part, ...]:
-        """The parts of the projected input, for `split_projection`."""
-        places = dict(zip(self._sizes, accumulate(self._sizes.values(), initial=0), strict=False))
-        places |= {"x": X_PART, "gate": GATE}
-        convolved = {} if self.conv is None else self._convolved_sizes()
-        biased = {next(iter(self._sizes)): self.head_dim}
-        if self.raw_bias is not None:
-            biased |= self._biased_sizes()
-        return tuple(
-            Part(
-                self._sizes.get(name, self.head_dim),
-                places[name],
-                name in convolved,
-                biased.get(name, 0),
-            )
-            for name in self.projected_sizes
-        )
+        """The parts of in_proj's output in their order."""
+        return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
 
     # -- parameters
 
@@ -397,11 +299,6 @@ class LayerParameters(SavedLayer, ABC):
     def raw_size(self) -> int:
         """r, the number of raw values per token and head, without the gate."""
         return sum(self._sizes.values())
-
-    @property
-    def reads_others(self) -> bool:
-        """Whether heads with feedback read the outputs of heads without it."""
-        return self.feedback_scope == "layer" and 0 < self.fed_heads < self.num_heads
 
     @property
     def norm_eps(self) -> float | None:
@@ -425,8 +322,6 @@ class LayerParameters(SavedLayer, ABC):
             self.layout(),
             *scales,
             self.feedback_norm_eps,
-            feeds_x=X in self.feedback,
-            bounded_heads=self.fed_heads if self.bounded_x else 0,
             without_layout=kernel_gap(self.mixer) or NO_LAYOUT,
         )
 
@@ -437,47 +332,24 @@ class LayerParameters(SavedLayer, ABC):
             if module is not None:
                 module.reset_parameters()
         with torch.no_grad():
-            if self.raw_bias is not None and self.projection == "input":
-                self.raw_bias.zero_()
-            elif self.raw_bias is not None:
+            if self.raw_bias is not None:
                 bound = 1 / math.sqrt(self.head_dim)
                 self.raw_bias.uniform_(-bound, bound)
             self.D.fill_(1.0)
         if self.norm is not None:
             self.norm.reset_parameters()
 
-    def _feedback_scales(self) -> InitialScales:
-        """Those of W^y, of which the heads that begin as memories read nothing at first."""
-        scales: InitialScales = ((..., self.feedback_init),)
-        if self.reads_others:
-            own = self.fed_heads * self.head_dim
-            more = math.sqrt(self.d_inner / own)
-            scales += ((..., slice(own)), more), ((..., slice(own, None)), 0.0)
-        first = self.num_heads - self.initialization.memory_heads
-        return (*scales, (slice(first, None), 0.0)) if first < self.fed_heads else scales
-
     def _mark_parameters(self) -> None:
         # plain look-ups, because setting the first parameter calls this, too
         mark(self._parameters.get("dt_bias"), "_no_reinit")
         for name in ("D", "A_log", "omega"):
             mark(self._parameters.get(name), "_no_weight_decay")
-        if self.__dict__.get("projection") == "input":
-            for name in ("dt_bias", "raw_bias"):
-                mark(self._parameters.get(name), "_no_weight_decay")
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (f, c) or (H, f, c) and of the gate (p, c) or (H, p, c), where c is p or
-        with feedback_scope="layer" d; None without feedback, and for the loop if only components
-        without raw values have it. Where not all heads have feedback, H is the number of those that
-        have."""
+        """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
+        feedback, and for the loop if only components without raw values have it."""
         if self.y_proj is None:
             return None, None
-        weight = effective_weight("y_proj", self.y_proj, self.fed_channels, self.D, self.fed_heads)
-        if self.fed_heads < self.num_heads:
-            weight = weight.view(self.fed_heads, *weight.shape[-2:])
-            if self.reads_others:
-                own_width = self.fed_heads * self.head_dim
-                own, others = weight.split([own_width, self.d_inner - own_width], -1)
-                weight = torch.cat([own, others * (self.fed_heads / self.num_heads)], -1)
-        known = self.feedback, self._sizes, self.head_dim
-        return split_feedback_weight(weight.to(dtype), *known)
+        p = self.head_dim
+        weight = effective_weight("y_proj", self.y_proj, p, self.D, self.num_heads)
+        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)

@@ -82,7 +82,7 @@ def find_fixed_point(
 ) -> FixedPoint:
     """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings.
 
-    In training mode with the noise of feedback_noise. Raises TypeError for another kind of layer.
+    Raises TypeError for another kind of layer.
     """
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
@@ -91,9 +91,9 @@ def find_fixed_point(
     with without_autocast(x.device):
         solution = probe.solve_options.solve(call.f, call.start, 1, probe._caller())
     output, _ = probe._output(call, solution.value, False)
-    parts = probe.num_parts
-    f = call.f if parts == 1 else call.f.joining(parts)
-    return FixedPoint(f, unfold(solution.value, parts), output, solution.stats)
+    heads = probe.num_heads
+    f = call.f if heads == 1 else call.f.joining(heads)
+    return FixedPoint(f, unfold(solution.value, heads), output, solution.stats)
 
 
 @torch.no_grad()

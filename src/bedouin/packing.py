@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bedouin.checks import check_tensor
 from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.linear import padding
-from bedouin.kernels.padding import CLOSED, closed_value
+from bedouin.kernels.padding import closed_value
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
@@ -195,10 +195,8 @@ def hold_memory(
     num_heads: int,
     p: int,
     closed: float,
-    erases: bool,
 ) -> Tensor:  # (H l, w, r)
-    """Raw values whose first p, those of Delta, are `closed` in the padding, and with `erases` the
-    last, that of beta^e, so low that nothing is erased.
+    """Raw values whose first p, those of Delta, are `closed` in the padding.
 
     With Delta = 0 the decay is 1 and the input scale 0, in every parameterization: the memory
     passes, and no gradient reaches the other raw values.
@@ -208,9 +206,8 @@ def hold_memory(
         padded = padded.repeat(num_heads, 1, 1)
     r = raw.shape[-1]
     # one split, because its gradient is one concatenation
-    delta, rest, *erase = raw.split([p, r - p - 1, 1] if erases else [p, r - p], -1)
+    delta, rest = raw.split([p, r - p], -1)
     columns = [delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest]
-    columns += [v.masked_fill(padded, closed_value(-CLOSED, raw.dtype)) for v in erase]
     if not padding(r) or raw.stride(1) != r + padding(r):
         return torch.cat(columns, -1)
     # rows that kernels read begin at aligned addresses, which spare columns keep

@@ -5,9 +5,9 @@ Letters: b batch, t time, d channels of a head, r raw values, f raw values with 
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.scan import InputScale
 from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing, kernel_gap
-from bedouin.parameters import inverse_softplus
+from bedouin.parameters import REMOVED, inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
-from bedouin.solvers.base import check_number, positive_int, strict_options
+from bedouin.solvers.base import check_number, strict_options
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import SolveOptions
@@ -25,11 +25,6 @@ from bedouin.solvers.solve import SolveOptions
 Decay = Literal["mamba", "griffin"]
 RNNDecay = Literal["sigmoid", "griffin"]
 OutputStage = Literal["norm", "paper"]
-Projection = Literal["inner", "input"]
-FeedbackScope = Literal["head", "layer"]
-
-X = "x"
-"""The name in `feedback` of the mixer's input, which is no raw value."""
 
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE = (0.9, 0.999)
@@ -49,64 +44,33 @@ class Initialization:
     rates: of the decay rates exp(A_log) = 1 .. n of mamba's decay; below 1 memory is longer. A pair
         is that of the first and of the last head; those between are spaced geometrically, and one
         head has the first. Must be 1 with griffin's decay.
-    memory_heads: how many heads, the last ones, begin as a memory: their D and their feedback W^y
-        are zero before training. Associative recall is then learned in two thirds of the steps
-        (examples/results/initial-values). At most the heads of the layer.
-    memory_rates: as `rates`, of the memory heads alone, `rates` then being those of the others;
-        None: `rates` are those of all heads.
-    memory_delta: factor on Delta of the memory heads: with more than 1 what they write is larger at
-        first, and they are learned sooner. Must be 1 with griffin's decay.
 
-    Raises ValueError for rates that are neither a number nor a pair, for memory_rates or
-    memory_delta without memory heads, and for values out of range, TypeError for memory_heads that
-    is not an int.
+    Raises ValueError for rates that are neither a number nor a pair, and for values out of range.
     """
+
+    absent_options: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("memory_heads", "memory_rates", "memory_delta"), REMOVED
+    )
 
     delta_from_x: float = 1.0
     rates: float | tuple[float, float] = 1.0
-    memory_heads: int = 0
-    memory_rates: float | tuple[float, float] | None = None
-    memory_delta: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
-        if self.memory_heads != 0 or isinstance(self.memory_heads, bool):
-            positive_int("memory_heads", self.memory_heads, " or 0")
-        if self.memory_rates is not None and not self.memory_heads:
+        if isinstance(self.rates, list):  # a pair of a file
+            object.__setattr__(self, "rates", tuple(self.rates))
+        ends = _ends(self.rates)
+        if len(ends) != 2:
             raise ValueError(
-                f"memory_rates must be None with memory_heads=0, got {self.memory_rates!r}: give "
-                "rates, or memory heads"
+                f"rates must be a number, or a pair (first head, last head), got {self.rates!r}"
             )
-        check_number("memory_delta", self.memory_delta, 0, 1e3, open_low=True)
-        if self.memory_delta != 1 and not self.memory_heads:
-            raise ValueError(
-                f"memory_delta must be 1 with memory_heads=0, got {self.memory_delta}: give memory "
-                "heads"
-            )
-        for name in ("rates", "memory_rates"):
-            value: Any = getattr(self, name)
-            if isinstance(value, list):  # a pair of a file
-                value = tuple(value)
-                object.__setattr__(self, name, value)
-            ends = _ends(1.0 if value is None else value)
-            if len(ends) != 2:
-                raise ValueError(
-                    f"{name} must be a number, or a pair (first head, last head), got {value!r}"
-                )
-            for rate in ends:
-                check_number(name, rate, 0, math.inf, open_low=True)
+        for rate in ends:
+            check_number("rates", rate, 0, math.inf, open_low=True)
 
     def A_log(self, num_heads: int, head_dim: int, like: Tensor) -> Tensor:  # (H p, n), as `like`
         """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor."""
-        groups = [(self.rates, num_heads)]
-        if self.memory_rates is not None:
-            first = num_heads - self.memory_heads
-            groups = [(self.rates, first), (self.memory_rates, self.memory_heads)]
-        parts = []
-        for rates, count in groups:
-            first_shift, last_shift = (math.log(rate) for rate in _ends(rates))
-            parts.append(torch.linspace(first_shift, last_shift, count, device=like.device))
-        shifts = torch.cat(parts)
+        first, last = (math.log(rate) for rate in _ends(self.rates))
+        shifts = torch.linspace(first, last, num_heads, device=like.device)
         states = torch.arange(1, like.shape[1] + 1, device=like.device)
         return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)
 
@@ -245,41 +209,33 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: Inp
     )
 
 
-def split_named(v: Tensor, sizes: Mapping[str, int], axis: int = -1) -> dict[str, Tensor]:
-    """The parts of v, of any shape, along an axis by their names."""
-    return dict(zip(sizes, v.split(list(sizes.values()), axis), strict=True))
-
-
 def split_feedback_weight(
-    weight: Tensor,  # (s + p, c) or (H, s + p, c): the s rows of `feedback` and, last, of the gate
+    weight: Tensor,  # (s + p, p) or (H, s + p, p): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
     p: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """W^y of the loop (f, c) or (H, f, c) and W^y of the gate (p, c) or (H, p, c); c is p, or the
-    channels of all heads.
+    """W^y of the loop (f, p) or (H, f, p) and W^y of the gate (p, p) or (H, p, p).
 
     `sizes` are those of all components, in the order of the raw values. The f rows are those of the
-    components up to the last one with feedback, zero for the components in between without, and
-    then those of x if it is fed back. The first is None if `feedback` names components of size 0
-    alone.
+    components up to the last one with feedback, zero for the components in between without. The
+    first is None if `feedback` names components of size 0 alone.
     """
-    fed = {name: p if name == X else sizes[name] for name in feedback}
-    if not any(fed.values()):
+    fed = [sizes[name] for name in feedback]
+    if not any(fed):
         return None, weight
     # the gradient of one split is one concatenation
-    loop, gate = weight.split([sum(fed.values()), p], -2)
+    loop, gate = weight.split([sum(fed), p], -2)
     names = tuple(sizes)
-    raw_names = [name for name in feedback if name != X]
-    first = names[: names.index(raw_names[-1]) + 1] if raw_names else ()
-    if tuple(raw_names) == first:
+    first = names[: names.index(feedback[-1]) + 1]
+    if feedback == first:
         return loop, gate
-    rows = split_named(loop, fed, -2)
-    *heads, _, c = gate.shape
+    rows = dict(zip(feedback, loop.split(fed, -2), strict=True))
+    heads = gate.shape[:-2]
     blocks = [
-        rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], c) for name in first
+        rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], p) for name in first
     ]
-    return torch.cat([*blocks, *(rows[name] for name in rows if name == X)], -2), gate
+    return torch.cat(blocks, -2), gate
 
 
 def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`

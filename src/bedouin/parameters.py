@@ -22,6 +22,12 @@ ERASE_BIAS = -3.0
 """The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
 well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
 
+REMOVED = (
+    "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
+    "for a model that was saved with it"
+)
+"""What to do about an option that has been removed."""
+
 TEXT_BLOCK = 512
 """The text of a module's options is filled up with spaces to a multiple of this."""
 
@@ -31,8 +37,7 @@ def convolved_error(expected: str, got: str) -> ValueError:
     with SiLU."""
     return ValueError(
         f"{expected}, got {got} of a Convolved: bedouin 0.1.0 is the last version that reads it; "
-        'use that version, or train a layer with d_conv and projection="input", whose convolution '
-        "is its own"
+        "use that version, or train a layer with d_conv, whose convolution is its own"
     )
 
 

@@ -19,13 +19,12 @@ from bedouin.layer import FixedPointLayer
 from bedouin.mixers import ChannelMixer
 from bedouin.parameterization import (
     GRIFFIN_RANGE,
-    Projection,
     RNNDecay,
     SolveArguments,
     griffin_omega,
     make_mixer,
 )
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.parameters import REMOVED, at_least_float32, factory_options
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.wrapped import apply_projection
@@ -43,15 +42,13 @@ class FixedPointRNN(FixedPointLayer):
 
     Args:
         num_heads: as in Bedouin; each head has a W_b of its own.
-        projection: "inner", or "input": x, W_b x_t, the raw values and the gate are one product of
-            the layer's input (see Bedouin).
         d_conv: the width of a causal convolution with SiLU over x; None: no convolution.
         decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
             Delta), Delta = sigmoid(W x_t).
         feedback: ("mixer",), or () to switch feedback off.
     """
 
-    components = projected_components = ("decay", "mixer")
+    components = ("decay", "mixer")
     fed_names = ("mixer",)
     selective = False
     has_drive = True
@@ -60,17 +57,10 @@ class FixedPointRNN(FixedPointLayer):
         "sigmoid": "softplus_of_minus",
         "griffin": "sigmoid",
     }
-    absent_options: ClassVar[dict[str, str]] = {
-        "erase": "its memory is one number a channel and has no keys: use Bedouin",
-        "feedback_scope": "Q_t depends on the h_{t-1} of its own head alone: use Bedouin",
-        "feedback_heads": "all heads have feedback: use Bedouin",
-        "num_groups": "its memory is one number a channel and has no keys: use Bedouin",
-        "bounded_x": "x has no feedback: use Bedouin",
-        "feedback_noise": "x and Delta have no feedback: use Bedouin",
-    }
+    absent_options: ClassVar[dict[str, str]] = {"projection": REMOVED}
 
     b_proj: Any
-    """W_b: an nn.Linear, or a HeadLinear for several heads; None with projection="input"."""
+    """W_b: an nn.Linear, or a HeadLinear for several heads."""
 
     @known_options
     def __init__(
@@ -87,7 +77,6 @@ class FixedPointRNN(FixedPointLayer):
         feedback: Collection[str] = ("mixer",),
         feedback_norm: bool = True,
         feedback_init: float = 0.1,
-        projection: Projection = "inner",
         d_conv: int | None = None,
         norm_eps: float = 1e-5,
         solver: Solver | Literal["auto"] = "auto",
@@ -112,31 +101,20 @@ class FixedPointRNN(FixedPointLayer):
             feedback=feedback,
             feedback_norm=feedback_norm,
             feedback_init=feedback_init,
-            feedback_scope="head",
-            feedback_heads=None,
-            num_groups=None,
-            bounded_x=False,
-            feedback_noise=0.0,
             d_conv=d_conv,
-            projection=projection,
             norm_eps=norm_eps,
-            output="norm",
-            bias=True,
             solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,
         )
-        self.b_proj = None
-        if projection == "inner":
-            p, factory = self.head_dim, factory_options(device, dtype)
-            self.b_proj = make_linear(self.num_heads, p, p, **factory)
+        p, factory = self.head_dim, factory_options(device, dtype)
+        self.b_proj = make_linear(self.num_heads, p, p, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if self.b_proj is not None:
-            self.b_proj.reset_parameters()
+        self.b_proj.reset_parameters()
         with torch.no_grad():
             if self.decay == "griffin":
                 self.omega.copy_(griffin_omega(self.omega))
@@ -151,5 +129,4 @@ class FixedPointRNN(FixedPointLayer):
         return super()._A()
 
     def drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
-        assert self.b_proj is not None
         return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

@@ -36,7 +36,6 @@ TRACKING: dict[str, Any] = {
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 4, "num_hidden_layers": 2}
 CONVOLVED: dict[str, Any] = {
     "conv_kernel": 3,
-    "projection": "input",
     "num_heads": 2,
     "num_householder": 0,
 }

@@ -17,7 +17,7 @@ from bedouin.layer import FixedPointLayer
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "one head": lambda: Bedouin(16),
-    "heads": lambda: Bedouin(16, num_heads=2, projection="input", d_conv=3),
+    "heads": lambda: Bedouin(16, num_heads=2, d_conv=3),
     "no mixing": lambda: Bedouin(16, num_householder=0),
     "FixedPointRNN": lambda: FixedPointRNN(16, num_heads=2),
     "model": lambda: SequenceModel(10, 16, [Bedouin(16), FixedPointRNN(16)]),

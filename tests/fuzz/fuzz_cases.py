@@ -121,7 +121,6 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
             HouseholderProduct(2, 2.0), NoMixing(), LowRank(1), LowRank(3), Kronecker(), Monarch(),
             Diagonal(),
         ),
-        "projection": one("inner", "input"),
         "d_conv": one(None, None, 1, 3),
         "eigenvalues": one("positive", "full"),
         "feedback_norm": one(True, False),
@@ -132,27 +131,16 @@ def draw_options(draw: Draw, kind: type) -> dict[str, Any]:
     }  # fmt: skip
     if kind is FixedPointRNN:
         return options | {"decay": one("sigmoid", "griffin"), "feedback": one(("mixer",), ())}
-    erase = one(0.0, 0.0, 1.0, 2.0)
-    names = ["delta", "B", "C", "mixer", "x", *(["erase"] if erase else [])]
-    subsets, decay = st.lists(st.sampled_from(names), unique=True), one("mamba", "griffin")
-    feedback = tuple(draw(subsets))
-    fed_heads = one(None, None, 1) if feedback else None
-    has_memories = options["num_heads"] > 1 and (fed_heads == 1 or not feedback)
+    names = st.sampled_from(["delta", "B", "C", "mixer"])
+    feedback, decay = tuple(draw(st.lists(names, unique=True))), one("mamba", "griffin")
     return options | {
         "d_state": one(1, 2, 5),
         "decay": decay,
         "initialization": Initialization(
-            one(1.0, 0.0), one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0, one(0, 0, 1)
+            one(1.0, 0.0), one(1.0, 0.1, (2.0, 0.5)) if decay == "mamba" else 1.0
         ),
         "input_scale": one("delta", "bounded_delta", "one_minus_decay"),
-        "erase": erase,
         "feedback": feedback,
-        "feedback_heads": fed_heads,
-        "num_groups": one(None, 1) if has_memories and options["projection"] == "input" else None,
-        "bounded_x": "x" in feedback and one(False, True),
-        "feedback_scope": one("head", "head", "layer"),
-        "output": one("norm", "paper"),
-        "bias": one(True, False),
     }
 
 

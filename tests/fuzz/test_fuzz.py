@@ -191,8 +191,7 @@ def law_steps(case: Case, draw: Draw) -> None:
 def law_heads(case: Case, draw: Draw) -> None:
     """The fixed point of H heads is that of H layers of one head on the slices."""
     layer = case.layer
-    by_head = layer.projection == "inner" and layer.feedback_scope == "head"
-    hypothesis.assume(by_head and layer.conv is None)
+    hypothesis.assume(layer.conv is None)
     whole = find_fixed_point(layer, case.x, state=case.state)
     heads, p = layer.num_heads, layer.head_dim
     u = torch.nn.functional.linear(case.x, layer.in_proj.weight)
@@ -218,10 +217,8 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     """A layer of width p with one head, which maps x itself as head j of `layer` does."""
     heads, p = layer.num_heads, layer.head_dim
     part = copy.deepcopy(layer)
-    bounded = layer.bounded_x and j < layer.fed_heads
     # options of the constructor, which the layer refuses to set
-    vars(part).update(num_heads=1, d_model=p, d_inner=p, bounded_x=bounded)
-    part.fed_heads = min(layer.fed_heads, 1)
+    vars(part).update(num_heads=1, d_model=p, d_inner=p)
     part.state_size = part.state_size._replace(d=p)
     eye = torch.eye(p).to(layer.D)
     for name, parameter in layer.named_parameters():
@@ -233,11 +230,8 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
             value = eye.repeat(layer.in_proj.out_features // layer.d_inner, 1)
         elif module == "out_proj":
             value = eye
-        elif module == "y_proj":
-            of_fed = value.view(layer.fed_heads, *value.shape[-2:])
-            value = of_fed[j] if j < layer.fed_heads else torch.zeros_like(of_fed[0])
         elif heads > 1:
-            by_head = module in ("x_proj", "b_proj")
+            by_head = module in ("x_proj", "y_proj", "b_proj")
             value = value[j] if by_head else value.unflatten(0, (heads, -1))[j]
         setattr(part.get_submodule(module), leaf, torch.nn.Parameter(value.clone()))
     return part

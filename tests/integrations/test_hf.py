@@ -206,12 +206,12 @@ class TestCache:
     @pytest.mark.parametrize("width", [1, 9])
     def test_windows_of_any_width(self, ids: Tensor, width: int) -> None:
         """None at all for width 1; for 9, more tokens than a chunk has."""
-        options = {"initializer_range": 0.5, "conv_kernel": width, "projection": "input"}
+        options = {"initializer_range": 0.5, "conv_kernel": width}
         model = BedouinForCausalLM(make_config(**options))
         model.double().eval()
         cache = transformers.DynamicCache(config=model.config)
         chunks = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 3], dim=1)]
-        assert cache.layers[0].state.conv.shape == (3, width - 1, 24)
+        assert cache.layers[0].state.conv.shape == (3, width - 1, 16)
         same(torch.cat(chunks, 1), model(ids).logits)
         found = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=2)
         options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}

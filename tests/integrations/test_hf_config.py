@@ -4,9 +4,10 @@ import copy
 import inspect
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,30 +67,27 @@ class TestConfig:
         assert loaded.make_mixer(0).initialization.rates == scale
 
     def test_every_option_survives_a_file(self, tmp_path: Path) -> None:
-        options = CONVOLVED | {"output": "paper", "bias": False}
-        make_config(**options).save_pretrained(tmp_path)
+        make_config(**CONVOLVED).save_pretrained(tmp_path)
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
         mixer = loaded.make_mixer(1)
-        assert (mixer.conv.width, mixer.projection, mixer.layer_idx) == (3, "input", 1)
-        assert type(mixer.mixer) is NoMixing and mixer.erase == 1
-        assert mixer.initialization == Initialization(0.5, (8, 0.001), 1)
-        assert (mixer.output, mixer.raw_bias, mixer.feedback) == ("paper", None, ("delta", "x"))
+        assert (mixer.conv.width, mixer.layer_idx, mixer.feedback) == (3, 1, ("delta", "B"))
+        assert type(mixer.mixer) is NoMixing and mixer.input_scale == "delta"
+        assert mixer.initialization == Initialization(0.5, (8, 0.001))
 
     def test_the_model_computes_the_layer_that_the_options_describe(self) -> None:
         ids = torch.randint(1, VOCAB, (3, 7))
         config = make_config(num_hidden_layers=1, intermediate_size=None, **CONVOLVED)
         model = BedouinForCausalLM(config).double().eval()
         layer = Bedouin(
-            8, d_state=4, num_heads=2, mixer=NoMixing(), input_scale="delta", erase=1.0,
-            feedback=["delta", "x"], initialization=CONVOLVED["initialization"],
-            d_conv=3, projection="input",
+            8, d_state=4, num_heads=2, mixer=NoMixing(), input_scale="delta", d_conv=3,
+            feedback=["delta", "B"], initialization=CONVOLVED["initialization"],
         ).double()  # fmt: skip
         layer.load_state_dict(mixers(model)[0].state_dict())
         block, x = model.model.layers[0], model.model.embed_tokens(ids)
         same(model.model(ids).last_hidden_state, model.model.norm(x + layer(block.norm(x))))
 
     def test_a_file_without_the_newer_options_keeps_its_meaning(self, tmp_path: Path) -> None:
-        newer = ["conv_kernel", "initialization", "output", "bias"]
+        newer = ["conv_kernel", "initialization"]
         newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
         old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
         (tmp_path / "config.json").write_text(json.dumps(old))
@@ -106,15 +104,12 @@ class TestConfig:
         saved = make_config().to_dict() | {"use_conv_bias": True}
         path = tmp_path / "config.json"
         path.write_text(json.dumps(saved | {"conv_kernel": 4}))
+        message = "got conv_kernel=4 of a Convolved: bedouin 0.1.0 is the last version"
+        with pytest.raises(ValueError, match=message):
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        path.write_text(json.dumps(saved))
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
-        with pytest.raises(
-            ValueError,
-            match="got conv_kernel=4 and .* Convolved: bedouin 0.1.0 is the last version",
-        ):
-            BedouinForCausalLM(loaded)
-        path.write_text(json.dumps(saved | {"conv_kernel": 4, "projection": "input"}))
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert loaded.make_mixer(0).conv.width == 4
+        assert loaded.make_mixer(0).conv is None
         assert "use_conv_bias" not in loaded.to_dict()
         with pytest.raises(TypeError, match="BedouinConfig has no option 'use_conv_bias'"):
             make_config(use_conv_bias=False)
@@ -126,6 +121,50 @@ class TestConfig:
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
         assert loaded.make_mixer(0).initialization == Initialization(0.5, (8, 0.001))
         assert "rate_scale" not in loaded.to_dict()
+
+    OF_0_2: ClassVar[dict[str, Any]] = {
+        **{"erase": 0.0, "projection": "inner", "output": "norm", "bias": True},
+        **{"feedback_scope": "head", "feedback_heads": None, "num_groups": None},
+        **{"bounded_x": False, "feedback_noise": 0.0},
+    }
+
+    def test_a_file_of_version_0_2_keeps_its_meaning(self, tmp_path: Path) -> None:
+        saved = make_config(num_heads=2, initialization=Initialization(rates=0.5)).to_dict()
+        memories = {"memory_heads": 0, "memory_rates": None, "memory_delta": 1.0}
+        saved |= self.OF_0_2 | {"initialization": saved["initialization"] | memories}
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert loaded.make_mixer(0).initialization == Initialization(rates=0.5)
+        assert not self.OF_0_2.keys() & loaded.to_dict().keys()
+
+    @pytest.mark.parametrize(
+        "removed",
+        [
+            *({"erase": 1.0}, {"projection": "input"}, {"output": "paper"}, {"bias": False}),
+            *({"feedback_scope": "layer"}, {"feedback_heads": 1}, {"num_groups": 2}),
+            *({"bounded_x": True}, {"feedback_noise": 0.1}),
+            {"initialization": {"type": "Initialization", "memory_heads": 1}},
+        ],
+        ids=str,
+    )
+    def test_a_file_with_a_removed_option_names_the_version_that_reads_it(
+        self, removed: dict[str, Any], tmp_path: Path
+    ) -> None:
+        saved = make_config().to_dict() | self.OF_0_2 | removed
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        name = "memory_heads" if "initialization" in removed else next(iter(removed))
+        message = rf"{name} must be .*: version 0\.2\.0 of bedouin is the last one that has it"
+        with pytest.raises(ValueError, match=message):
+            transformers.AutoConfig.from_pretrained(tmp_path)
+
+    def test_a_file_with_feedback_of_x_names_the_version_that_reads_it(
+        self, tmp_path: Path
+    ) -> None:
+        saved = make_config().to_dict() | {"feedback": ["delta", "x"]}
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"feedback must not contain 'x', .* 0\.2\.0"):
+            BedouinForCausalLM(loaded)
 
     def test_objects_survive_a_file(self, tmp_path: Path) -> None:
         options: dict[str, Any] = {
@@ -193,8 +232,7 @@ class TestConfig:
         [
             ({"mixer": LowRank(2), "num_householder": 1}, "num_householder must be 2 beside"),
             ({"num_householder": 0, "beta_max": 0.5}, "beta_max must be 1"),
-            ({"conv_kernel": 0, "projection": "input"}, "d_conv must be"),
-            ({"output": "gate"}, "output must be"),
+            ({"conv_kernel": 0}, "d_conv must be"),
         ],
     )
     def test_options_that_do_not_fit(self, options: dict[str, Any], name: str) -> None:
@@ -302,7 +340,7 @@ class TestAttention:
 
 class TestPreset:
     @pytest.mark.parametrize(
-        ("name", "millions"), [("60m", 59.0), ("130m", 130.1), ("370m", 368.2)]
+        ("name", "millions"), [("60m", 59.2), ("130m", 129.8), ("370m", 369.1)]
     )
     def test_parameters_are_those_of_the_table(self, name: str, millions: float) -> None:
         with torch.device("meta"):
@@ -314,25 +352,19 @@ class TestPreset:
         assert [v.strip() for v in row.split("|")[2:-1]] == [str(v) for v in sizes]
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
-    def test_mixers_are_those_of_recall(self) -> None:
-        given: list[dict[str, Any]] = [
-            {},
-            {"d_state": 4, "num_heads": None},
-            {"num_householder": 1},
+    def test_mixers_are_tracking_delta_nets_or_another_layer(self) -> None:
+        two = {"type": "TrackingDeltaNet", "num_trackers": 2}
+        expected: list[tuple[dict[str, Any], Callable[[], Any]]] = [
+            ({}, lambda: bedouin.TrackingDeltaNet(512)),
+            ({"layer": two}, lambda: bedouin.TrackingDeltaNet(512, num_trackers=2)),
+            ({"layer": "Bedouin", "d_state": 4}, lambda: Bedouin(512, d_state=4)),
         ]
-        for options in given:
-            config = BedouinConfig.preset("60m", d_model=128, **options)
-            found, expected = config.make_mixer(0), Bedouin.recall(128, **options)
-            assert repr(found) == repr(expected)
-            assert found.initialization == expected.initialization
-
-    def test_mixers_may_be_of_another_layer(self) -> None:
-        layer = {"type": "TrackingDeltaNet", "num_trackers": 2}
-        config = BedouinConfig.preset("60m", layer=layer)
-        assert config.rescale_prenorm_residual and config.hidden_size == 512
-        with torch.device("meta"):
-            mixer = config.make_mixer(0)
-            assert repr(mixer) == repr(bedouin.TrackingDeltaNet(512, num_trackers=2))
+        for options, make in expected:
+            config = BedouinConfig.preset("60m", **options)
+            assert config.rescale_prenorm_residual and config.hidden_size == 512
+            with torch.device("meta"):
+                mixer = config.make_mixer(0)
+                assert repr(mixer) == repr(make())
 
     def test_fields_replace_those_of_the_preset(self) -> None:
         config = BedouinConfig.preset(

@@ -284,10 +284,10 @@ class TestWeights:
                 assert torch.equal(found[name], parameter), name
 
     def test_initialization_of_a_convolution_is_that_of_the_layer(self) -> None:
-        options = {"conv_kernel": 4, "projection": "input", "initialization": Initialization(0)}
+        options = {"conv_kernel": 4, "initialization": Initialization(0)}
         mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64, **options)))[1]
         assert 0.4 < mixer.conv.weight.abs().max() <= 0.5
-        assert not mixer.in_proj.weight[mixer.d_inner : 2 * mixer.d_inner].any()
+        assert not mixer.x_proj.weight[: mixer.d_inner].any()
 
     def test_initialization_is_that_of_the_layer(self) -> None:
         mixer = mixers(BedouinForCausalLM(make_config(hidden_size=64)))[0]
@@ -387,7 +387,7 @@ class TestTraining:
             ("all-linear", {}, 6),
             ("all-linear", {"num_heads": 2}, 6),
             (["x_proj", "y_proj"], {}, 2),
-            (["in_proj", "y_proj"], {"projection": "input", "conv_kernel": 3}, 3),
+            (["in_proj", "y_proj"], {"conv_kernel": 3}, 3),
             ("all-linear", TRACKING, 13),
         ],
     )

@@ -37,7 +37,7 @@ VOCAB = 24
 PLAIN = {"fused_add_norm": False, "rms_norm": False}
 
 
-CONVOLVED: dict[str, Any] = {"d_conv": 3, "projection": "input", "feedback": ("delta", "x")}
+CONVOLVED: dict[str, Any] = {"d_conv": 3, "feedback": ("delta",)}
 SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
 OTHERS: list[dict[str, Any]] = [
     {"layer": "TrackingDeltaNet", "num_heads": 2, "feedback_noise": 0.0, **SMALL},
@@ -45,7 +45,7 @@ OTHERS: list[dict[str, Any]] = [
     {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
 ]
 MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED, *OTHERS]
-NOISY = [mixing | {"feedback_noise": 3.0} for mixing in ({}, OTHERS[0], OTHERS[2])]
+NOISY = [mixing | {"feedback_noise": 3.0} for mixing in (OTHERS[0], OTHERS[2])]
 
 
 def sized(options: dict[str, Any]) -> dict[str, Any]:
@@ -103,11 +103,11 @@ class TestBlock:
         outputs[-1].sum().backward()
 
     def test_the_order_of_mamba(self) -> None:
-        mixer = BedouinMixer(8, 4, 3, 1.5, projection="input")
-        assert mixer.layer.conv is not None and mixer.layer.conv.bias is None
+        mixer = BedouinMixer(8, 4, 3, 1.5)
+        assert mixer.layer.conv is not None
         assert (mixer.layer.conv.width, mixer.layer.d_inner) == (3, 12)
         states = mixer.allocate_inference_cache(2, 100)
-        assert [tuple(s.shape) for s in states] == [(2, 12, 4), (2, 12), (2, 2, 20)]
+        assert [tuple(s.shape) for s in states] == [(2, 12, 4), (2, 12), (2, 2, 12)]
 
 
 class TestModels:
@@ -222,10 +222,8 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"\(b, 1, m\), got \(1, 2, 8\)"):
             mixer.step(x, *mixer.allocate_inference_cache(1, 1))
         with pytest.raises(ValueError, match="d_conv must be"):
-            BedouinMixer(8, d_conv=0, projection="input")
+            BedouinMixer(8, d_conv=0)
         with pytest.raises(ValueError, match=r"layer must be one of \('Bedouin', .*got 'Mamba'"):
             BedouinMixer(8, layer="Mamba")
         with pytest.raises(TypeError, match="TrackingDeltaNet has no option 'd_state'"):
             BedouinMixer(8, 16, layer="TrackingDeltaNet")
-        with pytest.raises(ValueError, match="got d_conv=4 and .* Convolved: bedouin 0.1.0 is the"):
-            BedouinMixer(8, d_conv=4)

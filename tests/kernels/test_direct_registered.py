@@ -22,9 +22,8 @@ kinds = pytest.mark.parametrize(
 )
 
 LAYOUT = RawLayout("softplus", True, 1, 1.0)
-FIELDS = ("softplus", True, 1, 1.0, 0.0, "one_minus_decay", "full", 1e-5, False, 0, False, 2)
-"""LAYOUT, input scale, eigenvalues, norm eps, feeds_x, bounded_heads, plain, keep_every of an
-operation."""
+FIELDS = ("softplus", True, 1, 1.0, 0.0, "one_minus_decay", "full", 1e-5, False, False, 2)
+"""LAYOUT, input scale, eigenvalues, norm eps, feeds_x, plain, keep_every of an operation."""
 
 
 def _bind(raw: Tensor) -> Coefficients:

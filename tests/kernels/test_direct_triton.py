@@ -383,7 +383,7 @@ def test_the_residual_is_that_of_an_evaluation_of_the_map(k: int) -> None:
     assert x is not None and raw is not None and A is not None and h0 is not None
     c = choose_bind(None, setting.options(), A)(raw)
     mixed = mix_channels(x, sweep.y.double(), None, c.U, c.M)
-    scan = (mixed, c.delta, A, c.B, c.C, h0, c.erase)
+    scan = (mixed, c.delta, A, c.B, c.C, h0)
     F, _ = selective_scan_reference(
         *scan, input_scale="delta", eigenvalues="positive", exclusive=False
     )

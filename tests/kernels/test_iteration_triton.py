@@ -62,7 +62,7 @@ class Setting:
             delta = torch.sigmoid(delta)
         else:
             delta = softplus(delta if self.layout.activation == "softplus" else -delta)
-        return ScanInputs(delta, B, C, mixer_raw, raw[..., :0])
+        return ScanInputs(delta, B, C, mixer_raw)
 
     def inputs(self) -> Operands:
         generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ H heads.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.parameterization import FeedbackScope
 from bedouin.testing import assert_close
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
@@ -58,7 +57,7 @@ class Case:
     norm_eps: float | None = 1e-5
     starts: bool = True
     dtype: torch.dtype = torch.float32
-    scope: FeedbackScope = "head"
+    scope: Literal["head", "layer"] = "head"
     bounded: bool = False
 
     def options(self) -> Parameterization:
@@ -374,21 +373,14 @@ def other(**changes: Any) -> tuple[Operands, Parameterization]:
     return case.operands("cpu"), case.options()
 
 
-BY_HEAD = partial(Bedouin.recall, feedback_scope="head", feedback_heads=None)
-"""A layer in which every head has feedback."""
-
-
 @needs_triton
 @pytest.mark.parametrize(
     ("make", "k", "dtype"),
     [
-        (BY_HEAD, 1, torch.float32),
+        (partial(Bedouin, feedback=("delta",)), 1, torch.float32),
         (partial(Bedouin, feedback=("delta",)), 1, torch.bfloat16),
-        (BY_HEAD, 0, torch.float32),
-        (BY_HEAD, 0, torch.bfloat16),
-        (partial(Bedouin.recall, feedback_heads=None), 0, torch.float32),
-        (partial(Bedouin.recall, feedback_noise=0.0, num_groups=1), 0, torch.float32),
-        (partial(Bedouin.recall, feedback_noise=0.0), 0, torch.float32),
+        (partial(Bedouin, feedback=("delta",)), 0, torch.float32),
+        (partial(Bedouin, feedback=()), 0, torch.float32),
     ],
 )
 def test_a_layer(make: Callable[..., Bedouin], k: int, dtype: torch.dtype) -> None:

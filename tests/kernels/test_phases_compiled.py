@@ -17,15 +17,11 @@ from triton.compiler import ASTSource, CompiledKernel
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.phases.limits import Sizes
 from bedouin.kernels.direct.phases.spec import (
-    FEED,
-    FEED_ADJOINT,
     FINISH_REFLECTIONS,
     GRADIENTS,
     PREPARE_REFLECTIONS,
-    REPLAY,
     REVERSE,
     SOLVED_STATISTICS,
-    SPLITS,
     SWEEP,
     LaunchSpec,
     phase_constants,
@@ -39,7 +35,7 @@ pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter com
 PAIRS = {"kept_ptr": "i64", "adjoint_ptr": "i64", "B_ptr": "i32", "C_ptr": "i32"}
 PAIRS["scratch_ptr"] = "i64"
 WORDS = {"B_ptr": "i64", "C_ptr": "i64", "scratch_ptr": "i64"}
-LOW = ("x_ptr", "raw_ptr", "W_ptr", "fed_ptr", "grad_raw_ptr")
+LOW = ("x_ptr", "raw_ptr", "W_ptr", "grad_raw_ptr")
 
 
 def compiled(
@@ -73,28 +69,17 @@ def launched(
     k: int,
     capability: int,
     *,
-    tile: int = 0,
     states: int = 64,
     feedback: bool = True,
-    bounded: bool = False,
 ) -> CompiledKernel:
-    """A kernel of the phases, for heads with k reflections, and with erase if with feedback."""
-    layout = RawLayout("softplus", True, k, 1.0, float(feedback))
-    fed_x: dict[str, Any] = {"feeds_x": feedback, "bounded_heads": int(bounded)}
-    options = Parameterization(layout, "bounded_delta", "positive", 1e-5, **fed_x)
-    factors = 2 + (1 if tile else 3) * feedback + bounded
-    sizes = Sizes(1, 1, channels, states, channels, states, V, factors, k)
-    fed = feedback, feedback
-    splits = SPLITS if tile else 0
-    products = tile, 4, splits, capability >= 90
-    how = LaunchSpec(sizes[2:], fed, options, True, tile > 0, False, *products)
+    """A kernel of the phases, for heads with k reflections."""
+    layout = RawLayout("softplus", True, k, 1.0)
+    options = Parameterization(layout, "bounded_delta", "positive", 1e-5)
+    sizes = Sizes(1, 1, channels, states, channels, states, V, 2 + feedback, k)
+    how = LaunchSpec(sizes[2:], feedback, options)
     types = PAIRS if kernel is GRADIENTS else WORDS
     types = types | {name: "bf16" if V == 4 else "fp32" for name in LOW}
     types["factors_ptr"] = "bf16" if sizes.factor_type == torch.bfloat16 else "fp32"
-    if tile and kernel in (SWEEP, REVERSE):
-        types["W_ptr"] = "fp32"  # the products
-    elif kernel is FEED_ADJOINT:
-        types["v_ptr"] = types["W_ptr"]
     with kernel.compiling():
         return compiled(kernel.kernel, phase_constants(kernel, how), types, capability)
 
@@ -142,13 +127,6 @@ def test_many_states(kernel: PlannedKernel, barriers: int, feedback: bool, chann
     assert spilled(found) <= (256 if kernel is REVERSE else SPILLED)
 
 
-@pytest.mark.parametrize(("kernel", "barriers"), [(SWEEP, 4), (REVERSE, 5)])
-def test_a_bounded_x_costs_no_barrier(kernel: PlannedKernel, barriers: int) -> None:
-    found = launched(kernel, 4, 64, 0, 90, bounded=True)
-    assert found.asm["ptx"].count("bar.sync") <= barriers
-    assert spilled(found) <= SPILLED
-
-
 @pytest.mark.parametrize("states", [32, 64])
 @pytest.mark.parametrize("kernel", [SWEEP, REVERSE, GRADIENTS], ids=["sweep", "reverse", "grads"])
 def test_a_token_waits_for_loads_that_are_old(kernel: PlannedKernel, states: int) -> None:
@@ -159,7 +137,8 @@ def test_a_token_waits_for_loads_that_are_old(kernel: PlannedKernel, states: int
     for loop in found:
         most = max(waits(loop))
         assert most.loads > 8
-        assert most.distance >= 150
+        # R waits behind the product with W^y, which is short
+        assert most.distance >= (60 if kernel is REVERSE else 150)
 
 
 @pytest.mark.parametrize("kernel", [SWEEP, REVERSE, GRADIENTS], ids=["sweep", "reverse", "grads"])
@@ -221,19 +200,6 @@ def test_other_gpus(kernel: PlannedKernel, capability: int) -> None:
     found = launched(kernel, 4, 64, 0, capability)
     assert found.metadata.shared <= 4096
     assert spilled(found) <= (SPILLED if kernel is SWEEP else 128)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("kernel", "tile"),
-    [(FEED, 16), (FEED, 32), (FEED_ADJOINT, 16), (FEED_ADJOINT, 32)]
-    + [(kernel, 16) for kernel in (REPLAY, SWEEP, REVERSE)],
-)
-def test_a_token_of_all_heads(kernel: PlannedKernel, tile: int, capability: int) -> None:
-    """A multiprocessor of compute capability 8.9 has 99 KiB of shared memory."""
-    found = launched(kernel, 4, 64, 0, capability, tile=tile)
-    assert found.metadata.shared <= 99 * 1024
-    assert spilled(found) <= (SPILLED if kernel is SWEEP else 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -41,7 +41,7 @@ class FixedPointPart:
         like: Tensor,  # (b, ...)
     ) -> None:
         self._b, self._size = len(like), layer.state_size
-        self._heads, self._parts = layer.num_heads, layer.num_parts
+        self._heads = layer.num_heads
         (d, n, window), first = self._size, layer.init_state(0).y
         # the states before the channels in memory, as the sweeps store h
         h = first.new_zeros(self._heads * self._b, n, d // self._heads)
@@ -51,7 +51,7 @@ class FixedPointPart:
         # residual, pivot and convergence of the last token: of a graph, at fixed places, too
         self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
         self._all_converged = torch.ones(
-            self._parts * self._b, dtype=torch.bool, device=first.device
+            self._heads * self._b, dtype=torch.bool, device=first.device
         )
         self._tokens = 0
         # the state after it, with the versions of its tensors
@@ -128,7 +128,7 @@ class FixedPointPart:
         *numbers, converged = self._statistics
         residual, pivot = torch.stack(numbers)
         converged = (self._all_converged if since_check else converged).clone()
-        return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
+        return DeferredStats(None, residual, converged, pivot).of_parts(self._heads)
 
 
 class StepPart:

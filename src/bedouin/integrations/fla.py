@@ -35,11 +35,11 @@ class BedouinLayer(nn.Module):
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
         layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
         use_short_conv, conv_size: whether the layer has a short convolution, and its width, which
-            counts only with the first. None: not in a Bedouin, where it needs projection="input".
+            counts only with the first. None: not in a Bedouin.
         options: other options of the layer.
 
-    Attribute `layer` is that layer. Raises ValueError for use_short_conv in a Bedouin without
-    projection="input", TypeError for d_model, which is hidden_size, and what the layer raises.
+    Attribute `layer` is that layer. Raises TypeError for d_model, which is hidden_size, and what
+    the layer raises.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BedouinLayer(nn.Module):
             )
         options = {"d_conv": conv_size if use_short_conv else None, **options}
         options |= {"layer_idx": layer_idx, "norm_eps": norm_eps}
-        self.layer = make_layer(layer, hidden_size, "conv_size", **options)
+        self.layer = make_layer(layer, hidden_size, **options)
 
     def forward(
         self,

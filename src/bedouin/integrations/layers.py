@@ -7,23 +7,13 @@ from bedouin.checks import one_of
 from bedouin.layers.gated_delta_net import GatedDeltaNet
 from bedouin.layers.tracker import Tracker
 from bedouin.layers.tracking import TrackingDeltaNet
-from bedouin.parameters import convolved_error
 
 LAYERS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Bedouin, GatedDeltaNet, Tracker, TrackingDeltaNet)
 }
 
 
-def make_layer(layer: str, d_model: int, convolution: str = "d_conv", **options: Any) -> Any:
-    """The layer of this name, one of `LAYERS`. convolution: the name of d_conv for messages.
-
-    Raises ValueError for another name and for a `Bedouin` with d_conv unless projection is "input":
-    with "inner", a convolution was `Convolved` around the layer up to version 0.1.0. Raises what
-    the layer raises, too.
-    """
-    kind = LAYERS[one_of("layer", layer, tuple(LAYERS))]
-    width, projection = options.get("d_conv"), options.get("projection", "inner")
-    if kind is Bedouin and width is not None and projection == "inner":
-        expected = f'{convolution} needs projection="input"'
-        raise convolved_error(expected, f"{convolution}={width!r} and projection={projection!r}")
-    return kind(d_model, **options)
+def make_layer(layer: str, d_model: int, **options: Any) -> Any:
+    """The layer of this name, one of `LAYERS`. Raises ValueError for another name, and what the
+    layer raises."""
+    return LAYERS[one_of("layer", layer, tuple(LAYERS))](d_model, **options)

@@ -40,13 +40,11 @@ class BedouinMixer(nn.Module):
         d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is required for
             calls with inference_params.
         d_state, expand: as of `mamba_ssm.Mamba`, for a layer that has them; None: its defaults.
-        d_conv: width of the layer's convolution, which in a Bedouin needs projection="input"; None
-            for none, "default" for the layer's default.
+        d_conv: width of the layer's convolution; None for none, "default" for the layer's default.
         layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
         options: other options of the layer.
 
-    Attribute `layer` is that layer. Raises ValueError for d_conv of a Bedouin without
-    projection="input", and what the layer raises.
+    Attribute `layer` is that layer. Raises what the layer raises.
     """
 
     def __init__(

@@ -14,9 +14,8 @@ from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.direct import direct_sweep
-from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
-from bedouin.kernels.linear import padding
+from bedouin.kernels.linear import apply_weight, padding
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED, closed_value
@@ -318,7 +317,7 @@ class Tracker(SavedOptions, RecurrentLayer[TrackerState]):
             fold(inputs.skip, H),
             by_head(inputs.D, H),
             fold(inputs.gate, H),
-            z=apply_feedback_weight(normed, W_gate, H),
+            z=apply_weight(normed, W_gate),
             weight=by_head(inputs.weight, H),
             eps=self.norm_eps,
             dtype=low,

@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from bedouin.bedouin_layer import Bedouin, recall_options
+from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import one_of
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
@@ -17,6 +17,7 @@ from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
+from bedouin.parameters import REMOVED, convolved_error
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import check_count, check_number, unknown_option
 
@@ -36,6 +37,15 @@ _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
 _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
 """Fields of earlier configurations, and those of `Initialization` that have taken their place."""
 
+_REMOVED: dict[str, Any] = {
+    **{"erase": 0.0, "projection": "inner", "output": "norm", "bias": True},
+    **{"feedback_scope": "head", "feedback_heads": None, "num_groups": None},
+    **{"bounded_x": False, "feedback_noise": 0.0},
+}
+_REMOVED_INITIALIZATION = {"memory_heads": 0, "memory_rates": None, "memory_delta": 1.0}
+"""Fields of configurations of version 0.2.0, and entries of their `initialization`, that have been
+removed. Every file of that version has them; only with these values is there still such a layer."""
+
 _FUSED: Any = (False, True, "auto", *get_args(Kernel))
 
 _OF_TRANSFORMERS = {
@@ -45,7 +55,7 @@ _OF_TRANSFORMERS = {
 }
 """Names that transformers gives to configurations without a field for them."""
 
-_SIZES = {"60m": (512, 6, 1792), "130m": (768, 8, 2176), "370m": (1024, 16, 2688)}
+_SIZES = {"60m": (512, 6, 1984), "130m": (768, 8, 2624), "370m": (1024, 16, 3456)}
 """hidden_size, num_hidden_layers and intermediate_size of the presets."""
 
 _ATTENTION = {"num_kv_heads": None, "window": None, "rope_theta": 1e4}
@@ -72,16 +82,13 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             options as {"type": "TrackingDeltaNet", "num_trackers": 2}. It becomes such a dict with
             all options, which is saved; the options of `Bedouin` are then their defaults.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init, feedback_scope, feedback_heads, num_groups,
-            bounded_x, feedback_noise, output, bias, erase, projection: options of
-            `bedouin.Bedouin`, where state_size is called d_state. With num_householder 0 the mixer
-            is `NoMixing`, and beta_max is 1.
+            feedback, feedback_norm, feedback_init: options of `bedouin.Bedouin`, where state_size
+            is called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1.
         mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
             `bedouin.Bedouin`, too. Objects of this library's types become dicts such as {"type":
             "Picard", "rtol": 1e-4, ...}, which are saved; others raise TypeError. With a mixer,
             num_householder and beta_max are their defaults.
-        conv_kernel: width of the convolution in each mixer, d_conv, which needs projection="input";
-            None for no convolution.
+        conv_kernel: width of the convolution in each mixer, d_conv; None for no convolution.
         attn_layers: indices of the layers whose mixer is causal attention, at most all but one.
         attn: their options, {"num_heads": 8, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}:
             query heads, heads of keys and values (by default as many), how many tokens a token
@@ -152,8 +159,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     feedback: list[str] | tuple[str, ...] = ("delta", "B", "C", "mixer")
     feedback_norm: bool = True
     feedback_init: int | float = 0.1
-    output: str = "norm"
-    bias: bool = True
     mixer: ChannelMixer | dict[str, Any] | None = None
     solver: Solver | dict[str, Any] | str = "auto"
     adjoint: Adjoint | dict[str, Any] | None = None
@@ -161,13 +166,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     initialization: Initialization | dict[str, Any] | None = None
     backend: str = "auto"
     on_unconverged: str = "warn"
-    erase: int | float = 0.0
-    projection: str = "inner"
-    feedback_scope: str = "head"
-    feedback_heads: int | None = None
-    num_groups: int | None = None
-    bounded_x: bool = False
-    feedback_noise: int | float = 0.0
     conv_kernel: int | None = None
     attn_layers: list[int] | tuple[int, ...] = ()
     attn: dict[str, Any] | None = None
@@ -187,7 +185,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
         if from_file:
-            others.pop("use_conv_bias", None)  # files of version 0.1.0 have it
+            of_convolved = others.pop("use_conv_bias", None) is not None
+            if of_convolved and self.conv_kernel is not None:
+                got = f"conv_kernel={self.conv_kernel!r}"
+                raise convolved_error("conv_kernel must be None in a file of version 0.1.0", got)
+        others = _without_removed("", others, _REMOVED)
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
             target = self.attribute_map.get(name)
@@ -213,21 +215,23 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "layer":
             value = _describe_layer(value)
+        if name == "initialization" and isinstance(value, dict):
+            value = _without_removed("initialization.", value, _REMOVED_INITIALIZATION)
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """A configuration of a usual size, whose mixers are those of `Bedouin.recall`, or with
-        `layer` those of another kind.
+        """A configuration of a usual size, whose mixers are a `TrackingDeltaNet`, or those of the
+        kind `layer`.
 
         Every mixer is followed by a gated MLP; the embedding is tied, and
         rescale_prenorm_residual is True. With the default vocabulary of 50,280:
 
         | name | hidden_size | layers | intermediate_size | parameters |
         |---|---|---|---|---|
-        | "60m" | 512 | 6 | 1792 | 59.0 M |
-        | "130m" | 768 | 8 | 2176 | 130.1 M |
-        | "370m" | 1024 | 16 | 2688 | 368.2 M |
+        | "60m" | 512 | 6 | 1984 | 59.2 M |
+        | "130m" | 768 | 8 | 2624 | 129.8 M |
+        | "370m" | 1024 | 16 | 3456 | 369.1 M |
 
         options: fields, which replace those of the preset. Raises ValueError for another name.
         """
@@ -237,12 +241,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         hidden, layers, intermediate = _SIZES[name]
         chosen: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
         chosen |= {"intermediate_size": intermediate, "rescale_prenorm_residual": True}
-        chosen["layer"] = "Bedouin"
+        chosen["layer"] = "TrackingDeltaNet"
         chosen |= {names.get(option, option): value for option, value in options.items()}
-        if _describe_layer(chosen["layer"]) == "Bedouin":
-            given = {n: chosen[names.get(n, n)] for n in _OPTIONS if names.get(n, n) in chosen}
-            of_mixers = recall_options(chosen["hidden_size"], given)
-            chosen |= {names.get(n, n): value for n, value in of_mixers.items()}
         return cls(**chosen)
 
     @property
@@ -296,7 +296,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         else:
             options["mixer"] = NoMixing()
         options["layer_idx"] = layer_idx
-        return make_layer("Bedouin", self.hidden_size, "conv_kernel", **options)
+        return make_layer("Bedouin", self.hidden_size, **options)
 
     def _make_other(self, type: str, **options: Any) -> Any:
         """The layer of this type, of which no option of `Bedouin` is one."""
@@ -309,6 +309,16 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                     f"that layer are entries of layer={{'type': {type!r}, ...}}"
                 )
         return make_layer(type, self.hidden_size, norm_eps=self.rms_norm_eps, **options)
+
+
+def _without_removed(
+    prefix: str, options: dict[str, Any], removed: dict[str, Any]
+) -> dict[str, Any]:
+    """The options that are not `removed`. Raises ValueError for one whose value no layer has."""
+    for name, value in options.items():
+        if name in removed and value != removed[name]:
+            raise ValueError(f"{prefix}{name} must be {removed[name]!r}, got {value!r}: {REMOVED}")
+    return {name: value for name, value in options.items() if name not in removed}
 
 
 def _describe_layer(layer: str | dict[str, Any]) -> str | dict[str, Any]:
