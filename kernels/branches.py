@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Branch = Literal["parameters", "decay", "gate", "feedback", "statistics", "state"]
+Branch = Literal["parameters", "decay", "gate", "statistics", "state"]
 """Each is a chain of launches of its own. "parameters" and "decay" begin with the token and may
-read nothing but parameters. So do "gate" and "feedback", which may also read what "parameters" has
-made and the state before the token. The others read what was launched before."""
+read nothing but parameters. So does "gate", which may also read what "parameters" has made and the
+state before the token. The others read what was launched before."""
 
-_EARLY: tuple[Branch, ...] = "parameters", "decay", "gate", "feedback"
+_EARLY: tuple[Branch, ...] = "parameters", "decay", "gate"
 """The branches that begin with the token."""
 
 
@@ -42,7 +42,7 @@ class _Branches:
         stream = self.streams[branch]
         if not is_open or branch not in _EARLY:
             stream.wait_stream(self.main)
-        elif branch in ("gate", "feedback"):
+        elif branch == "gate":
             stream.wait_stream(self.streams["parameters"])
         return stream
 

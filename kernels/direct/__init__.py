@@ -5,8 +5,7 @@
 `reverse`       its adjoint, likewise
 `buffered`      both for Householder layouts, with few calls of torch for each token
 `registered`    both as operations of torch.library, which choose one of these families of kernels:
-`phases`        heads with at most 64 channels and 64 states, without feedback 256 channels; with
-                `erase` and feedback of x, too
+`phases`        heads with at most 64 channels and 128 states, without feedback 256 channels
 `heads`         several heads with feedback, in programs that hold the rows of a sample
 `triton_*.py`   one head after the other
 
@@ -77,19 +76,23 @@ def direct_sweep(
 
     `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
     None: the layout of the parameterization describes it. With `y_star`, a fixed point found
-    elsewhere, nothing is solved: the result is y_star with that gradient (the statistics are then
-    zero). With `lengths`, the tokens before the padding of each sample, `residual` and `converged`
-    leave the padding out. `report` gets defect and scale of the adjoint equation, but not under
-    torch.compile, whose graphs call no Python functions. There the sweep is one operation if the
-    parameterization has a layout, else it runs outside of the graph; torch.export writes a single
-    token out.
+    elsewhere without erase, nothing is solved: the result is y_star with that gradient (the
+    statistics are then zero). With `lengths`, the tokens before the padding of each sample,
+    `residual` and `converged` leave the padding out. `report` gets defect and scale of the adjoint
+    equation, but not under torch.compile, whose graphs call no Python functions. There the sweep is
+    one operation if the parameterization has a layout, else it runs outside of the graph;
+    torch.export writes a single token out.
     With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
-    layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
+    layout without erase and feedback of x; raises ValueError where `backend="triton"` cannot run,
+    or heads and batch do not fit.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or in plain torch, for
     a layout and a sequence of at most CHUNK tokens, h at each of them. Without a layout, and under
     transforms of torch.func, the backward is autograd through one chunk of tokens after the other.
     """
     operands.check(parameterization.feeds_x)
+    layout = parameterization.layout
+    if y_star is not None and layout is not None and layout.erase:
+        raise ValueError(f"y_star must be None with erase, got erase={layout.erase}: solve it here")
     call = backend, operands, parameterization, bind_parameters
     plain = choose_sweep(*call, is_solved=y_star is not None) == "reference"
     if plain:

@@ -10,7 +10,7 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend, war
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.phases.limits import describe_limits, takes_phases
+from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -89,10 +89,10 @@ def _unsupported(
     if A.dtype != torch.float32 or torch.float64 in dtypes:
         found = ", ".join(map(str, dtypes))
         return f"x, raw and A of {found} (A must be float32, x and raw at most that)"
+    if parameterization.plain_only is not None:
+        return parameterization.plain_only
     if not is_solved and takes_phases(operands, parameterization):
         return None
-    if (plain := parameterization.plain_only(operands)) is not None:
-        return f"{plain} {describe_limits()}" if layout.erase or parameterization.feeds_x else plain
     d, n = A.shape[-2:]
     k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:

@@ -24,7 +24,6 @@ from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.local import solve_local_transposed
 from bedouin.kernels.direct.reference import LocalEquation
 from bedouin.kernels.feedback import (
-    bound_slope,
     fed_cotangent,
     feedback_weight_gradient,
     normalize_feedback,
@@ -32,7 +31,6 @@ from bedouin.kernels.feedback import (
     shifted,
     with_feedback,
 )
-from bedouin.kernels.heads import count_heads
 from bedouin.kernels.householder import apply_complement_transposed
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.scan import contract
@@ -145,8 +143,6 @@ def reverse_sweep(
             # (dF/dy)^T w
             applied = g + moved
             norms = (v.abs().amax(-1) for v in (applied - w, applied))
-            if W_y is not None and options.bounded_heads:
-                to_x = to_x * bound_slope(x[:, t], count_heads(A), options)
             found.append((to_x, to_raw, *norms))
             if W_y is not None:
                 fed = fed_cotangent(to_x, to_raw, W_y.shape[-2], options.feeds_x)

@@ -52,8 +52,8 @@ def _unsupported(
         return "adaptive damping (patience)"
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return parameterization.without_layout
-    if (plain := parameterization.plain_only(operands)) is not None:
-        return plain
+    if parameterization.plain_only is not None:
+        return parameterization.plain_only
     k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"

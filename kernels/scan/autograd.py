@@ -103,14 +103,11 @@ triton_scan.register_autograd(_backward, setup_context=_save)
 # The plain scan
 
 
-@operation(
-    "plain_scan",
-    schema=f"({TENSORS}, Tensor erase, {OPTIONS}) -> (Tensor, Tensor)",
-)
+@operation("plain_scan", schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)")
 def plain_scan(*flat: Any) -> tuple[Tensor, Tensor]:
     """y (b, t, d) without D * x, and the last h (b, d, n). No size may be 0."""
-    options = ScanOptions(*flat[7:])
-    y, h = selective_scan_reference(*flat[:7], **options._asdict())
+    options = ScanOptions(*flat[6:])
+    y, h = selective_scan_reference(*flat[:6], **options._asdict())
     return y.contiguous(), h.contiguous()
 
 
@@ -121,28 +118,25 @@ def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 @operation(
     "plain_scan_backward",
-    schema=(
-        f"(Tensor grad_y, Tensor grad_h, {TENSORS}, Tensor erase, {OPTIONS}) "
-        f"-> ({COTANGENTS}, Tensor)"
-    ),
+    schema=(f"(Tensor grad_y, Tensor grad_h, {TENSORS}, {OPTIONS}) -> ({COTANGENTS})"),
 )
 def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    """Cotangents of x to h0 and erase from those of y (b, t, d) and of the last h (b, d, n)."""
+    """Cotangents of x to h0 from those of y (b, t, d) and of the last h (b, d, n)."""
     with recording():
-        leaves = [v.detach().requires_grad_() for v in flat[:7]]
-        found = selective_scan_reference(*leaves, **ScanOptions(*flat[7:])._asdict())
+        leaves = [v.detach().requires_grad_() for v in flat[:6]]
+        found = selective_scan_reference(*leaves, **ScanOptions(*flat[6:])._asdict())
         grads = torch.autograd.grad(found, leaves, (grad_y, grad_h), materialize_grads=True)
     return tuple(grad.contiguous() for grad in grads)
 
 
 @_plain_scan_backward.register_fake
 def _plain_scan_backward_fake(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return _empty_like(*flat[:7])
+    return _empty_like(*flat[:6])
 
 
 def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
 
 
 def _backward_plain(

@@ -8,7 +8,6 @@ stands for (b, ...) where W^y has heads.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.feedback import feedback_weight_gradient, reads_all_heads
 from bedouin.kernels.linear import weight_gradient
 from bedouin.kernels.norms import overflow_to_nan_
 from bedouin.kernels.operands import Parameterization
@@ -19,29 +18,21 @@ class Feedback:
 
     def __init__(
         self,
-        W_y: Tensor,  # (F, d), (H, F, d) or (H, F, H d)
+        W_y: Tensor,  # (F, d) or (H, F, d)
         options: Parameterization,
         like: Tensor,  # (b, 1, d)
     ) -> None:
         """`like` gives the shape and the dtype of y."""
         (b, _, d), (H, F) = like.shape, (W_y.shape[:-2].numel(), W_y.shape[-2])
         eps, self.feeds_x = options.feedback_norm_eps, options.feeds_x
-        self.bounded_heads = options.bounded_heads
         self.num_heads, self.has_heads, self.has_norm = H, W_y.dim() == 3, eps is not None
         self.vector, self.normed = like.new_empty(b, 1, d), like.new_empty(b, 1, d)
         self.vector_by_head, self.normed_by_head = map(self.by_head, (self.vector, self.normed))
         self.norm, self.eps = like.new_empty(b, 1, 1), like.new_full((1, 1, 1), eps or 0.0)
-        joined = reads_all_heads(W_y, d)
-        self.copies = joined or self.feeds_x or W_y.dtype != like.dtype
-        self.W_y = W_y.flatten(0, 1) if joined else W_y
-        self.W_columns = self.W_y.mT
-        if joined:
-            self.own_vector, self.own_raw = (W_y.new_empty(b // H, H * v) for v in (d, F))
-            own = self.own_vector, self.own_raw
-            self.own_parts = [v.unflatten(-1, (H, -1)).transpose(0, 1) for v in own]
-        elif self.copies:
+        self.copies = self.feeds_x or W_y.dtype != like.dtype
+        self.W_y, self.W_columns = W_y, W_y.mT
+        if self.copies:
             self.own_vector, self.own_raw = (self.by_head(W_y.new_empty(b, 1, v)) for v in (d, F))
-            self.own_parts = [self.own_vector, self.own_raw]
 
     def by_head(
         self,
@@ -66,14 +57,11 @@ class Feedback:
         else:
             self.normed.copy_(y)
         if self.copies:
-            vector_by_head, fed = self.own_parts
-            vector_by_head.copy_(self.normed_by_head)
-            torch.matmul(self.own_vector, self.W_columns, out=self.own_raw)
+            self.own_vector.copy_(self.normed_by_head)
+            fed = torch.matmul(self.own_vector, self.W_columns, out=self.own_raw)
             raw.add_(fed[..., : raw.shape[-1]])
             if self.feeds_x:
                 x.add_(fed[..., raw.shape[-1] :])
-                if self.bounded_heads:
-                    (x[: self.bounded_heads] if self.has_heads else x).tanh_()
         elif self.has_heads:
             raw.baddbmm_(self.normed_by_head, self.W_columns)
         else:
@@ -85,10 +73,9 @@ class Feedback:
     ) -> Tensor:  # (b, 1, d), valid until the next call
         """The cotangent of norm(y)."""
         if self.copies:
-            vector_by_head, fed = self.own_parts
-            fed.copy_(grad_raw)
+            self.own_raw.copy_(grad_raw)
             torch.matmul(self.own_raw, self.W_y, out=self.own_vector)
-            self.vector_by_head.copy_(vector_by_head)
+            self.vector_by_head.copy_(self.own_vector)
         else:
             torch.matmul(grad_raw, self.W_y, out=self.vector_by_head)
         return self.vector
@@ -136,12 +123,9 @@ class NormedTokens:
     def weight_gradient(
         self,
         grad_raw: Tensor,  # (t, b, F)
-        W_y: Tensor,  # (F, d), (H, F, d) or (H, F, H d)
+        W_y: Tensor,  # (F, d) or (H, F, d)
     ) -> Tensor:  # as W_y
         """The gradient of W^y."""
-        if reads_all_heads(W_y, self.normed.shape[-1]):
-            by_sample = grad_raw.transpose(0, 1), self.normed.transpose(0, 1)
-            return feedback_weight_gradient(*by_sample, W_y)
         rows, normed = grad_raw.to(W_y.dtype), self.normed.to(W_y.dtype)
         if W_y.dim() == 3:
             rows, normed = (v.unflatten(1, (len(W_y), -1)).transpose(0, 1) for v in (rows, normed))

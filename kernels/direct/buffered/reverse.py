@@ -33,7 +33,6 @@ from bedouin.kernels.direct.buffered.rows import (
 )
 from bedouin.kernels.direct.buffered.trace import Trace
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep
-from bedouin.kernels.feedback import bound_slope
 from bedouin.kernels.heads import count_heads, sum_samples
 
 
@@ -273,10 +272,6 @@ def buffered_reverse(
     # the cotangent of what feedback is added to
     grad_fed = x.new_empty(t_end, b, f + d) if options.feeds_x else grad_raw[..., :f]
     grad_feds = grad_fed.unsqueeze(2).unbind(0)
-    bounds = W_y is not None and options.bounded_heads > 0
-    if bounds:
-        slope = bound_slope(x, count_heads(A), options)
-        slopes = slope.unsqueeze(2).unbind(1)
     if W_y is not None:
         feedback = Feedback(W_y, options, g)
         normed = NormedTokens(solved.y, y0, options.feedback_norm_eps)
@@ -321,17 +316,13 @@ def buffered_reverse(
             else:
                 if options.feeds_x:
                     grad_feds[t][..., :f].copy_(grad_raws[t][..., :f])
-                    to_x = torch.sub(each[j].m, each[j].z, out=grad_feds[t][..., f:])
-                    if bounds:
-                        to_x.mul_(slopes[t])
+                    torch.sub(each[j].m, each[j].z, out=grad_feds[t][..., f:])
                 grad = feedback.transpose(feedback.by_head(grad_feds[t]))
                 normed.add_cotangent(t, grad, grad_ys[t - 1], g)
         if ahead:
             _finish_rows(maker, known, grad_raw[tokens].view(i, 1, -1))
         torch.sub(by_token(known.m, b), by_token(known.z, b), out=grad_x[:, tokens])
         statistics[..., tokens] = _check(known, again.T).unflatten(1, (-1, b)).mT
-    if bounds:
-        grad_x.mul_(slope)
     if report is not None:
         report(*statistics)
     if W_y is None:

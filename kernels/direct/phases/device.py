@@ -200,7 +200,7 @@ def prefetch_rows(
 @triton.jit
 def load_reflections(
     u_ptr,  # (K, d), raw
-    scalars_ptr,  # of a token: two others, 1 / |u| (K,), T, G, beta (K,)
+    scalars_ptr,  # of a token: another, 1 / |u| (K,), T, G, beta (K,)
     p, d: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """The raw vectors of the reflections, 1 / |u|, and T, packed, as tuples; empty without
@@ -208,8 +208,8 @@ def load_reflections(
     u = ()
     for i in tl.static_range(K):
         u = u + (load_channels(u_ptr + i * d, p, d, P),)
-    inverse = load_tuple(scalars_ptr + 2, K)
-    return u, inverse, load_tuple(scalars_ptr + 2 + K, K * (K + 1) // 2)
+    inverse = load_tuple(scalars_ptr + 1, K)
+    return u, inverse, load_tuple(scalars_ptr + 1 + K, K * (K + 1) // 2)
 
 
 @triton.jit

@@ -13,15 +13,12 @@ from bedouin.kernels.branches import beside, join
 from bedouin.kernels.direct.buffers import CHUNK, exponents
 from bedouin.kernels.direct.phases.limits import Sizes, sizes_of
 from bedouin.kernels.direct.phases.spec import (
-    FEED,
-    FEED_ADJOINT,
     FINISH,
     FINISH_REFLECTIONS,
     GRADIENTS,
     PREPARE,
     PREPARE_REFLECTIONS,
     PROGRAMS,
-    REPLAY,
     REVERSE,
     SOLVED_STATISTICS,
     STATES,
@@ -31,11 +28,9 @@ from bedouin.kernels.direct.phases.spec import (
     LaunchSpec,
     phase_constants,
 )
-from bedouin.kernels.feedback import normalize_feedback_vjp
 from bedouin.kernels.launch import Device, ceil_div, last_axis_contiguous
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
-from bedouin.kernels.plans import LaunchSeries, PlannedKernel
 
 
 class _Inputs(NamedTuple):
@@ -43,8 +38,7 @@ class _Inputs(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    # (H, FEEDS d, d), contiguous for each head, for phase S (H, d, FEEDS d), its transpose, or
-    # (H, FEEDS d, H d), contiguous; any tensor without feedback
+    # (H, d, d), contiguous for each head, for phase S its transpose; any tensor without feedback
     W: Tensor
     A: Tensor  # (H, n, d), log2(e) A
     y0: Tensor  # (b, d), or any tensor
@@ -66,9 +60,9 @@ class _Inputs(NamedTuple):
             W = W_y if W_y.dim() == 3 else W_y.unsqueeze(0)
             if sweeps:
                 with beside("parameters", W):
-                    W = (W if spec.by_token else W.mT).contiguous()
+                    W = W.mT.contiguous()
                 join("parameters", W)
-            elif spec.by_token or W.stride()[1:] != (d, 1):
+            elif W.stride()[1:] != (d, 1):
                 W = W.contiguous()
         B, C = A.new_empty(2, b, t, sizes.N * 2 // sizes.V, dtype=torch.int32).unbind()
         scalars = A.new_empty(b, t, sizes.scalars)
@@ -85,21 +79,10 @@ class _Inputs(NamedTuple):
         return _Inputs(x, raw, W, A, y0, *words, scalars, b // len(A))
 
     @property
-    def read_by_sweep(self) -> tuple[Tensor, ...]:
-        """The tensors that phase S reads, in its order."""
-        return self.x, self.raw, self.scalars, self.B, self.C, self.W, self.A, self.y0
-
-    @property
     def numbers(self) -> tuple[int, ...]:
-        """Those that phases S and R of all tokens need: the first token, samples of a head, tokens
-        of the launch and of a sample, and the distance of the W^y of two heads."""
-        t = self.x.shape[1]
-        return 0, self.per_head, t, t, self.W.stride(0)
-
-    @property
-    def numbers_of_token(self) -> tuple[int, ...]:
-        """The same for a launch of one token, without the first of them, which is the token."""
-        return self.per_head, 1, self.x.shape[1], self.W.stride(0)
+        """Those that phases S and R need: samples of a head, tokens of a sample, and the distance
+        of the W^y of two heads."""
+        return self.per_head, self.x.shape[1], self.W.stride(0)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -111,7 +94,7 @@ class _Kept(NamedTuple):
     """Views of what phase S keeps."""
 
     rows: Tensor  # (b t 2 P): Delta and `written`
-    factors: Tensor  # (b t factors P): g, read, what was fed, and r = a B
+    factors: Tensor  # (b t factors P): g, read, and what was fed
     states: Tensor  # (b chunks N P)
     inverse: Tensor  # (b t)
     solved: Tensor  # (b t `Sizes.solved`)
@@ -145,25 +128,14 @@ def launch_phases(
     y, kept = A.new_empty(b, t, d), A.new_empty(b, sizes.kept if keeps or sizes.k else 0)
     # where nothing is kept, the kernels write none of these and take any tensor in their place
     parts = _Kept.of(kept, sizes) if len(kept[0]) else _Kept(y, y, y, y, y)
-    if spec.by_token:
-        _sweep_by_token(inputs, h.copy_(first), y, parts, sizes, spec)
-    else:
-        tensors = (
-            *inputs.read_by_sweep,
-            first,
-            h,
-            y,
-            parts.rows,
-            parts.factors,
-            parts.inverse,
-            parts.states,
-            parts.solved,
-        )
-        numbers = *inputs.numbers, *inputs.strides
-        SWEEP.launch((b,), tensors, numbers, phase_constants(SWEEP, spec))
+    read = inputs.x, inputs.raw, inputs.scalars, inputs.B, inputs.C, inputs.W, A, inputs.y0
+    written = parts.rows, parts.factors, parts.inverse, parts.states, parts.solved
+    numbers = *inputs.numbers, *inputs.strides
+    tensors = *read, first, h, y, *written
+    SWEEP.launch((b,), tensors, numbers, phase_constants(SWEEP, spec))
     statistics = A.new_empty(4, b, t)
     if sizes.k:
-        solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, *parts[:2], statistics
+        solved = inputs.x, y, inputs.raw, inputs.scalars, parts.solved, parts.rows, statistics
         numbers = b * t, t, *inputs.strides
         constants = phase_constants(SOLVED_STATISTICS, spec)
         with beside("statistics", *solved):
@@ -175,63 +147,12 @@ def launch_phases(
     return y, h, kept if keeps else kept[:, :0], statistics
 
 
-def _sweep_by_token(
-    inputs: _Inputs,
-    h: Tensor,  # (b, n, d): before the first token, replaced by that after the last
-    y: Tensor,  # (b, t, d), written
-    parts: _Kept,  # written
-    sizes: Sizes,
-    spec: LaunchSpec,
-) -> None:
-    """Phase S token by token, each after its product with W^y."""
-    feed, products = _products(FEED, y, inputs.W, inputs, sizes, spec)
-    read = inputs._replace(W=products).read_by_sweep
-    tensors = *read, h, h, y, *parts[:2], parts.inverse, parts.states, parts.solved
-    numbers = *inputs.numbers_of_token, *inputs.strides
-    sweep = LaunchSeries(SWEEP, (sizes.b,), tensors, numbers, phase_constants(SWEEP, spec))
-    states = _memories(parts.states, sizes) if spec.keeps else ()
-    for t in range(sizes.t):
-        if spec.keeps and (t == 0 or (sizes.t - t) % CHUNK == 0):
-            states[sizes.chunk_of(t)].copy_(h)
-        feed.launch(t)
-        sweep.launch(t)
-
-
-def _products(
-    kernel: PlannedKernel,
-    v: Tensor,  # (b, t, d) or (b, t, vectors d)
-    W: Tensor,  # (H, vectors d, H d)
-    inputs: _Inputs,
-    sizes: Sizes,
-    spec: LaunchSpec,
-) -> tuple[LaunchSeries, Tensor]:
-    """The products of a token's v with W, and where each launch writes their parts
-    (splits, vectors, b, d), zeros before the first."""
-    heads, vectors = sizes.b // inputs.per_head, sum(spec.fed)
-    products = inputs.A.new_zeros(spec.splits, vectors, sizes.b, sizes.d)
-    grid = heads * vectors, spec.splits, ceil_div(inputs.per_head, spec.tile)
-    numbers = heads, inputs.per_head, spec.each, *v.stride()[:2]
-    tensors = v, inputs.y0, W, products
-    return LaunchSeries(kernel, grid, tensors, numbers, phase_constants(kernel, spec)), products
-
-
-def _memories(
-    states: Tensor,  # (b chunks N P) values
-    sizes: Sizes,
-) -> tuple[Tensor, ...]:  # (b, n, d) each
-    """Those of the chunks, which phases R and G read with zeros beyond n and d."""
-    b, _, d, n, P, N = sizes[:6]
-    if (n, d) != (N, P):
-        states.zero_()
-    return states.view(b, sizes.chunks, N, P)[..., :n, :d].unbind(1)
-
-
 class PhaseGradients(NamedTuple):
     """Cotangents."""
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r + padding)
-    fed: Tensor  # (b, t, FEEDS d), of those of raw Delta and x that are fed, in the dtype of x
+    delta: Tensor  # (b, t, d), of raw Delta, in the dtype of x
     A: Tensor  # (b, splits, n, d), of each sample, in parts
     h0: Tensor  # (b, n, d)
     y0: Tensor  # (b, d)
@@ -243,8 +164,7 @@ class _Solved(NamedTuple):
 
     adjoint: Tensor  # (b, t, 2, P), w and the cotangent of `written`
     delta: Tensor  # (b, t, d), the cotangent of raw Delta
-    x: Tensor  # (b, t, d), that of x; beside that of raw Delta if both are fed
-    fed: Tensor  # (b, t, FEEDS d), those of them that are fed
+    x: Tensor  # (b, t, d), that of x
     f: Tensor  # (b, t, k)
     H: Tensor  # (b, n, d), of h0
     y0: Tensor  # (b, d)
@@ -272,16 +192,16 @@ def launch_reverse_phases(
     r = inputs.raw.shape[2]
     grad_raw = inputs.raw.new_empty(b, t, r + padding(r))
     statistics = inputs.A.new_empty(2, b, t)
-    given = inputs.raw, solved.delta, grad_B, grad_C, parts.factors, solved.adjoint
+    given = inputs.raw, solved.delta, grad_B, grad_C, solved.adjoint
     numbers = b * t, t, *inputs.raw.stride()[:2]
     constants = phase_constants(FINISH, spec)
     FINISH.launch(_by_tokens(sizes), (*given, grad_raw, statistics), numbers, constants)
     if sizes.k:
-        known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, *parts[:2], solved.adjoint
+        known = inputs.x, y, inputs.raw, inputs.scalars, solved.f, parts.rows, solved.adjoint
         numbers = b * t, t, *inputs.strides
         constants = phase_constants(FINISH_REFLECTIONS, spec)
         FINISH_REFLECTIONS.launch((b * t,), (*known, grad_raw, statistics), numbers, constants)
-    rows = solved.x, grad_raw, solved.fed
+    rows = solved.x, grad_raw, solved.delta
     return PhaseGradients(*rows, grad_A, solved.H, solved.y0, statistics)
 
 
@@ -299,18 +219,10 @@ def _reverse(
     b, t, d, n, P, N, V, _, k = sizes
     A = inputs.A
     adjoint = A.new_empty(b, t, 2, P)
-    if all(spec.fed):
-        fed = inputs.x.new_empty(b, t, 2 * d)
-        delta, x = fed.split_with_sizes((d, d), -1)
-    else:
-        delta, x = inputs.x.new_empty(b, t, d), inputs.x.new_empty(b, t, d)
-        fed = x if spec.fed[1] else delta
+    delta, x = inputs.x.new_empty(b, t, d), inputs.x.new_empty(b, t, d)
     f, H = A.new_empty(b, t, k), A.new_empty(b, n, d)
-    solved = _Solved(adjoint, delta, x, fed, f, H, A.new_empty(b, d))
+    solved = _Solved(adjoint, delta, x, f, H, A.new_empty(b, d))
     scratch = A.new_empty(b, CHUNK, N * P // V, dtype=torch.int64)
-    if spec.by_token:
-        _reverse_by_token(grad_y, last, y, inputs, parts, solved, edges, scratch, sizes, spec)
-        return solved
     known = grad_y, y, inputs.y0, inputs.raw, parts.solved, *parts[:2], parts.inverse
     values = inputs.scalars, inputs.B, inputs.C, inputs.W, A, parts.states
     first = H if last is None else last
@@ -318,56 +230,6 @@ def _reverse(
     numbers = *inputs.numbers, *inputs.raw.stride()[:2]
     REVERSE.launch((b,), (*known, *values, *results), numbers, phase_constants(REVERSE, spec))
     return solved
-
-
-def _reverse_by_token(
-    grad_y: Tensor,  # (b, t, d)
-    last: Tensor | None,  # (b, n, d), of the last h; None: zeros
-    y: Tensor,  # (b, t, d)
-    inputs: _Inputs,
-    kept: _Kept,
-    solved: _Solved,  # written
-    edges: Tensor,  # (b, chunks, N P), written
-    scratch: Tensor,  # (b, CHUNK, N P / V)
-    sizes: Sizes,
-    spec: LaunchSpec,
-) -> None:
-    """Phase R token by token, each before its product with the transposed W^y."""
-    A, H, d = inputs.A, solved.H, sizes.d
-    if last is None:
-        H.zero_()
-    else:
-        H.copy_(last)
-    read = kept.rows, inputs.B, A, kept.states, scratch
-    numbers: tuple[int, ...] = sizes.t, inputs.per_head
-    replay = LaunchSeries(REPLAY, (sizes.b,), read, numbers, phase_constants(REPLAY, spec))
-    memories = _memories(edges, sizes)
-
-    def enter(chunk: int) -> None:
-        """Keep H after a chunk, and compute q of its tokens."""
-        memories[chunk].copy_(H)
-        replay.launch(chunk)
-
-    # Phase R reads q before it waits for the launch before it (`await_launch`). That one is
-    # therefore never a replay, but the product, and for the last token what makes products zeros.
-    enter(sizes.chunks - 1)
-    W = inputs.W.view(-1, sum(spec.fed), d, sizes.b // inputs.per_head, d)
-    transposed = W.permute(3, 1, 4, 0, 2).contiguous()
-    adjoint, products = _products(FEED_ADJOINT, solved.fed, transposed, inputs, sizes, spec)
-    known = grad_y, y, inputs.y0, inputs.raw, kept.solved, *kept[:2], kept.inverse
-    values = inputs.scalars, inputs.B, inputs.C, products, A, kept.states
-    rows = solved.delta, solved.x, solved.f, solved.y0
-    results = scratch, H, H, edges, solved.adjoint, *rows
-    numbers = *inputs.numbers_of_token, *inputs.raw.stride()[:2]
-    tensors = *known, *values, *results
-    reverse = LaunchSeries(REVERSE, (sizes.b,), tensors, numbers, phase_constants(REVERSE, spec))
-    for t in reversed(range(sizes.t)):
-        reverse.launch(t)
-        if t > 0 and (sizes.t - t) % CHUNK == 0:
-            enter(sizes.chunk_of(t - 1))
-        adjoint.launch(t)
-    eps = spec.options.feedback_norm_eps
-    solved.y0.copy_(normalize_feedback_vjp(products.sum((0, 1)), inputs.y0, eps))
 
 
 def _gradients(
@@ -389,7 +251,7 @@ def _gradients(
     scratch = A.new_empty(programs, CHUNK, min(N, STATES) * P // sizes.V, dtype=torch.int64)
     grad_B, grad_C = A.new_empty(2, b, t, N).unbind()
     grad_A = A.new_empty(b, splits, n, d)
-    pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64), inputs.scalars
+    pairs = parts.rows.view(torch.int64), solved.adjoint.view(torch.int64)
     values = inputs.B.view(torch.int32), inputs.C.view(torch.int32), A
     tensors = *pairs, *values, parts.states, edges, scratch, grad_B, grad_C, grad_A
     numbers = inputs.per_head, t, splits, each

@@ -9,14 +9,11 @@ from typing import NamedTuple
 import torch
 
 from bedouin.kernels.direct.buffers import CHUNK
-from bedouin.kernels.feedback import reads_all_heads
-from bedouin.kernels.heads import count_heads
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
 PHASE_CHANNELS = 64
-"""Most channels of a head with feedback: W^y of Delta and of x is in the registers of one
-program."""
+"""Most channels of a head with feedback: W^y of Delta is in the registers of one program."""
 
 UNFED_CHANNELS, UNFED_MEMORY = 256, 4096
 """Most channels of a head without feedback, and most values of the memory, P N, of one with more
@@ -29,54 +26,25 @@ PHASE_STATES = 128
 """Most states of a channel: its memory and the cotangent of that are in registers, too."""
 
 
-def fed_vectors(operands: Operands, options: Parameterization) -> tuple[bool, bool]:
-    """Whether y_{t-1} is fed back to Delta and to x."""
-    if operands.W_y is None:
-        return False, False
-    rows = operands.W_y.shape[-2] - (operands.x.shape[-1] if options.feeds_x else 0)
-    return rows > 0, options.feeds_x
-
-
-def feeds_all_heads(operands: Operands) -> bool:
-    """Whether W^y is no part of phases S and R, but a launch of its own for each token, because it
-    reads the outputs of all heads."""
-    W_y = operands.W_y
-    return W_y is not None and reads_all_heads(W_y, operands.x.shape[-1])
-
-
 def takes_phases(operands: Operands, options: Parameterization) -> bool:
     """Whether the phases solve this call: they hold its heads, feedback is of nothing but all of
-    Delta and x, x is bounded in all heads or in none, and there are no reflections where it is
-    or where W^y reads all heads."""
+    Delta, and nothing is erased."""
     (d, n), W_y, layout = operands.A.shape[-2:], operands.W_y, options.layout
     if layout is None or not layout.selective or layout.num_householder > PHASE_REFLECTIONS:
+        return False
+    if options.plain_only is not None:
         return False
     if n > PHASE_STATES or options.input_scale == "one_minus_decay":
         return False
     if W_y is None:
         is_small = padded_size(d) * padded_size(n) <= UNFED_MEMORY
         return d <= PHASE_CHANNELS or (d <= UNFED_CHANNELS and is_small)
-    if options.bounded_heads and options.bounded_heads != count_heads(operands.A):
-        return False
-    rows = W_y.shape[-2] - (d if options.feeds_x else 0)
-    reads_all = layout.num_householder > 0 and reads_all_heads(W_y, d)
-    mixes = layout.num_householder > 0 and options.bounded_heads > 0
-    return d <= PHASE_CHANNELS and rows in (0, d) and not (reads_all or mixes)
+    return d <= PHASE_CHANNELS and W_y.shape[-2] == d
 
 
 def padded_size(size: int) -> int:
     """P or N."""
     return max(16, next_power_of_two(size))
-
-
-def describe_limits() -> str:
-    """What `takes_phases` requires of erase and feedback of x, as a part of an error message."""
-    return (
-        f"but in the exact sweep of heads with at most {PHASE_CHANNELS} channels (without feedback "
-        f"{UNFED_CHANNELS} with a memory of {UNFED_MEMORY} values), {PHASE_STATES} states and "
-        f"{PHASE_REFLECTIONS} reflections, none with feedback of all heads or bounded x, which "
-        "feed back y to Delta and x alone, with another input scale than 'one_minus_decay'"
-    )
 
 
 class Sizes(NamedTuple):
@@ -120,16 +88,14 @@ class Sizes(NamedTuple):
 
     @property
     def scalars(self) -> int:
-        """Numbers of a token from phase P: B C, beta^e, and 1 / |u|, T, G and beta."""
-        return 2 + self.k * (self.k + 3)
+        """Numbers of a token from phase P: B C, and 1 / |u|, T, G and beta."""
+        return 1 + self.k * (self.k + 3)
 
 
 def sizes_of(operands: Operands, options: Parameterization) -> Sizes:
     """The sizes of a call that `takes_phases`."""
     (b, t, d), n = operands.x.shape, operands.A.shape[-1]
     P, N = padded_size(d), padded_size(n)
-    layout, V = options.known_layout(), 4 if operands.x.dtype == torch.bfloat16 else 2
-    fed = fed_vectors(operands, options)
-    bounded = fed[1] and options.bounded_heads > 0
-    factors = 2 + (0 if feeds_all_heads(operands) else sum(fed)) + bounded + (layout.erase > 0)
-    return Sizes(b, t, d, n, P, N, V, factors, layout.num_householder)
+    V = 4 if operands.x.dtype == torch.bfloat16 else 2
+    factors = 2 if operands.W_y is None else 3
+    return Sizes(b, t, d, n, P, N, V, factors, options.known_layout().num_householder)

@@ -51,7 +51,7 @@ def phase_reverse(
     grad_W_y = A.new_empty(0)
     if W_y is not None:
         past = normed_past(known[2], operands, W_y, options)
-        grad_W_y = feedback_weight_gradient(grads.fed, past, W_y)
+        grad_W_y = feedback_weight_gradient(grads.delta, past, W_y)
     grad_A = grads.A.unflatten(0, (count_heads(A), -1)).sum((1, 2))
     grad_A = (grad_A if A.dim() == 3 else grad_A.squeeze(0)).mT
     last = grads.h0.mT, grads.y0[: None if wants_y0 else 0], grads.statistics

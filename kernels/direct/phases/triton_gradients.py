@@ -1,11 +1,9 @@
 """Phase G: the gradients of A, B and C, of many chunks of tokens at once.
 
 From h and its cotangent at the edges of a chunk, which phases S and R have kept, as the backward
-pass of an ordinary scan. With dH = H + w C^T the cotangent of h_t, and `erased` that of r, which is
--beta^e times that of `written`:
+pass of an ordinary scan. With dH = H + w C^T the cotangent of h_t:
 
-    B_ = dH^T written + a^T erased,   C_ = h_t^T w,
-    A_ += (dH + erased B^T) * Delta (d lambda / d (A Delta)) h_{t-1}
+    B_ = dH^T written,   C_ = h_t^T w,   A_ += dH * Delta (d lambda / d (A Delta)) h_{t-1}
 
 A program has a sample of a head, some chunks and S of the states. It goes through a chunk once to
 keep the h before every token in scratch memory, in the dtype of x, and then back. Its memory is a
@@ -18,7 +16,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import build_decay
-from bedouin.kernels.direct.phases.device import pack, put, reach_of, unknown_zeros, unpack
+from bedouin.kernels.direct.phases.device import pack, put, reach_of, unpack
 from bedouin.kernels.track.device import (
     load_words,
     over_states,
@@ -88,19 +86,16 @@ def load_pair(
 
 @triton.jit
 def load_token(
-    rows,  # pointers to kept rows, adjoint rows, beta^e, B and C, of the first token of a sample
+    rows,  # pointers to kept rows, adjoint rows, B and C, of the first token of a sample
     t, places, state,
-    P: tl.constexpr, INTS: tl.constexpr, SCALARS: tl.constexpr, V: tl.constexpr,
+    P: tl.constexpr, INTS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Delta, written, w, the cotangent of `written`, beta^e, and words of B and C of the token t,
-    or of the first one."""
+    """Delta, written, w, and words of B and C of the token t, or of the first one."""
     token = tl.maximum(t, 0).to(tl.int64)
     row, adjoint = rows[0] + token * P, rows[1] + token * P
     delta, written = load_vector(row, places, V), load_vector(row + P // 2, places, V)
-    w, grad_written = load_vector(adjoint, places, V), load_vector(adjoint + P // 2, places, V)
-    beta = tl.load(rows[2] + token * SCALARS)
-    B = load_values(rows[3] + token * INTS, state, V)
-    return delta, written, w, grad_written, beta, B, load_values(rows[4] + token * INTS, state, V)
+    w, B = load_vector(adjoint, places, V), load_values(rows[2] + token * INTS, state, V)
+    return delta, written, w, B, load_values(rows[3] + token * INTS, state, V)
 
 
 @triton.jit
@@ -116,15 +111,14 @@ def _prefetch(
     token = tl.maximum(start + tl.arange(0, KEEP), 0)
     for i in tl.static_range(2):
         prefetch(rows[i], token, P, P, FAST)
-        prefetch(rows[3 + i], token, INTS, S * INTS // N, FAST)
-        prefetch(rows[5 + i] + slot, hidden, P, P, FAST)
+        prefetch(rows[2 + i], token, INTS, S * INTS // N, FAST)
+        prefetch(rows[4 + i] + slot, hidden, P, P, FAST)
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head", "splits", "per_split"])
 def gradient_kernel(
     kept_ptr,  # (b, t, 2, P / 2), int64
     adjoint_ptr,  # (b, t, 2, P / 2), int64
-    scalars_ptr,  # (b, t, SCALARS): B C, beta^e and others
     B_ptr,  # (b, t, N / V 2), int32
     C_ptr,  # likewise
     A_ptr,  # (H, n, d), log2(e) A
@@ -146,9 +140,7 @@ def gradient_kernel(
     PL: tl.constexpr,
     V: tl.constexpr,
     KEEP: tl.constexpr,
-    SCALARS: tl.constexpr,
     FULL: tl.constexpr,
-    ERASE: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """Some chunks of a sample of a head, and S of the states."""
@@ -180,13 +172,12 @@ def gradient_kernel(
     rows = (
         kept_ptr + first * P,
         adjoint_ptr + first * P,
-        scalars_ptr + (first * SCALARS + 1) + unknown_zeros(pl, t_end, PL),
         B_ptr + first * INTS + part * (S * INTS // N),  # those of the states of this program
         C_ptr + first * INTS + part * (S * INTS // N),
         states_ptr,
         edges_ptr,
     )
-    replayed = (rows[0], rows[3])
+    replayed = (rows[0], rows[2])
     begin = split * per_split
     slot = (sample * chunks + begin) * SIZE
     _prefetch(rows, t_end - (chunks - begin) * KEEP, hidden, slot, P, INTS, S, N, KEEP, FAST)
@@ -236,20 +227,20 @@ def gradient_kernel(
                             after = after + (decayed + written[v][:, None, :] * B,)
                         h = after
         t = start + KEEP - 1
-        even = load_token(rows, t, vector, state, P, INTS, SCALARS, V)
+        even = load_token(rows, t, vector, state, P, INTS, V)
         even_h = load_words(scratch + (KEEP - 1) * WORDS, places)
         odd, odd_h = even, even_h
         for pair in range(0, KEEP // 2):
             for i in tl.static_range(2):
                 place = KEEP - 1 - 2 * pair - i
                 t = start + place
-                delta, written, w, grad_written, beta, B, C = even if i == 0 else odd
+                delta, written, w, B, C = even if i == 0 else odd
                 h = unpack(even_h if i == 0 else odd_h, V, False)
                 B, C = values_of(B, state, V), values_of(C, state, V)
                 first_decay = build_decay(A[0] * delta[0][:, None, :], FULL, FAST)
                 # as above, between what waits for the present token and the next loads
                 if t > 0:
-                    token = load_token(rows, t - 1, vector, state, P, INTS, SCALARS, V)
+                    token = load_token(rows, t - 1, vector, state, P, INTS, V)
                     memory = load_words(scratch + tl.maximum(place - 1, 0) * WORDS, places)
                     if i == 0:
                         odd, odd_h = token, memory
@@ -270,10 +261,6 @@ def gradient_kernel(
                         grad_h = H[v] + w_v * C
                         grad_B += grad_h * by
                         grad_C += (a + by * B) * w_v
-                        if ERASE:
-                            grad_r = grad_written[v][:, None, :] * -beta[None, None, :]
-                            grad_B += a * grad_r
-                            grad_h += grad_r * B
                         reached = reach_of(decay, FULL) * h[v] if FULL else a
                         sums = sums + (grad_A[v] + grad_h * reached * delta_v,)
                         before = before + (grad_h * decay,)

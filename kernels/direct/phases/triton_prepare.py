@@ -1,4 +1,4 @@
-"""Phase P: what the raw values of B, C and beta^e alone determine; its adjoint; and statistics.
+"""Phase P: what the raw values of B and C alone determine; its adjoint; and statistics.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, r raw values,
 s tokens of a program; N: n rounded up to a power of two.
@@ -7,7 +7,6 @@ s tokens of a program; N: n rounded up to a power of two.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import sigmoid
 from bedouin.kernels.device.norms import inverse_norm, max_norm
 from bedouin.kernels.track.device import high, nearest_word
 
@@ -44,10 +43,10 @@ def _store_words(ptr, token, j, inside, even, odd, N: tl.constexpr, LOW: tl.cons
 
 @triton.jit(do_not_specialize=["count", "t_end"])
 def prepare_phases_kernel(
-    raw_ptr,  # (b, t, r), [Delta d | B n | C n | beta^e]
+    raw_ptr,  # (b, t, r), [Delta d | B n | C n | reflections]
     B_ptr,  # (b, t, words), int32, written
     C_ptr,  # likewise
-    scalars_ptr,  # (b, t, SCALARS), of which the first two are written: B C and beta^e
+    scalars_ptr,  # (b, t, SCALARS), of which the first is written: B C
     count,  # b t
     t_end,
     raw_stride_b,
@@ -56,8 +55,6 @@ def prepare_phases_kernel(
     n: tl.constexpr,
     N: tl.constexpr,
     LOW: tl.constexpr,  # words of two bfloat16 instead of a float32
-    ERASE_AT: tl.constexpr,  # where the raw value of beta^e is
-    ERASE_MAX: tl.constexpr,
     SCALARS: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -68,9 +65,6 @@ def prepare_phases_kernel(
     row = raw_ptr + token // t_end * raw_stride_b + token % t_end * raw_stride_t
     # all loads first: the compiler moves none of them across a barrier or a store
     B, C = _halves(row + d, j, inside, n), _halves(row + d + n, j, inside, n)
-    if ERASE_MAX > 0:
-        raw = tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32)
-        tl.store(scalars_ptr + token * SCALARS + 1, ERASE_MAX * sigmoid(raw), mask=here)
     B, C = _unit(B, n, EPS), _unit(C, n, EPS)
     B = _store_words(B_ptr, token, j, inside, B[0], B[1], N, LOW)
     C = _store_words(C_ptr, token, j, inside, C[0], C[1], N, LOW)
@@ -114,8 +108,7 @@ def finish_phases_kernel(
     grad_delta_ptr,  # (b, t, d), of raw Delta
     grad_B_ptr,  # (b, t, N)
     grad_C_ptr,  # (b, t, N)
-    factors_ptr,  # (b, t, FACTORS, P), whose last row is r = a B
-    adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
+    adjoint_ptr,  # (b, t, 2, P), whose first row is w
     grad_raw_ptr,  # (b, t, WIDE), written but for reflections, zeros from r on, fewer than 64
     statistics_ptr,  # (2, b, t), written without reflections: defect and scale of the adjoint
     count,  # b t
@@ -126,12 +119,8 @@ def finish_phases_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
-    FACTORS: tl.constexpr,
     K: tl.constexpr,
-    ROW: tl.constexpr,  # from token to token in `grad_delta_ptr`
     WIDE: tl.constexpr,
-    ERASE_AT: tl.constexpr,
-    ERASE_MAX: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -141,22 +130,14 @@ def finish_phases_kernel(
     to = grad_raw_ptr + token[:, None] * WIDE
     dtype = grad_raw_ptr.dtype.element_ty
     channels = here[:, None] & (p < d)
-    grad_delta = tl.load(grad_delta_ptr + token[:, None] * ROW + p, mask=channels, other=0.0)
+    grad_delta = tl.load(grad_delta_ptr + token[:, None] * d + p, mask=channels, other=0.0)
     tl.store(to + p, grad_delta.to(dtype), mask=channels)
     states = here[:, None] & (state < n)
     grad = _unit_vjp(row + d, grad_B_ptr + token * N, state, states, EPS, n)
     tl.store(to + d + state, grad.to(dtype), mask=states)
     grad = _unit_vjp(row + d + n, grad_C_ptr + token * N, state, states, EPS, n)
     tl.store(to + d + n + state, grad.to(dtype), mask=states)
-    SIZE: tl.constexpr = ERASE_AT + (1 if ERASE_MAX > 0 else 0)
-    if ERASE_MAX > 0:
-        at = factors_ptr + token[:, None] * (FACTORS * P) + (FACTORS - 1) * P + p
-        erased = tl.load(at, mask=channels, other=0.0).to(tl.float32)
-        at = adjoint_ptr + token[:, None] * (2 * P) + P + p
-        grad_erased = tl.load(at, mask=channels, other=0.0)
-        share = sigmoid(tl.load(row + ERASE_AT, mask=here, other=0.0).to(tl.float32))
-        grad = -ERASE_MAX * tl.sum(erased * grad_erased, 1) * share * (1 - share)
-        tl.store(grad_raw_ptr + token * WIDE + ERASE_AT, grad.to(dtype), mask=here)
+    SIZE: tl.constexpr = d + 2 * n + K * (d + 1)
     if K == 0:
         # each w is explicit
         w = tl.load(adjoint_ptr + token[:, None] * (2 * P) + p, mask=here[:, None], other=0.0)

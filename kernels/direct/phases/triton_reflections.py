@@ -64,21 +64,9 @@ def prepare_reflections_kernel(
     inv = inverse_sizes(G, d, K, EPS)
     G = scale_symmetric(G, inv, K)
     found = inv + wy_upper(G, beta, K) + G + beta
-    to = scalars_ptr + token * (2 + 2 * (K + PAIRS)) + 2
+    to = scalars_ptr + token * (1 + 2 * (K + PAIRS)) + 1
     for i in tl.static_range(2 * (K + PAIRS)):
         tl.store(to + i, found[i], mask=here)
-
-
-@triton.jit
-def _fixed_point(
-    x_row, y_row, fed, p,
-    d: tl.constexpr, P: tl.constexpr, FEEDS: tl.constexpr, OF_X: tl.constexpr,
-):  # fmt: skip
-    """x^ with its feedback, and y - x^, of a token."""
-    x = row_of(x_row, p, d, P)
-    if OF_X:
-        x += tl.load(fed + (FEEDS - 1) * P + p)
-    return x, row_of(y_row, p, d, P) - x
 
 
 @triton.jit(do_not_specialize=["t_end", "count"])
@@ -89,7 +77,6 @@ def solved_statistics_kernel(
     scalars_ptr,  # (b, t, SCALARS)
     solved_ptr,  # (b, t, K + 1 + PAIRS)
     kept_ptr,  # (b, t, 2, P)
-    factors_ptr,  # (b, t, FACTORS, P)
     statistics_ptr,  # (4, b, t), written: defect, scale, magnitude, pivot
     count,  # b t
     t_end,
@@ -101,19 +88,16 @@ def solved_statistics_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     K: tl.constexpr,
-    FACTORS: tl.constexpr,
-    FEEDS: tl.constexpr,
-    OF_X: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
 ):
     PAIRS: tl.constexpr = K * (K + 1) // 2
     token, p = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     sample, time = token // t_end, token % t_end
-    scalars = scalars_ptr + token * (2 + 2 * (K + PAIRS))
+    scalars = scalars_ptr + token * (1 + 2 * (K + PAIRS))
     solved = solved_ptr + token * (K + 1 + PAIRS)
-    kept, fed = kept_ptr + token * (2 * P), factors_ptr + token * (FACTORS * P) + 2 * P
-    x_row = x_ptr + sample * x_stride_b + time * x_stride_t
-    x, v = _fixed_point(x_row, y_ptr + token * d, fed, p, d, P, FEEDS, OF_X)
+    kept = kept_ptr + token * (2 * P)
+    x = row_of(x_ptr + sample * x_stride_b + time * x_stride_t, p, d, P)
+    v = row_of(y_ptr + token * d, p, d, P) - x
     raw = raw_ptr + sample * raw_stride_b + time * raw_stride_t + d + 2 * n
     u, inverse, T = load_reflections(raw, scalars, p, d, P, K)
     u = unit_vectors(u, inverse, K)
@@ -138,7 +122,6 @@ def finish_reflections_kernel(
     scalars_ptr,  # (b, t, SCALARS)
     f_ptr,  # (b, t, K)
     kept_ptr,  # (b, t, 2, P)
-    factors_ptr,  # (b, t, FACTORS, P)
     adjoint_ptr,  # (b, t, 2, P), whose last row is the cotangent of `written`
     grad_raw_ptr,  # (b, t, WIDE), written where u and alpha are
     statistics_ptr,  # (2, b, t), written: defect and scale of the adjoint equation
@@ -152,9 +135,6 @@ def finish_reflections_kernel(
     n: tl.constexpr,
     P: tl.constexpr,
     K: tl.constexpr,
-    FACTORS: tl.constexpr,
-    FEEDS: tl.constexpr,
-    OF_X: tl.constexpr,
     WIDE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
     BETA_MAX: tl.constexpr,
@@ -162,10 +142,10 @@ def finish_reflections_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     token, p = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     sample, time = token // t_end, token % t_end
-    scalars = scalars_ptr + token * (2 + 2 * (K + PAIRS)) + 2
-    kept, fed = kept_ptr + token * (2 * P), factors_ptr + token * (FACTORS * P) + 2 * P
-    x_row = x_ptr + sample * x_stride_b + time * x_stride_t
-    _, v = _fixed_point(x_row, y_ptr + token * d, fed, p, d, P, FEEDS, OF_X)
+    scalars = scalars_ptr + token * (1 + 2 * (K + PAIRS)) + 1
+    kept = kept_ptr + token * (2 * P)
+    x = row_of(x_ptr + sample * x_stride_b + time * x_stride_t, p, d, P)
+    v = row_of(y_ptr + token * d, p, d, P) - x
     raw = raw_ptr + sample * raw_stride_b + time * raw_stride_t + d + 2 * n
     u = ()
     for i in tl.static_range(K):
