@@ -22,11 +22,20 @@ from bedouin.testing import assert_close
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+
+
+class PaperOutput(Bedouin):
+    """With the output stage of the paper, and a bias on Delta alone."""
+
+    output = "paper"
+    has_bias = False
+
+
 VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"num_householder": 4}),
     (Bedouin, {"feedback": ("B", "mixer"), "feedback_norm": False}),
     (Bedouin, {"feedback": (), "decay": "griffin", "input_scale": "one_minus_decay"}),
-    (Bedouin, {"output": "paper", "bias": False}),
+    (PaperOutput, {}),
     (FixedPointRNN, {}),
     (Bedouin, {"num_heads": 2, "num_householder": 1}),
 ]
@@ -49,7 +58,7 @@ HEADS: list[dict[str, Any]] = [
     {},
     {"feedback": ("delta", "B", "C")},
     {"feedback": (), "decay": "griffin"},
-    {"num_heads": 3, "output": "paper", "feedback_norm": False},
+    {"num_heads": 3, "feedback_norm": False},
     {"mixer": NoMixing(), "num_householder": None},
     {
         "mixer": NoMixing(),

@@ -6,10 +6,9 @@ Letters: b samples of a head, t time, p channels of a head, n state per channel,
 H heads.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -47,8 +46,7 @@ class Case:
     t: int = 5
     p: int = 16
     n: int = 8
-    fed: str = "dx"
-    erase: float = 1.0
+    fed: bool = True
     k: int = 0
     beta_max: float = 1.0
     activation: Activation = "softplus"
@@ -57,16 +55,10 @@ class Case:
     norm_eps: float | None = 1e-5
     starts: bool = True
     dtype: torch.dtype = torch.float32
-    scope: Literal["head", "layer"] = "head"
-    bounded: bool = False
 
     def options(self) -> Parameterization:
-        layout = RawLayout(self.activation, True, self.k, self.beta_max, self.erase)
-        scales = self.input_scale, self.eigenvalues, self.norm_eps
-        bounded_heads = self.heads if self.bounded else 0
-        return Parameterization(
-            layout, *scales, feeds_x="x" in self.fed, bounded_heads=bounded_heads
-        )
+        layout = RawLayout(self.activation, True, self.k, self.beta_max)
+        return Parameterization(layout, self.input_scale, self.eigenvalues, self.norm_eps)
 
     def operands(self, device: str = DEVICE) -> Operands:
         generator = torch.Generator().manual_seed(self.b + 10 * self.t)
@@ -76,8 +68,7 @@ class Case:
 
         H, b, t, p, n = self.heads, self.heads * self.b, self.t, self.p, self.n
         x, raw = draw(b, t, p), draw(b, t, self.options().known_layout().size(p, n))
-        read = p * (H if self.scope == "layer" else 1)
-        W_y = 0.5 * read**-0.5 * draw(H, len(self.fed) * p, read) if self.fed else None
+        W_y = 0.5 * p**-0.5 * draw(H, p, p) if self.fed else None
         A, wide = -draw(H, p, n, dtype=torch.float32).exp(), torch.float32
         if H == 1:
             A, W_y = A[0], None if W_y is None else W_y[0]
@@ -126,60 +117,46 @@ def check(case: Case, operands: Operands | None = None) -> None:
 CASES = [
     Case(),
     Case(heads=1, t=1, p=1, n=1),
-    Case(heads=1, b=3, t=2, p=7, n=5, fed="d", erase=0.5, eigenvalues="full"),
-    Case(fed="x", erase=0.0, activation="sigmoid", input_scale="bounded_delta"),
-    Case(fed="", erase=2.0, t=3, activation="softplus_of_minus", eigenvalues="full"),
+    Case(heads=1, b=3, t=2, p=7, n=5, eigenvalues="full"),
+    Case(activation="sigmoid", input_scale="bounded_delta"),
+    Case(fed=False, t=3, activation="softplus_of_minus", eigenvalues="full"),
     Case(norm_eps=None, starts=False, input_scale="bounded_delta"),
-    Case(fed="d", norm_eps=None, t=2, n=17),
-    Case(fed="d", erase=0.0, t=3, p=7, n=3, norm_eps=None, input_scale="bounded_delta"),
-    Case(heads=1, b=2, fed="d", erase=0.0, t=18, p=17, n=64, k=1, input_scale="bounded_delta"),
-    Case(b=3, fed="d", erase=0.0, t=2, p=5, n=1, k=1, dtype=torch.bfloat16, starts=False),
-    Case(fed="x", norm_eps=None, p=20, t=2, starts=False),
+    Case(norm_eps=None, t=2, n=17),
+    Case(t=3, p=7, n=3, norm_eps=None, input_scale="bounded_delta"),
+    Case(heads=1, b=2, t=18, p=17, n=64, k=1, input_scale="bounded_delta"),
+    Case(b=3, t=2, p=5, n=1, k=1, dtype=torch.bfloat16, starts=False),
     # more tokens than a chunk has, and many more states than a warp has lanes for
     Case(heads=1, t=18),
-    Case(heads=1, t=33, p=3, n=2, eigenvalues="full", erase=0.3),
+    Case(heads=1, t=33, p=3, n=2, eigenvalues="full"),
     Case(heads=1, t=2, p=64, n=64),
-    Case(heads=1, t=2, p=33, n=40, fed="x"),
+    Case(heads=1, t=2, p=33, n=40),
     Case(heads=3, b=2, t=4, dtype=torch.bfloat16),
-    Case(heads=1, t=17, p=24, n=18, dtype=torch.bfloat16, fed="d", eigenvalues="full"),
+    Case(heads=1, t=17, p=24, n=18, dtype=torch.bfloat16, eigenvalues="full"),
     Case(heads=1, t=2, p=64, n=64, dtype=torch.bfloat16),
     Case(t=3, n=4, dtype=torch.float16, starts=False),
     # a state without a partner in its word
     Case(t=4, n=5, dtype=torch.bfloat16),
     Case(heads=1, t=18, k=1, input_scale="bounded_delta"),
     Case(t=3, p=12, n=5, k=2, input_scale="bounded_delta", b=2),
-    Case(heads=1, t=3, n=5, k=3, fed="d", beta_max=2.0, eigenvalues="full"),
-    Case(heads=1, t=3, k=4, fed="x", norm_eps=None, activation="sigmoid", starts=False),
-    Case(heads=1, t=3, p=24, k=2, fed="", input_scale="bounded_delta"),
-    # without feedback
-    Case(fed="", erase=0.0, t=18, b=2),
-    Case(heads=1, fed="", erase=0.0, t=1, p=1, n=1, k=1, starts=False),
-    Case(fed="", erase=0.0, t=3, k=2, beta_max=2.0, activation="sigmoid", eigenvalues="full"),
-    Case(heads=1, b=2, fed="", erase=0.0, t=3, p=64, n=64, k=4, input_scale="bounded_delta"),
-    Case(heads=1, b=2, fed="", erase=0.0, t=2, p=100, n=5, input_scale="bounded_delta"),
-    Case(heads=1, fed="", erase=0.0, t=17, p=128, n=32, k=1, dtype=torch.bfloat16),
-    Case(heads=1, fed="", t=2, p=100, n=20, k=4, eigenvalues="full", input_scale="bounded_delta"),
-    Case(heads=1, fed="", erase=0.0, t=3, p=256, n=16, k=2, input_scale="bounded_delta"),
-    Case(heads=3, fed="", erase=0.5, t=2, p=200, n=3, dtype=torch.bfloat16, starts=False),
+    Case(heads=1, t=3, n=5, k=3, beta_max=2.0, eigenvalues="full"),
+    Case(heads=1, t=3, k=4, norm_eps=None, activation="sigmoid", starts=False),
     Case(heads=1, t=17, n=5, k=2, dtype=torch.bfloat16, input_scale="bounded_delta"),
-    # W^y reads the outputs of all heads
-    Case(scope="layer", t=18, b=2),
-    Case(scope="layer", heads=2, b=17, t=2, p=7, n=5, fed="d", starts=False),
-    Case(scope="layer", heads=17, t=2, b=1, p=7, n=5),
-    Case(scope="layer", t=33, p=20, n=3, fed="x", erase=0.0, eigenvalues="full", norm_eps=None),
-    Case(scope="layer", t=1, p=64, n=64, input_scale="bounded_delta"),
-    Case(scope="layer", t=16, heads=4, dtype=torch.bfloat16),
+    # without feedback
+    Case(fed=False, t=18, b=2),
+    Case(heads=1, t=3, p=24, k=2, fed=False, input_scale="bounded_delta"),
+    Case(heads=1, fed=False, t=1, p=1, n=1, k=1, starts=False),
+    Case(fed=False, t=3, k=2, beta_max=2.0, activation="sigmoid", eigenvalues="full"),
+    Case(heads=1, b=2, fed=False, t=3, p=64, n=64, k=4, input_scale="bounded_delta"),
+    Case(heads=1, b=2, fed=False, t=2, p=100, n=5, input_scale="bounded_delta"),
+    Case(heads=1, fed=False, t=17, p=128, n=32, k=1, dtype=torch.bfloat16),
+    Case(heads=1, fed=False, t=2, p=100, n=20, k=4, eigenvalues="full", starts=False),
+    Case(heads=1, fed=False, t=3, p=256, n=16, k=2, input_scale="bounded_delta"),
+    Case(heads=3, fed=False, t=2, p=200, n=3, dtype=torch.bfloat16, starts=False),
     # more states for a channel than a thread holds
     Case(heads=1, t=2, p=64, n=128),
     Case(heads=1, t=17, p=20, n=100, dtype=torch.bfloat16),
-    Case(t=2, p=33, n=128, fed="", erase=0.5, dtype=torch.bfloat16),
-    Case(heads=1, t=18, p=12, n=70, k=1, fed="d", erase=0.0, input_scale="bounded_delta"),
-    Case(scope="layer", t=2, p=20, n=128),
-    # x with its feedback becomes its tanh
-    Case(bounded=True),
-    Case(heads=1, t=18, p=7, n=5, bounded=True, fed="x", erase=0.0, norm_eps=None),
-    Case(heads=1, t=2, p=64, n=64, bounded=True, dtype=torch.bfloat16),
-    Case(scope="layer", t=18, b=2, bounded=True, starts=False),
+    Case(t=2, p=33, n=128, fed=False, dtype=torch.bfloat16),
+    Case(heads=1, t=18, p=12, n=70, k=1, input_scale="bounded_delta"),
 ]
 
 
@@ -190,15 +167,15 @@ def test_values_and_gradients(case: Case) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("fed", ["dx", ""])
+@pytest.mark.parametrize("fed", [True, False])
 @pytest.mark.parametrize("shape", [(0, 3), (1, 0)])
-def test_without_tokens(shape: tuple[int, int], fed: str) -> None:
+def test_without_tokens(shape: tuple[int, int], fed: bool) -> None:
     check(Case(b=shape[0], t=shape[1], fed=fed))
 
 
 @needs_triton
-@pytest.mark.parametrize(("fed", "p"), [("dx", 16), ("", 70)])
-def test_operands_that_are_not_contiguous(fed: str, p: int) -> None:
+@pytest.mark.parametrize(("fed", "p"), [(True, 16), (False, 70)])
+def test_operands_that_are_not_contiguous(fed: bool, p: int) -> None:
     case = Case(b=2, t=3, p=p, fed=fed)
     x, raw, W_y, A, h0, y0 = case.operands()
     assert h0 is not None and y0 is not None
@@ -221,8 +198,8 @@ def test_a_sample_alone_is_the_same() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("k", "fed"), [(0, "dx"), (1, "dx"), (0, ""), (1, "")])
-def test_a_token_that_is_not_finite_is_reported_by_its_own_sample(k: int, fed: str) -> None:
+@pytest.mark.parametrize(("k", "fed"), [(0, True), (1, True), (0, False), (1, False)])
+def test_a_token_that_is_not_finite_is_reported_by_its_own_sample(k: int, fed: bool) -> None:
     case = Case(heads=1, b=3, t=4, k=k, fed=fed, input_scale="bounded_delta")
     operands = case.operands()
     operands.x[1, 2, 3] = float("nan")
@@ -247,14 +224,18 @@ def test_without_a_gradient(k: int) -> None:
 @pytest.mark.parametrize(
     ("p", "n", "k", "fed"),
     [
-        *((p, n, k, "d") for p, n, k in ((64, 64, 1), (64, 64, 0), (64, 16, 2), (33, 40, 1))),
-        *((p, n, 0, fed) for p, n in ((16, 1), (64, 128), (32, 100)) for fed in ("d", "")),
-        *((p, n, k, "") for p, n in ((128, 32), (100, 17), (256, 16), (256, 1)) for k in (0, 2, 4)),
+        *((p, n, k, True) for p, n, k in ((64, 64, 1), (64, 64, 0), (64, 16, 2), (33, 40, 1))),
+        *((p, n, 0, fed) for p, n in ((16, 1), (64, 128), (32, 100)) for fed in (True, False)),
+        *(
+            (p, n, k, False)
+            for p, n in ((128, 32), (100, 17), (256, 16), (256, 1))
+            for k in (0, 2, 4)
+        ),
     ],
 )
-def test_many_samples_compiled(p: int, n: int, k: int, fed: str, dtype: torch.dtype) -> None:
-    options: dict[str, Any] = {"input_scale": "bounded_delta", "fed": fed, "erase": 0.0}
-    case = Case(heads=16, b=20, t=35, p=p, n=n, k=k, dtype=dtype, starts=False, **options)
+def test_many_samples_compiled(p: int, n: int, k: int, fed: bool, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"input_scale": "bounded_delta", "fed": fed, "starts": False}
+    case = Case(heads=16, b=20, t=35, p=p, n=n, k=k, dtype=dtype, **options)
     if dtype == torch.float32:
         check(case)
         return
@@ -268,41 +249,43 @@ def test_many_samples_compiled(p: int, n: int, k: int, fed: str, dtype: torch.dt
 
 def test_what_they_do_not_take() -> None:
     assert not takes_phases(*other(input_scale="one_minus_decay"))
-    assert takes_phases(*other(scope="layer")) and not takes_phases(*other(scope="layer", k=1))
     assert not takes_phases(*other(p=65)) and not takes_phases(*other(n=129))
     assert not takes_phases(*other(k=5))
-    given, options = other(fed="d", erase=0.0)
+    given, options = other()
     assert given.W_y is not None and takes_phases(given, options)
     assert not takes_phases(given._replace(W_y=given.W_y[:, :-1]), options)
+    layout = replace(options.known_layout(), erase=1.0)
+    assert not takes_phases(given, replace(options, layout=layout))
+    assert not takes_phases(given, replace(options, feeds_x=True))
     # without W^y its registers are free for larger heads
-    assert takes_phases(*other(fed="", p=256)) and takes_phases(*other(fed="", p=65, n=32))
-    assert not takes_phases(*other(fed="", p=257)) and not takes_phases(*other(fed="", p=65, n=33))
-    assert not takes_phases(*other(fed="", n=129)) and not takes_phases(*other(fed="", k=5))
+    unfed = partial(other, fed=False)
+    assert takes_phases(*unfed(p=256)) and takes_phases(*unfed(p=65, n=32))
+    assert not takes_phases(*unfed(p=257)) and not takes_phases(*unfed(p=65, n=33))
+    assert not takes_phases(*unfed(n=129)) and not takes_phases(*unfed(k=5))
 
 
 def test_auto_takes_them_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bedouin.kernels.backend.is_cuda_device", lambda device: True)
     monkeypatch.setattr("bedouin.kernels.backend._TRITON", "3.6.0")
     monkeypatch.setattr("bedouin.kernels.backend._IS_OLD", False)
-    assert choose_sweep("auto", *other()) == choose_sweep("auto", *other(fed="d")) == "triton"
     given, options = other()
+    assert choose_sweep("auto", given, options) == "triton"
     assert choose_sweep("auto", given._replace(A=given.A.double()), options) == "reference"
     wide = given._replace(raw=given.raw.double())
-    # the last: they solve, and for a y that is given there are other kernels, but none for erase
-    calls = (other(p=65), False), (other(n=129), False), ((wide, options), False), (other(), True)
-    for call, is_solved in calls:
+    erases, erasing = erase(given, options)
+    for call in ((wide, options), (given, replace(options, feeds_x=True)), (erases, erasing)):
         monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
         with pytest.warns(UserWarning, match="which is slow: the Triton kernels do not support"):
-            assert choose_sweep("auto", *call, is_solved=is_solved) == "reference"
+            assert choose_sweep("auto", *call) == "reference"
         # once
-        assert choose_sweep("auto", *call, is_solved=is_solved) == "reference"
+        assert choose_sweep("auto", *call) == "reference"
         assert choose_sweep("reference", *call) == "reference"
-    assert choose_sweep("auto", *other(fed="d", erase=0.0), is_solved=True) == "triton"
+    assert choose_sweep("auto", given, options, is_solved=True) == "triton"
 
 
 @needs_triton
 def test_a_given_y_has_its_gradient_from_other_kernels() -> None:
-    case = Case(fed="d", erase=0.0, k=1, t=3, input_scale="bounded_delta")
+    case = Case(k=1, t=3, input_scale="bounded_delta")
     y_star = run(case, "reference")["y"].detach().float()
     found = []
     for backend in BACKENDS:
@@ -324,7 +307,7 @@ def test_a_given_y_has_its_gradient_from_other_kernels() -> None:
     ],
 )
 def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
-    case = Case(fed="d", erase=0.0, k=1, t=2, n=1, p=7, starts=False, input_scale="bounded_delta")
+    case = Case(k=1, t=2, n=1, p=7, starts=False, input_scale="bounded_delta")
     given = case.operands()
     assert given.W_y is not None
     x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
@@ -332,10 +315,10 @@ def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype)
 
 
 @needs_triton
-@pytest.mark.parametrize("fed", ["d", ""])
-def test_opcheck(fed: str) -> None:
+@pytest.mark.parametrize("fed", [True, False])
+def test_opcheck(fed: bool) -> None:
     """Of the solve, of its gradient, and of the gradient of a y that was given."""
-    case = Case(b=1, t=3, n=2, k=1, fed=fed, erase=0.0, input_scale="bounded_delta")
+    case = Case(b=1, t=3, n=2, k=1, fed=fed, input_scale="bounded_delta")
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops, fields = torch.ops.bedouin, (*case.options().scalars(), False, 16)
     values: Any = case.operands()
@@ -353,7 +336,7 @@ def test_opcheck(fed: str) -> None:
 
 @needs_triton
 def test_a_compiled_function_is_one_graph_with_the_same_results() -> None:
-    case = Case(fed="d", erase=0.0, t=3, k=1, input_scale="bounded_delta")
+    case = Case(t=3, k=1, input_scale="bounded_delta")
 
     def solve(*given: Tensor) -> tuple[Tensor, Tensor]:
         sweep = direct_sweep(Operands(*given), case.options(), backend="triton")
@@ -373,20 +356,22 @@ def other(**changes: Any) -> tuple[Operands, Parameterization]:
     return case.operands("cpu"), case.options()
 
 
+def erase(given: Operands, options: Parameterization) -> tuple[Operands, Parameterization]:
+    """The call with a raw value of beta^e, and erase."""
+    raw = torch.nn.functional.pad(given.raw, (0, 1))
+    layout = replace(options.known_layout(), erase=1.0)
+    return given._replace(raw=raw), replace(options, layout=layout)
+
+
 @needs_triton
+@pytest.mark.parametrize("feedback", [("delta",), ()])
 @pytest.mark.parametrize(
-    ("make", "k", "dtype"),
-    [
-        (partial(Bedouin, feedback=("delta",)), 1, torch.float32),
-        (partial(Bedouin, feedback=("delta",)), 1, torch.bfloat16),
-        (partial(Bedouin, feedback=("delta",)), 0, torch.float32),
-        (partial(Bedouin, feedback=()), 0, torch.float32),
-    ],
+    ("k", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (0, torch.float32)]
 )
-def test_a_layer(make: Callable[..., Bedouin], k: int, dtype: torch.dtype) -> None:
+def test_a_layer(feedback: tuple[str, ...], k: int, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"d_state": 4, "num_heads": 2, "num_householder": k}
     options["input_scale"] = "bounded_delta" if k else "delta"
-    layers = [make(8, backend=b, **options) for b in BACKENDS]
+    layers = [Bedouin(8, backend=b, feedback=feedback, **options) for b in BACKENDS]
     layers[1].load_state_dict(layers[0].state_dict())
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
     found = []
