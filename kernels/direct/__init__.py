@@ -6,7 +6,7 @@
 `buffered`      both for Householder layouts, with few calls of torch for each token
 `registered`    both as operations of torch.library, which choose one of these families of kernels:
 `phases`        heads with at most 64 channels and 128 states, without feedback 256 channels
-`heads`         several heads with feedback, in programs that hold the rows of a sample
+`heads`         several heads, in programs that hold the rows of a sample
 `triton_*.py`   one head after the other
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
@@ -104,8 +104,7 @@ def direct_sweep(
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
-    together = operands.W_y is not None and is_small_head(operands.A)
-    keep_every = CHUNK if plain else choose_chunk(operands, together=together)
+    keep_every = CHUNK if plain else choose_chunk(operands, together=is_small_head(operands.A))
     if y_star is None and not plain and takes_phases(operands, parameterization):
         wants_gradient = any(v is not None and v.requires_grad for v in operands)
         keep_every = CHUNK if torch.is_grad_enabled() and wants_gradient else 0

@@ -41,16 +41,18 @@ def is_small_head(
 
 def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
     """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
-    with feedback.
+    with their W^y if there is feedback.
 
     The kernels of one head take other heads one after the other.
     """
     W_y, A = operands.W_y, operands.A
-    if W_y is None or not is_small_head(A):
+    if not is_small_head(A):
         return False
-    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
-    needed = blocks.rows * blocks.channels * W_y.itemsize + HEAD_SCRATCH
+    needed = HEAD_SCRATCH
+    if W_y is not None:
+        layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
+        blocks = head_blocks(d, n, layout.num_householder, layout.selective)
+        needed += blocks.rows * blocks.channels * W_y.itemsize
     return needed <= Device.of(A.device).shared_memory
 
 

@@ -214,7 +214,6 @@ def _sweep_backward(
         if y.numel() and together:
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
-            assert rows is not None
             grad_normed = launch_head_reverse(
                 buffers, grads, rows, options, keep_every, wants_y0=wants_y0
             )

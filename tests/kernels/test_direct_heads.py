@@ -142,8 +142,6 @@ def launched(
     sweep = Sweep(*values)
     grad_y, grad_h = cotangents(sweep)
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
-    assert operands.W_y is not None
-    assert buffers.W_y is not None
     with patch.object(launch, "choose_rows", return_value=chosen):
         normed = launch.launch_head_reverse(known, grads, buffers.W_y, options, keep_every)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
@@ -182,13 +180,13 @@ def expect(case: Case) -> dict[str, Tensor]:
     return expected | {"magnitude": found.magnitude}
 
 
-def check(case: Case, *, together: bool = True) -> None:
-    """The kernels against plain torch; `together`: those of several heads, with feedback."""
-    taken = takes_heads_together(case.operands(), case.options())
-    assert taken == (together and case.feedback)
+def check(case: Case, *, together: bool = True) -> dict[str, Tensor]:
+    """The results of the kernels, compared with plain torch; `together`: those of several heads."""
+    assert takes_heads_together(case.operands(), case.options()) == together
     actual = run(case, "triton")
     assert_same(actual, expect(case), case.tolerance)
     assert bool(actual["converged"].all()) and actual["residual"].max().item() < case.tolerance
+    return actual
 
 
 @needs_triton
@@ -295,7 +293,7 @@ def test_chunks_in_one_launch_of_the_reverse_sweep_and_in_several(
     "case",
     [
         Case(b=1, t=1, p=160, n=1, k=1, input_scale="one_minus_decay", feedback=False),
-        Case(heads=2, b=1, t=18, n=2, k=5, feedback=False, low=torch.bfloat16),
+        Case(heads=2, b=1, t=18, n=65, k=5, feedback=False, low=torch.bfloat16),
         Case(b=1, t=2, p=3, n=65, k=1),
     ],
     ids=str,
@@ -313,7 +311,8 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
         (Case(p=128, n=64, k=5, low=torch.bfloat16), False),
         (Case(p=128, n=64, k=5, fed=128), False),
         (Case(p=128, n=16, k=8), False),
-        (Case(p=128, n=16, k=4, feedback=False), False),
+        (Case(p=128, n=64, k=8, feedback=False), True),
+        (Case(p=129, n=16, k=4, feedback=False), False),
         (Case(p=129, n=1), False),
         (Case(p=64, n=65), False),
         (Case(heads=1), True),
@@ -350,6 +349,96 @@ def test_one_call_is_a_call_of_one_head_for_each() -> None:
         for name in actual
     }
     assert_same(actual, expected, case.tolerance)
+
+
+def without_phases() -> AbstractContextManager[Any]:
+    """A context in which layers without feedback take the kernels of heads, too."""
+    limits = "bedouin.kernels.direct.phases.limits"
+    return patch.multiple(limits, PHASE_CHANNELS=0, UNFED_CHANNELS=0)
+
+
+def in_float64(case: Case) -> dict[str, Tensor]:
+    """Values and gradients by autograd through the plain sweep in float64, from rounded inputs."""
+    given = [None if v is None else v.double().requires_grad_() for v in case.operands()]
+    operands = Operands(*given)  # type: ignore[arg-type]
+    sweep = direct_sweep_reference(operands, case.options())
+    named = {name: v for name, v in zip(NAMES, given, strict=True) if v is not None}
+    grads = torch.autograd.grad(
+        (sweep.y, sweep.h), list(named.values()), cotangents(sweep), materialize_grads=True
+    )
+    found = {name: getattr(sweep, name).detach() for name in ("y", "h", "pivot")}
+    return found | {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
+
+
+def check_without_feedback(case: Case) -> None:
+    """The kernels against float64, and what they report against plain torch."""
+    case = replace(case, feedback=False)
+    with without_phases():
+        actual = check(case)
+    for name, theirs in in_float64(case).items():
+        assert_close(name, actual[name].double(), theirs, case.tolerance, atol=case.tolerance)
+
+
+LENGTHS = [(65, k, scale) for k in range(3) for scale in SCALES]
+LENGTHS += [(t, k, SCALES[k]) for t in (1, 63, 64) for k in range(3)]
+"""Tokens, around a multiple of those between two kept h, with reflections and input scales."""
+
+
+@needs_triton
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize(("t", "k", "input_scale"), LENGTHS)
+def test_lengths_without_feedback(
+    t: int, k: int, input_scale: InputScale, low: torch.dtype | None
+) -> None:
+    check_without_feedback(Case(b=1, t=t, p=5, n=3, k=k, input_scale=input_scale, low=low))
+
+
+# samples of several warps, and states in several blocks
+@needs_triton
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(b=3, t=2, p=1, n=1, k=1, input_scale="delta", activation="sigmoid"),
+        Case(heads=3, b=1, t=3, p=33, n=5, k=0, eigenvalues="full", low=torch.bfloat16),
+        Case(heads=1, b=2, t=3, p=33, n=5, k=2, starts=False),
+        Case(b=1, t=3, p=33, n=34, k=0),
+        Case(heads=1, b=1, t=3, p=70, n=17, k=3, input_scale="one_minus_decay"),
+        Case(b=1, t=3, p=33, n=1, k=4, selective=False, activation="softplus_of_minus"),
+        Case(b=1, t=3, p=5, n=1, k=0, selective=False, input_scale="one_minus_decay"),
+        Case(b=1, t=3, p=9, n=16, k=5, eigenvalues="full", input_scale="one_minus_decay"),
+        Case(heads=1, b=1, t=2, p=20, n=64, k=8, low=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_options_without_feedback(case: Case) -> None:
+    check_without_feedback(case)
+
+
+@needs_triton
+@pytest.mark.parametrize("k", [0, 1])
+def test_chunks_in_several_launches_without_feedback(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", 1)
+    case = Case(b=2, t=5, p=33, n=5, k=k, feedback=False)
+    assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
+
+
+@needs_triton
+def test_a_token_without_feedback_that_is_not_finite_spoils_its_own_sample() -> None:
+    case = Case(b=4, t=2, p=33, n=2, k=1, feedback=False)
+    given, (d, n) = case.operands(), (case.p, case.n)
+    raw = given.raw.clone()
+    for sample, column in enumerate((0, d, d + n, d + 2 * n, 2 * d + 2 * n)):
+        raw[sample, 1, column] = torch.nan
+    with without_phases():
+        clean, spoiled = run(case, "triton"), run(case, "triton", given._replace(raw=raw))
+    for name in ("y", "gradient of x", "gradient of raw", "scale", "defect", "report 1"):
+        assert torch.equal(spoiled[name][5:], clean[name][5:]), name
+    for name in ("scale", "defect", "report 1"):
+        assert not bool(spoiled[name][:5, 1].isfinite().any()), name
+    assert torch.equal(spoiled["y"][:, 0], clean["y"][:, 0])
+    assert spoiled["converged"].tolist() == [False] * 5 + [True] * 3
 
 
 @needs_triton

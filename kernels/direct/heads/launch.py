@@ -65,42 +65,47 @@ def launch_head_sweep(
 ) -> None:
     """The whole forward sweep, in place."""
     x, raw, W_y, A, h, kept, y, first, statistics = buffers
-    assert W_y is not None
     b, t_end, d = y.shape
-    samples, parts = choose_rows(b, A)
-    programs, W = _programs(b, A, samples), _whole_rows(W_y)
-    given = A.shape, W.dtype, options, samples, parts, uses_tf32(), keep_every
+    samples, parts = choose_rows(b, A, W_y)
+    programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
+    given = A.shape, _dtype_of(W_y), options, samples, parts, uses_tf32(), keep_every
     constants = _constants(SWEEP, *given, 0)
+    found = statistics if W_y is not None else statistics.new_empty(parts, *statistics.shape)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"] + constants["ALPHA"])
-    tensors = x, raw, W, A, h, kept, first, scratch, y, statistics
+    tensors = x, raw, W, A, h, kept, first, scratch, y, found
     integers = b // A.shape[0], t_end, d, A.shape[1], *input_strides(x, A), *raw.stride()[:2]
     SWEEP.launch((programs,), tensors, (*integers, W.stride(0)), constants)
+    if W_y is None:
+        torch.amax(found, 0, out=statistics)
 
 
 def launch_head_reverse(
     known: SolvedBuffers,
     grads: GradBuffers,
-    W: Tensor,  # (H, r, d), W^y
+    W_y: Tensor | None,  # (H, r, d)
     options: Parameterization,
     keep_every: int,
     *,
     wants_y0: bool = True,
 ) -> Tensor | None:
-    """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d) if wanted."""
+    """The whole reverse sweep, in place; the cotangent of norm(y0) (b, d) if wanted, None without
+    feedback."""
     x, y, raw, fed, A, h0, kept = known
-    assert fed is not None
+    fed = raw if fed is None else fed
     (b, t_end, d), n = y.shape, A.shape[1]
     size = _tokens_at_once(y, n, keep_every, options)
-    samples, parts = choose_rows(b, A)
+    samples, parts = choose_rows(b, A, W_y)
     buffers = chunk_buffers(known, size, options)
-    programs, W = _programs(b, A, samples), _whole_rows(W)
-    given = A.shape, W.dtype, options, samples, parts, uses_tf32(), keep_every
+    programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
+    given = A.shape, _dtype_of(W_y), options, samples, parts, uses_tf32(), keep_every
     constants = _constants(REVERSE, *given, buffers.local.shape[2])
     replayed = A.new_empty(b, max(1, keep_every - 1), n, d)
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
     read = grads.y, x, y, raw, fed, W, A, *buffers, h0, kept, replayed
-    tensors = *read, grads.H, grads.x, grads.raw, grads.A, grads.statistics, scratch
+    statistics = grads.statistics
+    found = statistics if W_y is not None else statistics.new_empty(parts, *statistics.shape)
+    tensors = *read, grads.H, grads.x, grads.raw, grads.A, found, scratch
     inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
     strides = *inner, *fed.stride()[:2], W.stride(0), h0.stride(0)
     sizes = t_end, kept.shape[1], b // A.shape[0], d, n, grads.raw.shape[-1]
@@ -108,7 +113,9 @@ def launch_head_reverse(
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)
         REVERSE.launch((programs,), tensors, (start, len(chunk), *sizes, *strides), constants)
-    if not wants_y0:
+    if W_y is None:
+        torch.amax(found, 0, out=statistics)
+    if W_y is None or not wants_y0:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
     return apply_weight(first, W.mT).to(A.dtype)
@@ -135,7 +142,7 @@ def _tokens_at_once(
 def _constants(
     kernel: PlannedKernel,
     A: Shape,  # (H, n, d)
-    dtype: torch.dtype,  # of W^y, to which the factors and the results of its products are rounded
+    dtype: torch.dtype | None,  # of W^y, to which factors and results of its products are rounded
     options: Parameterization,
     samples: int,
     parts: int,
@@ -148,8 +155,9 @@ def _constants(
     blocks = head_blocks(A[2], A[1], layout.num_householder, layout.selective)
     every = {
         **map_constants(A, options),
-        **product_constants(dtype, tf32),
-        "ROUND": DTYPES[dtype],
+        **product_constants(dtype or torch.float32, tf32),
+        "ROUND": DTYPES[dtype or torch.float32],
+        "FEEDBACK": dtype is not None,
         "KEEP": keep_every,
         "S": samples,
         "PARTS": parts,
@@ -162,12 +170,17 @@ def _constants(
         "N": min(BLOCK_STATES, blocks.states),
         "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
         # one product for all reflections, whose rows are then interleaved
-        "JOINED": layout.num_householder in (2, 4),
+        "JOINED": dtype is not None and layout.num_householder in (2, 4),
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,
     }
+    every["NORM"] &= dtype is not None
     return Constants.of(kernel, every)
+
+
+def _dtype_of(W_y: Tensor | None) -> torch.dtype | None:
+    return None if W_y is None else W_y.dtype
 
 
 def _whole_rows(
@@ -188,9 +201,11 @@ def _programs(
 def choose_rows(
     b: int,
     A: Tensor,  # (H, n, d)
+    W_y: Tensor | None,  # (H, r, d)
 ) -> tuple[int, int]:
-    """Samples of a program and parts of each, a warp for every part."""
-    samples = choose_samples(b, A)
+    """Samples of a program and parts of each, a warp for every part. Without W^y samples share
+    nothing, and fewer warps wait for each other in a program of one."""
+    samples = 1 if W_y is None else choose_samples(b, A)
     return samples, choose_parts(max(16, next_power_of_two(A.shape[2])), samples)
 
 

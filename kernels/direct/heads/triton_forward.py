@@ -5,6 +5,10 @@ no program waits for another one. A warp holds a row: a sample, whose sums over 
 sums over the warp's lanes, or a part of a sample (`parts.py`). The equations are those of
 `../triton_forward.py`.
 
+With feedback the end of a token overlaps with the next one's product with W^y. Without it only the
+memory and its k sums over channels depend on the token before: B, C and alpha are stored one token
+ahead, and the defect of a token waits for the next one's exchange between warps.
+
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
 """
@@ -24,6 +28,7 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
+    subtract,
     sums,
     total_of,
     upper_times,
@@ -50,6 +55,7 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     load_head_blocks,
     store_head_blocks,
 )
+from bedouin.kernels.direct.heads.triton_replay import fetch_tokens
 from bedouin.kernels.direct.heads.triton_weights import load_weight_tiles
 
 
@@ -57,21 +63,42 @@ from bedouin.kernels.direct.heads.triton_weights import load_weight_tiles
 def load_raw_token(
     x_row, raw_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    small_at, in_small,  # columns of raw B, C and alpha in a row, (s, .) or (1, .)
-    alphas,  # numbers of alpha in a row, if it is apart
-    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, ALPHA: tl.constexpr,
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """x, the raw values of Delta and of u, and the other raw values of a token."""
+    """x, and the raw values of Delta and of u of a token."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     rows = ()
     for i in tl.static_range(K + 1):
         at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols
         rows = rows + (tl.load(at, mask=in_row, other=0.0),)
+    return x, rows
+
+
+@triton.jit
+def load_small(
+    raw_row,  # pointers (s,)
+    small_at, in_small,  # columns of raw B, C and alpha in a row, (s, .) or (1, .)
+    alphas,  # numbers of alpha in a row, if it is apart
+    alpha_at: tl.constexpr, K: tl.constexpr, ALPHA: tl.constexpr,
+):  # fmt: skip
+    """The other raw values of a token."""
     small = (tl.load(raw_row[:, None] + small_at, mask=in_small, other=0.0),)
     if ALPHA > 0:
-        at = raw_row[:, None] + (u_at + K * d) + alphas
+        at = raw_row[:, None] + alpha_at + alphas
         small = small + (tl.load(at, mask=alphas < K, other=0.0),)
-    return x, rows, small
+    return small
+
+
+@triton.jit
+def store_small(
+    place,  # pointers (s,)
+    values,  # those of `load_small`, with their feedback
+    small, in_small, alphas, STATES: tl.constexpr, K: tl.constexpr, ALPHA: tl.constexpr,
+):  # fmt: skip
+    """Store B, C and alpha of a token where they are near."""
+    tl.store(place[:, None] + small, values[0].to(tl.float32), mask=in_small)
+    if ALPHA > 0:
+        tl.store(place[:, None] + STATES + alphas, values[1].to(tl.float32), mask=alphas < K)
 
 
 @triton.jit
@@ -116,8 +143,45 @@ def finish_token(
         dots = sums(rows_times(u, y - x, K), 1)
     mixed = x
     if K > 0:
-        U_v = scale(dots, inv, K)
-        mixed += combine(as_columns(scale(upper_times(T, U_v, K), inv, K), K), u, K)
+        mixed += combine(_mixing(dots, inv, T, K), u, K)
+    h, terms = write_memory(
+        x, mixed, s, inv_B, decayed, scales, held, B_row, n, N, ROWS, D, SELECTIVE, COUPLED
+    )
+    # h_t C_t, in which h is not needed again
+    F = p + sigma * mixed
+    maxima = (max_norm(F - y, 1), max_norm(F, 1), max_norm(terms, 1))
+    return h, as_columns(maxima, 3)
+
+
+@triton.jit
+def _mixing(
+    dots,  # U v, of the rows u as they are
+    inv, T, K: tl.constexpr,
+):  # fmt: skip
+    """The factors (s, 1) of u in U^T T U v."""
+    return as_columns(scale(upper_times(T, scale(dots, inv, K), K), inv, K), K)
+
+
+@triton.jit
+def largest_gap(
+    dots,  # U (y - x), of the rows u as they are
+    token,  # u, y - x, sigma, inv, T, and the factors (s, 1) of u in x~ - x = U^T e
+    K: tl.constexpr,
+):  # fmt: skip
+    """The defect of a token whose h and y follow from x~: max |sigma U^T (T U (y - x) - e)|."""
+    u, _, sigma, inv, T, factors = token
+    return max_norm(sigma * combine(subtract(_mixing(dots, inv, T, K), factors, K), u, K), 1)
+
+
+@triton.jit
+def write_memory(
+    x, mixed, s, inv_B,  # rows
+    decayed, scales, held,  # of each block of states, B or ()
+    B_row,  # pointers (s,) to B if it is not given
+    n: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    SELECTIVE: tl.constexpr, COUPLED: tl.constexpr,
+):  # fmt: skip
+    """h_t, and what the magnitude is the maximum of."""
     written = spread(mixed * inv_B if COUPLED else s * mixed * inv_B, ROWS, D, N)
     largest = s
     h = ()
@@ -131,25 +195,22 @@ def finish_token(
             largest = tl.maximum(largest, tl.max(scales[i], axis=2))
         else:
             h = h + (decayed[i] + written * B,)
-    # h_t C_t, in which h is not needed again
-    F = p + sigma * mixed
-    terms = (tl.abs(x) + tl.abs(mixed)) * largest
-    maxima = (max_norm(F - y, 1), max_norm(F, 1), max_norm(terms, 1))
-    return h, as_columns(maxima, 3)
+    return h, (tl.abs(x) + tl.abs(mixed)) * largest
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
 def head_sweep_kernel(
     x_ptr,  # (H, b / H, t, d)
     raw_ptr,  # (b, t, r)
-    W_ptr,  # (H, r, d), W^y
+    W_ptr,  # (H, r, d), W^y; without FEEDBACK, as `first_ptr`, any tensor
     A_ptr,  # (H, n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP) - 1, n, d): h before tokens KEEP, 2 KEEP, ...
     first_ptr,  # (b, 1, d): norm(y0), in the dtype of W^y
     scratch_ptr,  # (programs, S, 2, BLOCK_S + ALPHA): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
-    statistics_ptr,  # (4, b, t): defect, scale, magnitude, pivot
+    # (4, b, t): defect, scale, magnitude, pivot; without FEEDBACK (PARTS, 4, b, t), of each part
+    statistics_ptr,
     per_head,  # samples of a head, b / H
     t_end,
     d: tl.constexpr,
@@ -169,6 +230,7 @@ def head_sweep_kernel(
     BLOCK_S: tl.constexpr,
     ALPHA: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -196,9 +258,10 @@ def head_sweep_kernel(
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    W_at = W_ptr + head * W_stride_h
-    W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
-    v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
+    if FEEDBACK:
+        W_at = W_ptr + head * W_stride_h
+        W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+        v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
     BLOCKS: tl.constexpr = (n + N - 1) // N
     HOLD_A: tl.constexpr = BLOCKS * N * D <= 1024
     # B of more states is read again where it is needed
@@ -222,68 +285,89 @@ def head_sweep_kernel(
     # loads of a token are issued while the one before it is computed
     small_at = small_rows(small, d, n, K, SELECTIVE)
     in_small = small < STATES + K
-    x_next, next_rows, small_next = load_raw_token(
-        x_row, raw_row, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
-    )
+    alpha_at: tl.constexpr = u_at + K * d
+    x_next, next_rows = load_raw_token(x_row, raw_row, cols, in_row, d, u_at, K)
+    small_next = load_small(raw_row, small_at, in_small, alphas, alpha_at, K, ALPHA)
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([ROWS, D], tl.float32)
     none = tl.zeros([ROWS], tl.float32)
-    nothing = (spread(zero, ROWS, D, N),)
-    last = (
-        zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, zero, (zero,) * K,
-        (none,) * K, (none,) * PAIRS, h,
-        nothing * BLOCKS if COUPLED else (), nothing if HOLD_B else (),
-    )  # fmt: skip
-    if not HOLD_B:
-        tl.store((cell + WIDTH)[:, None] + small, tl.zeros([ROWS, BLOCK_S // PARTS], tl.float32))
-        tl.debug_barrier()
     pivot = none + (1.0 if K == 0 else 0.0)
+    if FEEDBACK:
+        nothing = (spread(zero, ROWS, D, N),)
+        last = (
+            zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, zero, (zero,) * K,
+            (none,) * K, (none,) * PAIRS, h,
+            nothing * BLOCKS if COUPLED else (), nothing if HOLD_B else (),
+        )  # fmt: skip
+        if not HOLD_B:
+            place = (cell + WIDTH)[:, None] + small
+            tl.store(place, tl.zeros([ROWS, BLOCK_S // PARTS], tl.float32))
+            tl.debug_barrier()
+    else:
+        part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (4 * row_of)
+        mixing = (
+            (zero,) * K, zero, zero, (none,) * K, (none,) * PAIRS, as_columns((none,) * K, K)
+        )  # fmt: skip
+        maxima = (none, none)
+        fetch_tokens(x_row, 0, x_stride_t, t_end, d, KEEP, PARTS, FAST)
+        fetch_tokens(raw_row, 0, raw_stride_t, t_end, alpha_at + K, KEEP, PARTS, FAST)
+        store_small(cell, small_next, small, in_small, alphas, STATES, K, ALPHA)
+        second = tl.minimum(1, t_end - 1).to(tl.int64) * raw_stride_t
+        small_next = load_small(raw_row + second, small_at, in_small, alphas, alpha_at, K, ALPHA)
     for t in range(0, t_end):
-        columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
-        fed = ()
-        for i in tl.static_range(len(W)):
-            fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
-        # the end of the token before is not on the critical path
         token = sample * t_end + t
         now = cell + t % 2 * WIDTH
-        h, maxima = finish_token(
-            last, cell + (t + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
-        )
-        if PARTS == 1:
-            store_statistics(
-                statistics_ptr + token - 1, maxima + (pivot[:, None],), row_of, here & (t > 0), ROWS
-            )
+        later = cell + (t + 1) % 2 * WIDTH
+        if FEEDBACK:
+            columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
+            fed = ()
+            for i in tl.static_range(len(W)):
+                fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
+            # the end of the token before is not on the critical path
+            h, maxima = finish_token(last, later, n, K, N, ROWS, D, SELECTIVE, COUPLED)
+            if PARTS == 1:
+                whole = maxima + (pivot[:, None],)
+                store_statistics(statistics_ptr + token - 1, whole, row_of, here & (t > 0), ROWS)
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
             store_head_blocks(kept_at, h, inside, d, n, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
-        values = small_next[0].to(tl.float32)
         delta = next_rows[0].to(tl.float32)
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-        # in turn in two places, so that one barrier a token is enough
-        tl.store(now[:, None] + small, values, mask=in_small)
-        if ALPHA > 0:
-            alpha = small_next[1].to(tl.float32)
-            more = rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
-            alpha += more.to(ROUND).to(tl.float32)
-            tl.store(now[:, None] + STATES + alphas, alpha, mask=alphas < K)
-        delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-        if JOINED:
-            joined = join_rows(u, ROWS, K, D)
-            joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-            u = split_rows(joined, ROWS, K, D)
+        if FEEDBACK:
+            values = small_next[0].to(tl.float32)
+            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            values = (values,)
+            if ALPHA > 0:
+                more = rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
+                more = more.to(ROUND).to(tl.float32)
+                values = values + (small_next[1].to(tl.float32) + more,)
+            # in turn in two places, so that one barrier a token is enough
+            store_small(now, values, small, in_small, alphas, STATES, K, ALPHA)
+            delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            if JOINED:
+                joined = join_rows(u, ROWS, K, D)
+                joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+                u = split_rows(joined, ROWS, K, D)
+            else:
+                rows = ()
+                for i in tl.static_range(K):
+                    more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+                    rows = rows + (u[i] + more,)
+                u = rows
+            tl.debug_barrier()
         else:
-            rows = ()
-            for i in tl.static_range(K):
-                more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-                rows = rows + (u[i] + more,)
-            u = rows
-        tl.debug_barrier()
+            tl.debug_barrier()
+            store_small(later, small_next, small, in_small, alphas, STATES, K, ALPHA)
+            if t % KEEP == 0:
+                fetch_tokens(x_row, t + KEEP, x_stride_t, t_end, d, KEEP, PARTS, FAST)
+                fetch_tokens(
+                    raw_row, t + KEEP, raw_stride_t, t_end, alpha_at + K, KEEP, PARTS, FAST
+                )
         beta = ()
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * activate(tl.load(now + STATES + i), "sigmoid", FAST),)
@@ -324,22 +408,32 @@ def head_sweep_kernel(
         p = total_of(reads) * inv_C
         rest = p + sigma * x
         sigma_u = rows_times(u, sigma, K)
-        step = tl.minimum(t + 1, t_end - 1)
-        x_at = x_row + step.to(tl.int64) * x_stride_t
-        raw_at = raw_row + step.to(tl.int64) * raw_stride_t
-        x_next, next_rows, small_next = load_raw_token(
-            x_at, raw_at, cols, in_row, small_at, in_small, alphas, d, u_at, K, ALPHA
+        step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
+        x_next, next_rows = load_raw_token(
+            x_row + step * x_stride_t, raw_row + step * raw_stride_t, cols, in_row, d, u_at, K
         )
+        if not FEEDBACK:
+            step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
+        small_row = raw_row + step * raw_stride_t
+        small_next = load_small(small_row, small_at, in_small, alphas, alpha_at, K, ALPHA)
         # every exchange between warps takes barriers: the first one has the maxima of the token
         # before, too
-        whole = ()
+        whole = () if FEEDBACK else (none,) + maxima + (pivot,)
         inv = ()
         T = ()
         y = rest
+        mixed = x
         if K > 0:
             dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
-            dots = over_channels_of_parts(dots, maxima if PARTS > 1 else (), ROWS, PARTS, D)
-            whole = dots[2 * PAIRS + K :] + (pivot,)
+            if not FEEDBACK:
+                dots = dots + rows_times(mixing[0], mixing[1], K)
+            with_dots = maxima if FEEDBACK and PARTS > 1 else ()
+            dots = over_channels_of_parts(dots, with_dots, ROWS, PARTS, D)
+            before = dots[2 * PAIRS + K :]
+            if FEEDBACK:
+                whole = before + (pivot,)
+            else:
+                whole = (largest_gap(before, mixing, K),) + maxima + (pivot,)
             inv = inverse_sizes(dots, d, K, EPS)
             G = scale_symmetric(dots[0:PAIRS], inv, K)
             S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
@@ -348,31 +442,51 @@ def head_sweep_kernel(
             q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
             U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
             T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
-            y += sigma * combine(T_v, u, K)
-        own = ()
-        if PARTS > 1:
-            own = rows_times(u, y - x, K) + (y * y,)
-            own = over_channels_of_parts(own, () if K > 0 else maxima, ROWS, PARTS, D)
-            if K == 0:
-                whole = own[1:] + (pivot,)
+            mixed = combine(T_v, u, K)
+            y += sigma * mixed
+            mixed += x
+        if FEEDBACK:
+            own = ()
+            if PARTS > 1:
+                own = rows_times(u, y - x, K) + (y * y,)
+                own = over_channels_of_parts(own, () if K > 0 else maxima, ROWS, PARTS, D)
+                if K == 0:
+                    whole = own[1:] + (pivot,)
+                whole = as_columns(whole, 4)
+                store_statistics(
+                    statistics_ptr + token - 1, whole, row_of, is_first_part & (t > 0), ROWS
+                )
+            v = y
+            if NORM:
+                square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
+                v = y * inverse_norm(square / d, NORM_EPS)[:, None]
+            v = v.to(ROUND)
+            last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, scales, held)
+        else:
             whole = as_columns(whole, 4)
-            store_statistics(
-                statistics_ptr + token - 1, whole, row_of, is_first_part & (t > 0), ROWS
+            store_statistics(part_at + token - 1, whole, row_of, here & (t > 0), ROWS)
+            h, terms = write_memory(
+                x, mixed, s, inv_B, decayed, scales, held, now, n, N, ROWS, D, SELECTIVE, COUPLED
             )
-        v = y
-        if NORM:
-            square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
-            v = y * inverse_norm(square / d, NORM_EPS)[:, None]
-        v = v.to(ROUND)
+            maxima = (max_norm(y, 1), max_norm(terms, 1))
+            if K > 0:
+                mixing = (u, y - x, sigma, inv, T, T_v)
         tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
-        last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, scales, held)
     token = sample * t_end + t_end - 1
-    h, maxima = finish_token(
-        last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
-    )
-    if PARTS > 1:
-        maxima = as_columns(over_channels_of_parts((zero,), maxima, ROWS, PARTS, D)[1:], 3)
-    store_statistics(
-        statistics_ptr + token, maxima + (pivot[:, None],), row_of, is_first_part, ROWS
-    )
+    if FEEDBACK:
+        h, maxima = finish_token(
+            last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
+        )
+        if PARTS > 1:
+            maxima = as_columns(over_channels_of_parts((zero,), maxima, ROWS, PARTS, D)[1:], 3)
+        store_statistics(
+            statistics_ptr + token, maxima + (pivot[:, None],), row_of, is_first_part, ROWS
+        )
+    else:
+        gap = none
+        if K > 0:
+            dots = over_channels_of_parts(rows_times(mixing[0], mixing[1], K), (), ROWS, PARTS, D)
+            gap = largest_gap(dots, mixing, K)
+        whole = as_columns((gap,) + maxima + (pivot,), 4)
+        store_statistics(part_at + token, whole, row_of, here, ROWS)
     store_head_blocks(h_at, h, inside, d, n, N)

@@ -53,12 +53,27 @@ def fetch_values(
 
 
 @triton.jit
+def fetch_tokens(
+    row,  # pointers (s,) to the row of token 0
+    first, stride,  # of the tokens that are prefetched, and between two of them
+    t_end, SIZE: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Prefetch SIZE values of KEEP tokens, as far as there are, into the L2 cache."""
+    EACH: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth  # in 128 bytes
+    LINES: tl.constexpr = (SIZE + EACH - 1) // EACH
+    COUNT: tl.constexpr = max(PARTS, triton.next_power_of_2(KEEP * LINES))
+    lines = columns_of_rows(row.shape[0], PARTS, COUNT // PARTS)
+    token = tl.minimum(first + lines // LINES, t_end - 1).to(tl.int64)
+    _fetch(row, token * stride + tl.minimum(lines % LINES * EACH, SIZE - 1), FAST)
+
+
+@triton.jit
 def fetch_chunk(
     from_row,  # pointers (s,) to h before the first token
     mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
     raw_stride, fed_stride,  # between tokens
     d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
-    PARTS: tl.constexpr, FAST: tl.constexpr,
+    PARTS: tl.constexpr, FEEDBACK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Prefetch what `replay_tokens` will read for KEEP tokens with LOCAL scalars each into the
     second-level cache: it would otherwise wait for device memory in every block of states."""
@@ -68,19 +83,21 @@ def fetch_chunk(
     tokens = tl.arange(0, triton.next_power_of_2(KEEP))
     tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
     _fetch(raw_row, tokens * raw_stride, FAST)
-    _fetch(fed_row, tokens * fed_stride, FAST)
+    if FEEDBACK:
+        _fetch(fed_row, tokens * fed_stride, FAST)
 
 
 @triton.jit
 def _load_step(
     mixed_row, raw_row, fed_row, B_row,  # pointers (s,)
     count, cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    N: tl.constexpr,
+    N: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     """x~, raw Delta and B of a block of states of a token."""
     mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
     delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
-    delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+    if FEEDBACK:
+        delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
     at = tl.arange(0, N)[None, :]
     if count is None:
         B = tl.load(B_row[:, None] + at)
@@ -99,7 +116,8 @@ def replay_tokens(
     A_at,  # pointers (s, d) to state 0 of log2(e) A
     cols, in_row, inside,  # the channels of a row, (s, d) or (1, d); `inside`: those to be stored
     d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr,
+    FEEDBACK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
 
@@ -114,14 +132,14 @@ def replay_tokens(
         A = load_head_states(A_at + state, in_row, count, d, N)
         B_at = B_row + block * N
         # loads of a token are issued while the one before it is computed
-        loaded = _load_step(mixed_row, raw_row, fed_row, B_at, count, cols, in_row, N)
+        loaded = _load_step(mixed_row, raw_row, fed_row, B_at, count, cols, in_row, N, FEEDBACK)
         for i in range(1, tokens):
             mixed, delta, B = loaded
             step = tl.minimum(i, tokens - 2)
             far = step.to(tl.int64)
             loaded = _load_step(
                 mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
-                B_at + step * B_stride, count, cols, in_row, N,
+                B_at + step * B_stride, count, cols, in_row, N, FEEDBACK,
             )  # fmt: skip
             delta = activate(delta, ACTIVATION, FAST)
             s = delta if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
@@ -139,9 +157,9 @@ def replay_tokens(
 def load_kept_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """x, y, grad_y, x~, the raw values of Delta and u, and their feedback."""
+    """x, y, grad_y, x~, the raw values of Delta and u, and their feedback, or nothing of it."""
     x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
     y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
     g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
@@ -151,5 +169,6 @@ def load_kept_token(
     for i in tl.static_range(K + 1):
         at = (0 if i == 0 else u_at + (i - 1) * d) + cols
         raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+        if FEEDBACK:
+            fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
     return x, y, g, mixed, raw, fed

@@ -81,7 +81,7 @@ def reverse_head_kernel(
     x_ptr,  # (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r or more), W^y norm(y_{t-1})
+    fed_ptr,  # (b, t, r or more), W^y norm(y_{t-1}); without FEEDBACK, as `W_ptr`, any tensor
     W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~
@@ -93,7 +93,9 @@ def reverse_head_kernel(
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
     grad_A_ptr,  # (b, n, d), added to
-    statistics_ptr,  # (2, b, t): defect and scale of the adjoint equation
+    # (2, b, t): defect and scale of the adjoint equation; without FEEDBACK (PARTS, 2, b, t), of
+    # each part
+    statistics_ptr,
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
     start,  # of the tokens that are taken back, a multiple of KEEP
     count,
@@ -122,6 +124,7 @@ def reverse_head_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
@@ -155,28 +158,29 @@ def reverse_head_kernel(
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
         A = load_head_blocks(A_at, in_row, d, n, N)
-    # the cotangents of the raw values of the token after these
-    W_at = W_ptr + head * W_stride_h
-    W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
-    after = (sample * t_end + start + count) * r
-    more = here & (0 * local + start + count < t_end)  # whether there is such a token
-    known = more[:, None] & in_row
-    at = after[:, None] + cols
-    delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-    u_after = ()
-    for i in tl.static_range(K):
-        column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
-        u_after = u_after + (column.to(ROUND),)
-    states_after = ()
-    for i in tl.static_range(BLOCKS if SELECTIVE else 0):
-        states_at, given = state_columns(d, i, n, N, D)
-        at = after[:, None] + states_at[None, :]
-        column = tl.load(grad_raw_ptr + at, mask=more[:, None] & given[None, :], other=0.0)
-        states_after = states_after + (column.to(ROUND),)
-    known = more[:, None] & (alphas < K)[None, :]
-    at = after[:, None] + (u_at + K * d) + alphas[None, :]
-    alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-    grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
+    if FEEDBACK:
+        W_at = W_ptr + head * W_stride_h
+        W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+        # the cotangents of the raw values of the token after these
+        after = (sample * t_end + start + count) * r
+        more = here & (0 * local + start + count < t_end)  # whether there is such a token
+        known = more[:, None] & in_row
+        at = after[:, None] + cols
+        delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+        u_after = ()
+        for i in tl.static_range(K):
+            column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
+            u_after = u_after + (column.to(ROUND),)
+        states_after = ()
+        for i in tl.static_range(BLOCKS if SELECTIVE else 0):
+            states_at, given = state_columns(d, i, n, N, D)
+            at = after[:, None] + states_at[None, :]
+            column = tl.load(grad_raw_ptr + at, mask=more[:, None] & given[None, :], other=0.0)
+            states_after = states_after + (column.to(ROUND),)
+        known = more[:, None] & (alphas < K)[None, :]
+        at = after[:, None] + (u_at + K * d) + alphas[None, :]
+        alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
+        grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
     h0_row = h0_ptr + sample * h0_stride_b
     kept_row = kept_ptr + sample * slots * (n * d)
     last_chunk = (start + count - 1) // KEEP
@@ -199,7 +203,7 @@ def reverse_head_kernel(
     loaded = load_kept_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        cols, in_row, d, u_at, K,
+        cols, in_row, d, u_at, K, FEEDBACK,
     )  # fmt: skip
     entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
@@ -218,7 +222,13 @@ def reverse_head_kernel(
     places_of = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
     near = scratch_ptr + places_of * 2 * BLOCK_L
     zero = tl.zeros([ROWS, 1], tl.float32)
-    extremes = (zero, zero) if PARTS > 1 else ()
+    extremes = (zero, zero) if FEEDBACK and PARTS > 1 else ()
+    if not FEEDBACK:
+        # those of a token are stored a token before they are read
+        part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (2 * row_of)
+        tl.store(near[:, None] + places, scalars, mask=in_local)
+        scalars_at = local_row + tl.maximum(last_of_count - 1, 0) * WIDTH
+        scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
     for back in range(0, count):
         i_token = count - 1 - back
         in_chunk = i_token % KEEP
@@ -233,7 +243,8 @@ def reverse_head_kernel(
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
                 local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
-                A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE, FULL, FAST,
+                A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE, FULL,
+                FEEDBACK, FAST,
             )  # fmt: skip
             if first > 0:
                 i_before = first - KEEP
@@ -242,18 +253,23 @@ def reverse_head_kernel(
                     kept_memory(h0_row, kept_row, chunk - 1, d, n), mixed_row + i_before * d,
                     local_row + i_before * WIDTH, raw_row + from_token * raw_stride_t,
                     fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
-                    WIDTH, PARTS, FAST,
+                    WIDTH, PARTS, FEEDBACK, FAST,
                 )  # fmt: skip
             tl.debug_barrier()
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
         row = near + back % 2 * BLOCK_L
-        tl.store(row[:, None] + places, scalars, mask=in_local)
-        tl.debug_barrier()
+        stored = row if FEEDBACK else near + (back + 1) % 2 * BLOCK_L
+        if not FEEDBACK:
+            tl.debug_barrier()
+        tl.store(stored[:, None] + places, scalars, mask=in_local)
+        if FEEDBACK:
+            tl.debug_barrier()
         i_next = tl.maximum(i_token - 1, 0).to(tl.int64)
         t_next = start + i_next
-        scalars_at = local_row + i_next * WIDTH
+        i_stored = i_next if FEEDBACK else tl.maximum(i_token - 2, 0).to(tl.int64)
+        scalars_at = local_row + i_stored * WIDTH
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
         h_row = replayed_row + (in_chunk - 1) * (n * d)
         if in_chunk == 0:
@@ -261,16 +277,22 @@ def reverse_head_kernel(
         h_at = h_row[:, None] + cols
         h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
-        product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
+        if FEEDBACK:
+            product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)
         g = g.to(tl.float32)
-        raw_delta = raw[0].to(tl.float32) + fed[0].to(tl.float32)
+        raw_delta = raw[0].to(tl.float32)
+        if FEEDBACK:
+            raw_delta += fed[0].to(tl.float32)
         delta = activate(raw_delta, ACTIVATION, FAST)
         u = ()
         for i in tl.static_range(K):
-            u = u + (raw[i + 1].to(tl.float32) + fed[i + 1].to(tl.float32),)
+            one = raw[i + 1].to(tl.float32)
+            if FEEDBACK:
+                one += fed[i + 1].to(tl.float32)
+            u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = load_scalars(row + AT_LAST, 4, ROWS, D)
         s = x if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
@@ -298,19 +320,22 @@ def reverse_head_kernel(
             from_memory *= s
             sigma = s * BC
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
-        grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
-        if NORM:
-            g += rms * grad_normed
-        else:
-            g += grad_normed
+        if FEEDBACK:
+            grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
+            if NORM:
+                g += rms * grad_normed
+            else:
+                g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
-        if NORM or K == 0:
+        if FEEDBACK and (NORM or K == 0):
             q = q + (grad_normed * y,)
         # with the statistics of the token after it: every exchange between warps takes barriers
-        dots = as_columns(
-            over_channels_of_parts(q, extremes, ROWS, PARTS, D), len(q) + len(extremes)
-        )
-        if PARTS > 1:
+        dots = ()
+        if len(q) > 0:
+            dots = as_columns(
+                over_channels_of_parts(q, extremes, ROWS, PARTS, D), len(q) + len(extremes)
+            )
+        if FEEDBACK and PARTS > 1:
             whole = dots[len(q) : len(q) + 2]
             store_statistics(
                 statistics_ptr + token + 1, whole, row_of, is_first_part & (back > 0), ROWS
@@ -329,7 +354,7 @@ def reverse_head_kernel(
         loaded = load_kept_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K,
+            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FEEDBACK,
         )  # fmt: skip
         w, applied = g, g
         if K > 0:
@@ -341,7 +366,9 @@ def reverse_head_kernel(
             T = load_scalars(row, PAIRS, ROWS, D)
             applied += combine(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
-        if PARTS == 1:
+        if not FEEDBACK:
+            store_statistics(part_at + token, (defect, size), row_of, here, ROWS)
+        elif PARTS == 1:
             store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
         else:
             extremes = (defect, size)
@@ -435,13 +462,14 @@ def reverse_head_kernel(
                 tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
-        grads = in_tiles(
-            to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
-        )  # fmt: skip
+        if FEEDBACK:
+            grads = in_tiles(
+                to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
+            )  # fmt: skip
     at = sample[:, None] * (n * d) + cols
     store_head_blocks(H_ptr + at, H, inside, d, n, N)
     store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
-    if PARTS > 1:
+    if FEEDBACK and PARTS > 1:
         whole = over_channels_of_parts((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
         at = statistics_ptr + sample * t_end + start
         store_statistics(at, as_columns(whole[1:], 2), row_of, is_first_part, ROWS)
