@@ -28,6 +28,18 @@ def kept_memory(
 
 
 @triton.jit
+def memory_before(
+    h0_row, kept_row, replayed_row,  # pointers (s,) to h before token 0, and before others
+    chunk, in_chunk, d: tl.constexpr, n: tl.constexpr,
+):  # fmt: skip
+    """Pointers (s,) to h before a token by its number in its chunk."""
+    row = replayed_row + (in_chunk - 1) * (n * d)
+    if in_chunk == 0:
+        row = kept_memory(h0_row, kept_row, chunk, d, n)
+    return row
+
+
+@triton.jit
 def _fetch(row, at, FAST: tl.constexpr):
     """Prefetch what is at row (s,) + at (s, .) into the L2 cache."""
     if FAST:

@@ -60,6 +60,7 @@ from bedouin.kernels.direct.heads.triton_replay import (
     fetch_values,
     kept_memory,
     load_kept_token,
+    memory_before,
     replay_tokens,
 )
 from bedouin.kernels.direct.heads.triton_weights import (
@@ -156,8 +157,12 @@ def reverse_head_kernel(
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
+    # whether a thread has h of the next token, too, where it would wait for nothing else
+    LOAD_AHEAD: tl.constexpr = HOLD and not FEEDBACK
     if HOLD:
         A = load_head_blocks(A_at, in_row, d, n, N)
+    if LOAD_AHEAD:
+        h_next = A
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
         W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
@@ -233,10 +238,10 @@ def reverse_head_kernel(
         i_token = count - 1 - back
         in_chunk = i_token % KEEP
         first = (i_token - in_chunk).to(tl.int64)
+        chunk = (start + first) // KEEP
         if (back == 0) | (in_chunk == KEEP - 1):
             # other threads have read what is overwritten, and read what is written
             tl.debug_barrier()
-            chunk = (start + first) // KEEP
             from_token = start + first
             replay_tokens(
                 kept_memory(h0_row, kept_row, chunk, d, n),
@@ -256,6 +261,9 @@ def reverse_head_kernel(
                     WIDTH, PARTS, FEEDBACK, FAST,
                 )  # fmt: skip
             tl.debug_barrier()
+            if LOAD_AHEAD:
+                h_row = memory_before(h0_row, kept_row, replayed_row, chunk, in_chunk, d, n)
+                h_next = load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
@@ -271,11 +279,12 @@ def reverse_head_kernel(
         i_stored = i_next if FEEDBACK else tl.maximum(i_token - 2, 0).to(tl.int64)
         scalars_at = local_row + i_stored * WIDTH
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-        h_row = replayed_row + (in_chunk - 1) * (n * d)
-        if in_chunk == 0:
-            h_row = kept_memory(h0_row, kept_row, (start + first) // KEEP, d, n)
-        h_at = h_row[:, None] + cols
-        h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
+        if LOAD_AHEAD:
+            h = h_next
+        else:
+            h_row = memory_before(h0_row, kept_row, replayed_row, chunk, in_chunk, d, n)
+            h_at = h_row[:, None] + cols
+            h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         if FEEDBACK:
             product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
@@ -356,6 +365,10 @@ def reverse_head_kernel(
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FEEDBACK,
         )  # fmt: skip
+        if LOAD_AHEAD:
+            in_next = tl.maximum(in_chunk - 1, 0)
+            h_row = memory_before(h0_row, kept_row, replayed_row, chunk, in_next, d, n)
+            h_next = load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
         w, applied = g, g
         if K > 0:
             T_g = square_times(load_scalars(row + AT_N, K * K, ROWS, D), q, K)
