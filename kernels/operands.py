@@ -71,6 +71,13 @@ class Operands(NamedTuple):
             )
         check_heads(count_heads(A), self.x.shape[0], "A")
 
+    def with_head_axis(self) -> "Operands":
+        """W_y (H, f, ...) and A (H, d, n), also of a single head."""
+        if self.A.dim() == 3:
+            return self
+        W_y = None if self.W_y is None else self.W_y.unsqueeze(0)
+        return self._replace(W_y=W_y, A=self.A.unsqueeze(0))
+
     def A_rows(self) -> Tensor:
         """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
         rows = self.A.mT.contiguous()

@@ -6,8 +6,9 @@
 `buffered`      both for Householder layouts, with few calls of torch for each token
 `registered`    both as operations of torch.library, which choose one of these families of kernels:
 `phases`        heads with at most 64 channels and 128 states, without feedback 256 channels
-`heads`         several heads, in programs that hold the rows of a sample
-`triton_*.py`   one head after the other
+`heads`         heads with at most 128 channels and 64 states, all together, in programs that hold
+                the rows of a sample
+`triton_*.py`   larger heads, one after the other
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """

@@ -34,7 +34,7 @@ class SweepBuffers(NamedTuple):
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token;
-    # for the kernel of several heads, which stores that of no other, (b, 1, d)
+    # for the kernel of heads that a program holds, which stores that of no other, (b, 1, d)
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
 
     def heads(self) -> list["SweepBuffers"]:
@@ -135,7 +135,7 @@ def allocate_sweep(
     operands: Operands, parameterization: Parameterization, keep_every: int, together: bool
 ) -> SweepBuffers:
     """The inputs in the layout that the kernel reads, and memory for its results. `together`: for
-    the kernel of several heads, which stores norm(y) of no token."""
+    the kernel of heads that a program holds, which stores norm(y) of no token."""
     x, raw, W_y, A, h0, y0 = operands
     (b, t_end, d), n = x.shape, A.shape[-1]
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)

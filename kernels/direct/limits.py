@@ -33,15 +33,14 @@ HEAD_SCRATCH = 8192
 def is_small_head(
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> bool:
-    """Whether A is that of several heads, and one program holds the rows of a head's sample."""
+    """Whether one program holds the rows of a head's sample."""
     d, n = A.shape[-2:]
-    fits = d <= MAX_HEAD and n <= MAX_HEAD_STATES
-    return A.dim() == 3 and fits
+    return d <= MAX_HEAD and n <= MAX_HEAD_STATES
 
 
 def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
-    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
-    with their W^y if there is feedback.
+    """Whether the kernels of `kernels/direct/heads` run: for heads whose size they hold, with their
+    W^y if there is feedback.
 
     The kernels of one head take other heads one after the other.
     """

@@ -3,7 +3,8 @@
 There are three operations: the solve; the memory for a given y, which has the same gradient; and
 the reverse sweep of both. Each runs eager PyTorch with `plain`, which torch.compile would otherwise
 unroll token by token, or else the first family of Triton kernels that takes the call: the phases
-(`takes_phases`), all heads together (`takes_heads_together`), or one head after the other.
+(`takes_phases`), heads of which a program holds the rows (`takes_heads_together`), or one head
+after the other.
 `Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
 is imported when an operation runs, not when it is registered.
 
@@ -86,7 +87,9 @@ def sweep_operation(*flat: Any) -> SweepResult:
         y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
         return y, h, kept, statistics, *summarize(statistics, *lengths)
     together = takes_heads_together(operands, options)
-    if not together:
+    if together:
+        operands = operands.with_head_axis()
+    else:
         operands, options = with_reflection(operands, options)
     buffers = allocate_sweep(operands, options, keep_every, together)
     statistics = buffers.statistics
@@ -196,7 +199,7 @@ def _sweep_backward(
 ) -> Gradients:
     """`solved`: by `sweep_operation`, else y was given."""
     operands, options, plain, keep_every, *solved = _parse(*flat[:6], *flat[7:])
-    (x, raw, W_y, A, *_), wants_y0 = operands, flat[6]
+    (x, raw, _, A, *_), wants_y0 = operands, flat[6]
     r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
         if all(solved) and not plain and takes_phases(operands, options):
@@ -208,9 +211,10 @@ def _sweep_backward(
         together = takes_heads_together(operands, options)
         if not together:
             operands, options = with_reflection(operands, options)
-        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
+        swept = operands.with_head_axis() if together else operands
+        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, swept, options)
         grad_normed, statistics = None, grads.statistics
-        rows = None if W_y is None else padded_rows(W_y, operands.raw.shape[2])
+        rows = None if swept.W_y is None else padded_rows(swept.W_y, swept.raw.shape[2])
         if y.numel() and together:
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 

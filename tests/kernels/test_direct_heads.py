@@ -1,4 +1,4 @@
-"""The direct sweep of several heads in Triton against plain PyTorch: values and all gradients.
+"""The Triton kernels of heads that a program holds against plain PyTorch: values and all gradients.
 
 With TRITON_INTERPRET=1, set before Triton is imported, small shapes run on a CPU; without it the
 tests need a CUDA device.
@@ -63,6 +63,7 @@ class Case:
     feedback: bool = True
     fed: int | None = None  # raw values with feedback; None: all
     starts: bool = True
+    has_axis: bool = True  # whether W_y and A have an axis of heads, as several need
     dtype: torch.dtype = torch.float32
     low: torch.dtype | None = None
 
@@ -86,6 +87,8 @@ class Case:
         x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)[:, : self.fed]
         A, h0, y0 = -draw(H, p, n).exp(), draw(b, p, n), draw(b, p)
         start = (h0, y0) if self.starts else (None, None)
+        if not self.has_axis:
+            W_y, A = W_y.squeeze(0), A.squeeze(0)
         given = (x.to(low), raw.to(low), W_y.to(low) if self.feedback else None, A, *start)
         return Operands(*(v if v is None else v.to(at) for v in given))  # type: ignore[arg-type]
 
@@ -219,6 +222,10 @@ CASES = [
     Case(b=1, t=2, p=3, n=32, k=1, input_scale="one_minus_decay"),
     Case(heads=1, b=1, t=2, p=17, n=48, k=1, input_scale="one_minus_decay", eigenvalues="full"),
     Case(heads=1, b=1, t=2, p=17, n=64, k=1),
+    # a single head
+    Case(heads=1, b=2, t=2, p=33, k=2, has_axis=False),
+    Case(heads=1, b=1, t=3, p=5, k=0, has_axis=False, starts=False, low=torch.bfloat16),
+    Case(heads=1, b=1, t=2, fed=9, k=1, has_axis=False, input_scale="one_minus_decay"),
 ]
 
 
@@ -321,10 +328,10 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
 )
 def test_which_heads_one_program_can_hold(case: Case, together: bool) -> None:
     operands = case.operands("meta")
-    one = operands._replace(A=operands.A[0], W_y=None)
+    one = operands._replace(A=operands.A[0], W_y=None if operands.W_y is None else operands.W_y[0])
     with shared_memory(H100):
         assert takes_heads_together(operands, case.options()) == together
-        assert not takes_heads_together(one, case.options())
+        assert takes_heads_together(one, case.options()) == together
 
 
 def test_a_device_with_less_shared_memory_takes_large_heads_one_by_one() -> None:
@@ -401,6 +408,7 @@ def test_lengths_without_feedback(
         Case(b=3, t=2, p=1, n=1, k=1, input_scale="delta", activation="sigmoid"),
         Case(heads=3, b=1, t=3, p=33, n=5, k=0, eigenvalues="full", low=torch.bfloat16),
         Case(heads=1, b=2, t=3, p=33, n=5, k=2, starts=False),
+        Case(heads=1, b=2, t=3, p=9, n=5, k=1, has_axis=False),
         Case(b=1, t=3, p=33, n=34, k=0),
         Case(heads=1, b=1, t=3, p=70, n=17, k=3, input_scale="one_minus_decay"),
         Case(b=1, t=3, p=33, n=1, k=4, selective=False, activation="softplus_of_minus"),
@@ -532,20 +540,23 @@ def test_saturated_raw_values(eigenvalues: Eigenvalues) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "plain", "k"),
+    ("case", "plain"),
     [
-        pytest.param(2, False, 1, marks=needs_triton),
-        pytest.param(2, False, 0, marks=needs_triton),
-        pytest.param(65, False, 0, marks=needs_triton),
-        pytest.param(65, False, 1, marks=needs_triton),
-        (2, True, 1),
+        pytest.param(Case(k=1), False, marks=needs_triton),
+        pytest.param(Case(k=0), False, marks=needs_triton),
+        pytest.param(Case(k=0, heads=1, has_axis=False), False, marks=needs_triton),
+        pytest.param(Case(k=1, n=64, p=66, feedback=False), False, marks=needs_triton),
+        pytest.param(Case(k=0, n=65), False, marks=needs_triton),
+        pytest.param(Case(k=1, n=65), False, marks=needs_triton),
+        (Case(k=1), True),
     ],
+    ids=str,
 )
-def test_opcheck(n: int, plain: bool, k: int) -> None:
+def test_opcheck(case: Case, plain: bool) -> None:
     """Of heads together, one by one, and in plain torch."""
-    case = Case(b=1, t=2, p=3, n=n, k=k)
+    case = replace(case, b=1, t=2)
     values: Any = case.operands("cpu" if plain else DEVICE)
-    operands = [v.detach().requires_grad_() for v in values]
+    operands = [v if v is None else v.detach().requires_grad_() for v in values]
     fields = (*case.options().scalars(), plain, 1)  # a memory is kept
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     ops = torch.ops.bedouin
@@ -593,6 +604,19 @@ def test_awkward_heads_compiled(
 def test_every_number_of_samples_and_their_parts_compiled(p: int, samples: int, parts: int) -> None:
     case = Case(heads=2, b=9, t=20, p=p, n=16, low=torch.bfloat16)
     assert_same(launched(case, samples, parts=parts), expect(case), case.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("input_scale", SCALES)
+@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize(("p", "n"), [(64, 16), (100, 17), (128, 64), (16, 1)])
+def test_without_feedback_compiled(
+    p: int, n: int, k: int, input_scale: InputScale, low: torch.dtype | None
+) -> None:
+    for t in (1, 63, 64, 65):
+        case = Case(heads=3, b=1, t=t, p=p, n=n, k=k, input_scale=input_scale, low=low)
+        check_without_feedback(case)
 
 
 @pytest.mark.gpu

@@ -49,6 +49,12 @@ ACTIVATIONS: tuple[Activation, ...] = ("softplus", "softplus_of_minus", "sigmoid
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small heads, which are tested elsewhere, take the kernels of large ones."""
+    monkeypatch.setattr("bedouin.kernels.direct.limits.MAX_HEAD", 0)
+
+
 @dataclass(frozen=True)
 class Setting:
     """Shapes and options of a sweep; the dtypes of W_y, and of x and raw, may be lower."""
@@ -347,6 +353,13 @@ def test_runs_repeat_to_the_bit() -> None:
         assert a is not None and b is not None and torch.equal(a, b)
 
 
+def take_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of heads that one program holds."""
+    monkeypatch.setattr("bedouin.kernels.direct.limits.MAX_HEAD", 128)
+    for name in ("PHASE_CHANNELS", "UNFED_CHANNELS"):
+        monkeypatch.setattr(f"bedouin.kernels.direct.phases.limits.{name}", 0)
+
+
 def nearly_singular(k: int) -> tuple[Setting, Operands]:
     """Tokens with small pivots: of the phases, and with more than four reflections of one head."""
     layout = reflections(k, 2.0)
@@ -359,9 +372,14 @@ def nearly_singular(k: int) -> tuple[Setting, Operands]:
 
 
 @needs_triton
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "triton", "heads"])
 @pytest.mark.parametrize("k", [3, 5])
-def test_nearly_singular_tokens_are_exact_up_to_their_pivots(k: int, backend: str) -> None:
+def test_nearly_singular_tokens_are_exact_up_to_their_pivots(
+    k: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "heads":
+        take_heads(monkeypatch)
+        backend = "triton"
     setting, operands = nearly_singular(k)
     wide = Operands(*(None if v is None else v.double() for v in operands))  # type: ignore[arg-type]
     exact, exact_grads, _ = _run(setting, "reference", given=wide)
@@ -375,8 +393,13 @@ def test_nearly_singular_tokens_are_exact_up_to_their_pivots(k: int, backend: st
 
 
 @needs_triton
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("k", [3, 5])
-def test_the_residual_is_that_of_an_evaluation_of_the_map(k: int) -> None:
+def test_the_residual_is_that_of_an_evaluation_of_the_map(
+    k: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if together:
+        take_heads(monkeypatch)
     setting, operands = nearly_singular(k)
     sweep = direct_sweep(operands, setting.options(), backend="triton")
     x, raw, _, A, h0, _ = (None if v is None else v.double() for v in operands)

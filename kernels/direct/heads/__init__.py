@@ -1,1 +1,1 @@
-"""The direct sweep of several heads in Triton: kernels that need no other program's results."""
+"""The direct sweep of heads that a program holds, in Triton: no program waits for another one."""

@@ -1,4 +1,4 @@
-"""Launches of the direct sweep's kernels for several heads.
+"""Launches of the direct sweep's kernels for heads that a program holds, with feedback or without.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, H heads.
