@@ -423,13 +423,33 @@ def test_options_without_feedback(case: Case) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("k", [0, 1])
-def test_chunks_in_several_launches_without_feedback(
-    k: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("case", "segments"),
+    [
+        (Case(b=2, t=5, p=33, n=5, k=0), 3),
+        (Case(b=2, t=8, p=33, n=5, k=2, eigenvalues="full"), 4),
+        (Case(b=5, t=7, p=5, n=17, k=1, input_scale="one_minus_decay"), 2),
+        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=torch.bfloat16), 3),
+        (Case(b=1, t=3, p=5, n=1, k=0, selective=False), 2),
+    ],
+    ids=str,
+)
+def test_segments_and_launches_without_feedback(
+    case: Case, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", 1)
-    case = Case(b=2, t=5, p=33, n=5, k=k, feedback=False)
-    assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
+    """All segments of the reverse sweep at once, one, and a launch for each chunk."""
+    from bedouin.kernels.direct.heads import launch
+
+    case = replace(case, feedback=False)
+    expected, choose = expect(case), launch._choose_segments
+    with patch.object(launch, "_choose_segments", side_effect=choose) as chosen:
+        assert_same(launched(case, 1, keep_every=2), expected, case.tolerance)
+    if interpreter_is_on():
+        assert choose(*chosen.call_args.args)[0] == segments
+    with patch.object(launch, "_choose_segments", return_value=(1, case.t + 1)):
+        assert_same(launched(case, 1, keep_every=2), expected, case.tolerance)
+    monkeypatch.setattr(launch, "WORKSPACE", 1)
+    assert_same(launched(case, 1, keep_every=2), expected, case.tolerance)
 
 
 @needs_triton

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import triton
-from tests.kernels.sass import cuobjdump
+from tests.kernels.sass import cuobjdump, instructions, loops, waits
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.heads import launch
-from bedouin.kernels.direct.heads.launch import REVERSE, SWEEP
+from bedouin.kernels.direct.heads.launch import EDGES, REVERSE, SWEEP
 from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
@@ -65,7 +65,7 @@ def stack(kernel: CompiledKernel) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("kernel", [SWEEP, REVERSE], ids=["sweep", "reverse"])
+@pytest.mark.parametrize("kernel", [SWEEP, EDGES, REVERSE], ids=["sweep", "edges", "reverse"])
 @pytest.mark.parametrize(
     ("p", "n", "k", "input_scale", "dtype"),
     [
@@ -84,16 +84,26 @@ def test_a_token_fits_the_registers(
     assert found.metadata.shared <= 1024
 
 
-@pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 320)])
-@pytest.mark.parametrize("kernel", [SWEEP, REVERSE], ids=["sweep", "reverse"])
+@pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 384)])
+@pytest.mark.parametrize("kernel", [SWEEP, EDGES, REVERSE], ids=["sweep", "edges", "reverse"])
 def test_many_states(kernel: PlannedKernel, n: int, most: int) -> None:
     assert stack(compiled(kernel, 128, n, 2)) <= (most if kernel is REVERSE else 0)
 
 
-@pytest.mark.parametrize(("p", "k", "barriers"), [(32, 0, 1), (64, 0, 1), (32, 2, 1), (64, 2, 5)])
+@pytest.mark.parametrize(
+    ("kernel", "p", "k", "barriers"),
+    [(SWEEP, 64, 0, 1), (SWEEP, 64, 2, 4), (EDGES, 64, 0, 0), (EDGES, 64, 2, 2)],
+)
 def test_warps_of_a_sample_wait_for_each_other_once_for_reflections(
-    p: int, k: int, barriers: int
+    kernel: PlannedKernel, p: int, k: int, barriers: int
 ) -> None:
-    """One barrier a token, which in a program of one warp costs nothing; with reflections one
-    exchange of sums more."""
-    assert compiled(SWEEP, p, 16, k).asm["ptx"].count("bar.sync") <= barriers
+    """With reflections one exchange of sums a token, in the sweep one more after the last one, and
+    there a barrier for B, C and alpha."""
+    assert compiled(kernel, p, 16, k).asm["ptx"].count("bar.sync") <= barriers
+
+
+@pytest.mark.parametrize("kernel", [SWEEP, EDGES, REVERSE], ids=["sweep", "edges", "reverse"])
+def test_a_token_waits_for_loads_that_are_old(kernel: PlannedKernel) -> None:
+    """The longest wait of the last loop with loads, which is that of the tokens."""
+    *_, loop = loops(instructions(compiled(kernel, 64, 16, 0)), 100)
+    assert max(waits(loop)).distance >= 100

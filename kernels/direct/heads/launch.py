@@ -16,6 +16,7 @@ from bedouin.kernels.direct.buffers import (
     SweepBuffers,
 )
 from bedouin.kernels.direct.heads.blocks import head_blocks
+from bedouin.kernels.direct.heads.triton_edges import head_edges_kernel
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
 from bedouin.kernels.direct.triton_bundles import local_width
@@ -56,6 +57,7 @@ MAX_REGISTERS = 255
 
 
 SWEEP, REVERSE = PlannedKernel(head_sweep_kernel), PlannedKernel(reverse_head_kernel)
+EDGES = PlannedKernel(head_edges_kernel)
 
 
 def launch_head_sweep(
@@ -100,25 +102,57 @@ def launch_head_reverse(
     programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
     given = A.shape, _dtype_of(W_y), options, samples, parts, uses_tf32(), keep_every
     constants = _constants(REVERSE, *given, buffers.local.shape[2])
-    replayed = A.new_empty(b, max(1, keep_every - 1), n, d)
-    scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
+    segments, each = 1, size
+    if W_y is None and size >= t_end:
+        segments, each = _choose_segments(programs * parts, b * n * d, t_end, keep_every, A)
+    H, grad_A = grads.H, grads.A
+    if segments > 1:
+        H, grad_A = A.new_empty(segments, b, n, d), A.new_zeros(segments, b, n, d)
+        H[-1] = grads.H
+    replayed = A.new_empty(segments, b, max(1, keep_every - 1), n, d)
+    scratch = A.new_empty(segments, programs, samples, 2, constants["BLOCK_L"])
     read = grads.y, x, y, raw, fed, W, A, *buffers, h0, kept, replayed
     statistics = grads.statistics
     found = statistics if W_y is not None else statistics.new_empty(parts, *statistics.shape)
-    tensors = *read, grads.H, grads.x, grads.raw, grads.A, found, scratch
+    tensors = *read, H, grads.x, grads.raw, grad_A, found, scratch
     inner = *grads.y.stride()[:2], *input_strides(x, A), *raw.stride()[:2]
     strides = *inner, *fed.stride()[:2], W.stride(0), h0.stride(0)
     sizes = t_end, kept.shape[1], b // A.shape[0], d, n, grads.raw.shape[-1]
     for start in reversed(range(0, t_end, size)):
         chunk = range(start, min(start + size, t_end))
         prepare(known, buffers, chunk, options)
-        REVERSE.launch((programs,), tensors, (start, len(chunk), *sizes, *strides), constants)
+        if segments > 1:
+            edges = each, t_end, segments, *sizes[2:5], *grads.y.stride()[:2], *raw.stride()[:2]
+            of_edges = _constants(EDGES, *given, 0)
+            EDGES.launch((programs,), (grads.y, raw, buffers.local, A, H), edges, of_edges)
+        tokens = start, len(chunk), min(each, len(chunk))
+        REVERSE.launch((programs, segments), tensors, (*tokens, *sizes, *strides), constants)
     if W_y is None:
         torch.amax(found, 0, out=statistics)
+    if segments > 1:
+        grads.H.copy_(H[0])
+        torch.sum(grad_A, 0, out=grads.A)
     if W_y is None or not wants_y0:
         return None
     first = grads.raw[:, 0, : W.shape[1]].to(W.dtype)
     return apply_weight(first, W.mT).to(A.dtype)
+
+
+def _choose_segments(
+    warps: int,  # of all samples
+    size: int,  # of h of all samples
+    t_end: int,
+    keep_every: int,
+    A: Tensor,  # (H, n, d)
+) -> tuple[int, int]:
+    """Segments of tokens, and tokens of each, a multiple of `keep_every`: as many as fit all
+    multiprocessors at once, of whose registers WARPS take all, and h of a chunk of each WORKSPACE.
+    """
+    chunks = ceil_div(t_end, keep_every)
+    most = WARPS * (Device.of(A.device).programs or 4) // warps
+    most = min(chunks, most, WORKSPACE // (size * keep_every))
+    each = ceil_div(chunks, max(1, most)) * keep_every
+    return ceil_div(t_end, each), each
 
 
 def _tokens_at_once(

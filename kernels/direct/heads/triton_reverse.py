@@ -76,7 +76,7 @@ AHEAD = tl.constexpr(3)
 """Blocks of h that are loaded before they are needed, if not all of them are."""
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end", "slots", "per_head"])
+@triton.jit(do_not_specialize=["start", "count", "each", "t_end", "slots", "per_head"])
 def reverse_head_kernel(
     grad_y_ptr,  # (b, t, d)
     x_ptr,  # (H, b / H, t, d)
@@ -89,17 +89,20 @@ def reverse_head_kernel(
     local_ptr,  # (b, count, WIDTH)
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
-    replayed_ptr,  # (b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
-    H_ptr,  # (b, n, d): cotangent of h after the tokens, in place that before them
+    # (segments, b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
+    replayed_ptr,
+    H_ptr,  # (segments, b, n, d): cotangent of h after the tokens, in place that before them
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
-    grad_A_ptr,  # (b, n, d), added to
+    grad_A_ptr,  # (segments, b, n, d), added to
     # (2, b, t): defect and scale of the adjoint equation; without FEEDBACK (PARTS, 2, b, t), of
     # each part
     statistics_ptr,
-    scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
+    # (segments, programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
+    scratch_ptr,
     start,  # of the tokens that are taken back, a multiple of KEEP
     count,
+    each,  # of them in a segment, a multiple of KEEP; with FEEDBACK all are one segment
     t_end,
     slots,
     per_head,  # samples of a head, b / H
@@ -137,11 +140,23 @@ def reverse_head_kernel(
     ROUND: tl.constexpr,
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
 ):
-    """The adjoint of `count` tokens of S samples of one head, the last first."""
+    """The adjoint of a segment of `count` tokens of S samples of one head, the last first."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = samples_of(per_head, S, PARTS)
     is_first_part = first_parts(here, ROWS, PARTS)
+    row_of = rows_of_statistics(per_head, t_end, S)
+    program = tl.program_id(0).to(tl.int64)
+    of_segment = sample
+    prepared = sample * count
+    if not FEEDBACK:
+        # rows of tokens are counted from `start` on, tokens from the first one of the segment
+        segment = tl.program_id(1)
+        program += segment.to(tl.int64) * tl.num_programs(0)
+        of_segment += segment * (row_of // t_end)
+        prepared += segment * each
+        start += segment * each
+        count = tl.minimum(each, count - segment * each)
     cols = columns_of_rows(ROWS, PARTS, D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
@@ -190,7 +205,7 @@ def reverse_head_kernel(
     kept_row = kept_ptr + sample * slots * (n * d)
     last_chunk = (start + count - 1) // KEEP
     fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
-    at = sample[:, None] * (n * d) + cols
+    at = of_segment[:, None] * (n * d) + cols
     H = load_head_blocks(H_ptr + at, in_row, d, n, N)
     grad_A = load_head_blocks(grad_A_ptr + at, in_row, d, n, N)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
@@ -198,10 +213,9 @@ def reverse_head_kernel(
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     fed_row = fed_ptr + sample * fed_stride_b
-    mixed_row = mixed_ptr + sample * count * d
-    local_row = local_ptr + sample * count * WIDTH + local_padding(K)
-    replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
-    row_of = rows_of_statistics(per_head, t_end, S)
+    mixed_row = mixed_ptr + prepared * d
+    local_row = local_ptr + prepared * WIDTH + local_padding(K)
+    replayed_row = replayed_ptr + of_segment * ((KEEP - 1) * n * d)
     last = (start + count - 1).to(tl.int64)
     last_of_count = (count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
@@ -224,7 +238,7 @@ def reverse_head_kernel(
     in_local = entries < SIZE + 2 * n
     scalars_at = local_row + last_of_count * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-    places_of = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
+    places_of = program * S + tl.arange(0, ROWS) // PARTS
     near = scratch_ptr + places_of * 2 * BLOCK_L
     zero = tl.zeros([ROWS, 1], tl.float32)
     extremes = (zero, zero) if FEEDBACK and PARTS > 1 else ()
@@ -479,7 +493,7 @@ def reverse_head_kernel(
             grads = in_tiles(
                 to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
             )  # fmt: skip
-    at = sample[:, None] * (n * d) + cols
+    at = of_segment[:, None] * (n * d) + cols
     store_head_blocks(H_ptr + at, H, inside, d, n, N)
     store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
     if FEEDBACK and PARTS > 1:
