@@ -18,7 +18,6 @@ from bedouin.kernels.plans import PlannedKernel
 
 LARGE = "sweep_kernel", "reverse_kernel"
 HEADS = "head_sweep_kernel", "reverse_head_kernel"
-PHASES = "phase_sweep_kernel", "phase_reverse_kernel"
 ALL = ("delta", "B", "C", "mixer")
 
 
@@ -167,10 +166,10 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
         # W^y is padded with rows of zeros
         (("delta", "B"), 1, (19, 44), HEADS),
         (("delta", "B"), 2, (24, 44), HEADS),
-        (("delta",), 1, (20, 44), PHASES),
-        (("delta",), 2, (27, 48), PHASES),
-        ((), 1, (16, 32), PHASES),
-        ((), 2, (22, 35), PHASES),
+        (("delta",), 1, (20, 44), HEADS),
+        (("delta",), 2, (27, 48), HEADS),
+        ((), 1, (16, 32), HEADS),
+        ((), 2, (22, 35), HEADS),
     ],
 )
 def test_the_number_of_launches(
@@ -206,7 +205,7 @@ def test_the_number_of_launches(
 def test_the_number_of_launches_without_reflections(
     options: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of heads, in the sweep and in the phases."""
+    """Of heads."""
     options = {"num_heads": 2, "backend": "triton", **options}
     x = torch.randn(40, 16, 64, requires_grad=True)
     layer = Bedouin(64, mixer=NoMixing(), on_unconverged="ignore", **options)

@@ -5,7 +5,6 @@
 `reverse`       its adjoint, likewise
 `buffered`      both for Householder layouts, with few calls of torch for each token
 `registered`    both as operations of torch.library, which choose one of these families of kernels:
-`phases`        heads with at most 64 channels and 128 states, without feedback 256 channels
 `heads`         heads with at most 128 channels and 64 states, all together, in programs that hold
                 the rows of a sample
 `triton_*.py`   larger heads, one after the other
@@ -28,7 +27,6 @@ from bedouin.kernels.direct.local import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.direct.reference import (
     MAX_RESIDUAL,
     ROUNDING,
@@ -95,7 +93,7 @@ def direct_sweep(
     if y_star is not None and layout is not None and layout.erase:
         raise ValueError(f"y_star must be None with erase, got erase={layout.erase}: solve it here")
     call = backend, operands, parameterization, bind_parameters
-    plain = choose_sweep(*call, is_solved=y_star is not None) == "reference"
+    plain = choose_sweep(*call) == "reference"
     if plain:
         arguments = (operands, parameterization, bind, bind_parameters, y_star, report)
         if not torch.compiler.is_compiling():
@@ -106,9 +104,6 @@ def direct_sweep(
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
     keep_every = CHUNK if plain else choose_chunk(operands, together=is_small_head(operands.A))
-    if y_star is None and not plain and takes_phases(operands, parameterization):
-        wants_gradient = any(v is not None and v.requires_grad for v in operands)
-        keep_every = CHUNK if torch.is_grad_enabled() and wants_gradient else 0
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
         y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars, lengths)

@@ -10,7 +10,6 @@ from bedouin.kernels.backend import Backend, Implementation, choose_backend, war
 from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -60,12 +59,10 @@ def choose_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...] = (),  # any shapes
-    *,
-    is_solved: bool = False,  # whether y is known, and only its memory and gradient are wanted
 ) -> Implementation:
     """The implementation of a sweep; raises as `choose_backend` does. Warns of a sweep on a GPU
     that has no kernel, unless it is in float64, for which there are none at all."""
-    unsupported = _unsupported(operands, parameterization, bind_parameters, is_solved=is_solved)
+    unsupported = _unsupported(operands, parameterization, bind_parameters)
     device, dtype = operands.x.device, operands.x.dtype
     chosen = choose_backend(backend, device, dtype, unsupported)
     if unsupported is not None and backend == "auto" and operands.A.dtype != torch.float64:
@@ -77,8 +74,6 @@ def _unsupported(
     operands: Operands,
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-    *,
-    is_solved: bool,
 ) -> str | None:
     """The first property that the kernels do not support, as part of an error message; None if they
     support the call."""
@@ -92,8 +87,6 @@ def _unsupported(
         return f"x, raw and A of {found} (A must be float32, x and raw at most that)"
     if parameterization.plain_only is not None:
         return parameterization.plain_only
-    if not is_solved and takes_phases(operands, parameterization):
-        return None
     d, n = A.shape[-2:]
     k = max(layout.num_householder, 1)  # `with_reflection`
     if k > MAX_REFLECTIONS:

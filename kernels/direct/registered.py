@@ -2,9 +2,8 @@
 
 There are three operations: the solve; the memory for a given y, which has the same gradient; and
 the reverse sweep of both. Each runs eager PyTorch with `plain`, which torch.compile would otherwise
-unroll token by token, or else the first family of Triton kernels that takes the call: the phases
-(`takes_phases`), heads of which a program holds the rows (`takes_heads_together`), or one head
-after the other.
+unroll token by token, or else the Triton kernels for heads of which a program holds the rows
+(`takes_heads_together`), or those that take one head after the other.
 `Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
 is imported when an operation runs, not when it is registered.
 
@@ -30,8 +29,6 @@ from bedouin.kernels.direct.buffers import (
     split_weights,
 )
 from bedouin.kernels.direct.limits import takes_heads_together
-from bedouin.kernels.direct.phases.limits import sizes_of, takes_phases
-from bedouin.kernels.direct.phases.operation import phase_reverse, phase_sweep
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
@@ -83,9 +80,6 @@ def sweep_operation(*flat: Any) -> SweepResult:
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
-    if takes_phases(operands, options):
-        y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
-        return y, h, kept, statistics, *summarize(statistics, *lengths)
     together = takes_heads_together(operands, options)
     if together:
         operands = operands.with_head_axis()
@@ -113,7 +107,7 @@ def _sweep_fake(*flat: Any) -> SweepResult:
     operands, options, plain, keep_every, *_ = _parse(*flat)
     A, (b, t, _) = operands.A, operands.x.shape
     y, statistics, summary = A.new_empty(operands.x.shape), A.new_empty(4, b, t), A.new_empty(2, b)
-    memory = _memory_like(operands, options, plain, keep_every, solves=True)
+    memory = _memory_like(operands, plain, keep_every)
     return y, *memory, statistics, summary, A.new_empty(b, dtype=torch.bool)
 
 
@@ -144,19 +138,14 @@ def _memory_fake(
     *flat: Any,
 ) -> MemoryResult:
     operands, options, plain, keep_every = _parse(*flat)
-    memory = _memory_like(operands, options, plain, keep_every, solves=False)
+    memory = _memory_like(operands, plain, keep_every)
     return y_star.new_empty(y_star.shape), *memory
 
 
-def _memory_like(
-    operands: Operands, options: Parameterization, plain: bool, keep_every: int, *, solves: bool
-) -> tuple[Tensor, Tensor]:
+def _memory_like(operands: Operands, plain: bool, keep_every: int) -> tuple[Tensor, Tensor]:
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
-    if solves and not plain and takes_phases(operands, options):
-        kept = sizes_of(operands, options).kept if keep_every else 0
-    else:
-        kept = _slots(t, plain, keep_every) * n * d
+    kept = _slots(t, plain, keep_every) * n * d
     return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
 
 
@@ -187,8 +176,8 @@ def summarize(
 
 @operation(
     "direct_sweep_backward",
-    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, bool wants_y0, {OPTIONS}, "
-    "bool solved=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, bool wants_y0, {OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _sweep_backward(
     grad_y: Tensor,  # (b, t, d)
@@ -197,13 +186,10 @@ def _sweep_backward(
     kept: Tensor,  # (b, `_slots` n d)
     *flat: Any,
 ) -> Gradients:
-    """`solved`: by `sweep_operation`, else y was given."""
-    operands, options, plain, keep_every, *solved = _parse(*flat[:6], *flat[7:])
+    operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
     (x, raw, _, A, *_), wants_y0 = operands, flat[6]
     r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
-        if all(solved) and not plain and takes_phases(operands, options):
-            return phase_reverse((grad_y, grad_h, y, kept), operands, options, wants_y0=wants_y0)
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             given = (grad_y, grad_h, y, kept, operands, options)
@@ -240,11 +226,10 @@ def _sweep_backward(
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(*flat: Any) -> Gradients:
-    operands, options, plain, _, *solved = _parse(*flat[4:10], *flat[11:])
+    operands, options, plain, _ = _parse(*flat[4:10], *flat[11:])
     (x, raw, W_y, A, *_), wants_y0 = operands, flat[10]
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    phases = all(solved) and not plain and takes_phases(operands, options)
-    if plain or phases or takes_heads_together(operands, options):
+    if plain or takes_heads_together(operands, options):
         rows = r
     else:
         rows = r + added_values(options.known_layout().num_householder, d)
@@ -253,8 +238,7 @@ def _sweep_backward_fake(*flat: Any) -> Gradients:
         grad_W_y = A.new_empty(0)
     else:
         *heads, f, columns = W_y.shape
-        more = 0 if phases else padding(f)
-        grad_W_y = W_y.new_empty(*heads, f + more, columns)[..., :f, :]
+        grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
     return *first, *then, A.new_empty(2, b, t)
@@ -285,7 +269,7 @@ def _register_gradient(of: Operation, *, solved: bool) -> None:
         y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
         grad_y = torch.zeros_like(y) if grad_y is None else grad_y
         with torch.no_grad():
-            scalars = ctx.wants_y0, *ctx.scalars, solved
+            scalars = ctx.wants_y0, *ctx.scalars
             *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *scalars)
         if ctx.report is not None and y.shape[1] and not is_transformed():
             ctx.report(*statistics.unbind())

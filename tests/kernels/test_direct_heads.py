@@ -208,7 +208,7 @@ CASES = [
     Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
     Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=torch.bfloat16),
     Case(b=1, t=2, k=2, input_scale="one_minus_decay", feedback=False, low=torch.bfloat16),
-    # feedback of Delta, of some of it, and of Delta and some of B, which the phases do not take
+    # feedback of Delta, of some of it, and of Delta and some of B
     Case(heads=3, b=1, t=2, p=9, n=16, k=2, fed=4, activation="sigmoid", starts=False),
     Case(b=1, t=3, p=7, n=3, k=5, fed=7, norm_eps=None, low=torch.bfloat16),
     Case(heads=1, b=1, t=2, p=17, n=33, k=0, fed=17, input_scale="one_minus_decay"),
@@ -358,12 +358,6 @@ def test_one_call_is_a_call_of_one_head_for_each() -> None:
     assert_same(actual, expected, case.tolerance)
 
 
-def without_phases() -> AbstractContextManager[Any]:
-    """A context in which layers without feedback take the kernels of heads, too."""
-    limits = "bedouin.kernels.direct.phases.limits"
-    return patch.multiple(limits, PHASE_CHANNELS=0, UNFED_CHANNELS=0)
-
-
 def in_float64(case: Case) -> dict[str, Tensor]:
     """Values and gradients by autograd through the plain sweep in float64, from rounded inputs."""
     given = [None if v is None else v.double().requires_grad_() for v in case.operands()]
@@ -380,8 +374,7 @@ def in_float64(case: Case) -> dict[str, Tensor]:
 def check_without_feedback(case: Case) -> None:
     """The kernels against float64, and what they report against plain torch."""
     case = replace(case, feedback=False)
-    with without_phases():
-        actual = check(case)
+    actual = check(case)
     for name, theirs in in_float64(case).items():
         assert_close(name, actual[name].double(), theirs, case.tolerance, atol=case.tolerance)
 
@@ -459,8 +452,7 @@ def test_a_token_without_feedback_that_is_not_finite_spoils_its_own_sample() -> 
     raw = given.raw.clone()
     for sample, column in enumerate((0, d, d + n, d + 2 * n, 2 * d + 2 * n)):
         raw[sample, 1, column] = torch.nan
-    with without_phases():
-        clean, spoiled = run(case, "triton"), run(case, "triton", given._replace(raw=raw))
+    clean, spoiled = run(case, "triton"), run(case, "triton", given._replace(raw=raw))
     for name in ("y", "gradient of x", "gradient of raw", "scale", "defect", "report 1"):
         assert torch.equal(spoiled[name][5:], clean[name][5:]), name
     for name in ("scale", "defect", "report 1"):
@@ -643,5 +635,4 @@ def test_without_feedback_compiled(
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 @pytest.mark.parametrize(("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1)])
 def test_feedback_of_delta_compiled(p: int, n: int, k: int, low: torch.dtype | None) -> None:
-    """With an input scale that the phases do not take."""
     check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, fed=p, input_scale="one_minus_decay", low=low))

@@ -241,7 +241,7 @@ CASES = [
         for d, n in ((1, 1), (1, 4), (7, 1), (16, 8), (20, 5), (17, 16), (63, 2), (64, 1), (100, 3))
     ),
     *(Setting(b, 2, 20, 5, input_scale="one_minus_decay") for b in (1, 3)),
-    # without feedback, what the phases do not take
+    # without feedback
     Setting(1, 1, 9, 2, reflections(8, 2.0), "delta", "full", feedback=False),
     Setting(1, 2, 9, 64, reflections(3), "one_minus_decay", "full", feedback=False),
     Setting(2, 4, 5, 1, RawLayout("softplus", False, 1, 1.0), feedback=False),
@@ -356,12 +356,10 @@ def test_runs_repeat_to_the_bit() -> None:
 def take_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of heads that one program holds."""
     monkeypatch.setattr("bedouin.kernels.direct.limits.MAX_HEAD", 128)
-    for name in ("PHASE_CHANNELS", "UNFED_CHANNELS"):
-        monkeypatch.setattr(f"bedouin.kernels.direct.phases.limits.{name}", 0)
 
 
 def nearly_singular(k: int) -> tuple[Setting, Operands]:
-    """Tokens with small pivots: of the phases, and with more than four reflections of one head."""
+    """Tokens with small pivots."""
     layout = reflections(k, 2.0)
     setting = Setting(6, 4, 10, 2, layout, "delta", feedback=False)
     drawn: Any = setting.operands()

@@ -163,7 +163,7 @@ def test_triton_raises_what_auto_falls_back_from(solver: Any, unfit: Unfit) -> N
 
 
 @compiles
-@pytest.mark.parametrize("kernel", ["output_backward_kernel", "reverse_kernel"])
+@pytest.mark.parametrize("kernel", ["output_backward_kernel", "reverse_head_kernel"])
 def test_a_backward_pass_names_the_kernel_and_the_remedy(kernel: str, unfit: Unfit) -> None:
     unfit(kernel)
     output = make(Bedouin, "auto", on_unconverged="ignore")(torch.randn(2, 4, M))
