@@ -11,12 +11,10 @@ from torch.nn import functional as F
 from bedouin import Bedouin, FixedPointRNN, Initialization, SequenceModel
 from bedouin.baselines import (
     LSTM,
-    M2RNN,
     Attention,
     DeltaNet,
     DeltaProduct,
     Mamba,
-    RecurrentDeltaNet,
 )
 
 Make = Callable[..., nn.Module]
@@ -49,9 +47,8 @@ KINDS: dict[str, Make] = {
     "tied model": lambda device: make_model(device=device, tie_embeddings=True),
     **{
         kind.__name__: lambda device, kind=kind: kind(64, device=device)
-        for kind in (LSTM, M2RNN, Attention, DeltaNet, DeltaProduct, Mamba)
+        for kind in (LSTM, Attention, DeltaNet, DeltaProduct, Mamba)
     },
-    "recurrent": lambda device: RecurrentDeltaNet(64, feedback_init=0.1, device=device),
 }
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
-from bedouin.baselines import M2RNN, Attention, DeltaNet, DeltaProduct, Mamba
+from bedouin.baselines import Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.tracker import Tracker
 from bedouin.mixers import Kronecker
 from bedouin.parameters import TEXT_BLOCK
@@ -47,7 +47,6 @@ DIFFERENCES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]
     (DeltaProduct, {}, "eigenvalues", "full", "positive"),
     (DeltaProduct, {}, "norm_eps", 1e-5, 1e-3),
     (DeltaNet, {}, "eigenvalues", "positive", "full"),
-    (M2RNN, {}, "norm_eps", 1e-5, 1e-3),
     (Tracker, {}, "norm_eps", 1e-5, 1e-3),
     (Attention, {}, "num_heads", 4, 2),
     (Attention, {}, "rope_base", 1e4, None),

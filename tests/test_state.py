@@ -21,12 +21,10 @@ from torch.utils.data import default_collate, default_convert
 from bedouin import Bedouin, BedouinState, FixedPointRNN, SequenceModel, Tracker, TrackingDeltaNet
 from bedouin.baselines import (
     LSTM,
-    M2RNN,
     Attention,
     DeltaProduct,
     Mamba,
     PaddedAttentionState,
-    RecurrentDeltaNet,
 )
 from bedouin.decoding import Decoder
 from bedouin.layer import FixedPointLayer
@@ -283,8 +281,7 @@ LAYERS: list[Callable[[], Any]] = [
     lambda: Bedouin(8, num_heads=2, d_conv=3),
     lambda: Bedouin(8, solver=Picard(rtol=1e-6)),
     lambda: FixedPointRNN(8),
-    *(lambda kind=kind: kind(8) for kind in (LSTM, Mamba, DeltaProduct, Attention, M2RNN)),
-    lambda: RecurrentDeltaNet(8),
+    *(lambda kind=kind: kind(8) for kind in (LSTM, Mamba, DeltaProduct, Attention)),
     lambda: Tracker(8),
     lambda: TrackingDeltaNet(8),
 ]

@@ -16,14 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
-from bedouin.baselines import (
-    LSTM,
-    M2RNN,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    RecurrentDeltaNet,
-)
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct
+from research.rivals import M2RNN, RecurrentDeltaNet
 
 Layer = Callable[[int], nn.Module]
 """A layer for a d_model, a multiple of 256."""

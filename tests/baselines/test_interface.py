@@ -12,12 +12,10 @@ import torch
 from bedouin import baselines
 from bedouin.baselines import (
     LSTM,
-    M2RNN,
     Attention,
     DeltaNet,
     DeltaProduct,
     Mamba,
-    RecurrentDeltaNet,
 )
 
 Kind = Callable[..., Any]
@@ -34,10 +32,6 @@ KINDS: list[Any] = [
         "delta_net_gated": partial(DeltaNet, gated=True, d_conv=None),
         "delta_product": DeltaProduct,
         "delta_product_gated": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
-        "recurrent_delta_net": RecurrentDeltaNet,
-        "recurrent_delta_net_conv": partial(RecurrentDeltaNet, d_conv=3, head_dim=3, expand_v=1.5),
-        "m2rnn": M2RNN,
-        "m2rnn_plain": partial(M2RNN, d_conv=None, head_dim=3, expand_v=1.5),
         "attention": Attention,
         "attention_conv": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
     }.items()
@@ -267,12 +261,6 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DeltaProduct, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
     (Attention, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
     (Attention, {"num_heads": 8}, ValueError, "channels a head, got 1: choose another num_heads"),
-    (RecurrentDeltaNet, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3"),
-    (RecurrentDeltaNet, {"feedback_init": 0}, ValueError, "feedback_init must be finite and > 0"),
-    (RecurrentDeltaNet, {"expand_v": 0.1}, ValueError, "expand_v * head_dim must be at least 1"),
-    (M2RNN, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
-    (M2RNN, {"backend": "fla"}, ValueError, "backend must be one of ('auto', 'triton', "),
-    (M2RNN, {"norm_eps": -1.0}, ValueError, "norm_eps must be finite and > 0, got -1.0"),
     (Attention, {"rope_base": -1.0}, ValueError, "rope_base must be finite and > 0, got -1.0"),
 ]
 

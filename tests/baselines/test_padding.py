@@ -9,14 +9,12 @@ from torch import Tensor
 
 from bedouin.baselines import (
     LSTM,
-    M2RNN,
     Attention,
     AttentionState,
     DeltaNet,
     DeltaProduct,
     Mamba,
     PaddedAttentionState,
-    RecurrentDeltaNet,
 )
 from bedouin.testing import assert_close
 
@@ -29,8 +27,6 @@ every_kind = pytest.mark.parametrize(
             "mamba": Mamba,
             "delta_net": partial(DeltaNet, gated=True),
             "delta_product": partial(DeltaProduct, num_householder=3, d_conv=None),
-            "recurrent_delta_net": partial(RecurrentDeltaNet, d_conv=3),
-            "m2rnn": M2RNN,
             "attention": partial(Attention, d_conv=3),
         }.items()
     ],

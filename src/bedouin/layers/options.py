@@ -7,9 +7,6 @@ from torch import Tensor
 
 from bedouin.parameters import DELTA_RANGE, inverse_softplus, log_uniform
 
-LAUNCH = {"enable_fp_fusion": True}
-"""Of the Triton kernels: the default of Triton differs between its versions."""
-
 
 def positive_number(name: str, value: float) -> float:
     """`value` as a float; TypeError or ValueError that names it unless it is finite and > 0."""
@@ -35,23 +32,6 @@ def head_size(d_model: int, num_heads: int) -> int:
             f"num_heads must divide d_model = {d_model}, got {num_heads}: choose a divisor"
         )
     return d_model // num_heads
-
-
-def unfit_for_kernels(
-    tensor: Tensor,  # any shape
-    sizes: tuple[int, int],
-    lengths: Tensor | None,  # (b,)
-) -> str | None:
-    """Why the Triton kernels of a sequential baseline do not fit a call; None if they do.
-
-    sizes: the key and the value channels of a head."""
-    if lengths is not None:
-        return "padding with return_state=True"
-    if tensor.dtype != torch.float32:
-        return f"{tensor.dtype}"
-    if any(size not in (16, 32, 64, 128) for size in sizes):
-        return f"heads of {sizes[0]} key and {sizes[1]} value channels"
-    return None
 
 
 @torch.no_grad()

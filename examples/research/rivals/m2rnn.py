@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import known_options
-from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
+from bedouin.kernels.backend import without_autocast
 from bedouin.layers.delta_product import A_MAX
-from bedouin.layers.options import (
-    positive_number,
-    reset_dt_bias,
-    unfit_for_kernels,
-)
+from bedouin.layers.options import positive_number, reset_dt_bias
 from bedouin.layers.recurrent import MatrixLayer
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
@@ -55,12 +51,10 @@ class M2RNN(SavedOptions, MatrixLayer[M2RNNState]):
         expand_v: v is expand_v * p.
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         conv_bias: whether that convolution has a bias.
-        backend: of the recurrence: "reference": plain torch; "triton": one kernel, for p and v that
-            are powers of two from 16 to 128; "auto": that on a GPU where it can.
     """
 
     state_type = M2RNNState
-    settable_options = ("backend", "norm_eps")
+    settable_options = ("norm_eps",)
     saved_options = ("norm_eps",)
 
     @known_options
@@ -74,14 +68,11 @@ class M2RNN(SavedOptions, MatrixLayer[M2RNNState]):
         d_conv: int | None = 4,
         conv_bias: bool = False,
         norm_eps: float = 1e-5,
-        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
         h, p, v = self.num_heads, self.head_dim, self.value_dim
-        check_backend(backend)
-        self.backend = backend
         self.norm_eps = positive_number("norm_eps", norm_eps)
         factory = factory_options(device, dtype)
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
@@ -127,28 +118,12 @@ class M2RNN(SavedOptions, MatrixLayer[M2RNNState]):
             if lengths is not None:  # padding leaves the state: f = 1
                 dt = zero_outside(tokens_before(lengths, x.shape[1]), dt)
             f = torch.exp(-torch.exp(at_least_float32(self.A_log)) * dt)
-            o, memory = self._recur(qkv, f, at_least_float32(self.state_weight), state.memory)
+            o, memory = recurrence(qkv, f, at_least_float32(self.state_weight), state.memory)
             o = o + at_least_float32(self.D) * v
             gate = rearrange(F.silu(at_least_float32(gate)), "b t (h v) -> b t h v", v=v.shape[-1])
             o = F.rms_norm(o * gate, (self.value_dim,), None, self.norm_eps) * self.norm_weight
             o = rearrange(o, "b t h v -> b t (h v)").to(low)
         return self.out_proj(o), M2RNNState(window, memory)
-
-    def _recur(
-        self,
-        qkv: Tensor,  # (b, t, h, r)
-        f: Tensor,  # (b, t, h)
-        W: Tensor,  # (h, v, v)
-        memory: Tensor,  # (b, h, p, v)
-    ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
-        unfit = unfit_for_kernels(qkv, (self.head_dim, self.value_dim), None)
-        if choose_backend(self.backend, qkv.device, qkv.dtype, unfit) == "reference":
-            return recurrence(qkv, f, W, memory)
-        # only here, because importing Triton is slow
-        from bedouin.baselines.triton_m2rnn import launch
-
-        o, memory = launch(qkv, f, W, memory)
-        return o, memory
 
 
 def recurrence(

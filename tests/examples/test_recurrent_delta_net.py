@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.baselines import RecurrentDeltaNet, RecurrentDeltaState
+from research.rivals import RecurrentDeltaNet, RecurrentDeltaState
 
 
 def recurrence(layer: RecurrentDeltaNet, x: Tensor, state: RecurrentDeltaState) -> Tensor:
@@ -42,14 +42,3 @@ def test_equals_the_recurrence(d_conv: int | None) -> None:
     inputs = [x, *layer.parameters()]
     grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
     torch.testing.assert_close(*grads)
-
-
-@pytest.mark.interpreter
-def test_calls_that_the_kernel_does_not_support() -> None:
-    layer = RecurrentDeltaNet(8, num_heads=2, backend="triton")
-    with pytest.raises(ValueError, match="does not support heads of 4 key and 4 value channels"):
-        layer(torch.randn(2, 3, 8))
-    layer = RecurrentDeltaNet(8, head_dim=16, backend="triton")
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="does not support padding with return_state=True"):
-        layer(torch.randn(2, 3, 8), return_state=True, mask=mask)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.baselines import M2RNN, M2RNNState
+from research.rivals import M2RNN, M2RNNState
 
 
 def recurrence(layer: M2RNN, x: Tensor, state: M2RNNState) -> Tensor:
@@ -50,18 +50,3 @@ def test_equals_the_recurrence(d_conv: int | None) -> None:
 def test_decay_and_skip_are_not_decayed() -> None:
     marked = {n for n, p in M2RNN(8).named_parameters() if getattr(p, "_no_weight_decay", False)}
     assert marked == {"A_log", "dt_bias", "D"}
-
-
-@pytest.mark.interpreter
-def test_calls_without_gradients_and_what_the_kernel_does_not_support() -> None:
-    layer = M2RNN(8, num_heads=2, backend="triton")
-    with pytest.raises(ValueError, match="does not support heads of 4 key and 4 value channels"):
-        layer(torch.randn(2, 3, 8))
-    with torch.no_grad():
-        layer = M2RNN(8, head_dim=16, backend="triton")
-        expected = M2RNN(8, head_dim=16, backend="reference")
-        expected.load_state_dict(layer.state_dict())
-        x, mask = torch.randn(2, 3, 8), torch.tensor([[True, True, False], [True, False, False]])
-        found = layer(x, return_state=True, mask=mask)
-        y, state = expected(x, return_state=True, mask=mask)
-    torch.testing.assert_close((found[0], *found[1]), (y, *state), rtol=1e-5, atol=1e-5)

@@ -12,11 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from bedouin.checks import known_options
-from bedouin.kernels.backend import Backend, check_backend, choose_backend, without_autocast
-from bedouin.layers.options import (
-    positive_number,
-    unfit_for_kernels,
-)
+from bedouin.kernels.backend import without_autocast
+from bedouin.layers.options import positive_number
 from bedouin.layers.recurrent import MatrixLayer, StateShapes
 from bedouin.packing import tokens_before
 from bedouin.parameters import at_least_float32, factory_options
@@ -56,8 +53,6 @@ class RecurrentDeltaNet(MatrixLayer[RecurrentDeltaState]):
             default): no convolution.
         conv_bias: whether that convolution has a bias.
         feedback_init: factor on R at initialization, 1: that of torch.nn.Linear.
-        backend: of the recurrence: "reference": plain torch; "triton": one kernel, for p and v that
-            are powers of two from 16 to 128, without padding; "auto": that on a GPU where it can.
     """
 
     state_type = RecurrentDeltaState
@@ -73,14 +68,11 @@ class RecurrentDeltaNet(MatrixLayer[RecurrentDeltaState]):
         d_conv: int | None = None,
         conv_bias: bool = False,
         feedback_init: float = 1.0,
-        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
         h, p, v = self.num_heads, self.head_dim, self.value_dim
-        check_backend(backend)
-        self.backend = backend
         self.feedback_init = positive_number("feedback_init", feedback_init)
         factory = factory_options(device, dtype)
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
@@ -111,25 +103,9 @@ class RecurrentDeltaNet(MatrixLayer[RecurrentDeltaState]):
         with without_autocast(x.device):
             raw = at_least_float32(torch.cat([qkv, beta.to(qkv.dtype)], dim=-1))
             R = at_least_float32(self.y_proj)
-            y, memory, last = self._recur(raw, R, state, lengths)
+            y, memory, last = recurrence(raw, R, state.memory, state.y, lengths)
         output = self.out_proj(rearrange(y, "b t h v -> b t (h v)").to(qkv.dtype))
         return output, RecurrentDeltaState(window, memory, last)
-
-    def _recur(
-        self,
-        raw: Tensor,  # (b, t, h, r)
-        R: Tensor,  # (h, v, r)
-        state: RecurrentDeltaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, h, v)
-        unfit = unfit_for_kernels(raw, (self.head_dim, self.value_dim), lengths)
-        if choose_backend(self.backend, raw.device, raw.dtype, unfit) == "reference":
-            return recurrence(raw, R, state.memory, state.y, lengths)
-        # only here, because importing Triton is slow
-        from bedouin.baselines.triton_recurrent_delta_net import launch
-
-        y, memory = launch(raw, R, state.memory, state.y)
-        return y, memory, y[:, -1].clone()
 
 
 def recurrence(
