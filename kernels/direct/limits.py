@@ -25,9 +25,6 @@ MAX_HEAD_STATES = 64
 """Most states of such a head: of more, the memory of even 32 channels would not fit the registers
 of a warp, beside its cotangent."""
 
-HEAD_SCRATCH = 8192
-"""Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
-
 
 def is_small_head(
     A: Tensor,  # (d, n) or (H, d, n)
@@ -38,20 +35,19 @@ def is_small_head(
 
 
 def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
-    """Whether the kernels of `kernels/direct/heads` run: for heads whose size they hold, with their
-    W^y if there is feedback.
+    """Whether the kernels of `kernels/direct/heads` run: for heads whose size they hold, with a
+    tile of W^y if there is feedback.
 
     The kernels of one head take other heads one after the other.
     """
     W_y, A = operands.W_y, operands.A
     if not is_small_head(A):
         return False
-    needed = HEAD_SCRATCH
-    if W_y is not None:
-        layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-        blocks = head_blocks(d, n, layout.num_householder, layout.selective)
-        needed += blocks.rows * blocks.channels * W_y.itemsize
-    return needed <= Device.of(A.device).shared_memory
+    if W_y is None:
+        return True
+    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
+    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
+    return blocks.fits(W_y.itemsize, Device.of(A.device).shared_memory)
 
 
 def choose_sweep(

@@ -24,6 +24,7 @@ from bedouin.kernels.direct.buffers import (
     choose_chunk,
     collect_gradients,
 )
+from bedouin.kernels.direct.heads.blocks import SCRATCH, head_blocks
 from bedouin.kernels.direct.limits import MAX_HEAD_STATES, takes_heads_together
 from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.launch import Device, next_power_of_two
@@ -155,7 +156,7 @@ def launched(
     return found | {f"report {i}": v for i, v in enumerate(grads.statistics)}
 
 
-H100, A100 = 232448, 166912
+H100, A100, L4 = 232448, 166912, 101376
 """Bytes of shared memory that one program can have."""
 
 
@@ -315,9 +316,9 @@ def test_heads_that_one_program_cannot_hold_run_one_by_one(case: Case) -> None:
         (Case(p=64, n=16, k=4, low=torch.bfloat16), True),
         (Case(p=128, n=64, k=4, low=torch.bfloat16), True),
         (Case(p=128, n=32, k=5, low=torch.bfloat16), True),
-        (Case(p=128, n=64, k=5, low=torch.bfloat16), False),
-        (Case(p=128, n=64, k=5, fed=128), False),
-        (Case(p=128, n=16, k=8), False),
+        (Case(p=128, n=64, k=5, low=torch.bfloat16), True),
+        (Case(p=128, n=64, k=5, fed=128), True),
+        (Case(p=128, n=16, k=8), True),
         (Case(p=128, n=64, k=8, feedback=False), True),
         (Case(p=129, n=16, k=4, feedback=False), False),
         (Case(p=129, n=1), False),
@@ -334,11 +335,37 @@ def test_which_heads_one_program_can_hold(case: Case, together: bool) -> None:
         assert takes_heads_together(one, case.options()) == together
 
 
-def test_a_device_with_less_shared_memory_takes_large_heads_one_by_one() -> None:
-    case = Case(p=128, n=16, k=4, low=torch.bfloat16)
-    with shared_memory(A100):
-        assert not takes_heads_together(case.operands("meta"), case.options())
-        assert takes_heads_together(replace(case, p=64).operands("meta"), case.options())
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("memory", [L4, A100, H100])
+def test_every_head_of_128_channels_has_a_kernel(memory: int, low: torch.dtype | None) -> None:
+    """On sm_89, sm_80 and sm_90, with its W^y in shared memory or read anew for each token."""
+    with shared_memory(memory):
+        for k in range(5):
+            case = Case(p=128, n=16, k=k, low=low)
+            assert takes_heads_together(case.operands("meta"), case.options())
+
+
+# tiles of all widths: of everything but the reflections, of two of them, of one, of many states
+STREAMED = [
+    Case(b=3, t=5, p=16, n=3, k=3, heads=2),
+    Case(b=1, t=18, p=33, n=17, k=2, heads=1),
+    Case(b=2, t=4, p=64, n=16, k=1),
+    Case(b=2, t=3, p=64, n=40, k=4, low=torch.bfloat16),
+    Case(b=2, t=3, p=100, n=5, k=0, fed=100),
+    Case(b=9, t=3, p=128, n=16, k=2, heads=1),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", STREAMED, ids=str)
+def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
+    layout = case.options().known_layout()
+    itemsize = 4 if case.low is None else case.low.itemsize
+    blocks = head_blocks(case.p, case.n, case.k, layout.selective)
+    least = SCRATCH + blocks.rows_of_tile * blocks.channels * itemsize
+    assert blocks.streams(itemsize, least)
+    with shared_memory(least):
+        check(case)
 
 
 @needs_triton

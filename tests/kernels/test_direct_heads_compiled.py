@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import triton
 from tests.kernels.sass import cuobjdump, instructions, loops, waits
 from triton.backends.compiler import GPUTarget
@@ -14,6 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.heads import launch
+from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.heads.launch import EDGES, REVERSE, SWEEP
 from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.launch import next_power_of_two
@@ -22,6 +24,12 @@ from bedouin.kernels.plans import PlannedKernel
 from bedouin.kernels.scan import InputScale
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
+
+SM_80, SM_89, SM_90 = (80, 166912), (89, 101376), (90, 232448)
+"""Compute capabilities, and bytes of shared memory that one program can have."""
+
+WEIGHTS = ("W_ptr", "first_ptr", "fed_ptr")
+"""Pointers to the dtype of W^y."""
 
 LOW = ("x_ptr", "raw_ptr", "grad_x_ptr", "grad_raw_ptr")
 """Pointers to the dtype of x; all others are to float32."""
@@ -34,12 +42,16 @@ def compiled(
     k: int,
     input_scale: InputScale = "bounded_delta",
     dtype: str = "bf16",
+    weights: torch.dtype | None = None,
+    target: tuple[int, int] = SM_90,
 ) -> CompiledKernel:
-    """A kernel without feedback for sm_90, as the launches of one sample choose it."""
+    """A kernel as the launches of few samples choose it, without feedback or with W^y in the dtype
+    `weights`, for a GPU with that compute capability and shared memory of a program."""
     layout = RawLayout("softplus", True, k, 1.0)
     options = Parameterization(layout, input_scale, "positive", 1e-5)
-    samples, parts = 1, launch.choose_parts(max(16, next_power_of_two(p)), 1)
-    given = (2, n, p), None, options, samples, parts, False, 16
+    samples = 1 if weights is None else 2
+    parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
+    given = (2, n, p), weights, options, samples, parts, False, 16, target[1]
     constants = launch._constants(kernel, *given, local_width(k, n))
     names = kernel.kernel.arg_names
     known: dict[str, Any] = {name: v for name, v in constants.items() if name in names}
@@ -49,13 +61,14 @@ def compiled(
         if name in known:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name] = f"*{dtype if name in LOW else 'fp32'}"
+            is_weight = name in WEIGHTS and weights == torch.bfloat16
+            signature[name] = f"*{dtype if name in LOW else 'bf16' if is_weight else 'fp32'}"
             aligned[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
     chosen = {name: v for name, v in constants.items() if name not in names}
     source = ASTSource(fn=kernel.kernel, signature=signature, constexprs=known, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+    return triton.compile(source, target=GPUTarget("cuda", target[0], 32), options=chosen)
 
 
 def stack(kernel: CompiledKernel) -> int:
@@ -82,6 +95,33 @@ def test_a_token_fits_the_registers(
     assert stack(found) == 0
     # no W^y: only what is exchanged between the warps of a sample
     assert found.metadata.shared <= 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SWEEP, REVERSE], ids=["sweep", "reverse"])
+@pytest.mark.parametrize(
+    ("target", "weights", "k", "streamed"),
+    [
+        (SM_90, torch.bfloat16, 4, False),
+        (SM_90, torch.float32, 2, True),
+        (SM_80, torch.bfloat16, 2, False),
+        (SM_80, torch.bfloat16, 4, True),
+        (SM_89, torch.float32, 4, True),
+        (SM_89, torch.bfloat16, 2, True),
+    ],
+)
+def test_weights_fit_the_shared_memory(
+    kernel: PlannedKernel,
+    target: tuple[int, int],
+    weights: torch.dtype,
+    k: int,
+    streamed: bool,
+) -> None:
+    blocks = head_blocks(128, 16, k, True)
+    assert blocks.streams(weights.itemsize, target[1]) == streamed
+    dtype = "bf16" if weights == torch.bfloat16 else "fp32"
+    found = compiled(kernel, 128, 16, k, dtype=dtype, weights=weights, target=target)
+    assert found.metadata.shared <= target[1]
 
 
 @pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 384)])

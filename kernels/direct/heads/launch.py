@@ -70,7 +70,8 @@ def launch_head_sweep(
     b, t_end, d = y.shape
     samples, parts = choose_rows(b, A, W_y)
     programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
-    given = A.shape, _dtype_of(W_y), options, samples, parts, uses_tf32(), keep_every
+    how = uses_tf32(), keep_every, Device.of(A.device).shared_memory
+    given = A.shape, _dtype_of(W_y), options, samples, parts, *how
     constants = _constants(SWEEP, *given, 0)
     found = statistics if W_y is not None else statistics.new_empty(parts, *statistics.shape)
     # B, C and alpha of a token, two places for each sample
@@ -100,7 +101,8 @@ def launch_head_reverse(
     samples, parts = choose_rows(b, A, W_y)
     buffers = chunk_buffers(known, size, options)
     programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
-    given = A.shape, _dtype_of(W_y), options, samples, parts, uses_tf32(), keep_every
+    how = uses_tf32(), keep_every, Device.of(A.device).shared_memory
+    given = A.shape, _dtype_of(W_y), options, samples, parts, *how
     constants = _constants(REVERSE, *given, buffers.local.shape[2])
     segments, each = 1, size
     if W_y is None and size >= t_end:
@@ -182,11 +184,13 @@ def _constants(
     parts: int,
     tf32: bool,
     keep_every: int,
+    shared_memory: int,  # bytes of a program
     scalars: int,  # of a token, in the reverse sweep
 ) -> Constants:
     """The constants of one of the two kernels."""
     layout = options.known_layout()
     blocks = head_blocks(A[2], A[1], layout.num_householder, layout.selective)
+    streamed = dtype is not None and blocks.streams(dtype.itemsize, shared_memory)
     every = {
         **map_constants(A, options),
         **product_constants(dtype or torch.float32, tf32),
@@ -203,8 +207,9 @@ def _constants(
         "BLOCK_L": next_power_of_two(scalars + 16),
         "N": min(BLOCK_STATES, blocks.states),
         "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
+        "STREAMED": streamed,
         # one product for all reflections, whose rows are then interleaved
-        "JOINED": dtype is not None and layout.num_householder in (2, 4),
+        "JOINED": dtype is not None and not streamed and layout.num_householder in (2, 4),
         "num_warps": samples * parts,
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS,

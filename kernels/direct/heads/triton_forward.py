@@ -56,7 +56,7 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     store_head_blocks,
 )
 from bedouin.kernels.direct.heads.triton_replay import fetch_tokens
-from bedouin.kernels.direct.heads.triton_weights import load_weight_tiles
+from bedouin.kernels.direct.heads.triton_weights import load_weight_tile, load_weight_tiles
 
 
 @triton.jit
@@ -244,8 +244,9 @@ def head_sweep_kernel(
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
     JOINED: tl.constexpr,
+    STREAMED: tl.constexpr,
 ):
-    """All tokens of S samples of one head."""
+    """All tokens of S samples of one head. STREAMED: whether W^y is read anew for each token."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = samples_of(per_head, S, PARTS)
@@ -260,7 +261,9 @@ def head_sweep_kernel(
     PAIRS: tl.constexpr = K * (K + 1) // 2
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
-        W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+        TILES: tl.constexpr = (2 if JOINED else K + 1) + (2 if ALPHA > 0 else 1)
+        if not STREAMED:
+            W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
         v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
     BLOCKS: tl.constexpr = (n + N - 1) // N
     HOLD_A: tl.constexpr = BLOCKS * N * D <= 1024
@@ -321,8 +324,14 @@ def head_sweep_kernel(
         if FEEDBACK:
             columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
             fed = ()
-            for i in tl.static_range(len(W)):
-                fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
+            for i in tl.static_range(TILES):
+                if STREAMED:
+                    W_i = load_weight_tile(
+                        W_at, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED
+                    )
+                    fed = fed + (tl.dot(W_i, columns, input_precision=PRECISION),)
+                else:
+                    fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
             # the end of the token before is not on the critical path
             h, maxima = finish_token(last, later, n, K, N, ROWS, D, SELECTIVE, COUPLED)
             if PARTS == 1:

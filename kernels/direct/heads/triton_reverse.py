@@ -68,6 +68,7 @@ from bedouin.kernels.direct.heads.triton_weights import (
     in_tiles,
     load_transposed_weights,
     state_columns,
+    streamed_product,
     transposed_product,
 )
 from bedouin.kernels.direct.triton_bundles import local_padding, local_size, local_width
@@ -139,6 +140,7 @@ def reverse_head_kernel(
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
+    STREAMED: tl.constexpr,  # whether W^y is read anew for each token
 ):
     """The adjoint of a segment of `count` tokens of S samples of one head, the last first."""
     ROWS: tl.constexpr = S * PARTS
@@ -180,7 +182,8 @@ def reverse_head_kernel(
         h_next = A
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
-        W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+        if not STREAMED:
+            W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
         # the cotangents of the raw values of the token after these
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
@@ -301,7 +304,12 @@ def reverse_head_kernel(
             h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         if FEEDBACK:
-            product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
+            if STREAMED:
+                product = streamed_product(
+                    W_at, grads, S, COLUMNS, PRECISION, DOT, d, n, K, SELECTIVE, N, BLOCK_D, D
+                )
+            else:
+                product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)

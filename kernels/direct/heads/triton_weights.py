@@ -15,36 +15,47 @@ BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
 
 @triton.jit
+def load_weight_tile(
+    W_ptr, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    SELECTIVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr,
+    DOT: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Tile i of W^y of a head: Delta, u_1 .. u_k (d, d), [B | C | alpha] (BLOCK_S, d), and alpha
+    (ALPHA, d) if ALPHA is not 0."""
+    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
+    SMALL: tl.constexpr = 2 if JOINED else K + 1
+    cols = tl.arange(0, BLOCK_D)
+    if i == SMALL:
+        rows = tl.arange(0, BLOCK_S)
+        given, numbers = rows < STATES + K, small_rows(rows, d, n, K, SELECTIVE)
+    elif i > SMALL:
+        rows = tl.arange(0, ALPHA)
+        given, numbers = rows < K, d + STATES + K * d + rows
+    elif i == 0:
+        numbers = tl.arange(0, BLOCK_D)
+        given = numbers < d
+    elif JOINED:
+        rows = tl.arange(0, K * BLOCK_D)
+        given, numbers = rows // K < d, d + STATES + rows % K * d + rows // K
+    else:
+        rows = tl.arange(0, BLOCK_D)
+        given, numbers = rows < d, d + STATES + (i - 1) * d + rows
+    inside = given[:, None] & (cols < d)[None, :]
+    at = numbers[:, None] * d + cols[None, :]
+    return tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
 def load_weight_tiles(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
-    """W^y of a head in tiles: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d),
-    alpha in (ALPHA, d) if that is not 0."""
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    rows, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
-    inside = (rows < d)[:, None] & (cols < d)[None, :]
-    at = rows[:, None] * d + cols[None, :]
-    tiles = (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if JOINED:
-        rows = tl.arange(0, K * BLOCK_D)
-        at = (d + STATES + rows % K * d + rows // K)[:, None] * d + cols[None, :]
-        within = (rows // K < d)[:, None] & (cols < d)[None, :]
-        tiles = tiles + (tl.load(W_ptr + at, mask=within, other=0.0).to(DOT),)
-    else:
-        for i in tl.static_range(K):
-            at = (d + STATES + i * d + rows)[:, None] * d + cols[None, :]
-            tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    rows = tl.arange(0, BLOCK_S)
-    inside = (rows < STATES + K)[:, None] & (cols < d)[None, :]
-    at = small_rows(rows, d, n, K, SELECTIVE)[:, None] * d + cols[None, :]
-    tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
-    if ALPHA > 0:
-        rows = tl.arange(0, ALPHA)
-        inside = (rows < K)[:, None] & (cols < d)[None, :]
-        at = (d + STATES + K * d + rows)[:, None] * d + cols[None, :]
-        tiles = tiles + (tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT),)
+    """All tiles of `load_weight_tile`."""
+    tiles = ()
+    for i in tl.static_range((2 if JOINED else K + 1) + (2 if ALPHA > 0 else 1)):
+        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+        tiles = tiles + (tile,)
     return tiles
 
 
@@ -59,14 +70,6 @@ def state_columns(first, block, n: tl.constexpr, N: tl.constexpr, D: tl.constexp
 def _columns_at(at, first, block, n: tl.constexpr, N: tl.constexpr):
     state = block * N + at % N
     return first + at // N * n + state, (at < 2 * N) & (state < n)
-
-
-@triton.jit
-def joined_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """`state_columns` of all blocks, joined by `join_blocks`."""
-    BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
-    at = tl.arange(0, max(2 * N, min(32, D)) * BLOCKS)
-    return _columns_at(at // BLOCKS, first, at % BLOCKS, n, N)
 
 
 @triton.jit
@@ -87,43 +90,80 @@ def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def load_transposed_weights(
-    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
+def _columns_of_tile(
+    at, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    SELECTIVE: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """(W^y)^T of a head in tiles of columns, those of `in_tiles`.
+    """The numbers of columns `at` of tile i of (W^y)^T, in the order of `in_tiles`, and whether
+    there are such.
 
     Their numbers are computed, not joined as the rows are: with a tl.join before a product the
     compiler chooses another layout of its factors, which takes more instructions.
     """
     u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
     BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
-    WIDTH: tl.constexpr = max(2 * N, min(32, D)) * BLOCKS if SELECTIVE else 0
-    cols, pairs = tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
-    tiles = ()
-    if WIDTH == BLOCK_ALPHA and 2 * BLOCK_ALPHA == BLOCK_D:
-        numbers, given = small_columns(pairs // 2, d, n, K, N)
-        numbers = tl.where(pairs % 2 == 0, pairs // 2, numbers)
-        given = ((pairs % 2 == 0) & (pairs // 2 < d)) | ((pairs % 2 == 1) & given)
-        tiles = (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
-    else:
-        tiles = (load_weight_columns(W_ptr, cols, cols < d, d, BLOCK_D).to(DOT),)
-        if WIDTH == BLOCK_ALPHA:
-            numbers, given = small_columns(tl.arange(0, 2 * BLOCK_ALPHA), d, n, K, N)
-            tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+    if i >= FIRST:
+        if i - FIRST < K // 2:
+            numbers, given = u_at + (2 * (i - FIRST) + at % 2) * d + at // 2, at // 2 < d
         else:
-            if SELECTIVE:
-                numbers, given = joined_columns(d, n, N, D)
-                tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
-            alphas = tl.arange(0, BLOCK_ALPHA)
-            numbers = u_at + K * d + alphas
-            tiles = tiles + (load_weight_columns(W_ptr, numbers, alphas < K, d, BLOCK_D).to(DOT),)
-    for i in tl.static_range(K // 2):
-        numbers = u_at + (2 * i + pairs % 2) * d + pairs // 2
-        tiles = tiles + (load_weight_columns(W_ptr, numbers, pairs // 2 < d, d, BLOCK_D).to(DOT),)
-    if K % 2 == 1:
-        numbers = u_at + (K - 1) * d + cols
-        tiles = tiles + (load_weight_columns(W_ptr, numbers, cols < d, d, BLOCK_D).to(DOT),)
+            numbers, given = u_at + (K - 1) * d + at, at < d
+    elif FIRST == 1:
+        numbers, given = small_columns(at // 2, d, n, K, N)
+        numbers = tl.where(at % 2 == 0, at // 2, numbers)
+        given = ((at % 2 == 0) & (at // 2 < d)) | ((at % 2 == 1) & given)
+    elif i == 0:
+        numbers, given = at, at < d
+    elif SELECTIVE and FIRST == 2:
+        numbers, given = small_columns(at, d, n, K, N)
+    elif SELECTIVE and i == 1:
+        numbers, given = _columns_at(at // BLOCKS, d, at % BLOCKS, n, N)
+    else:
+        numbers, given = u_at + K * d + at, at < K
+    return numbers, given
+
+
+@triton.constexpr_function
+def tiles_before_reflections(n, selective, N, block_d, D):
+    """Tiles of Delta, B, C and alpha: one of all, if B, C and alpha together are as wide as Delta;
+    one of Delta and one of the others, if B and C are as wide as alpha; else three."""
+    width = _width_of_states(n, selective, N, D)
+    if width != REVERSE_ALPHA:
+        return 3 if selective else 2
+    return 1 if 2 * REVERSE_ALPHA == block_d else 2
+
+
+@triton.constexpr_function
+def _width_of_states(n, selective, N, D):
+    """Columns of B and C of all blocks of N states."""
+    blocks = triton.next_power_of_2((n + N - 1) // N)
+    return max(2 * N, min(32, D)) * blocks if selective else 0
+
+
+@triton.constexpr_function
+def width_of_tile(i, n, K, selective, N, block_d, D):
+    first = tiles_before_reflections(n, selective, N, block_d, D)
+    if i >= first:
+        return 2 * block_d if i - first < K // 2 else block_d
+    if i == 0:
+        return 2 * block_d if first == 1 else block_d
+    if selective and first == 3 and i == 1:
+        return _width_of_states(n, selective, N, D)
+    return 2 * REVERSE_ALPHA if selective and first == 2 else REVERSE_ALPHA
+
+
+@triton.jit
+def load_transposed_weights(
+    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(W^y)^T of a head in tiles of columns, those of `in_tiles`."""
+    FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
+    tiles = ()
+    for i in tl.static_range(FIRST + (K + 1) // 2):
+        at = tl.arange(0, width_of_tile(i, n, K, SELECTIVE, N, BLOCK_D, D))
+        numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
+        tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
     return tiles
 
 
@@ -176,4 +216,40 @@ def transposed_product(
     for i in tl.static_range(1, len(W)):
         v = columns_of(-grads[i].to(DOT), S, W[i].shape[1], COLUMNS)
         total -= tl.dot(W[i], v, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _product_of_tile(
+    W_ptr, grads, i: tl.constexpr, S: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    SELECTIVE: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Tile i of (W^y)^T times its part of the cotangents, no more than BLOCK_D columns at once."""
+    WIDTH: tl.constexpr = width_of_tile(i, n, K, SELECTIVE, N, BLOCK_D, D)
+    PARTS: tl.constexpr = max(1, WIDTH // BLOCK_D)
+    parts = (columns_of(grads.to(DOT), S, WIDTH, COLUMNS),)
+    if PARTS == 2:
+        parts = tl.split(tl.permute(tl.reshape(parts[0], [BLOCK_D, 2, COLUMNS]), (0, 2, 1)))
+    total = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    for j in tl.static_range(PARTS):
+        at = PARTS * tl.arange(0, WIDTH // PARTS) + j
+        numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
+        W = load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT)
+        total += tl.dot(W, parts[j], input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def streamed_product(
+    W_ptr, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`transposed_product` with W^y from global memory."""
+    total = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    for i in tl.static_range(len(grads)):
+        total += _product_of_tile(
+            W_ptr, grads[i], i, S, COLUMNS, PRECISION, DOT, d, n, K, SELECTIVE, N, BLOCK_D, D
+        )
     return total
