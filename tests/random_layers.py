@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 
 
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:

@@ -12,7 +12,7 @@ from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
 from bedouin.testing import (
     assert_close,

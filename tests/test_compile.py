@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct
 from bedouin.testing import assert_close, find_fixed_point
 

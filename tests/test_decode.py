@@ -26,7 +26,7 @@ from bedouin import (
 from bedouin.decoding.graphs import MAX_GRAPHS, StepGraphs, graph_key
 from bedouin.decoding.parts import CHECK_TOKENS, is_buffered, takes_graph
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning, Picard
 from bedouin.testing import assert_close
 

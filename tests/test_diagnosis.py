@@ -16,8 +16,8 @@ from bedouin import (
     diagnose,
 )
 from bedouin.baselines import LSTM
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import ChannelMixer
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import ChannelMixer
 from bedouin.solvers import (
     Anderson,
     Direct,

@@ -19,7 +19,7 @@ from bedouin import (
     TrackingDeltaNet,
 )
 from bedouin.baselines import LSTM, Mamba
-from bedouin.decoding import Decoder
+from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import FixedCap, GammaCap, Picard

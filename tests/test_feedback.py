@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bedouin import Bedouin, LowRank
 from bedouin.kernels.feedback import padded_rows
-from bedouin.layer import FixedPointLayer
-from bedouin.parameterization import split_feedback_weight
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.options import split_feedback_weight
 from bedouin.solvers import (
     Jacobi,
     OneStepAdjoint,

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Decoder, SequenceModel
-from bedouin.layers.tracker import Tracker
-from bedouin.layers.tracking import TrackingDeltaNet
+from bedouin.layers.tracking import Tracker, TrackingDeltaNet
 
 SIZES: dict[str, Any] = {"tracker_dim": 8, "tracker_state": 4, "dtype": torch.float64}
 

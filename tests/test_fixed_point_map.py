@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, Picard
 from bedouin.testing import assert_close, find_fixed_point, measure_growth
 

@@ -13,7 +13,7 @@ from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.measurements import compare_gradients
 from bedouin.solvers import (
     Adjoint,

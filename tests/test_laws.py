@@ -11,8 +11,8 @@ from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import StructuredMixer, WYForm
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import StructuredMixer, WYForm
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, find_fixed_point, measure_growth
 

@@ -21,7 +21,7 @@ from bedouin import (
     param_groups,
 )
 from bedouin.baselines import Mamba
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
     Broyden,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
 from bedouin.kernels.householder import unit
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import NoMixing, StructuredMixer, WYForm
 from bedouin.measurements import find_fixed_point
-from bedouin.mixers import NoMixing, StructuredMixer, WYForm
 from bedouin.solvers import (
     Adjoint,
     Anderson,

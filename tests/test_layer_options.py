@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bedouin import Bedouin, Decoder, FixedPointRNN, Initialization
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, ImplicitAdjoint, Jacobi, Picard, UnrolledAdjoint
 from bedouin.state import BedouinState
 from bedouin.testing import assert_close, decode_gap, layer_gradients, log_growth

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
 from bedouin.decoding.parts import takes_graph
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
 from bedouin.state import BedouinState
 from bedouin.testing import assert_close

@@ -22,7 +22,7 @@ from bedouin import (
 )
 from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.iteration import IterationRule, choose_iteration
-from bedouin.mixers import StructuredMixer
+from bedouin.layers.mixers import StructuredMixer
 from bedouin.solvers import (
     Anderson,
     Broyden,

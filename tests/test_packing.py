@@ -15,7 +15,7 @@ from tests.random_layers import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Adjoint,
     Anderson,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
-from bedouin.decoding import Decoder
-from bedouin.layer import FixedPointLayer
+from bedouin.decode import Decoder
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, layer_gradients, measure_growth, relative_error

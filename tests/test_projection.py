@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.linear import ALIGNMENT
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.projection import project_raw, split_linear
 from bedouin.solvers import Direct
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, NoMixing
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import (
     Adjoint,

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
 from bedouin.baselines import Attention, DeltaNet, DeltaProduct, Mamba
-from bedouin.layers.tracker import Tracker
-from bedouin.mixers import Kronecker
-from bedouin.parameters import TEXT_BLOCK
+from bedouin.layers.common import TEXT_BLOCK
+from bedouin.layers.mixers import Kronecker
+from bedouin.layers.tracking import Tracker
 
 Load = Callable[[nn.Module, nn.Module], Any]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bedouin.short_convolution import ShortConvolution
+from bedouin.layers.convolution import ShortConvolution
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

@@ -26,8 +26,8 @@ from bedouin.baselines import (
     Mamba,
     PaddedAttentionState,
 )
-from bedouin.decoding import Decoder
-from bedouin.layer import FixedPointLayer
+from bedouin.decode import Decoder
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
 from bedouin.state import RecurrentState
 from bedouin.testing import assert_close, decode_gap, measure_growth

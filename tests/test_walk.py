@@ -39,7 +39,7 @@ def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[
         if event == "call" and _does_the_work(frame):
             names = _names(frame)
             # the layer's output stage has launches of its own, which are no part of the solve
-            if "bedouin.layer:_output" not in names:
+            if "bedouin.layers.fixed_point:_gated" not in names:
                 found.append(names)
 
     x, before = torch.randn(1, 1, 2), sys.gettrace()
@@ -80,7 +80,7 @@ def _names(frame: FrameType) -> list[str]:
     while outer is not None:
         if _module(outer).startswith("bedouin.") and _module(outer) not in NOT_COUNTED:
             names.append(f"{_module(outer)}:{outer.f_code.co_name}")
-            if names[-1] == "bedouin.layer:forward":
+            if names[-1] == "bedouin.layers.fixed_point:forward":
                 return names
         outer = outer.f_back
     return names
@@ -89,7 +89,7 @@ def _names(frame: FrameType) -> list[str]:
 def check(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> None:
     found = walks(solver, backend, gradient, num_heads)
     longest = max(found, key=len)
-    assert longest[-1] == "bedouin.layer:forward"
+    assert longest[-1] == "bedouin.layers.fixed_point:forward"
     assert len(longest) <= MOST_FRAMES, " <- ".join(longest)
     for frames in found:
         modules = [module for module, _ in groupby(name.partition(":")[0] for name in frames)]

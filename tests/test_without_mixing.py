@@ -17,7 +17,7 @@ from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Adjoint,
     Anderson,

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
 from bedouin import Bedouin, Decoder, FixedPointRNN
-from bedouin.heads import HeadLinear, HeadNorm
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import HouseholderProduct, LowRank, WYForm
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.heads import HeadLinear, HeadNorm
+from bedouin.layers.mixers import HouseholderProduct, LowRank, WYForm
 from bedouin.solvers import Direct, FixedCap, Jacobi, OneStepAdjoint, Picard
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}

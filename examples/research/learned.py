@@ -43,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 from bedouin import Bedouin, SequenceModel
 from bedouin.kernels.heads import fold
 from bedouin.kernels.scan import discretize
+from bedouin.layers.mixers import NoMixing
 from bedouin.measurements import copy_with, find_fixed_point
-from bedouin.mixers import NoMixing
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard
 from bedouin.state import BedouinState
 from bedouin.tasks import WordProblem, stream

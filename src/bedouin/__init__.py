@@ -1,13 +1,11 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
-from bedouin.bedouin_layer import Bedouin
 from bedouin.bidirectional import Bidirectional
-from bedouin.decoding import Decoder
+from bedouin.decode import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.layers.gated_delta_net import GatedDeltaNet
-from bedouin.layers.tracker import Tracker
-from bedouin.layers.tracking import TrackingDeltaNet
-from bedouin.mixers import (
+from bedouin.layers.bedouin import Bedouin
+from bedouin.layers.delta_net import GatedDeltaNet
+from bedouin.layers.mixers import (
     ChannelMixer,
     HouseholderProduct,
     Kronecker,
@@ -17,10 +15,11 @@ from bedouin.mixers import (
     StructuredMixer,
     WYForm,
 )
+from bedouin.layers.options import Initialization
+from bedouin.layers.rnn import FixedPointRNN
+from bedouin.layers.tracking import Tracker, TrackingDeltaNet
 from bedouin.model import SequenceModel
 from bedouin.optimization import param_groups
-from bedouin.parameterization import Initialization
-from bedouin.rnn_layer import FixedPointRNN
 from bedouin.state import BedouinState
 
 __version__ = "0.3.0"

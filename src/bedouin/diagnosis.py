@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.heads import fold
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.measurements import (
     check_layer,
     compare_gradients,

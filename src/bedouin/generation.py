@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
-from bedouin.decoding import Decoder
+from bedouin.decode import Decoder
 from bedouin.noise import without_noise
 from bedouin.solvers.base import check_count, check_number
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bedouin.fixed_point_map import FixedPointMap
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.heads import unfold
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.map import FixedPointMap
 from bedouin.solvers import Adjoint, Direct, Picard, Solver, SolveStats
 from bedouin.state import BedouinState
 
@@ -87,13 +87,15 @@ def find_fixed_point(
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
-    call = probe._project(x, state, probe.solve_options)
+    projected = probe._project(x, probe._before(x, state), None)
     with without_autocast(x.device):
-        solution = probe.solve_options.solve(call.f, call.start, 1, probe._caller())
-    output, _ = probe._output(call, solution.value, False)
+        options, f = probe.solve_options, projected.f
+        y = options.solve(f, *probe._solving(f, options, None)).value
+        hidden = probe._gated(projected, y)
+    assert probe.stats is not None
     heads = probe.num_heads
-    f = call.f if heads == 1 else call.f.joining(heads)
-    return FixedPoint(f, unfold(solution.value, heads), output, solution.stats)
+    f = f if heads == 1 else f.joining(heads)
+    return FixedPoint(f, unfold(y, heads), probe.out_proj(hidden), probe.stats)
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.generation import Sampling, generate
+from bedouin.layers import common
 from bedouin.packing import find_packing
-from bedouin.parameters import SavedOptions
 from bedouin.solvers.base import check_number
 from bedouin.state import SequenceCall
 
@@ -157,7 +157,7 @@ class Block(ResidualBlock):
         return self._residual(x, mix(self.norm(x)))
 
 
-class SequenceModel(SavedOptions):
+class SequenceModel(nn.Module):
     """An embedding, pre-norm residual blocks around the given mixers, RMSNorm and a linear head.
 
         model = SequenceModel(60, 128, [Bedouin(128)])                                  # one layer
@@ -196,6 +196,11 @@ class SequenceModel(SavedOptions):
 
     saved_options = ("norm_eps", "tie_embeddings")
     settable_options = ()
+    num_calls = 0
+
+    __setattr__, _load_from_state_dict = common.set_attribute, common.load_parameters
+    get_extra_state, set_extra_state = common.save_options, common.load_options
+    number_options = common.number_options
 
     @known_options
     def __init__(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.heads import HeadLinear, HeadNorm
 from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.linear import apply_weight, padding
+from bedouin.layers.heads import HeadLinear, HeadNorm
 from bedouin.solvers.solution import has_values
 
 LinearModule = nn.Linear | HeadLinear

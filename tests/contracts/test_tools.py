@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin import Bedouin, FixedPointRNN, SequenceModel
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "one head": lambda: Bedouin(16),

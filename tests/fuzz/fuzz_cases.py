@@ -22,8 +22,8 @@ from bedouin import (
     Monarch,
     NoMixing,
 )
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import ChannelMixer, HouseholderProduct, LowRank
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import ChannelMixer, HouseholderProduct, LowRank
 from bedouin.solvers import (
     Adjoint,
     Anderson,

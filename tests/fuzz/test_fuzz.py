@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import BedouinState
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     ConvergenceError,
     Direct,

@@ -25,7 +25,7 @@ from bedouin import (
     diagnose,
 )
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.testing import assert_close
 
 M, VOCABULARY, RTOL = 8, 7, 1e-9

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from bedouin.kernels.convolution import Groups, short_convolution
 from bedouin.kernels.operation import OPERATIONS
-from bedouin.short_convolution import ShortConvolution
+from bedouin.layers.convolution import ShortConvolution
 
 # b, t, c, w, a, groups
 CASES: list[tuple[int, int, int, int, int, Groups | None]] = [

@@ -6,7 +6,7 @@ import torch
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.direct.layout import bind_by_layout, is_covered
 from bedouin.kernels.operands import RawLayout
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 
 LAYERS: list[FixedPointLayer] = [
     Bedouin(3, d_state=2, num_householder=3, beta_max=2.0, dtype=torch.float64),

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
-from bedouin.fixed_point_map import ScanInputs, StructuredMap
 from bedouin.kernels.backend import Backend, interpreter_is_on
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.layers.map import ScanInputs, StructuredMap
 from bedouin.solvers import Jacobi, OneStepAdjoint, Picard, Result, Solution, UnrolledAdjoint, solve
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.testing import assert_close

@@ -14,8 +14,8 @@ from torch.nn.functional import softplus
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import StructuredMixer
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import StructuredMixer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bedouin.kernels.operation import OPERATIONS
 from bedouin.kernels.track import Tracked, TrackInputs, limits, track, track_reference
 from bedouin.kernels.track.types import ROWS
-from bedouin.layers.tracker import Tracker
+from bedouin.layers.tracking import Tracker
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)

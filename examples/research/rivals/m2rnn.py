@@ -13,13 +13,18 @@ from torch.nn import functional as F
 
 from bedouin.checks import known_options
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.delta_product import A_MAX
-from bedouin.layers.options import positive_number, reset_dt_bias
-from bedouin.layers.recurrent import MatrixLayer
+from bedouin.layers.common import (
+    at_least_float32,
+    factory_options,
+    mark,
+    positive_number,
+    reset_dt_bias,
+)
+from bedouin.layers.convolution import ShortConvolution
+from bedouin.layers.delta_net import A_MAX
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import SavedOptions, at_least_float32, factory_options, mark
-from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
+from research.rivals.matrix_layer import MatrixLayer
 
 
 class _M2RNNFields(NamedTuple):
@@ -35,7 +40,7 @@ class M2RNNState(RecurrentState, _M2RNNFields):  # type: ignore[misc]
     axes = (2, 3)
 
 
-class M2RNN(SavedOptions, MatrixLayer[M2RNNState]):
+class M2RNN(MatrixLayer[M2RNNState]):
     """M2RNN, (b, t, m) -> (b, t, m), token by token:
 
         S_t = f_t S_{t-1} + (1 - f_t) tanh(S_{t-1} W + k_t v_t^T)

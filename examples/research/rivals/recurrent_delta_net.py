@@ -13,12 +13,16 @@ from torch import Tensor, nn
 
 from bedouin.checks import known_options
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.options import positive_number
-from bedouin.layers.recurrent import MatrixLayer, StateShapes
+from bedouin.layers.common import (
+    StateShapes,
+    at_least_float32,
+    factory_options,
+    positive_number,
+)
+from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before
-from bedouin.parameters import at_least_float32, factory_options
-from bedouin.short_convolution import ShortConvolution
 from bedouin.state import RecurrentState
+from research.rivals.matrix_layer import MatrixLayer
 
 
 class _RecurrentDeltaFields(NamedTuple):

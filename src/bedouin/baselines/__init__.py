@@ -3,8 +3,7 @@
 from bedouin.baselines.attention import Attention, AttentionState, PaddedAttentionState
 from bedouin.baselines.lstm import LSTM, LSTMState
 from bedouin.baselines.mamba import Mamba, MambaState
-from bedouin.layers.delta_net import DeltaNet
-from bedouin.layers.delta_product import DeltaProduct, DeltaState
+from bedouin.layers.delta_net import DeltaNet, DeltaProduct, DeltaState
 
 __all__ = [
     "LSTM",

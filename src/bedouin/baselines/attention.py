@@ -14,11 +14,16 @@ from torch.nn import functional as F
 
 from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.options import head_size, positive_number
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes
+from bedouin.layers.common import (
+    RecurrentLayer,
+    StateShapes,
+    at_least_float32,
+    factory_options,
+    head_size,
+    positive_number,
+)
+from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import SavedOptions, at_least_float32, factory_options
-from bedouin.short_convolution import ShortConvolution
 from bedouin.state import Join, RecurrentState
 
 
@@ -89,7 +94,7 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
 CACHES = (AttentionState, PaddedAttentionState)
 
 
-class Attention(SavedOptions, RecurrentLayer[AttentionState]):
+class Attention(RecurrentLayer[AttentionState]):
     """Causal multi-head attention by torch's scaled_dot_product_attention, (b, t, m) -> (b, t, m).
 
         o_t = sum_{s <= t} softmax_s(R_t q_t . R_s k_s / sqrt(p)) v_s

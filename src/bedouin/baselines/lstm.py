@@ -11,10 +11,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.checks import known_options
-from bedouin.layers.options import expanded
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes
-from bedouin.parameters import factory_options
-from bedouin.short_convolution import ShortConvolution
+from bedouin.layers.common import RecurrentLayer, StateShapes, expanded, factory_options
+from bedouin.layers.convolution import ShortConvolution
 from bedouin.state import RecurrentState
 
 

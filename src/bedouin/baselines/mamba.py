@@ -13,17 +13,20 @@ from torch.nn import functional as F
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
-from bedouin.layers.options import expanded, reset_dt_bias
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes
-from bedouin.packing import tokens_before, zero_outside
-from bedouin.parameters import (
-    MarkedModule,
-    SavedOptions,
+from bedouin.layers.common import (
+    RecurrentLayer,
+    StateShapes,
+    apply_to_parameters,
     at_least_float32,
+    expanded,
     factory_options,
     mark,
+    reset_dt_bias,
+    set_attribute,
+    set_state,
 )
-from bedouin.short_convolution import ShortConvolution
+from bedouin.layers.convolution import ShortConvolution
+from bedouin.packing import tokens_before, zero_outside
 from bedouin.state import RecurrentState
 from bedouin.wrapped import is_untouched
 
@@ -40,9 +43,11 @@ class MambaState(RecurrentState, _MambaFields):  # type: ignore[misc]
     axes = (2, 2)
 
 
-class _DeltaProjection(MarkedModule, nn.Linear):
+class _DeltaProjection(nn.Linear):
     """The linear map to Delta. Its bias is marked `_no_reinit`; the module itself keeps that mark,
     because `load_state_dict(assign=True)` replaces parameters one module at a time."""
+
+    __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
 
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5
@@ -53,7 +58,7 @@ class _DeltaProjection(MarkedModule, nn.Linear):
         mark(self._parameters.get("bias"), "_no_reinit")
 
 
-class Mamba(SavedOptions, RecurrentLayer[MambaState]):
+class Mamba(RecurrentLayer[MambaState]):
     """Mamba-1's block on Bedouin's selective scan, (b, t, m) -> (b, t, m).
 
         x, z = in_proj(u);  x = SiLU(conv(x));  dt, B, C = x_proj(x);  Delta = softplus(dt_proj(dt))

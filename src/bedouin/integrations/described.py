@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from bedouin import mixers, parameterization, solvers
-from bedouin.mixers import ChannelMixer
-from bedouin.parameterization import Initialization
+from bedouin.layers.mixers import ChannelMixer
+from bedouin.layers.options import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
 
 Described = Adjoint | Cap | ChannelMixer | Initialization | Solver

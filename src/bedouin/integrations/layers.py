@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import one_of
-from bedouin.layers.gated_delta_net import GatedDeltaNet
-from bedouin.layers.tracker import Tracker
-from bedouin.layers.tracking import TrackingDeltaNet
+from bedouin.layers.bedouin import Bedouin
+from bedouin.layers.delta_net import GatedDeltaNet
+from bedouin.layers.tracking import Tracker, TrackingDeltaNet
 
 LAYERS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Bedouin, GatedDeltaNet, Tracker, TrackingDeltaNet)

@@ -1,23 +1,344 @@
 """TrackingDeltaNet: memories by the delta rule, and trackers that read them at the same token.
 
 Letters: b batch, t time, m d_model, h heads of the memory, p key channels and v value channels of a
-head, H trackers, c channels of a tracker, n states of a channel, w convolution width.
+head, H trackers, c channels of a tracker, n states of a channel, w convolution width, r read_size.
+Between the projections a tracker has H b folded samples, each one head of one sample
+(kernels/heads.py).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import check_layer_idx, known_options
-from bedouin.kernels.backend import autocast_dtype
+from bedouin.checks import check_layer_idx, check_tensor, known_options
+from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
-from bedouin.layers.delta_product import DeltaState
-from bedouin.layers.gated_delta_net import GatedDeltaNet
-from bedouin.layers.recurrent import RecurrentLayer, StateShapes
-from bedouin.layers.tracker import Tracker, TrackerState
-from bedouin.state import RecurrentState
+from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.heads import fold, unfold
+from bedouin.kernels.linear import apply_weight, padding
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.padding import CLOSED, closed_value
+from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
+from bedouin.layers.common import (
+    RecurrentLayer,
+    StateShapes,
+    at_least_float32,
+    factory_options,
+    mark,
+    positive_number,
+    reset_dt_bias,
+)
+from bedouin.layers.convolution import ShortConvolution
+from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
+from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
+from bedouin.layers.options import FEEDBACK_NORM_EPS
+from bedouin.noise import draws_noise
+from bedouin.packing import find_packing, last_token, tokens_before
+from bedouin.solvers.base import check_number, positive_int
+from bedouin.state import BedouinState, RecurrentState
+from bedouin.wrapped import effective_weight, side_by_side
+
+FEEDBACK_INIT = 0.1
+"""Factor on the usual initial values of W_y: with 1 the untrained recurrence is chaotic."""
+
+ERASE_BIAS = -3.0
+"""The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
+well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
+
+WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
+"""States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
+
+MAP = Parameterization(
+    RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", FEEDBACK_NORM_EPS, feeds_x=True
+)
+"""The recurrence of a tracker as a map without mixing, whose exact sweep the kernels compute."""
+
+
+class _TrackerFields(NamedTuple):
+    conv: Tensor
+    ssm: Tensor
+    y: Tensor
+
+
+class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
+    """conv: (b, w - 1, H (c + 2 n)), the last inputs of the convolution; ssm: (b, H c, n), the
+    memory h; y: (b, H c), the output of the recurrence at the last token; at least float32."""
+
+    __slots__ = ()
+    axes = (2, 2, 1)
+
+
+class Tracker(RecurrentLayer[TrackerState]):
+    """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
+
+        x, B, C = SiLU(conv(W u));   Delta, beta^e, gate = W u
+        x^_t    = SiLU(conv(W u)_t + W_r read_t) + W_y norm(y_{t-1})
+        Delta_t = softplus(Delta + W_r read_t + W_y norm(y_{t-1}) + dt_bias)
+        h_t     = exp(-exp(A_log) Delta_t) * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T
+        y_t     = h_t C_t
+        out     = out_proj(SiLU(gate_t + W_y norm(y_{t-1})) * norm(y_t + D * x_t))
+
+    B and C have unit length, beta^e = sigmoid(raw), and norm is an RMSNorm over the channels of a
+    head. Each of the H trackers reads its own output alone. W_r begins at zero.
+
+    Args:
+        num_trackers: H.
+        tracker_dim: c, the channels of a tracker.
+        tracker_state: n, the states of a channel; None: 128 from a d_model of 256 on, else 64.
+        d_conv: width of the short convolution; None: no convolution, SiLU stays.
+        feedback_noise: standard deviation of the noise on x^ and on the raw Delta in training calls
+            of `forward`; `step`, `Decoder` and `generate` draw none.
+        read_size: r, the values that a call gets as `read`; 0: it gets none.
+        norm_eps: of the norm of the output.
+        backend: "auto": Triton kernels on a GPU where they fit (c <= 64, n <= 128), which is told
+            once where they do not, else plain torch; "triton"; "reference": plain torch.
+        layer_idx: kept as an attribute, as users of transformers expect.
+
+    Raises TypeError or ValueError for options of another type or out of range.
+    """
+
+    state_type = TrackerState
+    saved_options = ("norm_eps",)
+    none_for_zeros = ("ssm", "y")
+    captures_step = True
+
+    @known_options
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_trackers: int = 1,
+        tracker_dim: int = 64,
+        tracker_state: int | None = None,
+        d_conv: int | None = 4,
+        feedback_noise: float = 0.1,
+        read_size: int = 0,
+        norm_eps: float = 1e-5,
+        backend: Backend = "auto",
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, dtype)
+        if tracker_state is None:
+            tracker_state = WIDE_STATE if d_model >= WIDE_FROM else NARROW_STATE
+        H = self.num_trackers = positive_int("num_trackers", num_trackers)
+        c = self.tracker_dim = positive_int("tracker_dim", tracker_dim)
+        n = self.tracker_state = positive_int("tracker_state", tracker_state, " or None")
+        check_number("feedback_noise", feedback_noise, 0, 1e3, open_low=False)
+        check_backend(backend)
+        self.feedback_noise, self.backend = float(feedback_noise), backend
+        self.read_size = 0
+        if read_size != 0 or isinstance(read_size, bool):
+            self.read_size = positive_int("read_size", read_size, " or 0")
+        self.norm_eps = positive_number("norm_eps", norm_eps)
+        self.layer_idx = check_layer_idx(layer_idx)
+
+        factory = factory_options(device, dtype)
+        self.projected_sizes = {"x": H * c, "B": H * n, "C": H * n}
+        self.projected_sizes |= {"delta": H * c, "erase": H, "gate": H * c}
+        self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
+        self.conv = ShortConvolution(H * (c + 2 * n), d_conv, bias=False, **factory)
+        self.read_proj = None
+        if self.read_size:
+            from_zero = ((..., 0.0),)
+            self.read_proj = make_linear(1, self.read_size, 2 * H * c, from_zero, **factory)
+        self.y_proj = make_linear(H, c, 3 * c, ((..., FEEDBACK_INIT),), **factory)
+        self.A_log = nn.Parameter(torch.empty(H * c, n, **factory))
+        self.dt_bias = nn.Parameter(torch.empty(H * c, **factory))
+        self.erase_bias = nn.Parameter(torch.empty(H, **factory))
+        self.D = nn.Parameter(torch.empty(H * c, **factory))
+        self.norm_weight = nn.Parameter(torch.empty(H * c, **factory))
+        self.out_proj = nn.Linear(H * c, d_model, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in (self.in_proj, self.conv, self.read_proj, self.y_proj, self.out_proj):
+            if module is not None:
+                module.reset_parameters()
+        with torch.no_grad():
+            states = torch.arange(1, self.tracker_state + 1, device=self.A_log.device)
+            self.A_log.copy_(states.log().expand_as(self.A_log))
+        reset_dt_bias(self.dt_bias)
+        nn.init.constant_(self.erase_bias, ERASE_BIAS)
+        nn.init.ones_(self.D)
+        nn.init.ones_(self.norm_weight)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        for name in ("A_log", "dt_bias", "erase_bias", "D"):
+            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+
+    def _state_sizes(self) -> StateShapes:
+        d = self.num_trackers * self.tracker_dim
+        return {"conv": self.conv.window_size, "ssm": (d, self.tracker_state), "y": (d,)}
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: TrackerState | None = None,
+        return_state: bool = False,
+        *,
+        read: Tensor | None = None,  # (b, t, r)
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Any:
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState).
+
+        read: what the tracker reads at the same token, in the dtype of x; needed with a read_size,
+        and only then. The other arguments and errors are those of `Bedouin`.
+        """
+        self.check_input(x, 3)
+        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        return self._call(self._joined(x, read), state, return_state, packing)
+
+    def step(
+        self,
+        x_t: Tensor,  # (b, m)
+        state: TrackerState,
+        *,
+        read: Tensor | None = None,  # (b, r)
+    ) -> tuple[Tensor, TrackerState]:  # (b, m)
+        """One token, without noise. Raises as `forward` does, and TypeError for no state."""
+        self.check_input(x_t, 2)
+        return self._step(self._joined(x_t, read), state)
+
+    def _joined(
+        self,
+        x: Tensor,  # (..., m)
+        read: Tensor | None,  # (..., r)
+    ) -> Tensor:  # (..., m + r)
+        """x with `read` beside it; TypeError or ValueError for one that does not fit."""
+        shape = (*x.shape[:-1], self.read_size)
+        if read is None and not self.read_size:
+            return x
+        if read is None or not self.read_size:
+            got = "None" if read is None else f"one of {type(read).__name__}"
+            raise ValueError(
+                f"read must be given for a tracker with read_size > 0, and only then, got {got} "
+                f"with read_size={self.read_size}"
+            )
+        check_tensor("read", read, "(b, t, read_size)")
+        if read.shape != shape:
+            raise ValueError(f"read must have shape {shape}, got {tuple(read.shape)}")
+        if read.dtype != x.dtype or read.device != x.device:
+            raise ValueError(
+                f"read must have the dtype and device of x, {x.dtype} on {x.device}, got "
+                f"{read.dtype} on {read.device}: use read.to(x)"
+            )
+        return torch.cat([x, read], -1)
+
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m + r)
+        state: TrackerState,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        u, read = x.split([self.d_model, self.read_size], -1)
+        return self.track(u, read if self.read_size else None, state, lengths)
+
+    def track(
+        self,
+        u: Tensor,  # (b, t, m)
+        read: Tensor | None,  # (b, t, r)
+        state: TrackerState,
+        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        """The outputs, and the state after the last token."""
+        H, c, n = self.num_trackers, self.tracker_dim, self.tracker_state
+        sizes = [self.conv.channels, H * c, H, H * c]
+        joined = side_by_side(u, [self.in_proj])
+        projected, delta, erase, gate, _ = joined.split([*sizes, joined.shape[-1] - sum(sizes)], -1)
+        of_x = None
+        if self.read_proj is not None:
+            of_x, of_delta = self.read_proj(read).chunk(2, -1)
+            delta = delta + of_delta
+        acted, window = self.conv.activated(
+            projected, state.conv, lengths, of_x, backend=self.backend
+        )
+        # The skip is without what is read: the memory that is read has an output of its own, and
+        # with a second one through D associative recall is learned late, if at all.
+        sizes = [H * c, H * n, H * n, acted.shape[-1] - self.conv.channels]
+        skip, B, C, x = acted.split(sizes, -1)
+        x = skip if of_x is None else x
+        with without_autocast(u.device):
+            inputs = self._inputs((x, B, C, delta, erase, gate, skip), state, lengths)
+            if choose_track(inputs, self.backend) == "triton":
+                found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
+            else:
+                found = self._by_sweep(inputs)
+            if lengths is None:
+                last = found.y[:, -1]
+            else:
+                last = last_token(found.y, lengths, state.y)
+        output: Tensor = self.out_proj(found.hidden)
+        return output, TrackerState(window, found.h, last)
+
+    def _inputs(
+        self,
+        rows: tuple[Tensor, ...],  # (b, t, ...), of `TrackInputs`
+        state: TrackerState,
+        lengths: Tensor | None,  # (b,)
+    ) -> TrackInputs:
+        """What the recurrence takes: with noise, and with closed padding, where Delta and beta^e
+        are so low that the memory passes and no gradient reaches the other values."""
+        H, c = self.num_trackers, self.tracker_dim
+        x, B, C, delta, erase, gate, skip = rows
+        if draws_noise(self):
+            drawn = torch.randn(2, *x.shape, dtype=x.dtype, device=x.device)
+            of_x, of_delta = (self.feedback_noise * drawn).unbind()
+            x, delta = x + of_x, delta + of_delta
+        if lengths is not None:
+            padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
+            delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
+            erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
+        weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
+        rows = x, B, C, delta, erase, gate, skip
+        parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
+        return TrackInputs(*rows, *parameters, state.ssm, state.y)
+
+    def _by_sweep(self, inputs: TrackInputs) -> Tracked:
+        """`track` by the general sweep, which no transform of torch.func stops."""
+        H, c, low = self.num_trackers, self.tracker_dim, inputs.x.dtype
+        delta, erase = inputs.delta + inputs.dt_bias, inputs.erase + inputs.erase_bias
+        raw = [fold(v.to(low), H) for v in (delta, inputs.B, inputs.C, erase)]
+        r = sum(v.shape[-1] for v in raw)
+        # spare columns, so that the rows that kernels read begin at aligned addresses
+        raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
+        W_y, W_gate = inputs.W_y.to(low).squeeze(0).split([2 * c, c], -2)
+        h0 = y0 = None
+        if inputs.h0 is not None and inputs.y0 is not None:
+            before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
+            h0, y0 = before.ssm, before.y
+        folded = torch.cat(raw, -1)[..., :r]
+        A = -torch.exp(at_least_float32(inputs.A_log))
+        operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
+        y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
+        normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
+        hidden = gated_output(
+            y,
+            fold(inputs.skip, H),
+            by_head(inputs.D, H),
+            fold(inputs.gate, H),
+            z=apply_weight(normed, W_gate),
+            weight=by_head(inputs.weight, H),
+            eps=self.norm_eps,
+            dtype=low,
+            backend=self.backend,
+        )
+        return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, num_trackers={self.num_trackers}, tracker_dim={self.tracker_dim}, "
+            f"tracker_state={self.tracker_state}, read_size={self.read_size}, "
+            f"feedback_noise={self.feedback_noise}"
+        )
 
 
 class _TrackingFields(NamedTuple):

@@ -9,15 +9,15 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from bedouin.bedouin_layer import Bedouin
 from bedouin.checks import one_of
 from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
-from bedouin.mixers import ChannelMixer, NoMixing
-from bedouin.parameterization import Initialization
-from bedouin.parameters import REMOVED, convolved_error
+from bedouin.layers.bedouin import Bedouin
+from bedouin.layers.common import REMOVED, convolved_error
+from bedouin.layers.mixers import ChannelMixer, NoMixing
+from bedouin.layers.options import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import check_count, check_number, unknown_option
 

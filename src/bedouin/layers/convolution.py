@@ -4,6 +4,7 @@ Letters: b batch, t time, c channels, w width.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from bedouin.checks import check_bool, positive_int
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.convolution import Groups, short_convolution
-from bedouin.parameters import at_least_float32, factory_options
+from bedouin.kernels.launch import accumulator
 from bedouin.wrapped import is_untouched
 
 
@@ -25,20 +26,11 @@ class ShortConvolution(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        channels: int,
-        width: int | None,
-        *,
-        bias: bool,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, channels: int, width: int | None, *, bias: bool, **factory: Any) -> None:
         super().__init__()
         check_bool("conv_bias", bias)
         self.channels = channels
         self.width = None if width is None else positive_int("d_conv", width)
-        factory = factory_options(device, dtype)
         self.weight = self.bias = None
         if self.width is not None:
             self.weight = nn.Parameter(torch.empty(channels, self.width, **factory))
@@ -112,7 +104,7 @@ class ShortConvolution(nn.Module):
         launches."""
         assert self.weight is not None and self.width is not None
         t = padded.shape[1] + 1 - self.width
-        weight = at_least_float32(self.weight)
+        weight = self.weight.to(accumulator(self.weight.dtype))
         y = padded[:, :t] * weight[:, 0]
         for i in range(1, self.width):
             y = y + padded[:, i : i + t] * weight[:, i]

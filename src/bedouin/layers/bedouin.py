@@ -13,23 +13,15 @@ from bedouin.checks import known_options, one_of
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import ChannelMixer, HouseholderProduct
-from bedouin.parameterization import (
+from bedouin.layers.common import REMOVED, at_least_float32, factory_options, reset_dt_bias
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import ChannelMixer, HouseholderProduct
+from bedouin.layers.options import (
     Decay,
     Initialization,
-    SolveArguments,
     griffin_omega,
     make_mixer,
     warn_of_singular_systems,
-)
-from bedouin.parameters import (
-    DELTA_RANGE,
-    REMOVED,
-    at_least_float32,
-    factory_options,
-    inverse_softplus,
-    log_uniform,
 )
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.reporting import OnUnconverged
@@ -68,7 +60,7 @@ class Bedouin(FixedPointLayer):
             W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
             heads. A layer of H heads is H layers of one head side by side; each converges by
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
-            None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
+            None: as few heads of 32 to 128 channels as divide d, else 1.
         num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
             beta_max), by default 2 and 1.0; 0 reflections are NoMixing().
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
@@ -181,7 +173,11 @@ class Bedouin(FixedPointLayer):
             feedback_init=feedback_init,
             d_conv=d_conv,
             norm_eps=norm_eps,
-            solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
+            solver=solver,
+            adjoint=adjoint,
+            max_steps=max_steps,
+            on_unconverged=on_unconverged,
+            backend=backend,
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,
@@ -247,7 +243,7 @@ class Bedouin(FixedPointLayer):
             if self.decay == "mamba":
                 like = self.num_heads, self.head_dim, self.A_log
                 self.A_log.copy_(self.initialization.A_log(*like))
-                self.dt_bias.copy_(inverse_softplus(log_uniform(self.dt_bias, *DELTA_RANGE)))
+                reset_dt_bias(self.dt_bias)
             else:
                 self.omega.copy_(griffin_omega(self.omega))
                 self.dt_bias.zero_()

@@ -6,7 +6,7 @@
     F(y)_t = h_t C_t
 
 Letters: b batch, t time, d channels, n state per channel, r raw values. A layer of several heads
-folds them into the batch (bedouin.heads); d are then the channels of a head.
+folds them into the batch (layers/heads.py); d are then the channels of a head.
 """
 
 import copy
@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.branches import beside
+from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import (
     ROUNDING,
     LocalFactors,
@@ -35,19 +34,17 @@ from bedouin.kernels.direct import (
 )
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
-from bedouin.kernels.guard import Launching, falls_back
 from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import discretize, selective_scan
-from bedouin.mixers import ChannelMixer, WYForm
+from bedouin.layers.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
 from bedouin.solvers.convergence import relative_residual, within_rounding
 from bedouin.solvers.solution import (
     BackwardStats,
-    DeferredStats,
     SolveStats,
     can_read_device,
     has_values,
@@ -262,31 +259,17 @@ class MixerBind:
         return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), no_erase)
 
 
-@falls_back
-def _reverse_stats(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t)
-    *,
-    backend: Backend = "auto",
-) -> SolveStats:
-    if defect.numel() and choose_backend(backend, defect.device, defect.dtype) == "triton":
-        from bedouin.kernels.direct.triton_summary import summarize_adjoint
-
-        with Launching(defect):
-            return DeferredStats(*summarize_adjoint(torch.stack([defect, scale])))
-    # flipped, because the reverse sweep begins with the last token
-    with torch.no_grad():
-        residual = relative_residual(defect.flip(1), scale.flip(1))
-        converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
-        return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
-
-
 def _make_reporter(cell: BackwardStats, joined: int) -> ReportBackward:
     """A function that puts the statistics of a reverse sweep into the cell when they are read, one
     entry for each sample of so many heads."""
 
+    @torch.no_grad()
     def stats(defect: Tensor, scale: Tensor) -> SolveStats:
-        return join_parts(_reverse_stats(defect, scale), joined)
+        # flipped, because the reverse sweep begins with the last token
+        residual = relative_residual(defect.flip(1), scale.flip(1))
+        converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
+        steps = torch.ones_like(residual, dtype=torch.int64)
+        return join_parts(SolveStats(steps, residual, converged), joined)
 
     def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
         if can_read_device(defect):
@@ -337,17 +320,15 @@ class StructuredMap(FixedPointMap):
 
     def _of_samples(self, swept: Sweep) -> Sweep:
         """The sweep of joined heads, with the statistics of each sample's worst head."""
-        defect, scale, magnitude = (getattr(swept, n) for n in NORMS)
         residual, converged = swept.residual, swept.converged
-        with beside("statistics", defect, scale, magnitude, residual, swept.pivot):
-            if residual is None or converged is None:
-                residual = relative_residual(defect, scale)
-                converged = within_rounding(defect, scale, magnitude)
-            worst = {
-                "residual": self._by_head(residual).amax(0),
-                "converged": self._by_head(converged).all(0),
-                "pivot": self._by_head(swept.pivot).amin(0),
-            }
+        if residual is None or converged is None:
+            residual = relative_residual(swept.defect, swept.scale)
+            converged = within_rounding(swept.defect, swept.scale, swept.magnitude)
+        worst = {
+            "residual": self._by_head(residual).amax(0),
+            "converged": self._by_head(converged).all(0),
+            "pivot": self._by_head(swept.pivot).amin(0),
+        }
         return swept._replace(y=unfold(swept.y, self.joined), **worst)
 
     def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)

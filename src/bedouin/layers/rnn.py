@@ -1,6 +1,6 @@
 """FixedPointRNN, the layer with a vector-valued state.
 
-Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (bedouin.layer).
+Letters: b' folded samples, t time, d d_inner, n d_state, p head_dim (layers/fixed_point.py).
 """
 
 from collections.abc import Collection
@@ -11,20 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import known_options, one_of
-from bedouin.heads import make_linear
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.layer import FixedPointLayer
-from bedouin.mixers import ChannelMixer
-from bedouin.parameterization import (
-    GRIFFIN_RANGE,
-    RNNDecay,
-    SolveArguments,
-    griffin_omega,
-    make_mixer,
-)
-from bedouin.parameters import REMOVED, at_least_float32, factory_options
+from bedouin.layers.common import REMOVED, at_least_float32, factory_options
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.heads import make_linear
+from bedouin.layers.mixers import ChannelMixer
+from bedouin.layers.options import GRIFFIN_RANGE, RNNDecay, griffin_omega, make_mixer
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.wrapped import apply_projection
@@ -51,7 +46,6 @@ class FixedPointRNN(FixedPointLayer):
     components = ("decay", "mixer")
     fed_names = ("mixer",)
     selective = False
-    has_drive = True
     # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
     delta_activations: ClassVar[dict[str, Activation]] = {
         "sigmoid": "softplus_of_minus",
@@ -103,7 +97,11 @@ class FixedPointRNN(FixedPointLayer):
             feedback_init=feedback_init,
             d_conv=d_conv,
             norm_eps=norm_eps,
-            solve=SolveArguments(solver, adjoint, max_steps, on_unconverged, backend),
+            solver=solver,
+            adjoint=adjoint,
+            max_steps=max_steps,
+            on_unconverged=on_unconverged,
+            backend=backend,
             layer_idx=layer_idx,
             device=device,
             dtype=dtype,
@@ -128,5 +126,6 @@ class FixedPointRNN(FixedPointLayer):
             return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
         return super()._A()
 
-    def drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
+    def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
+        x = x.to(accumulator(x.dtype))
         return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

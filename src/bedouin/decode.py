@@ -1,0 +1,364 @@
+"""Decoding: a layer or a whole model, one token at a time, as a CUDA graph on a GPU.
+
+A token is the layer's own exact step: a graph removes the time that the host needs to launch it.
+The graph reads the parameters at their addresses, so a change in place affects the next token. If a
+parameter, module or storage is replaced, the token is captured again.
+
+Letters: b batch, m d_model, v classes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bedouin.checks import check_batch_size, check_tensor, find_method
+from bedouin.kernels.backend import (
+    autocast_dtype,
+    choose_backend,
+    is_cuda_device,
+    is_transformed,
+)
+from bedouin.solvers import SolveStats
+from bedouin.solvers.solution import has_values
+from bedouin.state import RecurrentState
+from bedouin.wrapped import ReplacementWatch, is_untouched
+
+CHECK_TOKENS = 32
+"""Tokens between two asynchronous checks of whether all of them were solved."""
+
+WARMUP_RUNS = 2
+"""Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
+
+
+class Decoder:
+    """A layer or a `SequenceModel` with the state of b samples, which every call replaces.
+
+        decoder = Decoder(layer, batch_size=1)
+        for _ in range(100):
+            x_t = head(decoder(x_t))                                        # (b, m) -> (b, m)
+
+        decoder = Decoder(model, batch_size=1, state=state)
+        logits = decoder(tokens)                                            # (b,) -> (b, v)
+
+    Computes the same numbers as `step`, and is not differentiable. On a GPU a call replays a CUDA
+    graph, of the whole model if every layer has kernels for it, and returns a buffer that the next
+    call overwrites: clone outputs that you keep.
+    Where no graph is captured (on a CPU, a mixer without kernels, backend="reference",
+    on_unconverged="raise") a call runs `step` of the layer, and of a model a `Decoder` of each
+    layer, or its `step` if it is another one; a model with hooks on itself or its blocks is decoded
+    by its own `step`.
+
+    Args:
+        layer: a Bedouin, a FixedPointRNN, a TrackingDeltaNet, GatedDeltaNet or Tracker, or a
+            SequenceModel.
+        batch_size: number of samples b that are decoded side by side.
+        state: the initial state, for instance from `layer(prompt, return_state=True)`, of a model a
+            tuple with the state of each layer; None: zeros.
+
+    Raises TypeError for a layer or state of another type, and ValueError for a batch_size that is
+    not an int >= 0 or a state of the wrong shape, dtype or device.
+    """
+
+    def __init__(self, layer: Any, batch_size: int, *, state: Any = None) -> None:
+        self.is_model = callable(getattr(layer, "decode", None))
+        if not self.is_model and not is_decoded(layer):
+            raise TypeError(
+                "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, "
+                f"or a SequenceModel, got {type(layer).__name__}"
+            )
+        check_batch_size(batch_size)
+        self.layer, self.batch_size = layer, batch_size
+        self.reset(state)
+
+    def reset(self, state: Any = None) -> None:
+        """Restart from `state`, or from zeros. Raises the errors of `step` for an invalid state."""
+        mixers = self._mixers
+        if state is None:
+            state = self.layer.init_state(self.batch_size)
+        if not self.is_model:
+            state = [state]
+        elif not isinstance(state, tuple | list) or len(state) != len(mixers):
+            raise ValueError(
+                f"state must be a tuple with one entry for each of the {len(mixers)} layers, got "
+                f"{type(state).__name__}: start from model.init_state(batch_size)"
+            )
+        self._parts: list[Any] = [self._part(*pair) for pair in zip(mixers, state, strict=True)]
+        self._graph: _Graph | None = None
+
+    def _part(self, mixer: Any, state: Any) -> "Decoder | _Stepped":
+        if not is_decoded(mixer):
+            return _Stepped(mixer, state)
+        if self.is_model:
+            return Decoder(mixer, self.batch_size, state=state)
+        return _Stepped(mixer, mixer.checked_state(state, self.batch_size).detach())
+
+    @property
+    def _mixers(self) -> Sequence[Any]:
+        return self.layer.mixers if self.is_model else [self.layer]
+
+    @property
+    def state(self) -> Any:
+        """A copy of the state after the last token, of a model one for each layer."""
+        states = tuple(part.state for part in self._parts)
+        return states if self.is_model else states[0]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        x_t: Tensor,  # (b, m), or tokens (b,) of a model
+    ) -> Tensor:  # (b, m), or logits (b, v)
+        """The output at the next token. Raises the errors of `step`."""
+        graph = self._graph
+        if graph is not None and self._allows_graph(x_t) and graph.fits(x_t):
+            return graph.run(x_t)
+        self._check(x_t)
+        if graph is not None:
+            self.reset(self.state)
+        if not self._takes_graph(x_t):
+            return self._without_graph(x_t)
+        pairs = zip(self._mixers, self._parts, strict=True)
+        with torch.inference_mode(False):  # whose tensors cannot be written outside of it
+            parts = [_Buffered(mixer, part.state) for mixer, part in pairs]
+            graph = _Graph(self.layer, parts, x_t, self._compute)
+        self._graph, self._parts = graph, [*parts]
+        return graph.run(x_t)
+
+    def _check(self, x_t: Tensor) -> None:
+        b = self.batch_size
+        if not self.is_model:
+            self.layer.check_input(x_t, rank=2)
+            if len(x_t) != b:
+                raise ValueError(f"x must have batch_size = {b} rows, got {len(x_t)}")
+            return
+        check_tensor("tokens", x_t, "(b,)")
+        if x_t.shape != (b,):
+            raise ValueError(
+                f"tokens must have shape (batch_size,) = ({b},), got {tuple(x_t.shape)}"
+            )
+
+    def _allows_graph(self, x_t: Any) -> bool:
+        """Whether this call may replay a graph if there is one for x_t."""
+        if not isinstance(x_t, Tensor) or not can_capture(x_t):
+            return False
+        return all(is_decoded(mixer) and _allows_graph(mixer) for mixer in self._mixers)
+
+    def _takes_graph(self, x_t: Tensor) -> bool:
+        """Whether a graph is captured for x_t."""
+        if not self._allows_graph(x_t) or not len(x_t) or not has_values(x_t):
+            return False
+        if not all(_has_kernels(mixer, x_t) for mixer in self._mixers):
+            return False
+        # last, since it visits every module: a replay calls no Python functions
+        return all(is_untouched(module) for module in self.layer.modules())
+
+    def _compute(
+        self,
+        x_t: Tensor,  # (b, m), or tokens (b,) of a model
+        parts: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m)
+    ) -> Tensor:  # (b, m), or logits (b, v)
+        output: Tensor = self.layer.decode(x_t, parts) if self.is_model else parts[0](x_t)
+        return output
+
+    def _without_graph(self, x_t: Tensor) -> Tensor:  # as __call__
+        """A token without a graph of all layers."""
+        modules = (self.layer, *self.layer.blocks) if self.is_model else ()
+        # hooks, such as those with which FSDP gathers parameters, run in calls
+        if all(is_untouched(module) for module in modules):
+            return self._compute(x_t, self._parts)
+        logits: Tensor
+        logits, state = self.layer.step(x_t, self.state)
+        self.reset(state)
+        return logits
+
+
+class _Stepped:
+    """A layer with its state."""
+
+    def __init__(self, layer: Any, state: Any) -> None:
+        self.layer, self.step, self._state = layer, find_method(layer, "step"), state
+
+    @property
+    def state(self) -> Any:
+        """A copy of the state; the state itself if its type is that of another library."""
+        return self._state.clone() if isinstance(self._state, RecurrentState) else self._state
+
+    def __call__(
+        self,
+        x_t: Tensor,  # (b, m)
+    ) -> Tensor:  # (b, m)
+        output: Tensor
+        output, self._state = self.step(x_t, self._state)
+        return output
+
+
+class _Buffered(_Stepped):
+    """A layer with its state in buffers, which every step overwrites, for a graph to capture."""
+
+    def __init__(self, layer: Any, state: RecurrentState) -> None:
+        super().__init__(layer, state)
+        self.solves, self._tokens = hasattr(layer, "solve_options"), 0
+        # of the last token of a layer that solves, at fixed addresses, too
+        self._stats: SolveStats | None = None
+        first = state.tensors[0]
+        self._all_converged = first.new_ones(len(first), dtype=torch.bool)
+
+    @property
+    def state(self) -> Any:
+        """A copy of the state; also sets the layer's `stats`."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._stats is not None:
+                self.layer.__dict__["stats"] = self._copied_stats(self._stats.converged)
+            return self._state.clone()
+
+    def _copied_stats(self, converged: Tensor) -> SolveStats:  # (b,)
+        assert self._stats is not None and self._stats.conditioning is not None
+        steps, residual, pivot = (
+            v.clone()
+            for v in (self._stats.num_steps, self._stats.residual, self._stats.conditioning)
+        )
+        return SolveStats(steps, residual, converged.clone(), pivot)
+
+    def __call__(self, x_t: Tensor) -> Tensor:  # (b, m) -> (b, m)
+        output: Tensor
+        output, after = self.step(x_t, self._state)
+        self.load(after)
+        if self.solves:
+            self._stats = self.layer.stats.plain
+            self._all_converged.logical_and_(self._stats.converged)
+        return output
+
+    def load(self, state: RecurrentState) -> None:
+        torch._foreach_copy_(list(self._state.tensors), list(state.tensors))
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """A context for a capture, after which the state and the layer are as before."""
+        before, layer = self._state.clone(), self.layer
+        if not self.solves:
+            yield
+        else:
+            kept = layer.solve_options, layer.stats, layer.num_calls
+            layer.solve_options = replace(kept[0], on_unconverged="ignore")
+            try:
+                yield
+            finally:
+                layer.solve_options, layer.stats, layer.num_calls = kept
+        self.load(before)
+        self._all_converged.fill_(True)
+
+    def begin(self) -> None:
+        """What a step does before a token that the graph does not."""
+        if self.solves:
+            self.layer.deferred.flush()
+            if self.layer.training:
+                self.layer.draws.next(self.layer.cap)
+
+    def end(self) -> None:
+        """What a step does after a token, here once in a while."""
+        self._tokens += 1
+        if not self.solves or self._tokens % CHECK_TOKENS:
+            return
+        layer, subject = self.layer, type(self.layer).__name__
+        if layer.on_unconverged == "warn" and not layer.deferred.is_pending(subject):
+            layer.deferred.schedule(self._copied_stats(self._all_converged), subject)
+            self._all_converged.fill_(True)
+
+
+class _Graph:
+    """One token, of a layer or of a whole model, ready to be replayed."""
+
+    def __init__(
+        self,
+        module: Any,
+        parts: list[_Buffered],
+        x_t: Tensor,  # (b, m), or tokens (b,)
+        compute: Callable[[Tensor, list[_Buffered]], Tensor],
+    ) -> None:
+        self.parts, self.key = parts, graph_key(x_t)
+        self.x = x_t.clone(memory_format=torch.contiguous_format)
+        # The cache of autocast is off because its casts of the weights would become constants.
+        device, dtype = x_t.device.type, autocast_dtype(x_t)
+        cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+        with torch.cuda.device_of(x_t), cast, ExitStack() as captures:
+            for part in parts:
+                captures.enter_context(part.captured())
+            self.replay, self.output = capture(lambda: compute(self.x, parts))
+        self._watch = ReplacementWatch(module)
+
+    def fits(self, x_t: Tensor) -> bool:
+        """Whether a replay computes what the module now computes for x_t."""
+        return self.key == graph_key(x_t) and not self._watch.has_changed()
+
+    def run(self, x_t: Tensor) -> Tensor:
+        """The output for x_t, which is a buffer."""
+        for part in self.parts:
+            part.begin()
+        self.x.copy_(x_t)
+        self.replay()
+        for part in self.parts:
+            part.end()
+        return self.output
+
+
+def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """(replay, output): a CUDA graph of `run`, and the buffer to which a replay writes the result.
+
+    `run` is first called a few times on a side stream.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_RUNS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # capture_error_mode: other threads may use the device during the capture
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = run()
+    return graph.replay, output
+
+
+def graph_key(
+    x_t: Tensor,  # (b, m), or tokens (b,)
+) -> tuple[Any, ...]:
+    """The properties of an input for which a graph is valid: shape, dtypes, device and stream."""
+    key = x_t.shape, x_t.dtype, autocast_dtype(x_t), x_t.device
+    if not x_t.is_cuda:
+        return key
+    # torch.cuda.current_stream makes an object around this number at every call
+    return *key, torch._C._cuda_getCurrentRawStream(x_t.get_device())
+
+
+def is_decoded(layer: Any) -> bool:
+    """Whether a graph may capture the layer's `step`, as its class says."""
+    return bool(getattr(type(layer), "captures_step", False))
+
+
+def can_capture(x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
+    """Whether graphs are captured for inputs on this device, and in this context."""
+    if not is_cuda_device(x_t.device) or torch.compiler.is_compiling() or is_transformed():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _allows_graph(layer: Any) -> bool:
+    """Not where the host must read every outcome."""
+    options = getattr(layer, "solve_options", None)
+    if options is None:
+        return bool(layer.backend != "torch")
+    return bool(options.backend != "reference" and options.on_unconverged != "raise")
+
+
+def _has_kernels(layer: Any, x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
+    """Whether a layer that solves has kernels; other mixers are user code, which may read the
+    device."""
+    if not hasattr(layer, "solve_options"):
+        return True
+    if layer.layout() is None:
+        return False
+    # with "triton", too: the layer refuses what its kernels cannot compute
+    return choose_backend("auto", x_t.device, layer.D.dtype) == "triton"

@@ -1,0 +1,475 @@
+"""What layers share: marks and saved options, initial values, and the interface of layers with an
+explicit recurrence.
+
+Letters: b batch, t time, m d_model.
+"""
+
+import json
+import math
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bedouin.checks import (
+    check_batch_size,
+    check_dtype,
+    check_layer_input,
+    check_tensor,
+    positive_int,
+)
+from bedouin.graphed import Graphed
+from bedouin.kernels.launch import accumulator
+from bedouin.noise import without_noise
+from bedouin.packing import Packing, find_packing
+from bedouin.solvers.reporting import stacklevel
+from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
+from bedouin.wrapped import read_parameter
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+StateT = TypeVar("StateT", bound=RecurrentState)
+
+StateShapes = dict[str, tuple[int | None, ...]]
+"""The shape of each tensor of a state without its batch axis; None: any length."""
+
+DELTA_RANGE = (1e-3, 0.1)
+
+REMOVED = (
+    "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
+    "for a model that was saved with it"
+)
+"""What to do about an option that has been removed."""
+
+TEXT_BLOCK = 512
+"""The text of a module's options is filled up with spaces to a multiple of this."""
+
+
+# -- numbers and initial values
+
+
+def positive_number(name: str, value: float) -> float:
+    """`value` as a float; TypeError or ValueError that names it unless it is finite and > 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number > 0, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    return float(value)
+
+
+def expanded(name: str, factor: float, base: str, size: int) -> int:
+    """int(factor * size); ValueError that names the option `name` where that is less than 1."""
+    width = int(positive_number(name, factor) * size)
+    if width < 1:
+        raise ValueError(f"{name} * {base} must be at least 1, got {factor} * {size}")
+    return width
+
+
+def head_size(d_model: int, num_heads: int) -> int:
+    """d_model / num_heads; ValueError unless that is an integer."""
+    if d_model % num_heads:
+        raise ValueError(
+            f"num_heads must divide d_model = {d_model}, got {num_heads}: choose a divisor"
+        )
+    return d_model // num_heads
+
+
+def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The arguments `device` and `dtype` of torch's modules and tensor factories."""
+    return {"device": device, "dtype": dtype}
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """`tensor`, of any shape, in the dtype of the solve, at least float32."""
+    return tensor.to(accumulator(tensor.dtype))
+
+
+def inverse_softplus(value: Tensor) -> Tensor:  # any shape -> as `value`
+    """The x with softplus(x) = `value`, for positive values."""
+    return value + torch.log(-torch.expm1(-value))
+
+
+@torch.no_grad()
+def reset_dt_bias(bias: Tensor) -> None:
+    """Fill `bias` so that softplus(bias) is log-uniform in [1e-3, 0.1], as Mamba does."""
+    low, high = map(math.log, DELTA_RANGE)
+    bias.copy_(inverse_softplus(torch.exp(torch.rand_like(bias) * (high - low) + low)))
+
+
+# -- marks: the attributes `_no_weight_decay` and `_no_reinit` of parameters, which optimizers and
+# initializers that follow Mamba read. Copies, `to_empty`, `load_state_dict(assign=True)` and
+# sharding replace parameters by new ones without them. The functions below are methods of layers,
+# which have `_mark_parameters` to set them again.
+
+
+def mark(parameter: Tensor | None, name: str) -> None:
+    """Set the mark `name`, "_no_weight_decay" or "_no_reinit", unless the parameter is None."""
+    if parameter is not None:
+        setattr(parameter, name, True)
+
+
+def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor reads,
+    since setting it later would have no effect."""
+    layer: Any = module
+    if name in vars(layer).get("_options", ()) and name not in layer.settable_options:
+        owner = type(layer).__name__
+        raise AttributeError(
+            f"{name} of a {owner} is read by its constructor alone, got {value!r:.80}: make a "
+            f"new layer, {owner}(..., {name}=...), and load the parameters that fit; these may "
+            f"be set: {', '.join(layer.settable_options) or 'none'}"
+        )
+    nn.Module.__setattr__(module, name, value)
+    if isinstance(value, nn.Parameter) and hasattr(layer, "_mark_parameters"):
+        layer._mark_parameters()
+
+
+def set_state(module: Any, state: dict[str, Any]) -> None:
+    """nn.Module's __setstate__."""
+    nn.Module.__setstate__(module, state)  # type: ignore[no-untyped-call]
+    module._mark_parameters()
+
+
+def apply_to_parameters(
+    module: ModuleT, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> ModuleT:
+    """nn.Module's _apply."""
+    nn.Module._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+    layer: Any = module
+    layer._mark_parameters()
+    return module
+
+
+# -- saved options: those on which the numbers of a module depend but the shapes of its parameters
+# do not. Loading the parameters of a module with other options would be silent otherwise.
+
+
+def convolved_error(expected: str, got: str) -> ValueError:
+    """The error for parameters or options of a `Convolved`, which was a layer behind a convolution
+    with SiLU."""
+    return ValueError(
+        f"{expected}, got {got} of a Convolved: bedouin 0.1.0 is the last version that reads it; "
+        "use that version, or train a layer with d_conv, whose convolution is its own"
+    )
+
+
+def number_options(module: Any) -> dict[str, Any]:
+    """The attributes in `saved_options`, whose values JSON can hold."""
+    return {name: getattr(module, name) for name in module.saved_options}
+
+
+def save_options(module: Any) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int64
+    """The extra state: the number of training calls, where a layer counts them, and the options as
+    the characters of a JSON text.
+
+    It is a tensor because safetensors holds nothing else, and of a size that differs between few
+    layers because torch.distributed.checkpoint loads a tensor only into one of its own size: of its
+    checkpoints of versions up to 0.2, which have the number of calls alone, load all keys but those
+    that end in _extra_state. All dtypes to which a tool may convert a state_dict represent the
+    characters exactly.
+    """
+    text = json.dumps(module.number_options(), separators=(",", ":"))
+    text += " " * (-len(text) % TEXT_BLOCK)
+    # on the CPU also where a context makes tensors on another device
+    return torch.tensor([module.num_calls, *text.encode("ascii")], device="cpu")
+
+
+def load_options(
+    module: Any,
+    state: Tensor,  # as of save_options, or (): the number of calls alone
+) -> None:
+    """Take the number of calls, and issue a UserWarning that names the options in which the module
+    that was saved and this one differ. Versions up to 0.2 saved no options."""
+    num_calls, *text = state.flatten().tolist()
+    module.num_calls = int(num_calls)
+    message = _compare(module, text) if text else ""
+    if message:
+        warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
+
+
+def _compare(module: Any, text: list[float]) -> str:
+    """What to say about the options that were saved; nothing if they are those present."""
+    owner = type_name(module)
+    try:
+        saved = json.loads(bytes(map(round, text)))
+    except ValueError:  # such as an average of different options
+        return (
+            f"the options with which the parameters of this {owner} were saved cannot be read from "
+            "its extra state: make sure that they are its own"
+        )
+    present = json.loads(json.dumps(module.number_options()))
+    # an option that one of them does not know is none of another version
+    names = [name for name in present if saved.get(name, present[name]) != present[name]]
+    if not names:
+        return ""
+    was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
+    return (
+        f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
+        "outputs may differ from those of what was saved: make it with the saved options"
+    )
+
+
+def load_parameters(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *others: Any,
+) -> None:
+    """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
+    number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
+
+    Raises ValueError for the parameters of a `Convolved` around the layer, whose names begin with
+    `conv` and `layer`."""
+    inner, key = f"{prefix}layer.", prefix + "_extra_state"
+    if f"{prefix}conv.weight" in state_dict and any(k.startswith(inner) for k in state_dict):
+        raise convolved_error(
+            f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
+            "those",
+        )
+    nn.Module._load_from_state_dict(
+        module, state_dict, prefix, local_metadata, strict, missing_keys, *others
+    )
+    if key in missing_keys:
+        missing_keys.remove(key)
+
+
+def type_name(module: nn.Module) -> str:
+    """The name of a module's class, or if FSDP or a parametrization has derived that, of its own.
+
+    The module of a derived class is one of torch, or if it has abstract methods `abc`."""
+    kinds = type(module).__mro__
+    derived = "torch", "abc"
+    return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
+
+
+# -- layers with an explicit recurrence
+
+
+class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
+    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics.
+
+    A subclass names the type of its state, the sizes of the state's tensors, and computes outputs
+    and the state after the last token. One with `saved_options` has an extra state.
+    """
+
+    settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")
+    """Options of the constructor that may be set later, too."""
+
+    saved_options: ClassVar[tuple[str, ...]] = ()
+    """Attributes in the extra state."""
+
+    num_calls = 0
+    """Explicit layers do not count their calls."""
+
+    state_type: ClassVar[type[RecurrentState]]
+
+    captures_step: ClassVar[bool] = False
+    """Whether a `Decoder` captures `step` as a CUDA graph."""
+
+    none_for_zeros: ClassVar[tuple[str, ...]] = ()
+    """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
+
+    out_proj: nn.Linear
+    """The last module of every layer; its weight has the layer's dtype and device."""
+
+    __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
+    _load_from_state_dict, number_options = load_parameters, number_options
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.saved_options:
+            # nn.Module asks the class whether it has an extra state
+            cls.get_extra_state, cls.set_extra_state = save_options, load_options  # type: ignore[method-assign,assignment]
+
+    def __init__(self, d_model: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        self.d_model = positive_int("d_model", d_model)
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+
+    def _mark_parameters(self) -> None:
+        """Call `mark` for the parameters that have marks; some may not exist yet."""
+
+    @abstractmethod
+    def _state_sizes(self) -> StateShapes:
+        """The sizes of the state's tensors, in the order of its fields."""
+
+    @abstractmethod
+    def _run(
+        self,
+        x: Tensor,  # (b, t, m), neither empty
+        state: StateT,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        """The outputs and the state after the last token, whose tensors autograd may have saved.
+
+        lengths: the tokens of each sample, which padding with x = 0 follows; None: t. The outputs
+        of padding may be anything finite.
+        """
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: StateT | None = None,
+        return_state: bool = False,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Any:
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
+
+        A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
+        rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding, or where documents
+        begin, and a state of a lower floating dtype is converted, as in `Bedouin`. Raises TypeError
+        for integer or foreign dtypes, ValueError for wrong shapes, devices and states.
+        """
+        self.check_input(x, 3)
+        return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
+
+    def _call(
+        self,
+        x: Tensor,  # (b, t, input_size)
+        state: StateT | None,
+        return_state: bool,
+        packing: Packing | None,
+    ) -> Any:
+        """`forward` with checked inputs."""
+        rows = x.shape[0] if packing is None else packing.num_states
+        if state is not None:
+            before = self.checked_state(state, rows)
+        else:
+            needs_zeros = packing is not None or not x.numel()
+            before = self._zeros(rows, () if needs_zeros else self.none_for_zeros)
+        lengths, u = None, x
+        if packing is not None:
+            before, u = packing.before(before, self.init_state(1)), packing.take(x)
+            # padding follows the tokens, so that it changes only the state
+            lengths = packing.padded_lengths() if return_state else None
+        if u.numel():
+            output, after = self._run_loaded(u, before, lengths)
+        else:
+            output, after = self._run_empty(u), before.clone()
+        if packing is not None:
+            output = packing.put(output, x.shape)
+            after = packing.after(after)
+        return (output, owned(after)) if return_state else output
+
+    if TYPE_CHECKING:
+        __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
+
+    def step(
+        self,
+        x_t: Tensor,  # (b, m)
+        state: StateT,
+    ) -> tuple[Tensor, StateT]:  # (b, m)
+        """One token. Raises as `forward` does."""
+        self.check_input(x_t, 2)
+        return self._step(x_t, state)
+
+    def _step(
+        self,
+        x_t: Tensor,  # (b, input_size)
+        state: StateT,
+    ) -> tuple[Tensor, StateT]:  # (b, m)
+        """`step` with a checked input."""
+        if state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
+        with without_noise():
+            output, after = self._call(x_t.unsqueeze(1), state, True, None)
+        return output.squeeze(1), after
+
+    def init_state(self, batch_size: int) -> StateT:
+        """The state before any token: zeros on the layer's device."""
+        check_batch_size(batch_size)
+        return self._zeros(batch_size, ())
+
+    def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
+        """A state of zeros, with None in place of the tensors that are `missing`."""
+        device, dtype = self._weight.device, self.state_dtype
+        state: StateT = self._make_state(
+            None
+            if name in missing
+            else torch.zeros(b, *(n or 0 for n in size), dtype=dtype, device=device)
+            for name, size in self._state_sizes().items()
+        )
+        return state
+
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
+        return Graphed(self, sample)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the state: at least float32."""
+        return accumulator(self._weight.dtype)
+
+    @property
+    def _weight(self) -> Tensor:
+        """A parameter with the layer's dtype and device."""
+        return read_parameter(self.out_proj, "weight")
+
+    def _make_state(self, tensors: Any) -> Any:
+        return self.state_type(*tensors)
+
+    def _run_loaded(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: StateT,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        """`_run` with the parameters of the layer and of its parts, which a module that accelerate
+        offloads has in its own calls alone."""
+        layers = [v for v in (self, *self.children()) if isinstance(v, RecurrentLayer)]
+        hooked = [(v, vars(v)["_hf_hook"]) for v in layers if "_hf_hook" in vars(v)]
+        for layer, hook in hooked:
+            hook.pre_forward(layer)
+        found = self._run(x, state, lengths)
+        for layer, hook in hooked:
+            hook.post_forward(layer, ())
+        return found
+
+    def _run_empty(
+        self,
+        x: Tensor,  # (b, t, m), one of them 0
+    ) -> Tensor:  # as x
+        """The outputs of no tokens, with a graph to every parameter, since data-parallel training
+        waits for gradients of them all: a token is run, and none of its outputs is taken."""
+        output, _ = self._run_loaded(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
+        return x[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
+
+    def check_input(self, x: Tensor, rank: int) -> None:
+        """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
+        device."""
+        check_layer_input(x, rank, self.d_model, self._weight)
+
+    def checked_state(self, state: StateT, b: int) -> StateT:
+        """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
+        or ValueError where it does not fit the layer."""
+        check_kind(state, self.state_type)
+        sizes = self._state_sizes()
+        for field, tensor in zip(sizes, state.tensors, strict=True):
+            axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
+            check_tensor(f"state.{field}", tensor, f"(b, {axes})")
+        pairs = list(zip(state.tensors, sizes.values(), strict=True))
+        if all(v.dim() == len(size) for v, size in pairs):
+            state = state.stack([state])
+        state = state.at_least(self.state_dtype)
+        like = self._weight.new_empty(0, dtype=self.state_dtype)
+        for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
+            check_field(f"state.{field}", tensor, (b, *size), like)
+        return state
+
+
+def owned(state: StateT) -> StateT:
+    """The state with copies of what autograd may have saved: a state may be written in place."""
+    return state._each(lambda v: v.clone() if v.requires_grad else v)

@@ -1,0 +1,697 @@
+"""What Bedouin and FixedPointRNN share: projections, the solve, the output stage, the state.
+
+Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
+p = d / H head_dim, r raw values of a head, the first f with feedback, w width of a convolution.
+Between the projections from m to d and back a layer has b' = H b folded samples, each one head of
+one sample (layers/heads.py).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional as F
+
+from bedouin.checks import (
+    check_batch_size,
+    check_bool,
+    check_dtype,
+    check_layer_idx,
+    check_layer_input,
+    check_projection_dtype,
+    one_of,
+    positive_int,
+)
+from bedouin.graphed import Graphed
+from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
+from bedouin.kernels.heads import fold, per_sample, unfold
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.linear import apply_weight, padding
+from bedouin.kernels.operands import (
+    NO_LAYOUT,
+    Activation,
+    Operands,
+    Parameterization,
+    RawLayout,
+)
+from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.padding import CLOSED, closed_value
+from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.layers import common
+from bedouin.layers.common import REMOVED, at_least_float32, factory_options, mark, type_name
+from bedouin.layers.convolution import ShortConvolution
+from bedouin.layers.heads import (
+    HeadNorm,
+    by_head,
+    fold_state,
+    make_linear,
+    project_heads,
+    unfold_state,
+)
+from bedouin.layers.map import FixedPointMap, ScanInputs, StructuredMap, split_by_layout
+from bedouin.layers.mixers import ChannelMixer, HouseholderProduct, kernel_gap
+from bedouin.layers.options import (
+    FEEDBACK_NORM_EPS,
+    GRIFFIN_SHARPNESS,
+    Initialization,
+    SolveOption,
+    check_device,
+    check_structure,
+    choose_num_heads,
+    choose_solver,
+    inner_size,
+    ordered_subset,
+    split_feedback_weight,
+)
+from bedouin.packing import Packing, find_packing, last_token, tokens_before
+from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, Solver, SolveStats
+from bedouin.solvers.base import check_number
+from bedouin.solvers.caps import as_cap
+from bedouin.solvers.draws import Draws, is_recomputation
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
+from bedouin.solvers.solve import Caller, SolveOptions
+from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
+from bedouin.wrapped import (
+    calls_norm,
+    effective_weight,
+    is_plain,
+    is_untouched,
+    norm_parameters,
+    read_parameter,
+    tell_of_hooks,
+)
+
+
+class Projected(NamedTuple):
+    """What the projections make of a call's input."""
+
+    f: FixedPointMap
+    x: Tensor  # (b', t, p)
+    z: Tensor | None  # (b', t, p)
+    gate: Tensor  # (b', t, p), the part that x determines
+    W_gate: Tensor | None  # (p, p) or (H, p, p), the gate's part of W^y
+    dtype: torch.dtype  # of the products of the output stage and of its result
+    window: Tensor | None  # (b, w - 1, d), of the convolution after the last token
+
+
+class FixedPointLayer(nn.Module, ABC):
+    """The base class of Bedouin and FixedPointRNN.
+
+    A subclass sets `decay` before it calls the constructor.
+
+    The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
+    in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
+    bedouin.wrapped, which also says what is refused). Merge adapters before decoding: a step
+    computes that matrix anew.
+    """
+
+    components: ClassVar[tuple[str, ...]]
+    """Names of the raw components, in the order of the fused projection; the first is that of
+    Delta, and the gate is last."""
+    fed_names: ClassVar[tuple[str, ...]]
+    """The names that `feedback` may contain."""
+    selective: ClassVar[bool]
+    """Whether B and C are raw components; otherwise they are 1."""
+    delta_activations: ClassVar[dict[str, Activation]]
+    """How Delta follows from its raw values, for each `decay`."""
+
+    settable_options: ClassVar[tuple[str, ...]] = (
+        *("solver", "adjoint", "max_steps", "on_unconverged", "backend"),
+        *("mixer", "initialization", "layer_idx"),
+    )
+    saved_options: ClassVar[tuple[str, ...]] = (
+        *("num_heads", "input_scale", "eigenvalues", "feedback", "feedback_norm"),
+        *("d_conv", "norm_eps"),
+    )
+    """Attributes in the extra state. Not solver, adjoint, cap and backend, between which
+    `load_state_dict` works without a warning."""
+    state_type = BedouinState
+    captures_step = True
+
+    decay: str
+    output: Literal["norm", "paper"] = "norm"
+    """The output stage: "norm" with z and a norm, "paper" without both."""
+    has_bias = True
+    """Whether the projections of x other than that to Delta have a bias."""
+    initialization = Initialization()
+    x_proj: Any
+    """W^x: an nn.Linear, or a HeadLinear for several heads."""
+    omega: nn.Parameter
+    """The rates of the decay "griffin" (d, n)."""
+
+    solve_options: SolveOptions
+    """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
+    `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
+    solver = SolveOption[Solver, Solver | Literal["auto"]](
+        "solver", lambda layer, value: choose_solver(value, layer.is_structured)
+    )
+    adjoint = SolveOption[Adjoint | None, Adjoint | None]("adjoint")
+    cap = SolveOption[Cap, Cap]("cap")
+    max_steps = SolveOption[Cap, int | Cap]("cap", lambda layer, value: as_cap(value))
+    on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
+    backend = SolveOption[Backend, Backend]("backend")
+
+    record_history = False
+    """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
+    stats: SolveStats | None
+    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
+    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
+    state_dict contains none, and loading one does not change them. Those of a sample are the worst
+    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
+    torch.func transforms they are tensors of the transform: to read them, return them from the
+    transformed function. Under torch.compile they are outputs of the graph that are not read, so
+    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
+    are."""
+    _stats_have_graph = False
+    """Whether the call that `stats` describes recorded gradients."""
+
+    __setstate__, _apply = common.set_state, common.apply_to_parameters
+    _load_from_state_dict = common.load_parameters
+    get_extra_state, set_extra_state = common.save_options, common.load_options
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int,
+        expand: float,
+        num_heads: int | None,
+        mixer: ChannelMixer,
+        input_scale: InputScale,
+        eigenvalues: Eigenvalues,
+        feedback: Collection[str],
+        feedback_norm: bool,
+        feedback_init: float,
+        d_conv: int | None,
+        norm_eps: float,
+        solver: Solver | Literal["auto"],
+        adjoint: Adjoint | None,
+        max_steps: int | Cap,
+        on_unconverged: OnUnconverged,
+        backend: Backend,
+        layer_idx: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.d_model = positive_int("d_model", d_model)
+        self.d_state = positive_int("d_state", d_state)
+        d = self.d_inner = inner_size(expand, d_model)
+        H = self.num_heads = choose_num_heads(num_heads, d)
+        p = self.head_dim = d // H
+        check_bool("feedback_norm", feedback_norm)
+        check_dtype(dtype)
+        gone = dict.fromkeys(("erase", "x"), REMOVED)
+        self.feedback = ordered_subset("feedback", feedback, self.fed_names, gone)
+        self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
+        self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
+        check_number("norm_eps", norm_eps, 0, 1, open_low=True)
+        self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
+        self.mixer, self.layer_idx = mixer, check_layer_idx(layer_idx)
+        self.d_conv = None if d_conv is None else positive_int("d_conv", d_conv)
+        chosen, cap = choose_solver(solver, self.is_structured), as_cap(max_steps)
+        options = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
+        self.solve_options = check_structure(mixer, p, options)
+        self.stats, self.draws, self.deferred = None, Draws(), DeferredWarning()
+
+        factory = factory_options(device, dtype)
+        sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
+        self._sizes = {name: sizes.get(name, p) for name in self.components}
+        r, rows_of_delta = self.raw_size, (..., slice(p), slice(None))
+        delta_from_x = ((rows_of_delta, self.initialization.delta_from_x),)
+        self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
+        self.x_proj = make_linear(H, p, r + p, delta_from_x, **factory)
+        self.y_proj = None
+        if self.feedback:
+            fed = sum(self._sizes[name] for name in self.feedback)
+            self.y_proj = make_linear(H, p, fed + p, ((..., self.feedback_init),), **factory)
+        self.conv = None
+        if d_conv is not None:
+            self.conv = ShortConvolution(d, None if d_conv == 1 else d_conv, bias=True, **factory)
+        window = None if self.conv is None else self.conv.window_size
+        self.state_size = StateSize(d, d_state, window)
+        self.dt_bias = nn.Parameter(torch.empty(d, **factory))
+        self.raw_bias = nn.Parameter(torch.empty(H * r, **factory)) if self.has_bias else None
+        self.D = nn.Parameter(torch.empty(d, **factory))
+        if self.decay == "griffin":
+            self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
+        self.norm = HeadNorm(H, d, norm_eps, **factory) if self.output == "norm" else None
+        self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
+        check_device(mixer, self.D.device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
+            size, made = value.raw_size(self.head_dim), self._sizes["mixer"]
+            if size != made:
+                owner = type(self).__name__
+                raise ValueError(
+                    f"mixer must have {made} raw values a token and head, for which the layer's "
+                    f"projections were made, got {value} with {size}: make a new layer, "
+                    f"{owner}(..., mixer=...)"
+                )
+        common.set_attribute(self, name, value)
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        state: BedouinState | None = None,
+        return_state: bool = False,
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+        one_token: bool = False,
+    ) -> Any:
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, BedouinState).
+
+        A sequence in chunks, each with the state after the previous one, gives the same output as a
+        single call, up to rounding. A state of a lower floating dtype is converted to that of
+        `init_state`. x may be described by these (bedouin.packing):
+
+        mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
+            its output is 0, state and `stats` are those of the real tokens alone.
+        cu_seqlens: int32 or int64, where each document of the row x (1, t, m) begins, and t last.
+            States and `stats` have one entry for each document. The host reads it once.
+        seq_idx: int32 or int64; a new document begins wherever it changes. `state` enters the first
+            document of each row, the state after the last one is returned; `stats` have one entry
+            for each document, in order. The host reads two numbers.
+        A mask goes with either of the others. Padding is in no document then: a document continues
+        after it, and its seq_idx may be anything. A row without real tokens is an empty document.
+        one_token: x is (b, m), one token, as in `step`, which takes this way so that hooks run.
+
+        Gradients of parameters are sums over samples: one that is not finite makes them NaN, even
+        if the loss leaves it out. Those of each sample: torch.func.vmap over torch.func.grad of a
+        function that calls torch.func.functional_call(layer, parameters, x.unsqueeze(0)).
+
+        Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
+        devices and states, ConvergenceError if on_unconverged="raise".
+        """
+        self.check_input(x, rank=2 if one_token else 3)
+        if one_token:
+            if state is None:
+                raise TypeError("state must not be None: make one with init_state(batch_size)")
+            x, options, packing = x.unsqueeze(1), self._token_options, None
+        else:
+            options, packing = self.solve_options, find_packing(x, mask, cu_seqlens, seq_idx)
+        u, before, lengths = x, self._before(x, state, packing), None
+        if packing is not None:
+            u, lengths = packing.take(x), packing.padded_lengths()
+        projected = self._project(u, before, lengths)
+        with without_autocast(u.device):
+            y = options.solve(projected.f, *self._solving(projected.f, options, lengths)).value
+            after = self._after(projected, y) if return_state else None
+            hidden = self._gated(projected, y)
+        output: Tensor = self.out_proj(hidden)
+        if packing is not None:
+            output, after = packing.put(output, x.shape), packing.after(after)
+        if one_token:
+            output = output.squeeze(1)
+        return (output, after) if return_state else output
+
+    if TYPE_CHECKING:
+        __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
+
+    def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
+        """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.
+
+        If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
+        Hooks on the layer run, as in a call. On a GPU a `Decoder` replays steps as CUDA graphs,
+        which takes less time.
+        Raises the same errors as `forward`, and TypeError for a state that is None.
+        """
+        # FSDP gathers parameters in hooks, and accelerate loads them in a `forward` of its own
+        run: Any = self.forward if is_untouched(self) else self
+        output, after = run(x_t, state, True, one_token=True)
+        return output, after
+
+    def init_state(self, batch_size: int) -> BedouinState:
+        """The state before the first token: zeros in at least float32 on the layer's device."""
+        check_batch_size(batch_size)
+        like = read_parameter(self, "D")
+        return zero_state(batch_size, self.state_size, accumulator(like.dtype), like.device)
+
+    def checked_state(self, state: Any, b: int) -> BedouinState:
+        """`state` with a batch axis, in at least the dtype of `init_state`; TypeError or ValueError
+        where it does not fit the layer."""
+        return check_state(state, b, self.state_size, self.init_state(0).y)
+
+    def map(self, x: Tensor) -> FixedPointMap:  # x: (b, t, m)
+        """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
+        parameters.
+
+        `bedouin.solvers.solve(layer.map(x), y0, solver, time_dim=1)` finds its fixed point from
+        y0 (b, t, d) with any solver and gradient, and torch.autograd.grad(f(y), y, v) is the
+        product of v with its Jacobian. Raises the errors of a call.
+        """
+        self.check_input(x, rank=3)
+        f = self._project(x, None, None).f
+        return f if self.num_heads == 1 else f.joining(self.num_heads)
+
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
+        passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
+        the layer, and a call costs the host a few launches.
+
+        A call raises where it would differ: another shape, dtype, device, training mode, autocast
+        or replaced parameter, or a backward pass after the next call. States and masks are not
+        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
+        not on a CUDA device or is empty, and for a random cap in training.
+        """
+        return Graphed(self, sample)
+
+    # -- the parts of a call
+
+    def _before(
+        self, x: Tensor, state: BedouinState | None, packing: Packing | None = None
+    ) -> BedouinState | None:
+        """The state of the folded samples before the first token of x (b, t, m); None: zeros.
+        Raises TypeError or ValueError for a state that does not fit."""
+        if state is None:
+            return None
+        size, dtype = self.state_size, accumulator(x.dtype)
+        rows = x.shape[0] if packing is None else packing.num_states
+        state = check_state(state, rows, size, x.new_empty(0, dtype=dtype))
+        if packing is not None:
+            state = packing.before(state, zero_state(1, size, dtype, x.device))
+        return fold_state(state, self.num_heads)
+
+    def _project(
+        self,
+        u: Tensor,  # (b, t, m)
+        before: BedouinState | None,  # of folded samples
+        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
+    ) -> Projected:
+        """x, z = in_proj(u), raw = W^x x_t and the map F with its feedback W^y norm(y_{t-1})."""
+        self.deferred.flush()
+        if isinstance(self.mixer, HouseholderProduct) and not is_untouched(self.mixer):
+            tell_of_hooks(self, "mixer", self.mixer)
+        H, dtype, window = self.num_heads, accumulator(u.dtype), None
+        x, *z = self.in_proj(u).split(list(self.projected_sizes.values()), -1)
+        if self.conv is not None:
+            shape = u.shape[0], *self.conv.window_size
+            window = u.new_zeros(shape, dtype=dtype) if before is None else before.conv
+            x, window = self.conv(x, window, lengths)
+            x = F.silu(x)
+        x, *z = (fold(v, H) for v in (x, *z))
+        low = autocast_dtype(x) or self.D.dtype
+        product, (r, p) = self._project_x(x), (self.raw_size, self.head_dim)
+        raw, gate, _ = product.split([r, p, product.shape[-1] - r - p], -1)
+        if lengths is not None:
+            lengths = lengths.repeat(H)
+            raw = self._hold_memory(raw, lengths)
+        with without_autocast(u.device):
+            W_y, W_gate = self._feedback_weights(low)
+            A = by_head(self._A().to(dtype), H)
+            start = (None, None) if before is None else (before.ssm, before.y)
+            operands = Operands(self._drive(x), raw, W_y, A, *start)
+            kind = StructuredMap if self.is_structured else FixedPointMap
+            options = self.parameterization(), self.mixer, self._split, self.backend
+            f = kind(operands, *options, lengths)
+        return Projected(f, x, z[0] if z else None, gate, W_gate, low, window)
+
+    def _project_x(
+        self,
+        x: Tensor,  # (b', t, p)
+    ) -> Tensor:  # (b', t, r + p), or with more columns, which nothing may read
+        """W^x x with its bias, which begins with that of Delta and ends with the gate's."""
+        bias, spare, is_matrix = by_head(self.dt_bias, self.num_heads), 0, is_plain(self.x_proj)
+        if is_matrix and choose_backend(self.backend, x.device, x.dtype) == "triton":
+            # kernels and cuBLAS read rows fast that begin at aligned addresses
+            spare = padding(self.raw_size + self.head_dim)
+        if self.raw_bias is None:
+            bias = F.pad(bias, (0, self.raw_size + spare))
+        else:
+            unread = bias.detach()[..., :1].expand(*bias.shape[:-1], spare)
+            bias = torch.cat([bias, by_head(self.raw_bias, self.num_heads), unread], -1)
+        if is_matrix:
+            return project_heads(x, self.x_proj.weight, bias)
+        product: Tensor = self.x_proj(x)
+        if product.shape[-1] != bias.shape[-1]:
+            raise ValueError(
+                f"x_proj must return r + head_dim = {bias.shape[-1]} values for each vector, got "
+                f"{tuple(product.shape)}: replace it with a module of that width"
+            )
+        rows = bias if bias.dim() == 1 else per_sample(bias, product.shape[0]).unsqueeze(1)
+        return (product + rows).to(product.dtype)
+
+    def _hold_memory(
+        self,
+        raw: Tensor,  # (b', t, r)
+        lengths: Tensor,  # (b',)
+    ) -> Tensor:  # (b', t, r)
+        """Raw values for which Delta is 0 in the padding.
+
+        The decay is then 1 and the input scale 0, in every parameterization: the memory passes, and
+        no gradient reaches the other raw values.
+        """
+        closed = CLOSED if self.activation == "softplus_of_minus" else -CLOSED
+        padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
+        # one split, because its gradient is one concatenation
+        delta, rest = raw.split([self.head_dim, raw.shape[-1] - self.head_dim], -1)
+        return torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
+
+    def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
+        feedback, and for the loop if only components without raw values have it."""
+        if self.y_proj is None:
+            return None, None
+        p = self.head_dim
+        weight = effective_weight("y_proj", self.y_proj, p, self.D, self.num_heads)
+        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
+
+    def _solving(
+        self,
+        f: FixedPointMap,
+        options: SolveOptions,
+        lengths: Tensor | None,  # (b,)
+    ) -> tuple[Tensor, Literal[1], Caller]:
+        """What `SolveOptions.solve` takes beside the map: the start (b', t, p), the axis of time
+        and the caller."""
+        x, dtype = f.operands.x, f.operands.A.dtype
+        # an exact solve does not read where it starts
+        start = x.new_empty((), dtype=dtype).expand(x.shape)
+        if not options.solver.is_exact:
+            start = torch.zeros_like(start, memory_format=torch.contiguous_format)
+        draw, record = None, partial(self._keep_stats, lengths)
+        # a compiled graph holds the count as a constant and would be recompiled for each call
+        if self.training and (self.cap.is_random or not torch.compiler.is_compiling()):
+            draw = self.draws.next(self.cap)
+        name, history = type(self).__name__, self.record_history
+        caller = Caller(name, self.deferred, draw, record, self.num_heads, history)
+        return start, 1, caller
+
+    def _keep_stats(self, lengths: Tensor | None, stats: SolveStats) -> None:
+        if lengths is not None:  # an empty sequence takes no steps
+            stats = replace(stats.plain, num_steps=stats.num_steps * (lengths > 0))
+        # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
+        if is_recomputation() and self._stats_have_graph:
+            return
+        # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
+        if not torch.compiler._is_exporting_flag:
+            # not by nn.Module's setattr, which tests all kinds of attributes first
+            self.__dict__["stats"] = stats
+            self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
+
+    def _after(
+        self,
+        projected: Projected,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> BedouinState:
+        """The state after the last token, in memory of its own."""
+        f = projected.f
+        if not y.shape[1]:
+            h, last = f.wide.start()
+        elif f.lengths is None:
+            h, last = f.memory(y), y[:, -1]
+        else:
+            h, last = f.memory(y), last_token(y, f.lengths, f.operands.y0)
+        return unfold_state(BedouinState(h, last, projected.window), self.num_heads)
+
+    def _gated(
+        self,
+        projected: Projected,
+        y: Tensor,  # (b', t, p), the fixed point
+    ) -> Tensor:  # (b, t, d)
+        """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
+        includes its feedback W^y norm(y_{t-1})."""
+        f, x, z, gate, W_gate, dtype, _ = projected
+        H, backend, fed = self.num_heads, self.backend, None
+        if W_gate is not None and y.shape[1]:
+            eps, low = self.feedback_norm_eps, W_gate.dtype
+            normed = shifted_norm(y, f.operands.y0, eps, dtype=low, backend=backend)
+            fed = apply_weight(normed, W_gate)
+        weight, eps = norm_parameters(self.norm)
+        if calls_norm(self.norm):
+            return self._gated_by_module(projected, y, fed)
+        weight = None if weight is None else by_head(weight, H)
+        D, norm = by_head(self.D, H), {"z": z, "weight": weight, "eps": eps}
+        hidden = gated_output(y, x, D, gate, fed, **norm, dtype=dtype, backend=backend)
+        if not hidden.numel():
+            # Solves and kernels leave out what has no entries, while data-parallel training waits
+            # for a gradient of every parameter.
+            for v in (f.operands.W_y, f.operands.A, W_gate, *f.mixer_values):
+                hidden = hidden if v is None else hidden + v.sum()
+        return hidden
+
+    def _gated_by_module(
+        self,
+        projected: Projected,
+        y: Tensor,  # (b', t, p), the fixed point
+        fed: Tensor | None,  # (b', t, p), the gate's feedback
+    ) -> Tensor:  # (b, t, d)
+        """`_gated` where the norm is called, since it has hooks."""
+        norm: Any = self.norm
+        if self.num_heads > 1 and not isinstance(norm, HeadNorm):
+            raise TypeError(
+                f"norm must be a {HeadNorm.__name__} to be called for its hooks in a layer of "
+                f"{self.num_heads} heads, got {type(norm).__name__}: remove the hooks"
+            )
+        tell_of_hooks(self, "norm", norm)
+        gate = sum(v.to(y.dtype) for v in (projected.gate, fed, projected.z) if v is not None)
+        y, x, gate = (unfold(v.to(y.dtype), self.num_heads) for v in (y, projected.x, gate))
+        normed: Tensor = norm((y + self.D.to(y.dtype) * x).to(norm_parameters(norm)[0].dtype))
+        return (F.silu(gate) * normed.to(y.dtype)).to(projected.dtype)
+
+    # -- how raw values are read
+
+    @abstractmethod
+    def _A(self) -> Tensor:
+        """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
+        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+
+    def _drive(
+        self,
+        x: Tensor,  # (b', t, p)
+    ) -> Tensor:  # (b', t, p)
+        """The input of the mixer."""
+        return x
+
+    @property
+    def activation(self) -> Activation:
+        """How Delta follows from its raw values."""
+        return self.delta_activations[self.decay]
+
+    def layout(self) -> RawLayout | None:
+        """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
+        mixer = self.mixer
+        if isinstance(mixer, HouseholderProduct) and kernel_gap(mixer) is None:
+            return self._layout(mixer.num_householder, mixer.beta_max)
+        return None
+
+    def _layout(self, num_householder: int = 0, beta_max: float = 1.0) -> RawLayout:
+        return RawLayout(self.activation, self.selective, num_householder, beta_max)
+
+    def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
+        """Raw values converted to the inputs of the scan."""
+        return split_by_layout(self._layout(), (self.head_dim, self.d_state), raw)
+
+    def parameterization(self) -> Parameterization:
+        """The options of the map for its kernels."""
+        scales, eps = (self.input_scale, self.eigenvalues), self.feedback_norm_eps
+        gap = kernel_gap(self.mixer) or NO_LAYOUT
+        return Parameterization(self.layout(), *scales, eps, without_layout=gap)
+
+    # -- options and parameters
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
+        need."""
+        return self.mixer.is_structured(self.head_dim)
+
+    @property
+    def _token_options(self) -> SolveOptions:
+        """The options of the solve of one token."""
+        options = self.solve_options
+        return replace(options, solver=Direct()) if self.is_structured else options
+
+    @property
+    def projected_sizes(self) -> dict[str, int]:
+        """The parts of in_proj's output in their order."""
+        return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
+
+    @property
+    def raw_size(self) -> int:
+        """r, the number of raw values per token and head, without the gate."""
+        return sum(self._sizes.values())
+
+    @property
+    def norm_eps(self) -> float | None:
+        """The eps of the output norm; None without one."""
+        return getattr(self.norm, "eps", None)
+
+    @property
+    def feedback_norm_eps(self) -> float | None:
+        return FEEDBACK_NORM_EPS if self.feedback_norm else None
+
+    def number_options(self) -> dict[str, Any]:
+        """The options in the extra state; those of the mixer are among them."""
+        mixer: Any = self.mixer
+        of_mixer = {name: getattr(mixer, name) for name in getattr(mixer, "saved_options", ())}
+        return common.number_options(self) | {"mixer": type_name(mixer)} | of_mixer
+
+    @property
+    def num_calls(self) -> int:
+        """The number of training calls, on which random caps depend."""
+        return self.draws.count
+
+    @num_calls.setter
+    def num_calls(self, value: int) -> None:
+        self.draws.count = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickles, without statistics of a torch.func transform."""
+        state = dict(vars(self))
+        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
+            state["stats"] = None
+        return state
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, except those of the mixer."""
+        self._mark_parameters()
+        for module in (self.in_proj, self.x_proj, self.conv, self.out_proj, self.y_proj):
+            if module is not None:
+                module.reset_parameters()
+        with torch.no_grad():
+            if self.raw_bias is not None:
+                bound = 1 / math.sqrt(self.head_dim)
+                self.raw_bias.uniform_(-bound, bound)
+            self.D.fill_(1.0)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def _mark_parameters(self) -> None:
+        # plain look-ups, because setting the first parameter calls this, too
+        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        for name in ("D", "A_log", "omega"):
+            mark(self._parameters.get(name), "_no_weight_decay")
+
+    def check_input(self, x: Tensor, rank: int) -> None:
+        """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be recorded by torch.jit.trace, which knows neither "
+                "loops over tokens nor sizes: use torch.compile or torch.export, and "
+                "torch.onnx.export(..., dynamo=True) for ONNX"
+            )
+        # without the call where there is nothing to load
+        D = read_parameter(self, "D") if self.D.is_meta else self.D
+        if isinstance(x, Tensor) and x.dtype != D.dtype:
+            check_projection_dtype(x, D, self.in_proj)
+        check_layer_input(x, rank, self.d_model, D)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
+            f"num_heads={self.num_heads}, "
+            f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
+            f"feedback={self.feedback}, solver={self.solver}, "
+            f"adjoint={self.adjoint or ImplicitAdjoint()}"
+        )
