@@ -39,7 +39,7 @@ def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[
         if event == "call" and _does_the_work(frame):
             names = _names(frame)
             # the layer's output stage has launches of its own, which are no part of the solve
-            if "bedouin.layers.fixed_point:_gated" not in names:
+            if "bedouin.layers.stages:gated" not in names:
                 found.append(names)
 
     x, before = torch.randn(1, 1, 2), sys.gettrace()

@@ -5,8 +5,7 @@ Letters: b batch, t time, m d_model.
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
 from bedouin.kernels.checks import one_of as one_of
-from bedouin.solvers.base import check_number
 from bedouin.solvers.base import known_options as known_options
 from bedouin.solvers.base import positive_int as positive_int
 
@@ -153,47 +151,6 @@ def output_tensor(output: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
     return tensor
-
-
-def ordered_subset(
-    name: str,
-    values: Collection[str],
-    valid: tuple[str, ...],
-    absent: Mapping[str, str],
-) -> tuple[str, ...]:
-    """The names in `values` in the order of `valid`. Raises ValueError for any other name, with the
-    reason for a name that is `absent`."""
-    is_collection = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
-    # a list, because an iterator can be read only once
-    names = list(values) if is_collection else [None]
-    for found in (v for v in absent if v in names):
-        raise ValueError(f"{name} must not contain {found!r}, got {values!r}: {absent[found]}")
-    if not all(v in valid for v in names):
-        raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
-    return tuple(v for v in valid if v in names)
-
-
-def check_device(mixer: nn.Module, device: torch.device) -> None:
-    """Raise ValueError unless the mixer's parameters are on the layer's device."""
-    for name, parameter in mixer.named_parameters():
-        if parameter.device != device:
-            raise ValueError(
-                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
-                "make it there, or move the whole layer with to(device) once it is made"
-            )
-
-
-def inner_size(expand: float, d_model: int) -> int:
-    """d = expand * m. Raises ValueError unless it is a whole number."""
-    check_number("expand", expand, 0, 1e3, open_low=True)
-    d = round(expand * d_model)
-    if d < 1 or not math.isclose(d, expand * d_model, rel_tol=1e-9):
-        near = max(d, 1)
-        raise ValueError(
-            f"expand * d_model must be a whole number of channels, at least 1, got {expand} * "
-            f"{d_model} = {expand * d_model:.6g}: for {near} use expand={near} / {d_model}"
-        )
-    return d
 
 
 def check_projection_dtype(

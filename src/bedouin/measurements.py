@@ -16,6 +16,7 @@ from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.heads import unfold
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.map import FixedPointMap
+from bedouin.layers.stages import gated, project, solving, state_before
 from bedouin.solvers import Adjoint, Direct, Picard, Solver, SolveStats
 from bedouin.state import BedouinState
 
@@ -87,11 +88,11 @@ def find_fixed_point(
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
-    projected = probe._project(x, probe._before(x, state), None)
+    projected = project(probe, x, state_before(probe, x, state), None)
     with without_autocast(x.device):
         options, f = probe.solve_options, projected.f
-        y = options.solve(f, *probe._solving(f, options, None)).value
-        hidden = probe._gated(projected, y)
+        y = options.solve(f, *solving(probe, f, options, None)).value
+        hidden = gated(probe, projected, y)
     assert probe.stats is not None
     heads = probe.num_heads
     f = f if heads == 1 else f.joining(heads)

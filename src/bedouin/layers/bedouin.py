@@ -3,28 +3,16 @@
 Letters: b batch, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
-from collections.abc import Collection
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bedouin.checks import known_options, one_of
-from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation
-from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layers.common import REMOVED, at_least_float32, factory_options, reset_dt_bias
+from bedouin.layers.common import REMOVED, at_least_float32
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.mixers import ChannelMixer, HouseholderProduct
-from bedouin.layers.options import (
-    Decay,
-    Initialization,
-    griffin_omega,
-    make_mixer,
-    warn_of_singular_systems,
-)
-from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
-from bedouin.solvers.reporting import OnUnconverged
+from bedouin.layers.mixers import HouseholderProduct
+from bedouin.solvers import Adjoint, OneStepAdjoint, Picard, Solver
 
 
 class _Removed:
@@ -115,79 +103,6 @@ class Bedouin(FixedPointLayer):
     recall = _Removed(f"Bedouin has no recall: {REMOVED}")
     delta_activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
 
-    A_log: nn.Parameter
-
-    @known_options
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 16,
-        expand: float = 2,
-        num_heads: int | None = None,
-        num_householder: int | None = None,
-        beta_max: float | None = None,
-        mixer: ChannelMixer | None = None,
-        decay: Decay = "mamba",
-        input_scale: InputScale = "bounded_delta",
-        eigenvalues: Eigenvalues = "positive",
-        d_conv: int | None = None,
-        feedback: Collection[str] = ("delta", "B", "C", "mixer"),
-        feedback_norm: bool = True,
-        feedback_init: float = 0.1,
-        norm_eps: float = 1e-5,
-        solver: Solver | Literal["auto"] = "auto",
-        adjoint: Adjoint | None = None,
-        max_steps: int | Cap = 100,
-        backend: Backend = "auto",
-        on_unconverged: OnUnconverged = "warn",
-        initialization: Initialization | None = None,
-        layer_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.decay = one_of("decay", decay, tuple(self.delta_activations))
-        self.initialization = Initialization() if initialization is None else initialization
-        if not isinstance(self.initialization, Initialization):
-            raise TypeError(
-                "initialization must be None or an Initialization such as Initialization(rates="
-                f"0.1), got {initialization!r}"
-            )
-        rates = self.initialization.rates
-        if self.decay != "mamba" and rates not in (1, (1, 1)):
-            raise ValueError(
-                f"initialization.rates must be 1 with decay {decay!r}, got {rates!r}: use "
-                "decay='mamba', whose rates -A they multiply"
-            )
-        mixer = make_mixer(mixer, num_householder, beta_max)
-        super().__init__(
-            d_model,
-            d_state=d_state,
-            expand=expand,
-            num_heads=num_heads,
-            mixer=mixer,
-            input_scale=input_scale,
-            eigenvalues=eigenvalues,
-            feedback=feedback,
-            feedback_norm=feedback_norm,
-            feedback_init=feedback_init,
-            d_conv=d_conv,
-            norm_eps=norm_eps,
-            solver=solver,
-            adjoint=adjoint,
-            max_steps=max_steps,
-            on_unconverged=on_unconverged,
-            backend=backend,
-            layer_idx=layer_idx,
-            device=device,
-            dtype=dtype,
-        )
-        warn_of_singular_systems(mixer, self.decay, self.input_scale)
-        if decay == "mamba":
-            size, factory = (self.d_inner, self.d_state), factory_options(device, dtype)
-            self.A_log = nn.Parameter(torch.empty(size, **factory))
-        self.reset_parameters()
-
     @classmethod
     def from_paper(
         cls,
@@ -236,17 +151,6 @@ class Bedouin(FixedPointLayer):
             **options,
         )
         return layer
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        with torch.no_grad():
-            if self.decay == "mamba":
-                like = self.num_heads, self.head_dim, self.A_log
-                self.A_log.copy_(self.initialization.A_log(*like))
-                reset_dt_bias(self.dt_bias)
-            else:
-                self.omega.copy_(griffin_omega(self.omega))
-                self.dt_bias.zero_()
 
     def _A(self) -> Tensor:
         if self.decay == "mamba":

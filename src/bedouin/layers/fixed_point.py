@@ -10,8 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +24,35 @@ from bedouin.checks import (
     check_layer_idx,
     check_layer_input,
     check_projection_dtype,
+    known_options,
     one_of,
     positive_int,
 )
 from bedouin.graphed import Graphed
-from bedouin.kernels.backend import Backend, autocast_dtype, choose_backend, without_autocast
-from bedouin.kernels.heads import fold, per_sample, unfold
+from bedouin.kernels.backend import Backend, without_autocast
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.linear import apply_weight, padding
 from bedouin.kernels.operands import (
     NO_LAYOUT,
     Activation,
-    Operands,
     Parameterization,
     RawLayout,
 )
-from bedouin.kernels.output import gated_output, shifted_norm
-from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layers import common
-from bedouin.layers.common import REMOVED, at_least_float32, factory_options, mark, type_name
+from bedouin.layers.common import (
+    REMOVED,
+    at_least_float32,
+    factory_options,
+    mark,
+    reset_dt_bias,
+    type_name,
+)
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.heads import (
     HeadNorm,
-    by_head,
-    fold_state,
     make_linear,
-    project_heads,
-    unfold_state,
 )
-from bedouin.layers.map import FixedPointMap, ScanInputs, StructuredMap, split_by_layout
+from bedouin.layers.map import FixedPointMap, ScanInputs, split_by_layout
 from bedouin.layers.mixers import ChannelMixer, HouseholderProduct, kernel_gap
 from bedouin.layers.options import (
     FEEDBACK_NORM_EPS,
@@ -62,48 +60,35 @@ from bedouin.layers.options import (
     Initialization,
     SolveOption,
     check_device,
+    check_initialization,
     check_structure,
     choose_num_heads,
     choose_solver,
+    griffin_omega,
     inner_size,
+    make_mixer,
     ordered_subset,
     split_feedback_weight,
+    warn_of_singular_systems,
 )
-from bedouin.packing import Packing, find_packing, last_token, tokens_before
+from bedouin.layers.stages import gated, project, solving, state_after, state_before
+from bedouin.packing import find_packing
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, Solver, SolveStats
 from bedouin.solvers.base import check_number
 from bedouin.solvers.caps import as_cap
-from bedouin.solvers.draws import Draws, is_recomputation
+from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
-from bedouin.solvers.solve import Caller, SolveOptions
+from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import (
-    calls_norm,
     effective_weight,
-    is_plain,
     is_untouched,
-    norm_parameters,
     read_parameter,
-    tell_of_hooks,
 )
 
 
-class Projected(NamedTuple):
-    """What the projections make of a call's input."""
-
-    f: FixedPointMap
-    x: Tensor  # (b', t, p)
-    z: Tensor | None  # (b', t, p)
-    gate: Tensor  # (b', t, p), the part that x determines
-    W_gate: Tensor | None  # (p, p) or (H, p, p), the gate's part of W^y
-    dtype: torch.dtype  # of the products of the output stage and of its result
-    window: Tensor | None  # (b, w - 1, d), of the convolution after the last token
-
-
 class FixedPointLayer(nn.Module, ABC):
-    """The base class of Bedouin and FixedPointRNN.
-
-    A subclass sets `decay` before it calls the constructor.
+    """The base class of Bedouin, which has all of its options, and FixedPointRNN.
 
     The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
     in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
@@ -134,16 +119,15 @@ class FixedPointLayer(nn.Module, ABC):
     state_type = BedouinState
     captures_step = True
 
-    decay: str
     output: Literal["norm", "paper"] = "norm"
     """The output stage: "norm" with z and a norm, "paper" without both."""
     has_bias = True
     """Whether the projections of x other than that to Delta have a bias."""
-    initialization = Initialization()
     x_proj: Any
     """W^x: an nn.Linear, or a HeadLinear for several heads."""
+    A_log: nn.Parameter
     omega: nn.Parameter
-    """The rates of the decay "griffin" (d, n)."""
+    """The rates of the decays "mamba" and "griffin" (d, n)."""
 
     solve_options: SolveOptions
     """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
@@ -175,31 +159,39 @@ class FixedPointLayer(nn.Module, ABC):
     _load_from_state_dict = common.load_parameters
     get_extra_state, set_extra_state = common.save_options, common.load_options
 
+    @known_options
     def __init__(
         self,
         d_model: int,
         *,
-        d_state: int,
-        expand: float,
-        num_heads: int | None,
-        mixer: ChannelMixer,
-        input_scale: InputScale,
-        eigenvalues: Eigenvalues,
-        feedback: Collection[str],
-        feedback_norm: bool,
-        feedback_init: float,
-        d_conv: int | None,
-        norm_eps: float,
-        solver: Solver | Literal["auto"],
-        adjoint: Adjoint | None,
-        max_steps: int | Cap,
-        on_unconverged: OnUnconverged,
-        backend: Backend,
-        layer_idx: int | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        d_state: int = 16,
+        expand: float = 2,
+        num_heads: int | None = None,
+        num_householder: int | None = None,
+        beta_max: float | None = None,
+        mixer: ChannelMixer | None = None,
+        decay: str = "mamba",
+        input_scale: InputScale = "bounded_delta",
+        eigenvalues: Eigenvalues = "positive",
+        d_conv: int | None = None,
+        feedback: Collection[str] = ("delta", "B", "C", "mixer"),
+        feedback_norm: bool = True,
+        feedback_init: float = 0.1,
+        norm_eps: float = 1e-5,
+        solver: Solver | Literal["auto"] = "auto",
+        adjoint: Adjoint | None = None,
+        max_steps: int | Cap = 100,
+        backend: Backend = "auto",
+        on_unconverged: OnUnconverged = "warn",
+        initialization: Initialization | None = None,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.decay = one_of("decay", decay, tuple(self.delta_activations))
+        self.initialization = check_initialization(initialization, self.decay)
+        mixer = self.mixer = make_mixer(mixer, num_householder, beta_max)
         self.d_model = positive_int("d_model", d_model)
         self.d_state = positive_int("d_state", d_state)
         d = self.d_inner = inner_size(expand, d_model)
@@ -214,11 +206,12 @@ class FixedPointLayer(nn.Module, ABC):
         check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
         check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
-        self.mixer, self.layer_idx = mixer, check_layer_idx(layer_idx)
+        self.layer_idx = check_layer_idx(layer_idx)
         self.d_conv = None if d_conv is None else positive_int("d_conv", d_conv)
         chosen, cap = choose_solver(solver, self.is_structured), as_cap(max_steps)
         options = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
         self.solve_options = check_structure(mixer, p, options)
+        warn_of_singular_systems(mixer, self.decay, self.input_scale)
         self.stats, self.draws, self.deferred = None, Draws(), DeferredWarning()
 
         factory = factory_options(device, dtype)
@@ -244,7 +237,14 @@ class FixedPointLayer(nn.Module, ABC):
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
         self.norm = HeadNorm(H, d, norm_eps, **factory) if self.output == "norm" else None
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
+        if self.decay == "mamba":
+            self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
+        self._make_parameters(factory)
         check_device(mixer, self.D.device)
+        self.reset_parameters()
+
+    def _make_parameters(self, factory: dict[str, Any]) -> None:
+        """Make the parameters that a subclass has besides those of the base class."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
@@ -300,14 +300,14 @@ class FixedPointLayer(nn.Module, ABC):
             x, options, packing = x.unsqueeze(1), self._token_options, None
         else:
             options, packing = self.solve_options, find_packing(x, mask, cu_seqlens, seq_idx)
-        u, before, lengths = x, self._before(x, state, packing), None
+        u, before, lengths = x, state_before(self, x, state, packing), None
         if packing is not None:
             u, lengths = packing.take(x), packing.padded_lengths()
-        projected = self._project(u, before, lengths)
+        projected = project(self, u, before, lengths)
         with without_autocast(u.device):
-            y = options.solve(projected.f, *self._solving(projected.f, options, lengths)).value
-            after = self._after(projected, y) if return_state else None
-            hidden = self._gated(projected, y)
+            y = options.solve(projected.f, *solving(self, projected.f, options, lengths)).value
+            after = state_after(self, projected, y) if return_state else None
+            hidden = gated(self, projected, y)
         output: Tensor = self.out_proj(hidden)
         if packing is not None:
             output, after = packing.put(output, x.shape), packing.after(after)
@@ -351,7 +351,7 @@ class FixedPointLayer(nn.Module, ABC):
         product of v with its Jacobian. Raises the errors of a call.
         """
         self.check_input(x, rank=3)
-        f = self._project(x, None, None).f
+        f = project(self, x, None, None).f
         return f if self.num_heads == 1 else f.joining(self.num_heads)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
@@ -366,97 +366,6 @@ class FixedPointLayer(nn.Module, ABC):
         """
         return Graphed(self, sample)
 
-    # -- the parts of a call
-
-    def _before(
-        self, x: Tensor, state: BedouinState | None, packing: Packing | None = None
-    ) -> BedouinState | None:
-        """The state of the folded samples before the first token of x (b, t, m); None: zeros.
-        Raises TypeError or ValueError for a state that does not fit."""
-        if state is None:
-            return None
-        size, dtype = self.state_size, accumulator(x.dtype)
-        rows = x.shape[0] if packing is None else packing.num_states
-        state = check_state(state, rows, size, x.new_empty(0, dtype=dtype))
-        if packing is not None:
-            state = packing.before(state, zero_state(1, size, dtype, x.device))
-        return fold_state(state, self.num_heads)
-
-    def _project(
-        self,
-        u: Tensor,  # (b, t, m)
-        before: BedouinState | None,  # of folded samples
-        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
-    ) -> Projected:
-        """x, z = in_proj(u), raw = W^x x_t and the map F with its feedback W^y norm(y_{t-1})."""
-        self.deferred.flush()
-        if isinstance(self.mixer, HouseholderProduct) and not is_untouched(self.mixer):
-            tell_of_hooks(self, "mixer", self.mixer)
-        H, dtype, window = self.num_heads, accumulator(u.dtype), None
-        x, *z = self.in_proj(u).split(list(self.projected_sizes.values()), -1)
-        if self.conv is not None:
-            shape = u.shape[0], *self.conv.window_size
-            window = u.new_zeros(shape, dtype=dtype) if before is None else before.conv
-            x, window = self.conv(x, window, lengths)
-            x = F.silu(x)
-        x, *z = (fold(v, H) for v in (x, *z))
-        low = autocast_dtype(x) or self.D.dtype
-        product, (r, p) = self._project_x(x), (self.raw_size, self.head_dim)
-        raw, gate, _ = product.split([r, p, product.shape[-1] - r - p], -1)
-        if lengths is not None:
-            lengths = lengths.repeat(H)
-            raw = self._hold_memory(raw, lengths)
-        with without_autocast(u.device):
-            W_y, W_gate = self._feedback_weights(low)
-            A = by_head(self._A().to(dtype), H)
-            start = (None, None) if before is None else (before.ssm, before.y)
-            operands = Operands(self._drive(x), raw, W_y, A, *start)
-            kind = StructuredMap if self.is_structured else FixedPointMap
-            options = self.parameterization(), self.mixer, self._split, self.backend
-            f = kind(operands, *options, lengths)
-        return Projected(f, x, z[0] if z else None, gate, W_gate, low, window)
-
-    def _project_x(
-        self,
-        x: Tensor,  # (b', t, p)
-    ) -> Tensor:  # (b', t, r + p), or with more columns, which nothing may read
-        """W^x x with its bias, which begins with that of Delta and ends with the gate's."""
-        bias, spare, is_matrix = by_head(self.dt_bias, self.num_heads), 0, is_plain(self.x_proj)
-        if is_matrix and choose_backend(self.backend, x.device, x.dtype) == "triton":
-            # kernels and cuBLAS read rows fast that begin at aligned addresses
-            spare = padding(self.raw_size + self.head_dim)
-        if self.raw_bias is None:
-            bias = F.pad(bias, (0, self.raw_size + spare))
-        else:
-            unread = bias.detach()[..., :1].expand(*bias.shape[:-1], spare)
-            bias = torch.cat([bias, by_head(self.raw_bias, self.num_heads), unread], -1)
-        if is_matrix:
-            return project_heads(x, self.x_proj.weight, bias)
-        product: Tensor = self.x_proj(x)
-        if product.shape[-1] != bias.shape[-1]:
-            raise ValueError(
-                f"x_proj must return r + head_dim = {bias.shape[-1]} values for each vector, got "
-                f"{tuple(product.shape)}: replace it with a module of that width"
-            )
-        rows = bias if bias.dim() == 1 else per_sample(bias, product.shape[0]).unsqueeze(1)
-        return (product + rows).to(product.dtype)
-
-    def _hold_memory(
-        self,
-        raw: Tensor,  # (b', t, r)
-        lengths: Tensor,  # (b',)
-    ) -> Tensor:  # (b', t, r)
-        """Raw values for which Delta is 0 in the padding.
-
-        The decay is then 1 and the input scale 0, in every parameterization: the memory passes, and
-        no gradient reaches the other raw values.
-        """
-        closed = CLOSED if self.activation == "softplus_of_minus" else -CLOSED
-        padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-        # one split, because its gradient is one concatenation
-        delta, rest = raw.split([self.head_dim, raw.shape[-1] - self.head_dim], -1)
-        return torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
-
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
         feedback, and for the loop if only components without raw values have it."""
@@ -465,99 +374,6 @@ class FixedPointLayer(nn.Module, ABC):
         p = self.head_dim
         weight = effective_weight("y_proj", self.y_proj, p, self.D, self.num_heads)
         return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
-
-    def _solving(
-        self,
-        f: FixedPointMap,
-        options: SolveOptions,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Literal[1], Caller]:
-        """What `SolveOptions.solve` takes beside the map: the start (b', t, p), the axis of time
-        and the caller."""
-        x, dtype = f.operands.x, f.operands.A.dtype
-        # an exact solve does not read where it starts
-        start = x.new_empty((), dtype=dtype).expand(x.shape)
-        if not options.solver.is_exact:
-            start = torch.zeros_like(start, memory_format=torch.contiguous_format)
-        draw, record = None, partial(self._keep_stats, lengths)
-        # a compiled graph holds the count as a constant and would be recompiled for each call
-        if self.training and (self.cap.is_random or not torch.compiler.is_compiling()):
-            draw = self.draws.next(self.cap)
-        name, history = type(self).__name__, self.record_history
-        caller = Caller(name, self.deferred, draw, record, self.num_heads, history)
-        return start, 1, caller
-
-    def _keep_stats(self, lengths: Tensor | None, stats: SolveStats) -> None:
-        if lengths is not None:  # an empty sequence takes no steps
-            stats = replace(stats.plain, num_steps=stats.num_steps * (lengths > 0))
-        # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
-        if is_recomputation() and self._stats_have_graph:
-            return
-        # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
-        if not torch.compiler._is_exporting_flag:
-            # not by nn.Module's setattr, which tests all kinds of attributes first
-            self.__dict__["stats"] = stats
-            self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
-
-    def _after(
-        self,
-        projected: Projected,
-        y: Tensor,  # (b', t, p), the fixed point
-    ) -> BedouinState:
-        """The state after the last token, in memory of its own."""
-        f = projected.f
-        if not y.shape[1]:
-            h, last = f.wide.start()
-        elif f.lengths is None:
-            h, last = f.memory(y), y[:, -1]
-        else:
-            h, last = f.memory(y), last_token(y, f.lengths, f.operands.y0)
-        return unfold_state(BedouinState(h, last, projected.window), self.num_heads)
-
-    def _gated(
-        self,
-        projected: Projected,
-        y: Tensor,  # (b', t, p), the fixed point
-    ) -> Tensor:  # (b, t, d)
-        """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
-        includes its feedback W^y norm(y_{t-1})."""
-        f, x, z, gate, W_gate, dtype, _ = projected
-        H, backend, fed = self.num_heads, self.backend, None
-        if W_gate is not None and y.shape[1]:
-            eps, low = self.feedback_norm_eps, W_gate.dtype
-            normed = shifted_norm(y, f.operands.y0, eps, dtype=low, backend=backend)
-            fed = apply_weight(normed, W_gate)
-        weight, eps = norm_parameters(self.norm)
-        if calls_norm(self.norm):
-            return self._gated_by_module(projected, y, fed)
-        weight = None if weight is None else by_head(weight, H)
-        D, norm = by_head(self.D, H), {"z": z, "weight": weight, "eps": eps}
-        hidden = gated_output(y, x, D, gate, fed, **norm, dtype=dtype, backend=backend)
-        if not hidden.numel():
-            # Solves and kernels leave out what has no entries, while data-parallel training waits
-            # for a gradient of every parameter.
-            for v in (f.operands.W_y, f.operands.A, W_gate, *f.mixer_values):
-                hidden = hidden if v is None else hidden + v.sum()
-        return hidden
-
-    def _gated_by_module(
-        self,
-        projected: Projected,
-        y: Tensor,  # (b', t, p), the fixed point
-        fed: Tensor | None,  # (b', t, p), the gate's feedback
-    ) -> Tensor:  # (b, t, d)
-        """`_gated` where the norm is called, since it has hooks."""
-        norm: Any = self.norm
-        if self.num_heads > 1 and not isinstance(norm, HeadNorm):
-            raise TypeError(
-                f"norm must be a {HeadNorm.__name__} to be called for its hooks in a layer of "
-                f"{self.num_heads} heads, got {type(norm).__name__}: remove the hooks"
-            )
-        tell_of_hooks(self, "norm", norm)
-        gate = sum(v.to(y.dtype) for v in (projected.gate, fed, projected.z) if v is not None)
-        y, x, gate = (unfold(v.to(y.dtype), self.num_heads) for v in (y, projected.x, gate))
-        normed: Tensor = norm((y + self.D.to(y.dtype) * x).to(norm_parameters(norm)[0].dtype))
-        return (F.silu(gate) * normed.to(y.dtype)).to(projected.dtype)
 
     # -- how raw values are read
 
@@ -664,6 +480,13 @@ class FixedPointLayer(nn.Module, ABC):
                 bound = 1 / math.sqrt(self.head_dim)
                 self.raw_bias.uniform_(-bound, bound)
             self.D.fill_(1.0)
+            if self.decay == "mamba":
+                H, p = self.num_heads, self.head_dim
+                self.A_log.copy_(self.initialization.A_log(H, p, self.A_log))
+                reset_dt_bias(self.dt_bias)
+            elif self.decay == "griffin":
+                self.omega.copy_(griffin_omega(self.omega))
+                self.dt_bias.zero_()
         if self.norm is not None:
             self.norm.reset_parameters()
 

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from bedouin.layers.mixers import (
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.solvers.base import check_number, strict_options
 from bedouin.solvers.solve import SolveOptions
-
-Decay = Literal["mamba", "griffin"]
-RNNDecay = Literal["sigmoid", "griffin"]
 
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE = (0.9, 0.999)
@@ -83,6 +80,24 @@ class Initialization:
         shifts = torch.linspace(first, last, num_heads, device=like.device)
         states = torch.arange(1, like.shape[1] + 1, device=like.device)
         return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)
+
+
+def check_initialization(value: object, decay: str) -> Initialization:
+    """`value`, or for None the usual initial values. Raises TypeError for another type, ValueError
+    for rates that the decay does not have."""
+    if value is None:
+        return Initialization()
+    if not isinstance(value, Initialization):
+        raise TypeError(
+            "initialization must be None or an Initialization such as Initialization(rates="
+            f"0.1), got {value!r}"
+        )
+    if decay != "mamba" and value.rates not in (1, (1, 1)):
+        raise ValueError(
+            f"initialization.rates must be 1 with decay {decay!r}, got {value.rates!r}: use "
+            "decay='mamba', whose rates -A they multiply"
+        )
+    return value
 
 
 def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`
@@ -212,7 +227,7 @@ def check_device(mixer: nn.Module, device: torch.device) -> None:
             )
 
 
-def warn_of_singular_systems(mixer: ChannelMixer, decay: Decay, input_scale: InputScale) -> None:
+def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: InputScale) -> None:
     """Issue a UserWarning, for the caller of a layer's constructor, if the layer's local systems
     I - (B . C) diag(s) (I - Q) can become singular because s = Delta is unbounded.
 

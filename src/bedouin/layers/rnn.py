@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.checks import known_options, one_of
+from bedouin.checks import known_options
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.layers.common import REMOVED, at_least_float32, factory_options
+from bedouin.layers.common import REMOVED, at_least_float32
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.heads import make_linear
 from bedouin.layers.mixers import ChannelMixer
-from bedouin.layers.options import GRIFFIN_RANGE, RNNDecay, griffin_omega, make_mixer
+from bedouin.layers.options import GRIFFIN_RANGE
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.wrapped import apply_projection
@@ -66,7 +66,7 @@ class FixedPointRNN(FixedPointLayer):
         num_householder: int | None = None,
         beta_max: float | None = None,
         mixer: ChannelMixer | None = None,
-        decay: RNNDecay = "sigmoid",
+        decay: Literal["sigmoid", "griffin"] = "sigmoid",
         eigenvalues: Eigenvalues = "positive",
         feedback: Collection[str] = ("mixer",),
         feedback_norm: bool = True,
@@ -82,14 +82,15 @@ class FixedPointRNN(FixedPointLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.decay = one_of("decay", decay, tuple(self.delta_activations))
-        mixer = make_mixer(mixer, num_householder, beta_max)
         super().__init__(
             d_model,
             d_state=1,
             expand=expand,
             num_heads=num_heads,
+            num_householder=num_householder,
+            beta_max=beta_max,
             mixer=mixer,
+            decay=decay,
             input_scale="one_minus_decay",
             eigenvalues=eigenvalues,
             feedback=feedback,
@@ -106,18 +107,15 @@ class FixedPointRNN(FixedPointLayer):
             device=device,
             dtype=dtype,
         )
-        p, factory = self.head_dim, factory_options(device, dtype)
-        self.b_proj = make_linear(self.num_heads, p, p, **factory)
-        self.reset_parameters()
+
+    def _make_parameters(self, factory: dict[str, Any]) -> None:
+        self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.b_proj.reset_parameters()
-        with torch.no_grad():
-            if self.decay == "griffin":
-                self.omega.copy_(griffin_omega(self.omega))
-                self.dt_bias.zero_()
-            else:
+        if self.decay == "sigmoid":
+            with torch.no_grad():
                 decay = torch.empty_like(self.dt_bias).uniform_(*GRIFFIN_RANGE)
                 self.dt_bias.copy_(torch.logit(decay))
 
