@@ -142,7 +142,7 @@ def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float
     decoder: Any = Decoder(model, b, state=state)
     for t in range(2, 4):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], rtol)
-    _, captured = decoder._captured
+    captured = decoder._graph
     _, expected = model(tokens[:, :4], return_state=True)
     found = decoder.state
     for one, other in zip(found, expected, strict=True):
@@ -152,18 +152,18 @@ def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float
     # a change in place is seen by the same graph, a replaced parameter makes another one
     mixers[0].D.mul_(1.1)
     check_next(model, decoder, tokens[:, 4], rtol)
-    assert decoder._captured[1] is captured
+    assert decoder._graph is captured
     model.norm.weight = nn.Parameter(1.1 * model.norm.weight)
     check_next(model, decoder, tokens[:, 5], rtol)
-    assert decoder._captured[1] is not captured
+    assert decoder._graph is not captured
     # hooks run: without a graph
     calls: list[Any] = []
     with model.head.register_forward_hook(lambda *call: calls.append(call)):
         check_next(model, decoder, tokens[:, 0], rtol)
-        assert len(calls) == 2 and decoder._captured is None
+        assert len(calls) == 2 and decoder._graph is None
     decoder.reset(found)
     check_next(model, decoder, tokens[:, 4], rtol)
-    assert decoder._captured is not None
+    assert decoder._graph is not None
 
 
 def check_next(
@@ -177,9 +177,8 @@ def check_next(
 
 
 @torch.no_grad()
-def test_a_whole_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a run in place of a replay, which only Triton's interpreter takes by itself."""
-    monkeypatch.setattr("bedouin.decoding.decoder.is_buffered", lambda *call: True)
+def test_a_whole_model_is_one_graph(graphs: list[Tensor]) -> None:
+    """On a CPU, with a run in place of a replay."""
     like: dict[str, Any] = {"dtype": torch.float64}
     mixers = [Bedouin(4, num_heads=2, **like), FixedPointRNN(4, d_conv=3, **like)]
     model = SequenceModel(VOCAB, 4, mixers, mlp_expand=1, **like)
@@ -202,12 +201,12 @@ def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
     with no_synchronization():
         again = decoder(tokens[:, 1])
     # one buffer; a model with a baseline is decoded layer by layer
-    assert again is first and decoder._captured is not None
+    assert again is first and decoder._graph is not None
     mixed = SequenceModel(VOCAB, 64, [*mixers, Mamba(64, device="cuda")], device="cuda")
     decoder, whole = Decoder(mixed, 2), mixed(tokens)
     for t in range(3):
         assert_close(f"mixed {t}", decoder(tokens[:, t]), whole[:, t], 1e-3)
-    assert decoder._captured is None
+    assert decoder._graph is None
 
 
 @torch.no_grad()

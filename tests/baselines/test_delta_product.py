@@ -69,7 +69,7 @@ def test_equals_the_layer_written_out(
     kind: Callable[..., DeltaProduct], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F.normalize has no eps under the root
-    monkeypatch.setattr("bedouin.layers.delta_product.FLA_UNIT_EPS", 1e-30)
+    monkeypatch.setattr("bedouin.layers.delta_net.FLA_UNIT_EPS", 1e-30)
     layer = kind(8, num_heads=2, dtype=torch.float64, **options)
     x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
     state = DeltaState(*(torch.randn_like(v) for v in layer.init_state(2)))
