@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_tensor
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.linear import padding
-from bedouin.kernels.padding import closed_value
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
+
 
 _LENGTHS = "_lengths_before_padding"
 """The name under which a mask of rows whose padding follows their tokens has their lengths."""
@@ -92,15 +91,13 @@ class Packing:
         """How many samples a state has before and after a call."""
         return (self.lengths if self.last is None else self.last).shape[0]
 
-    def padded_lengths(self, num_heads: int = 1) -> Tensor | None:  # (H l,)
-        """The lengths of folded samples (bedouin.heads); None if there is no padding."""
-        if self.real is None or num_heads == 1:
-            return None if self.real is None else self.lengths
-        return self.lengths.repeat(num_heads)
+    def padded_lengths(self) -> Tensor | None:  # (l,)
+        """The lengths; None if there is no padding."""
+        return None if self.real is None else self.lengths
 
     @property
     def mask_of_sequences(self) -> Tensor | None:  # (l, w) bool
-        """`real`, marked so that `find_packing` need not test that padding follows the tokens."""
+        """`real`, marked so that the layers of a model need not gather the tokens again."""
         if self.real is not None and not torch.compiler.is_compiling():
             setattr(self.real, _LENGTHS, self.lengths)
         return self.real
@@ -149,10 +146,6 @@ class Packing:
         """The states after the last token of each row, or with cu_seqlens of each document."""
         return state if self.last is None or state is None else state[self.last]
 
-    def steps(self, num_steps: Tensor) -> Tensor:  # (l,) -> (l,)
-        """Steps of a solve; a sequence without tokens takes none."""
-        return num_steps if self.real is None else num_steps * (self.lengths > 0)
-
 
 def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
     """Which of w places come before the end of each sequence."""
@@ -187,31 +180,6 @@ def last_token(
     index = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, y.shape[2])
     last = y.gather(1, index).squeeze(1)
     return torch.where(lengths[:, None] > 0, last, 0.0 if before is None else before)
-
-
-def hold_memory(
-    raw: Tensor,  # (H l, w, r)
-    real: Tensor,  # (l, w) bool
-    num_heads: int,
-    p: int,
-    closed: float,
-) -> Tensor:  # (H l, w, r)
-    """Raw values whose first p, those of Delta, are `closed` in the padding.
-
-    With Delta = 0 the decay is 1 and the input scale 0, in every parameterization: the memory
-    passes, and no gradient reaches the other raw values.
-    """
-    padded = ~real.unsqueeze(-1)
-    if num_heads > 1:
-        padded = padded.repeat(num_heads, 1, 1)
-    r = raw.shape[-1]
-    # one split, because its gradient is one concatenation
-    delta, rest = raw.split([p, r - p], -1)
-    columns = [delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest]
-    if not padding(r) or raw.stride(1) != r + padding(r):
-        return torch.cat(columns, -1)
-    # rows that kernels read begin at aligned addresses, which spare columns keep
-    return torch.cat([*columns, raw.new_empty(*raw.shape[:2], padding(r))], -1)[..., :r]
 
 
 def find_packing(

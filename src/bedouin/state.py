@@ -12,9 +12,7 @@ from typing import (
     NamedTuple,
     Protocol,
     Self,
-    TypedDict,
     TypeVar,
-    Unpack,
     overload,
 )
 
@@ -342,17 +340,9 @@ def zero_state(
     return BedouinState(ssm, y, window)
 
 
-class Places(TypedDict, total=False):
-    """The arguments of a call that say where tokens are."""
-
-    mask: Tensor | None  # (b, t)
-    cu_seqlens: Tensor | None  # (documents + 1,)
-    seq_idx: Tensor | None  # (b, t)
-
-
 class SequenceCall(Protocol[AnyStateT]):
-    """How a layer or model with states of this type is called, for type checkers; `step` calls it
-    with one_token."""
+    """How a layer or model with states of this type is called, for type checkers. `options` are
+    mask, cu_seqlens and seq_idx, and of `step`, which takes this way, one_token."""
 
     @overload
     def __call__(
@@ -360,7 +350,7 @@ class SequenceCall(Protocol[AnyStateT]):
         x: Tensor,
         state: AnyStateT | None = None,
         return_state: Literal[False] = False,
-        **places: Unpack[Places],
+        **options: Any,
     ) -> Tensor: ...
 
     @overload
@@ -370,15 +360,10 @@ class SequenceCall(Protocol[AnyStateT]):
         state: AnyStateT | None = None,
         *,
         return_state: Literal[True],
-        **places: Unpack[Places],
+        **options: Any,
     ) -> tuple[Tensor, AnyStateT]: ...
 
     @overload
     def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        return_state: bool = False,
-        one_token: bool = False,
-        **places: Unpack[Places],
+        self, x: Tensor, state: AnyStateT | None, return_state: bool, **options: Any
     ) -> Any: ...

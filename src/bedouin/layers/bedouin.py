@@ -142,7 +142,7 @@ class Bedouin(FixedPointLayer):
                 f"{options[name]!r}: leave it out"
             )
         layer = cls.__new__(cls)
-        layer.output, layer.has_bias = "paper", False
+        layer.output = "paper"
         layer.__init__(  # type: ignore[misc]
             d_model,
             **fixed,

@@ -120,9 +120,8 @@ class FixedPointLayer(nn.Module, ABC):
     captures_step = True
 
     output: Literal["norm", "paper"] = "norm"
-    """The output stage: "norm" with z and a norm, "paper" without both."""
-    has_bias = True
-    """Whether the projections of x other than that to Delta have a bias."""
+    """The output stage: "norm" with z and a norm; "paper" without both, and with no bias of the
+    projections of x other than that to Delta."""
     x_proj: Any
     """W^x: an nn.Linear, or a HeadLinear for several heads."""
     A_log: nn.Parameter
@@ -231,7 +230,9 @@ class FixedPointLayer(nn.Module, ABC):
         window = None if self.conv is None else self.conv.window_size
         self.state_size = StateSize(d, d_state, window)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
-        self.raw_bias = nn.Parameter(torch.empty(H * r, **factory)) if self.has_bias else None
+        self.raw_bias = None
+        if self.output == "norm":
+            self.raw_bias = nn.Parameter(torch.empty(H * r, **factory))
         self.D = nn.Parameter(torch.empty(d, **factory))
         if self.decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))

@@ -51,12 +51,6 @@ class ChannelMixer(nn.Module, ABC):
     def raw_size(self, d_inner: int) -> int:
         """The number r of raw values that a token needs for d_inner channels."""
 
-    @property
-    def bias_size(self) -> int:
-        """How many raw values of a token, the last ones, have a bias in a layer that projects them
-        from its input."""
-        return 0
-
     @abstractmethod
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         """(I - Q) v for the Q that `raw` parameterizes."""
@@ -139,10 +133,6 @@ class HouseholderProduct(StructuredMixer):
     def raw_size(self, d_inner: int) -> int:
         return self.num_householder * (d_inner + 1)
 
-    @property
-    def bias_size(self) -> int:
-        return self.num_householder
-
     def forward(self, raw: Tensor) -> WYForm:
         k = self.num_householder
         u, alpha = raw[..., :-k], raw[..., -k:]
@@ -220,10 +210,6 @@ class LowRank(StructuredMixer):
 
     def raw_size(self, d_inner: int) -> int:
         return self.rank * (d_inner + 1)
-
-    @property
-    def bias_size(self) -> int:
-        return self.rank
 
     def forward(self, raw: Tensor) -> WYForm:
         k = self.rank

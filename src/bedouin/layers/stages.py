@@ -6,7 +6,7 @@ values of a head, w width of a convolution. b' = H b are folded samples (layers/
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, check_state, zero_state
 from bedouin.wrapped import calls_norm, is_plain, is_untouched, norm_parameters, tell_of_hooks
 
-if TYPE_CHECKING:
-    from bedouin.layers.fixed_point import FixedPointLayer
+Layer = Any
+"""A FixedPointLayer, whose module imports this one."""
 
 
 class Projected(NamedTuple):
@@ -46,7 +46,7 @@ class Projected(NamedTuple):
 
 
 def state_before(
-    layer: "FixedPointLayer",
+    layer: Layer,
     x: Tensor,  # (b, t, m)
     state: BedouinState | None,
     packing: Packing | None = None,
@@ -64,7 +64,7 @@ def state_before(
 
 
 def project(
-    layer: "FixedPointLayer",
+    layer: Layer,
     u: Tensor,  # (b, t, m)
     before: BedouinState | None,  # of folded samples
     lengths: Tensor | None,  # (b,), tokens before the padding; None: t
@@ -99,7 +99,7 @@ def project(
 
 
 def _project_x(
-    layer: "FixedPointLayer",
+    layer: Layer,
     x: Tensor,  # (b', t, p)
 ) -> Tensor:  # (b', t, r + p), or with more columns, which nothing may read
     """W^x x with its bias, which begins with that of Delta and ends with the gate's."""
@@ -125,7 +125,7 @@ def _project_x(
 
 
 def _hold_memory(
-    layer: "FixedPointLayer",
+    layer: Layer,
     raw: Tensor,  # (b', t, r)
     lengths: Tensor,  # (b',)
 ) -> Tensor:  # (b', t, r)
@@ -142,7 +142,7 @@ def _hold_memory(
 
 
 def solving(
-    layer: "FixedPointLayer",
+    layer: Layer,
     f: FixedPointMap,
     options: SolveOptions,
     lengths: Tensor | None,  # (b,)
@@ -164,7 +164,7 @@ def solving(
 
 
 def _keep_stats(
-    layer: "FixedPointLayer",
+    layer: Layer,
     lengths: Tensor | None,  # (b,)
     stats: SolveStats,
 ) -> None:
@@ -181,7 +181,7 @@ def _keep_stats(
 
 
 def state_after(
-    layer: "FixedPointLayer",
+    layer: Layer,
     projected: Projected,
     y: Tensor,  # (b', t, p), the fixed point
 ) -> BedouinState:
@@ -197,7 +197,7 @@ def state_after(
 
 
 def gated(
-    layer: "FixedPointLayer",
+    layer: Layer,
     projected: Projected,
     y: Tensor,  # (b', t, p), the fixed point
 ) -> Tensor:  # (b, t, d)
@@ -224,7 +224,7 @@ def gated(
 
 
 def _gated_by_module(
-    layer: "FixedPointLayer",
+    layer: Layer,
     projected: Projected,
     y: Tensor,  # (b', t, p), the fixed point
     fed: Tensor | None,  # (b', t, p), the gate's feedback
