@@ -36,13 +36,6 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-@pytest.fixture(autouse=True)
-def separate_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager calls consist of the operations of a graph, so that their rounding is the same."""
-    monkeypatch.setattr("bedouin.layer.takes_one_function", lambda _: False)
-    monkeypatch.setattr(FixedPointLayer, "_joins_weights", lambda *_: False)
-
-
 def make(kind: type[Any], device: str, **options: Any) -> Any:
     settings = {"device": device, "num_householder": 1} | options
     return kind(3, backend="triton", solver=Direct(), **settings)

@@ -109,6 +109,7 @@ def test_states_and_statistics_do_not_change_later(graphs: list[Tensor]) -> None
     assert not start.ssm.any() and not start.y.any()
     for copied in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         assert torch.equal(copied.residual, stats.residual)
+        assert copied.conditioning is not None
         assert torch.equal(copied.conditioning, stats.conditioning)
     assert "residual=tensor" in repr(stats)
 

@@ -16,6 +16,7 @@ from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
 from bedouin.kernels.householder import unit
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import NoMixing, StructuredMixer, WYForm
+from bedouin.layers.options import choose_num_heads
 from bedouin.measurements import find_fixed_point
 from bedouin.solvers import (
     Adjoint,
@@ -39,6 +40,16 @@ from bedouin.testing import assert_close
 M, D = 4, 8
 # found by hypothesis: 1.07e-12, in a gradient whose terms cancel to a thousandth of their size
 RTOL, TINY = 3e-12, 1e-18
+
+
+def test_heads_have_at_most_128_channels_by_default() -> None:
+    """For every inner width that has a divisor from 32 to 128, the largest of them."""
+    for d in range(16, 2049):
+        divisors = [p for p in range(32, 129) if d % p == 0]
+        assert d // choose_num_heads(None, d) == max(divisors, default=d)
+    for kind in (Bedouin, FixedPointRNN):
+        for d_model, heads in ((16, 1), (64, 1), (96, 2), (128, 2), (192, 3), (139, 1), (512, 8)):
+            assert kind(d_model, device="meta").num_heads == heads
 
 
 def slice_of(

@@ -89,7 +89,7 @@ def test_it_is_the_limit_of_small_reflections(
 ) -> None:
     kind, options = LAYERS[name]
     options = options | {"solver": solver, "adjoint": adjoint, "dtype": torch.float64}
-    theirs: FixedPointLayer = kind(3, num_householder=1, beta_max=1e-30, **options)  # type: ignore[call-arg]
+    theirs: FixedPointLayer = kind(3, num_householder=1, beta_max=1e-30, **options)
     ours: FixedPointLayer = kind(3, mixer=NoMixing(), **options)
     saved = {n: v for n, v in theirs.state_dict().items() if n != "_extra_state"}
     ours.load_state_dict({n: restrict(theirs, n, v) for n, v in saved.items()})

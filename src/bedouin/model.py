@@ -252,7 +252,7 @@ class SequenceModel(nn.Module):
         """As torch's, which replaces parameters of the meta device one module at a time: a weight
         that is tied stays so."""
         is_tied = isinstance(self.head, _TiedHead) and self.head.weight is self.embedding.weight
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if is_tied:
             self.head.weight = self.embedding.weight
         return self

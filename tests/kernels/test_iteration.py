@@ -151,6 +151,4 @@ def test_on_a_cpu_auto_is_the_plain_loop() -> None:
 
 def layer_map(layer: Bedouin) -> Any:
     """The map of a layer on a random input (1, 2, m)."""
-    x = torch.randn(1, 2, layer.d_inner)
-    raw = torch.randn(1, 2, layer.raw_size)
-    return layer._map(x, raw, None, layer.init_state(1))
+    return layer.map(torch.randn(1, 2, layer.d_model))

@@ -6,7 +6,8 @@ describe("solver", Picard(1e-4))  # {"type": "Picard", "rtol": 1e-4, ...}
 import inspect
 from typing import Any
 
-from bedouin import mixers, parameterization, solvers
+from bedouin import solvers
+from bedouin.layers import mixers, options
 from bedouin.layers.mixers import ChannelMixer
 from bedouin.layers.options import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
@@ -17,7 +18,7 @@ attributes of the same names."""
 
 _TYPES: dict[str, type] = {
     name: kind
-    for module in (mixers, parameterization, solvers)
+    for module in (mixers, options, solvers)
     for name, kind in vars(module).items()
     if inspect.isclass(kind) and issubclass(kind, Described) and not inspect.isabstract(kind)
 }
@@ -39,8 +40,8 @@ def describe(name: str, value: Any) -> Any:
             f"{name} must be one of {', '.join(_TYPES)} to be saved, got {kind.__qualname__}: set "
             f"{name} of the layers once the model is made"
         )
-    options = inspect.signature(kind).parameters
-    found = {option: describe(f"{name}.{option}", getattr(value, option)) for option in options}
+    names = inspect.signature(kind).parameters
+    found = {option: describe(f"{name}.{option}", getattr(value, option)) for option in names}
     return {"type": kind.__name__, **found}
 
 
@@ -51,11 +52,11 @@ def restore(name: str, value: Any) -> Any:
     """
     if not isinstance(value, dict):
         return value
-    options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
-    kind = options.pop("type", None)
+    given = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
+    kind = given.pop("type", None)
     if not isinstance(kind, str) or kind not in _TYPES:
         raise TypeError(
             f"{name} must be an object or a dict whose 'type' is one of {', '.join(_TYPES)}, got "
             f"{value!r}"
         )
-    return _TYPES[kind](**options)
+    return _TYPES[kind](**given)

@@ -129,7 +129,7 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 def set_state(module: Any, state: dict[str, Any]) -> None:
     """nn.Module's __setstate__."""
-    nn.Module.__setstate__(module, state)  # type: ignore[no-untyped-call]
+    nn.Module.__setstate__(module, state)
     module._mark_parameters()
 
 
@@ -137,7 +137,7 @@ def apply_to_parameters(
     module: ModuleT, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> ModuleT:
     """nn.Module's _apply."""
-    nn.Module._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+    nn.Module._apply(module, fn, recurse)
     layer: Any = module
     layer._mark_parameters()
     return module
@@ -219,7 +219,8 @@ def load_parameters(
     local_metadata: dict[str, Any],
     strict: bool,
     missing_keys: list[str],
-    *others: Any,
+    unexpected_keys: list[str],
+    error_msgs: list[str],
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
     number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
@@ -232,9 +233,8 @@ def load_parameters(
             f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
             "those",
         )
-    nn.Module._load_from_state_dict(
-        module, state_dict, prefix, local_metadata, strict, missing_keys, *others
-    )
+    known = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    nn.Module._load_from_state_dict(module, state_dict, prefix, *known)
     if key in missing_keys:
         missing_keys.remove(key)
 
@@ -351,6 +351,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
             needs_zeros = packing is not None or not x.numel()
             before = self._zeros(rows, () if needs_zeros else self.none_for_zeros)
         lengths, u = None, x
+        after: StateT | None
         if packing is not None:
             before, u = packing.before(before, self.init_state(1)), packing.take(x)
             # padding follows the tokens, so that it changes only the state
@@ -362,7 +363,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         if packing is not None:
             output = packing.put(output, x.shape)
             after = packing.after(after)
-        return (output, owned(after)) if return_state else output
+        return (output, None if after is None else owned(after)) if return_state else output
 
     if TYPE_CHECKING:
         __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]

@@ -45,7 +45,7 @@ class ChannelMixer(nn.Module, ABC):
     """
 
     saved_options: ClassVar[tuple[str, ...]] = ()
-    """Attributes that a layer saves and compares with its own options (bedouin.parameters)."""
+    """Attributes that a layer saves and compares with its own options."""
 
     @abstractmethod
     def raw_size(self, d_inner: int) -> int:

@@ -206,15 +206,15 @@ def gated(
     f, x, z, gate, W_gate, dtype, _ = projected
     H, backend, fed = layer.num_heads, layer.backend, None
     if W_gate is not None and y.shape[1]:
-        eps, low = layer.feedback_norm_eps, W_gate.dtype
-        normed = shifted_norm(y, f.operands.y0, eps, dtype=low, backend=backend)
+        low = W_gate.dtype
+        normed = shifted_norm(y, f.operands.y0, layer.feedback_norm_eps, dtype=low, backend=backend)
         fed = apply_weight(normed, W_gate)
     weight, eps = norm_parameters(layer.norm)
     if calls_norm(layer.norm):
         return _gated_by_module(layer, projected, y, fed)
     weight = None if weight is None else by_head(weight, H)
-    D, norm = by_head(layer.D, H), {"z": z, "weight": weight, "eps": eps}
-    hidden = gated_output(y, x, D, gate, fed, **norm, dtype=dtype, backend=backend)
+    D = by_head(layer.D, H)
+    hidden = gated_output(y, x, D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=backend)
     if not hidden.numel():
         # Solves and kernels leave out what has no entries, while data-parallel training waits
         # for a gradient of every parameter.
@@ -229,7 +229,7 @@ def _gated_by_module(
     y: Tensor,  # (b', t, p), the fixed point
     fed: Tensor | None,  # (b', t, p), the gate's feedback
 ) -> Tensor:  # (b, t, d)
-    """`_gated` where the norm is called, since it has hooks."""
+    """`gated` where the norm is called, since it has hooks."""
     norm: Any = layer.norm
     if layer.num_heads > 1 and not isinstance(norm, HeadNorm):
         raise TypeError(
@@ -237,7 +237,9 @@ def _gated_by_module(
             f"{layer.num_heads} heads, got {type(norm).__name__}: remove the hooks"
         )
     tell_of_hooks(layer, "norm", norm)
-    gate = sum(v.to(y.dtype) for v in (projected.gate, fed, projected.z) if v is not None)
+    gate = projected.gate.to(y.dtype)
+    for part in (fed, projected.z):
+        gate = gate if part is None else gate + part
     y, x, gate = (unfold(v.to(y.dtype), layer.num_heads) for v in (y, projected.x, gate))
-    normed: Tensor = norm((y + layer.D.to(y.dtype) * x).to(norm_parameters(norm)[0].dtype))
+    normed: Tensor = norm((y + layer.D.to(y.dtype) * x).to(layer.D.dtype))
     return (F.silu(gate) * normed.to(y.dtype)).to(projected.dtype)

@@ -17,7 +17,7 @@ from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.layers.bedouin import Bedouin
 from bedouin.layers.common import REMOVED, convolved_error
 from bedouin.layers.mixers import ChannelMixer, NoMixing
-from bedouin.layers.options import Initialization
+from bedouin.layers.options import Initialization, choose_num_heads
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import check_count, check_number, unknown_option
 
@@ -210,7 +210,21 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         self.feedback, self.attn_layers = list(self.feedback), list(self.attn_layers)
         if self.attn_layers or self.attn is not None:
             self.attn = _check_attention(self)
+        if from_file and self.layer == "Bedouin" and self.num_heads is None:
+            # files of versions up to 0.2.0 leave the number out where it was that of their rule
+            self.num_heads = _heads_of_0_2(self._inner_size)
         super().__post_init__(**others)
+
+    @property
+    def _inner_size(self) -> int:
+        return max(1, round(self.expand * self.hidden_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options, as files contain them; num_heads as the number that it stands for."""
+        found: dict[str, Any] = super().to_dict()
+        if self.layer == "Bedouin" and self.num_heads is None:
+            found["num_heads"] = choose_num_heads(None, self._inner_size)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "layer":
@@ -309,6 +323,11 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                     f"that layer are entries of layer={{'type': {type!r}, ...}}"
                 )
         return make_layer(type, self.hidden_size, norm_eps=self.rms_norm_eps, **options)
+
+
+def _heads_of_0_2(d_inner: int) -> int:
+    """The default number of heads up to version 0.2.0."""
+    return d_inner // 128 if d_inner >= 512 and d_inner % 128 == 0 else 1
 
 
 def _without_removed(
