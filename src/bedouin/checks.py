@@ -110,6 +110,16 @@ def check_layer_input(
         )
 
 
+def check_not_traced(owner: str) -> None:
+    """Raise RuntimeError under torch.jit.trace."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError(
+            f"{owner} cannot be recorded by torch.jit.trace, which knows neither loops over tokens "
+            "nor sizes: use torch.compile or torch.export, and torch.onnx.export(..., "
+            "dynamo=True) for ONNX"
+        )
+
+
 def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
     # others may replace `forward` on the object; a graph that depends on the memory is recompiled

@@ -5,7 +5,7 @@ of a head, w convolution width.
 """
 
 import math
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from einops import rearrange
@@ -266,41 +266,22 @@ class DeltaNet(DeltaProduct):
         output_gate: whether there is an output gate; None: where `gated`.
     """
 
-    @known_options
     def __init__(
         self,
         d_model: int,
         *,
         gated: bool = False,
         eigenvalues: Eigenvalues = "positive",
-        num_heads: int = 4,
-        head_dim: int | None = None,
         expand_v: float | None = None,
         output_gate: bool | None = None,
-        d_conv: int | None = 4,
-        conv_bias: bool = False,
-        norm_eps: float = 1e-5,
-        backend: DeltaBackend = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         check_bool("gated", gated)
         default_expand_v = 2.0 if gated else 1.0
+        options["expand_v"] = default_expand_v if expand_v is None else expand_v
+        options["output_gate"] = gated if output_gate is None else output_gate
         super().__init__(
-            d_model,
-            num_householder=1,
-            gated=gated,
-            eigenvalues=eigenvalues,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            expand_v=default_expand_v if expand_v is None else expand_v,
-            output_gate=gated if output_gate is None else output_gate,
-            d_conv=d_conv,
-            conv_bias=conv_bias,
-            norm_eps=norm_eps,
-            backend=backend,
-            device=device,
-            dtype=dtype,
+            d_model, num_householder=1, gated=gated, eigenvalues=eigenvalues, **options
         )
 
 

@@ -1,9 +1,7 @@
-"""What Bedouin and FixedPointRNN share: projections, the solve, the output stage, the state.
+"""What Bedouin and FixedPointRNN share: options, parameters, and a call as the solve of a map.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state, k num_householder, H num_heads,
-p = d / H head_dim, r raw values of a head, the first f with feedback, w width of a convolution.
-Between the projections from m to d and back a layer has b' = H b folded samples, each one head of
-one sample (layers/heads.py).
+Letters: b batch, t time, m d_model, d d_inner, n d_state, H num_heads, p = d / H head_dim, r raw
+values of a head, the first f with feedback. b' = H b are folded samples (layers/heads.py).
 """
 
 import math
@@ -23,6 +21,7 @@ from bedouin.checks import (
     check_dtype,
     check_layer_idx,
     check_layer_input,
+    check_not_traced,
     check_projection_dtype,
     known_options,
     one_of,
@@ -53,7 +52,7 @@ from bedouin.layers.heads import (
     make_linear,
 )
 from bedouin.layers.map import FixedPointMap, ScanInputs, split_by_layout
-from bedouin.layers.mixers import ChannelMixer, HouseholderProduct, kernel_gap
+from bedouin.layers.mixers import ChannelMixer, kernel_gap
 from bedouin.layers.options import (
     FEEDBACK_NORM_EPS,
     GRIFFIN_SHARPNESS,
@@ -61,6 +60,7 @@ from bedouin.layers.options import (
     SolveOption,
     check_device,
     check_initialization,
+    check_raw_size,
     check_structure,
     choose_num_heads,
     choose_solver,
@@ -99,12 +99,9 @@ class FixedPointLayer(nn.Module, ABC):
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components, in the order of the fused projection; the first is that of
     Delta, and the gate is last."""
-    fed_names: ClassVar[tuple[str, ...]]
-    """The names that `feedback` may contain."""
-    selective: ClassVar[bool]
-    """Whether B and C are raw components; otherwise they are 1."""
-    delta_activations: ClassVar[dict[str, Activation]]
-    """How Delta follows from its raw values, for each `decay`."""
+    fed_names: ClassVar[tuple[str, ...]]  # what `feedback` may contain
+    selective: ClassVar[bool]  # whether B and C are raw components; otherwise they are 1
+    delta_activations: ClassVar[dict[str, Activation]]  # Delta of raw values, for each `decay`
 
     settable_options: ClassVar[tuple[str, ...]] = (
         *("solver", "adjoint", "max_steps", "on_unconverged", "backend"),
@@ -143,14 +140,11 @@ class FixedPointLayer(nn.Module, ABC):
     record_history = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
     stats: SolveStats | None
-    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
-    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
-    state_dict contains none, and loading one does not change them. Those of a sample are the worst
-    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
-    torch.func transforms they are tensors of the transform: to read them, return them from the
-    transformed function. Under torch.compile they are outputs of the graph that are not read, so
-    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
-    are."""
+    """Statistics of the last call, also of one that raised a ConvergenceError; None before any. A
+    sample's are the worst of its heads. A state_dict contains none, and neither loading one, nor
+    the recomputation of non-reentrant checkpointing, nor torch.export changes them. Under
+    torch.func transforms they are tensors of the transform, which the transformed function may
+    return; copies and pickles have None then. Under torch.compile nothing reads them."""
     _stats_have_graph = False
     """Whether the call that `stats` describes recorded gradients."""
 
@@ -249,14 +243,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
-            size, made = value.raw_size(self.head_dim), self._sizes["mixer"]
-            if size != made:
-                owner = type(self).__name__
-                raise ValueError(
-                    f"mixer must have {made} raw values a token and head, for which the layer's "
-                    f"projections were made, got {value} with {size}: make a new layer, "
-                    f"{owner}(..., mixer=...)"
-                )
+            check_raw_size(self, value)
         common.set_attribute(self, name, value)
 
     def forward(
@@ -295,12 +282,14 @@ class FixedPointLayer(nn.Module, ABC):
         devices and states, ConvergenceError if on_unconverged="raise".
         """
         self.check_input(x, rank=2 if one_token else 3)
-        if one_token:
-            if state is None:
-                raise TypeError("state must not be None: make one with init_state(batch_size)")
-            x, options, packing = x.unsqueeze(1), self._token_options, None
+        options, packing = self.solve_options, None
+        if not one_token:
+            packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        elif state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
         else:
-            options, packing = self.solve_options, find_packing(x, mask, cu_seqlens, seq_idx)
+            x = x.unsqueeze(1)
+            options = replace(options, solver=Direct()) if self.is_structured else options
         u, before, lengths = x, state_before(self, x, state, packing), None
         if packing is not None:
             u, lengths = packing.take(x), packing.padded_lengths()
@@ -357,8 +346,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
-        passes are captured now as CUDA graphs, and a call replays them. The numbers are those of
-        the layer, and a call costs the host a few launches.
+        passes are captured now as CUDA graphs, which a call replays.
 
         A call raises where it would differ: another shape, dtype, device, training mode, autocast
         or replaced parameter, or a backward pass after the next call. States and masks are not
@@ -397,17 +385,16 @@ class FixedPointLayer(nn.Module, ABC):
 
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
-        mixer = self.mixer
-        if isinstance(mixer, HouseholderProduct) and kernel_gap(mixer) is None:
-            return self._layout(mixer.num_householder, mixer.beta_max)
-        return None
-
-    def _layout(self, num_householder: int = 0, beta_max: float = 1.0) -> RawLayout:
-        return RawLayout(self.activation, self.selective, num_householder, beta_max)
+        mixer: Any = self.mixer
+        if kernel_gap(mixer) is not None:
+            return None
+        k, beta_max = mixer.num_householder, mixer.beta_max
+        return RawLayout(self.activation, self.selective, k, beta_max)
 
     def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
         """Raw values converted to the inputs of the scan."""
-        return split_by_layout(self._layout(), (self.head_dim, self.d_state), raw)
+        layout = RawLayout(self.activation, self.selective, 0, 1.0)
+        return split_by_layout(layout, (self.head_dim, self.d_state), raw)
 
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""
@@ -424,15 +411,9 @@ class FixedPointLayer(nn.Module, ABC):
         return self.mixer.is_structured(self.head_dim)
 
     @property
-    def _token_options(self) -> SolveOptions:
-        """The options of the solve of one token."""
-        options = self.solve_options
-        return replace(options, solver=Direct()) if self.is_structured else options
-
-    @property
     def projected_sizes(self) -> dict[str, int]:
         """The parts of in_proj's output in their order."""
-        return {"x": self.d_inner} | ({} if self.output == "paper" else {"z": self.d_inner})
+        return dict.fromkeys(("x",) if self.output == "paper" else ("x", "z"), self.d_inner)
 
     @property
     def raw_size(self) -> int:
@@ -499,12 +480,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise RuntimeError(
-                f"{type(self).__name__} cannot be recorded by torch.jit.trace, which knows neither "
-                "loops over tokens nor sizes: use torch.compile or torch.export, and "
-                "torch.onnx.export(..., dynamo=True) for ONNX"
-            )
+        check_not_traced(type(self).__name__)
         # without the call where there is nothing to load
         D = read_parameter(self, "D") if self.D.is_meta else self.D
         if isinstance(x, Tensor) and x.dtype != D.dtype:
@@ -512,10 +488,7 @@ class FixedPointLayer(nn.Module, ABC):
         check_layer_input(x, rank, self.d_model, D)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
-            f"num_heads={self.num_heads}, "
-            f"input_scale={self.input_scale!r}, eigenvalues={self.eigenvalues!r}, "
-            f"feedback={self.feedback}, solver={self.solver}, "
-            f"adjoint={self.adjoint or ImplicitAdjoint()}"
-        )
+        names = "d_inner", "d_state", "num_heads", "input_scale", "eigenvalues", "feedback"
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        solve = f"solver={self.solver}, adjoint={self.adjoint or ImplicitAdjoint()}"
+        return f"{self.d_model}, {options}, {solve}"

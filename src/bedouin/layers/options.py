@@ -217,6 +217,17 @@ def make_mixer(
     return mixer
 
 
+def check_raw_size(layer: Any, mixer: ChannelMixer) -> None:
+    """Raise ValueError unless the layer's projections have the raw values of another mixer."""
+    size, made = mixer.raw_size(layer.head_dim), layer._sizes["mixer"]
+    if size != made:
+        raise ValueError(
+            f"mixer must have {made} raw values a token and head, for which the layer's "
+            f"projections were made, got {mixer} with {size}: make a new layer, "
+            f"{type(layer).__name__}(..., mixer=...)"
+        )
+
+
 def check_device(mixer: nn.Module, device: torch.device) -> None:
     """Raise ValueError unless the mixer's parameters are on the layer's device."""
     for name, parameter in mixer.named_parameters():
