@@ -17,6 +17,7 @@ from bedouin.kernels.heads import unfold
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.map import FixedPointMap
 from bedouin.layers.stages import gated, project, solving, state_before
+from bedouin.packing import find_packing
 from bedouin.solvers import Adjoint, Direct, Picard, Solver, SolveStats
 from bedouin.state import BedouinState
 
@@ -88,7 +89,8 @@ def find_fixed_point(
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
-    projected = project(probe, x, state_before(probe, x, state), None)
+    before = state_before(probe, x, state, find_packing(x, None, None, None))
+    projected = project(probe, x, before, None)
     with without_autocast(x.device):
         options, f = probe.solve_options, projected.f
         y = options.solve(f, *solving(probe, f, options, None)).value

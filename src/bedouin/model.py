@@ -286,27 +286,23 @@ class SequenceModel(nn.Module):
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
-        ids = tokens if packing is None else packing.take(tokens)
-        real = None if packing is None else packing.mask_of_sequences
-        if packing is not None and real is None:
+        ids, real = packing.take(tokens), packing.mask_of_sequences
+        if packing.lengths is not None and real is None:
             for mixer in self.mixers:
                 check_takes_mask(mixer)
         x = self.embedding(ids)  # (b, t, m)
         if state is None and not return_state:
             for block in self.blocks:
                 x = block(x, mask=real)
-            logits = self._logits(x)
-            return logits if packing is None else packing.put(logits, tokens.shape)
+            return packing.put(self._logits(x), tokens.shape)
         if state is None:
             state = self.init_state(ids.shape[0])
-        elif packing is not None:
+        elif packing.first is not None:
             pairs = zip(self._checked_states(state), self.init_state(1), strict=True)
             state = tuple(packing.before(*pair) for pair in pairs)
         x, state = self._run_blocks(x, state, "chunk", real)
-        logits = self._logits(x)
-        if packing is not None:
-            logits = packing.put(logits, tokens.shape)
-            state = tuple(packing.after(after) for after in state)
+        logits = packing.put(self._logits(x), tokens.shape)
+        state = tuple(packing.after(after) for after in state)
         return (logits, state) if return_state else logits
 
     if TYPE_CHECKING:

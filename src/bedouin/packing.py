@@ -73,15 +73,16 @@ def _gather(
 class Packing:
     """Where the tokens of l sequences are in b rows. A state is one of sequences, or of rows.
 
+    Without lengths each row is a sequence, and all of its tokens are real.
     source and target say for each place of a sequence from which of the b t its token comes, and
     for each place of a row at which of the l w its token is; None: at the same one.
     """
 
-    lengths: Tensor  # (l,)
+    lengths: Tensor | None  # (l,)
     size: tuple[int, int]  # l, w
-    real: Tensor | None  # (l, w) bool, False in the padding after each sequence; None: no padding
-    source: Tensor | None  # (l w,)
-    target: Tensor | None  # (b t,)
+    real: Tensor | None = None  # (l, w) bool, False in the padding after each; None: no padding
+    source: Tensor | None = None  # (l w,)
+    target: Tensor | None = None  # (b t,)
     mask: Tensor | None = None  # (b, t) bool, the places of rows that have a token; None: all
     first: Tensor | None = None  # (l,), the index + 1 of the row that a sequence begins, or 0
     last: Tensor | None = None  # (b,), the last sequence of each row
@@ -89,7 +90,7 @@ class Packing:
     @property
     def num_states(self) -> int:
         """How many samples a state has before and after a call."""
-        return (self.lengths if self.last is None else self.last).shape[0]
+        return self.size[0] if self.last is None else self.last.shape[0]
 
     def padded_lengths(self) -> Tensor | None:  # (l,)
         """The lengths; None if there is no padding."""
@@ -104,6 +105,8 @@ class Packing:
 
     def take(self, x: Tensor) -> Tensor:  # (b, t, ...) -> (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
+        if self.lengths is None:
+            return x
         if self.source is not None and self.target is not None:
             return _gather(x, self.source, self.target, self.real, self.mask, self.size)
         taken = _in_rows(x, self.size)
@@ -115,6 +118,8 @@ class Packing:
         shape: torch.Size,  # (b, t, ...)
     ) -> Tensor:  # (b, t, ...)
         """The inverse of `take`, with zeros at places without a token."""
+        if self.lengths is None:
+            return y
         b, t = shape[:2]
         if self.source is not None and self.target is not None:
             return _gather(y, self.target, self.source, self.mask, self.real, (b, t))
@@ -141,10 +146,10 @@ class Packing:
 
     def after(
         self,
-        state: StateT | None,  # of sequences
-    ) -> StateT | None:
+        state: StateT,  # of sequences
+    ) -> StateT:
         """The states after the last token of each row, or with cu_seqlens of each document."""
-        return state if self.last is None or state is None else state[self.last]
+        return state if self.last is None else state[self.last]
 
 
 def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
@@ -187,8 +192,8 @@ def find_packing(
     mask: Tensor | None,  # (b, t)
     cu_seqlens: Tensor | None,  # (l + 1,)
     seq_idx: Tensor | None,  # (b, t)
-) -> Packing | None:
-    """What the arguments of a call say about x; None if all are None.
+) -> Packing:
+    """What the arguments of a call say about x.
 
     mask: bool, True for real tokens, padding anywhere. cu_seqlens: int32 or int64, the places in
     a single row where each document begins, and the row's length last. seq_idx: int32 or int64; a
@@ -208,11 +213,11 @@ def find_packing(
     if cu_seqlens is not None:
         return _split_at(cu_seqlens, x, mask)
     if seq_idx is None:
-        return None if mask is None else _pad_rows(mask)
+        return Packing(None, (x.shape[0], x.shape[1])) if mask is None else _pad_rows(mask)
     check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
     check_readable("seq_idx", x)
     if not seq_idx.numel():
-        return None
+        return Packing(None, (x.shape[0], x.shape[1]))
     return _split_rows(seq_idx, mask)
 
 
@@ -222,7 +227,7 @@ def _pad_rows(
     """Each row is a sequence of the same width, so that no shape depends on the mask."""
     b, t = mask.shape
     if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
-        return Packing(known, (b, t), mask, None, None, mask)
+        return Packing(known, (b, t), mask, mask=mask)
     rows = torch.arange(b, device=mask.device).unsqueeze(1).expand(b, t)
     return _place(rows.flatten(), mask.cumsum(1).flatten() - 1, None, mask, mask.sum(1), t)
 
@@ -261,7 +266,7 @@ def _split_at(
     w = max([least, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
     lengths = tokens.diff()
     if mask is None and (len(ends) - 1) * w == t and t:
-        return Packing(lengths, (len(ends) - 1, w), None, None, None)
+        return Packing(lengths, (len(ends) - 1, w))
     places = torch.arange(t, device=x.device)
     document = torch.searchsorted(bounds[1:], places, right=True)
     before = places if mask is None else mask.flatten().cumsum(0) - 1
@@ -304,7 +309,7 @@ def _split_rows(
     starts = torch.searchsorted(document, torch.arange(num, device=device))
     lengths = torch.cat([before[starts], count[-1:]]).diff()
     if mask is None and num * w == b * t:
-        packing = Packing(lengths, (num, w), None, None, None)
+        packing = Packing(lengths, (num, w))
     else:
         packing = _place(document, within - 1, starts, mask, lengths, w)
     first = torch.where(starts % t == 0, starts // t + 1, 0)

@@ -341,29 +341,26 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         x: Tensor,  # (b, t, input_size)
         state: StateT | None,
         return_state: bool,
-        packing: Packing | None,
+        packing: Packing,
     ) -> Any:
         """`forward` with checked inputs."""
-        rows = x.shape[0] if packing is None else packing.num_states
+        is_packed, rows = packing.lengths is not None, packing.num_states
         if state is not None:
             before = self.checked_state(state, rows)
         else:
-            needs_zeros = packing is not None or not x.numel()
-            before = self._zeros(rows, () if needs_zeros else self.none_for_zeros)
-        lengths, u = None, x
-        after: StateT | None
-        if packing is not None:
-            before, u = packing.before(before, self.init_state(1)), packing.take(x)
-            # padding follows the tokens, so that it changes only the state
-            lengths = packing.padded_lengths() if return_state else None
+            missing = () if is_packed or not x.numel() else self.none_for_zeros
+            before = self._zeros(rows, missing)
+        if is_packed:
+            before = packing.before(before, self.init_state(1))
+        u = packing.take(x)
+        # padding follows the tokens, so that it changes only the state
+        lengths = packing.padded_lengths() if return_state else None
         if u.numel():
             output, after = self._run_loaded(u, before, lengths)
         else:
             output, after = self._run_empty(u), before.clone()
-        if packing is not None:
-            output = packing.put(output, x.shape)
-            after = packing.after(after)
-        return (output, None if after is None else owned(after)) if return_state else output
+        output = packing.put(output, x.shape)
+        return (output, owned(packing.after(after))) if return_state else output
 
     if TYPE_CHECKING:
         __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
@@ -386,7 +383,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         with without_noise():
-            output, after = self._call(x_t.unsqueeze(1), state, True, None)
+            packing = Packing(None, (x_t.shape[0], 1))
+            output, after = self._call(x_t.unsqueeze(1), state, True, packing)
         return output.squeeze(1), after
 
     def init_state(self, batch_size: int) -> StateT:

@@ -23,6 +23,7 @@ from bedouin.checks import (
     check_layer_input,
     check_not_traced,
     check_projection_dtype,
+    check_tensor,
     known_options,
     one_of,
     positive_int,
@@ -56,6 +57,7 @@ from bedouin.layers.mixers import ChannelMixer, kernel_gap
 from bedouin.layers.options import (
     FEEDBACK_NORM_EPS,
     GRIFFIN_SHARPNESS,
+    Decay,
     Initialization,
     SolveOption,
     check_device,
@@ -163,7 +165,7 @@ class FixedPointLayer(nn.Module, ABC):
         num_householder: int | None = None,
         beta_max: float | None = None,
         mixer: ChannelMixer | None = None,
-        decay: str = "mamba",
+        decay: Decay = "mamba",
         input_scale: InputScale = "bounded_delta",
         eigenvalues: Eigenvalues = "positive",
         d_conv: int | None = None,
@@ -272,7 +274,7 @@ class FixedPointLayer(nn.Module, ABC):
             for each document, in order. The host reads two numbers.
         A mask goes with either of the others. Padding is in no document then: a document continues
         after it, and its seq_idx may be anything. A row without real tokens is an empty document.
-        one_token: x is (b, m), one token, as in `step`, which takes this way so that hooks run.
+        one_token: t is 1, and the token is solved exactly, as `step` does.
 
         Gradients of parameters are sums over samples: one that is not finite makes them NaN, even
         if the loss leaves it out. Those of each sample: torch.func.vmap over torch.func.grad of a
@@ -281,29 +283,19 @@ class FixedPointLayer(nn.Module, ABC):
         Raises TypeError for a dtype that the layer cannot take, ValueError for wrong shapes,
         devices and states, ConvergenceError if on_unconverged="raise".
         """
-        self.check_input(x, rank=2 if one_token else 3)
-        options, packing = self.solve_options, None
-        if not one_token:
-            packing = find_packing(x, mask, cu_seqlens, seq_idx)
-        elif state is None:
-            raise TypeError("state must not be None: make one with init_state(batch_size)")
-        else:
-            x = x.unsqueeze(1)
-            options = replace(options, solver=Direct()) if self.is_structured else options
-        u, before, lengths = x, state_before(self, x, state, packing), None
-        if packing is not None:
-            u, lengths = packing.take(x), packing.padded_lengths()
-        projected = project(self, u, before, lengths)
-        with without_autocast(u.device):
+        self.check_input(x, rank=3)
+        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        before, lengths = state_before(self, x, state, packing), packing.padded_lengths()
+        options = self._options_of_token() if one_token else self.solve_options
+        projected = project(self, packing.take(x), before, lengths)  # x, z and F of raw
+        with without_autocast(x.device):
             y = options.solve(projected.f, *solving(self, projected.f, options, lengths)).value
-            after = state_after(self, projected, y) if return_state else None
-            hidden = gated(self, projected, y)
-        output: Tensor = self.out_proj(hidden)
-        if packing is not None:
-            output, after = packing.put(output, x.shape), packing.after(after)
-        if one_token:
-            output = output.squeeze(1)
-        return (output, after) if return_state else output
+            hidden = gated(self, projected, y)  # SiLU(gate + z) * norm(y + D * x)
+        output = packing.put(self.out_proj(hidden), x.shape)
+        if not return_state:
+            return output
+        with without_autocast(x.device):
+            return output, packing.after(state_after(self, projected, y))
 
     if TYPE_CHECKING:
         __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
@@ -316,10 +308,22 @@ class FixedPointLayer(nn.Module, ABC):
         which takes less time.
         Raises the same errors as `forward`, and TypeError for a state that is None.
         """
-        # FSDP gathers parameters in hooks, and accelerate loads them in a `forward` of its own
-        run: Any = self.forward if is_untouched(self) else self
-        output, after = run(x_t, state, True, one_token=True)
-        return output, after
+        run: Any = self.forward
+        if is_untouched(self):
+            self.check_input(x_t, rank=2)
+        else:
+            # FSDP gathers parameters in hooks, and accelerate loads them in a `forward` of its own
+            run = self
+            check_tensor("x", x_t, "(b, m)")
+        if state is None:
+            raise TypeError("state must not be None: make one with init_state(batch_size)")
+        output, after = run(x_t.unsqueeze(1), state, True, one_token=True)
+        return output.squeeze(1), after
+
+    def _options_of_token(self) -> SolveOptions:
+        """The options of an exact solve, or those of the layer if its mixer has none."""
+        options = self.solve_options
+        return replace(options, solver=Direct()) if self.is_structured else options
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""

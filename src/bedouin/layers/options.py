@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from bedouin.layers.mixers import (
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.solvers.base import check_number, strict_options
 from bedouin.solvers.solve import SolveOptions
+
+Decay = Literal["mamba", "griffin", "sigmoid"]
 
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE = (0.9, 0.999)

@@ -49,16 +49,15 @@ def state_before(
     layer: Layer,
     x: Tensor,  # (b, t, m)
     state: BedouinState | None,
-    packing: Packing | None = None,
+    packing: Packing,
 ) -> BedouinState | None:
     """The state of the folded samples before the first token; None: zeros.
     Raises TypeError or ValueError for a state that does not fit."""
     if state is None:
         return None
     size, dtype = layer.state_size, accumulator(x.dtype)
-    rows = x.shape[0] if packing is None else packing.num_states
-    state = check_state(state, rows, size, x.new_empty(0, dtype=dtype))
-    if packing is not None:
+    state = check_state(state, packing.num_states, size, x.new_empty(0, dtype=dtype))
+    if packing.first is not None:
         state = packing.before(state, zero_state(1, size, dtype, x.device))
     return fold_state(state, layer.num_heads)
 
