@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.measurements import compare_gradients
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -28,7 +27,7 @@ from bedouin.solvers import (
     Solver,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, layer_gradients
+from bedouin.testing import assert_close, compare_gradients, layer_gradients
 
 PICARD, JACOBI = Picard(rtol=1e-13, atol=1e-300), Jacobi(rtol=1e-13, atol=1e-300)
 ANDERSON, BROYDEN = Anderson(rtol=1e-10, atol=1e-300), Broyden(rtol=1e-10, atol=1e-300)

@@ -17,7 +17,6 @@ from bedouin.kernels.householder import unit
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import NoMixing, StructuredMixer, WYForm
 from bedouin.layers.options import choose_num_heads
-from bedouin.measurements import find_fixed_point
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -35,7 +34,7 @@ from bedouin.solvers import (
     UnrolledAdjoint,
     solve,
 )
-from bedouin.testing import assert_close
+from bedouin.testing import assert_close, find_fixed_point
 
 M, D = 4, 8
 # found by hypothesis: 1.07e-12, in a gradient whose terms cancel to a thousandth of their size

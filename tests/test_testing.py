@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.measurements import compare_gradients
 from bedouin.solvers import Direct, GammaCap, ImplicitAdjoint, OneStepAdjoint, Picard
 from bedouin.testing import (
     assert_close,
+    compare_gradients,
     decode_gap,
     find_fixed_point,
     layer_gradients,

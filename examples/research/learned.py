@@ -44,11 +44,10 @@ from bedouin import Bedouin, SequenceModel
 from bedouin.kernels.heads import fold
 from bedouin.kernels.scan import discretize
 from bedouin.layers.mixers import NoMixing
-from bedouin.measurements import copy_with, find_fixed_point
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard
 from bedouin.state import BedouinState
 from bedouin.tasks import WordProblem, stream
-from bedouin.testing import lyapunov
+from bedouin.testing import copy_with, find_fixed_point, lyapunov
 from common.device import Device, choose_device
 from common.errors import UsageError
 from common.runs import add_runs, read_runs

@@ -14,17 +14,6 @@ from torch import Tensor
 
 from bedouin.kernels.heads import fold
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.measurements import (
-    check_layer,
-    compare_gradients,
-    copy_with,
-    decode_gap,
-    exponent,
-    find_fixed_point,
-    layer_gradients,
-    log_growth,
-    relative_error,
-)
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -37,6 +26,17 @@ from bedouin.solvers import (
     SolveStats,
 )
 from bedouin.solvers.base import TransposedBlockMap, check_number
+from bedouin.testing import (
+    check_layer,
+    compare_gradients,
+    copy_with,
+    decode_gap,
+    exponent,
+    find_fixed_point,
+    layer_gradients,
+    log_growth,
+    relative_error,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
