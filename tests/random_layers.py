@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
 
 
@@ -14,8 +14,8 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
     `fixed` contains the options that are not drawn; "kind" is the class. Drawn are decay, input
-    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2}, 0 to 4 reflections, and the
-    number of heads.
+    scale, eigenvalue range, feedback, mixer, beta_max in {0.5, 1, 2}, 0 to 4 reflections, the
+    number of heads, and the width of a convolution.
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
     products = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
@@ -27,6 +27,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
         "eigenvalues": rng.choice(("positive", "full")),
         "feedback_norm": rng.choice((True, False)),
         "feedback_init": rng.choice((0.1, 1.0)),
+        "d_conv": rng.choice((None, None, 2, 3)),
     }
     if kind is Bedouin:
         options |= {
@@ -48,3 +49,8 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
         torch.manual_seed(rng.randint(0, 2**16))
         layer: FixedPointLayer = kind(options.pop("d_model"), **options)
     return layer
+
+
+def random_state(layer: FixedPointLayer, b: int, scale: float = 0.1) -> BedouinState:
+    """A state of b samples with random numbers in all of its tensors."""
+    return BedouinState(*(scale * torch.randn_like(v) for v in layer.init_state(b)))

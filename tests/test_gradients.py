@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.random_layers import random_layer, random_state
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
@@ -46,11 +46,10 @@ EXACT: list[tuple[Solver, Adjoint]] = [
 
 def problem(layer: FixedPointLayer, b: int, t: int, seed: int = 0) -> tuple[Tensor, BedouinState]:
     """A random input and a random nonzero incoming state."""
-    g = torch.Generator().manual_seed(seed)
-    options: dict[str, Any] = {"generator": g, "dtype": torch.float64}
-    ssm = torch.randn(b, layer.d_inner, layer.d_state, **options)
-    state = BedouinState(ssm, torch.randn(b, layer.d_inner, **options))
-    return torch.randn(b, t, layer.d_model, **options), state
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        state = random_state(layer, b, 1.0)
+        return torch.randn(b, t, layer.d_model, dtype=torch.float64), state
 
 
 def layers() -> list[FixedPointLayer]:
@@ -66,11 +65,14 @@ def layers() -> list[FixedPointLayer]:
                            adjoint=ImplicitAdjoint(), **common),
         FixedPointRNN(2, **common),
         FixedPointRNN(2, decay="griffin", eigenvalues="full", mixer=LowRank(1), **common),
+        Bedouin(2, d_state=2, d_conv=3, num_heads=2, **common),
+        FixedPointRNN(2, d_conv=2, **common),
     ]  # fmt: skip
     return made
 
 
 NAMES = ["default", "griffin", "delta", "low-rank", "paper", "rnn", "rnn-griffin"]
+NAMES += ["convolution", "rnn-convolution"]
 
 
 def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
@@ -86,7 +88,8 @@ def finite_differences(
 ) -> dict[str, Tensor]:
     """Central differences, entry by entry, of the functional that `layer_gradients` takes."""
     weights = functional_weights(layer, x, state)
-    values = dict(layer.named_parameters()) | {"x": x, "state.ssm": state.ssm, "state.y": state.y}
+    of_state = {f"state.{n}": v for n, v in state._asdict().items() if v is not None}
+    values = dict(layer.named_parameters()) | {"x": x} | of_state
 
     def functional() -> float:
         output, new_state = layer(x, state=state, return_state=True)
@@ -99,7 +102,7 @@ def finite_differences(
 def functional_weights(layer: FixedPointLayer, x: Tensor, state: BedouinState) -> list[Tensor]:
     """As in `bedouin.testing`: of the output, which has the shape of x, and of the state."""
     g = torch.Generator().manual_seed(0)
-    shapes = [x.shape, state.ssm.shape, state.y.shape]
+    shapes = [x.shape, *(v.shape for v in state.tensors)]
     return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 

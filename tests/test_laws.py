@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.random_layers import random_layer, random_state
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN
@@ -33,8 +33,7 @@ def draw(
         layer.dt_bias.add_(rng.choice((0.0, 3.0)))
     hypothesis.note(f"{layer} {layer.extra_repr()}")
     x = torch.randn(b, t, layer.d_model, dtype=torch.float64)
-    ssm = torch.randn(b, layer.d_inner, layer.d_state, dtype=torch.float64)
-    return layer, x, BedouinState(0.1 * ssm, 0.1 * ssm.sum(-1))
+    return layer, x, random_state(layer, b)
 
 
 @settings(max_examples=60)

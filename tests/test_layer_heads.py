@@ -73,11 +73,13 @@ def make_heads(
 ) -> tuple[FixedPointLayer, list[FixedPointLayer]]:
     """A random layer of several heads, and a layer of one head for each of its slices."""
     fixed = {"d_model": M} | fixed
-    layer = random_layer(random.Random(seed), num_heads=num_heads, expand=D / M, **fixed)
+    layer = random_layer(
+        random.Random(seed), num_heads=num_heads, expand=D / M, d_conv=None, **fixed
+    )
     parts = []
     for j in range(num_heads):
         expand = D / num_heads / M
-        part = random_layer(random.Random(seed), num_heads=1, expand=expand, **fixed)
+        part = random_layer(random.Random(seed), num_heads=1, expand=expand, d_conv=None, **fixed)
         named = [(n, v) for n, v in layer.named_parameters() if not n.startswith("mixer.")]
         own = {n: slice_of(n, v, num_heads, j) for n, v in named}
         part.load_state_dict(own, strict=False)

@@ -4,22 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.random_layers import random_state
 
-from bedouin import Bedouin, Decoder, FixedPointRNN, Initialization
-from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import Direct, ImplicitAdjoint, Jacobi, Picard, UnrolledAdjoint
+from bedouin import Bedouin, FixedPointRNN, Initialization
 from bedouin.state import BedouinState
-from bedouin.testing import assert_close, decode_gap, layer_gradients, log_growth
+from bedouin.testing import assert_close, layer_gradients
 
-M, T = 8, 6
-
-CASES: list[dict[str, Any]] = [
-    {"d_conv": 3, "num_heads": 2},
-    {"d_conv": 1},
-    {"d_conv": 4, "num_householder": 0, "feedback": (), "input_scale": "delta"},
-]
-
-cases = pytest.mark.parametrize("options", CASES, ids=lambda v: "-".join(map(str, v)))
+M = 8
 
 
 def make(options: dict[str, Any], **others: Any) -> Bedouin:
@@ -29,71 +20,10 @@ def make(options: dict[str, Any], **others: Any) -> Bedouin:
     return Bedouin(M, **(known | options | others))
 
 
-def random_state(layer: FixedPointLayer, b: int = 2) -> BedouinState:
-    return BedouinState(*(0.3 * torch.randn_like(v) for v in layer.init_state(b)))
-
-
-@cases
-def test_all_ways_to_compute_agree(options: dict[str, Any]) -> None:
-    """The sweep, one token after the other, chunks, a Decoder, and Jacobi, exact in t steps."""
-    layer = make(options)
-    x, state = torch.randn(2, T, M, dtype=torch.float64), random_state(layer)
-    y, after = layer(x, state=state, return_state=True)
-    assert layer.stats is not None and bool(layer.stats.converged.all())
-    first, middle = layer(x[:, :2], state=state, return_state=True)
-    second, end = layer(x[:, 2:], state=middle, return_state=True)
-    assert_close("chunks", torch.cat([first, second], 1), y, 1e-10)
-    for ours, theirs in zip(end, after, strict=True):
-        assert_close("state", ours, theirs, 1e-10, atol=1e-14)
-    assert decode_gap(layer, x) < 1e-10
-    decoder = Decoder(layer, batch_size=2, state=state)
-    assert_close("decoder", torch.stack([decoder(v).clone() for v in x.unbind(1)], 1), y, 1e-10)
-    layer.solver = Jacobi(rtol=1e-13)
-    assert_close("Jacobi", layer(x, state=state), y, 1e-10)
-    assert int(layer.stats.num_steps.max()) <= T + 1
-    assert log_growth(layer, x).isfinite().all()
-
-
-@cases
-def test_gradients(options: dict[str, Any]) -> None:
-    """Of all parameters, the input and the state: the reverse sweep and its iterative solve against
-    back-propagation through the plain loop."""
-    layer = make(options)
-    x, state = torch.randn(2, 4, M, dtype=torch.float64), random_state(layer)
-    expected = layer_gradients(layer, x, UnrolledAdjoint(), solver=Direct(), state=state)
-    jacobi = Jacobi(rtol=1e-13)
-    ours = {
-        "sweep": layer_gradients(layer, x, ImplicitAdjoint(), solver=Direct(), state=state),
-        "exact": layer_gradients(layer, x, ImplicitAdjoint(), solver=jacobi, state=state),
-        "iterative": layer_gradients(layer, x, ImplicitAdjoint(jacobi), solver=jacobi, state=state),
-    }
-    for way, grads in ours.items():
-        for name, grad in grads.items():
-            assert_close(f"{way}: {name}", grad, expected[name], 1e-8, atol=1e-12)
-
-
-@cases
-def test_padding_and_documents(options: dict[str, Any]) -> None:
-    """Padding does not enter the window, and a document starts with an empty one."""
-    layer, x = make(options), torch.randn(2, T, M, dtype=torch.float64)
-    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    for solver in (Direct(), Jacobi(rtol=1e-13), Picard(rtol=1e-12)):
-        layer.solver = solver
-        y, after = layer(x, mask=mask, return_state=True)
-        for i in range(2):
-            alone, end = layer(x[i : i + 1, mask[i]], return_state=True)
-            assert_close("row", y[i : i + 1, mask[i]], alone, 1e-9)
-            for ours, theirs in zip(after[i : i + 1], end, strict=True):
-                assert_close("state", ours, theirs, 1e-9, atol=1e-12)
-    layer.solver = Direct()
-    packed = layer(x[:1], cu_seqlens=torch.tensor([0, 2, 2, T]))
-    assert_close("documents", packed, torch.cat([layer(x[:1, :2]), layer(x[:1, 2:])], 1), 1e-10)
-
-
 @pytest.mark.interpreter
 def test_kernels_take_convolutions() -> None:
-    layer = make(CASES[0], dtype=torch.float32)
-    x, state = torch.randn(2, 3, M), random_state(layer)
+    layer = make({"d_conv": 3, "num_heads": 2}, dtype=torch.float32)
+    x, state = torch.randn(2, 3, M), random_state(layer, 2, 0.3)
     expected = layer_gradients(layer, x, state=state)
     layer.backend = "triton"
     for name, grad in layer_gradients(layer, x, state=state).items():
@@ -109,17 +39,6 @@ def test_a_width_of_one_is_silu_alone() -> None:
     window = layer(x, return_state=True)[1].conv
     assert window is not None and window.shape == (2, 0, 2 * M)
     assert not torch.allclose(layer(x), plain(x))
-
-
-@pytest.mark.parametrize("decay", ["sigmoid", "griffin"])
-@pytest.mark.parametrize("num_heads", [1, 2])
-def test_the_vector_state(num_heads: int, decay: Any) -> None:
-    layer = FixedPointRNN(M, num_heads=num_heads, decay=decay, d_conv=3, dtype=torch.float64)
-    x = torch.randn(2, 4, M, dtype=torch.float64)
-    expected = layer_gradients(layer, x, UnrolledAdjoint())
-    for name, grad in layer_gradients(layer, x).items():
-        assert_close(name, grad, expected[name], 1e-8, atol=1e-12)
-    assert decode_gap(layer, x) < 1e-10
 
 
 def test_errors_of_the_window() -> None:

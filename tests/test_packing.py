@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.random_layers import random_layer, random_state
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
@@ -40,11 +40,6 @@ def draw(rng: random.Random) -> FixedPointLayer:
     hypothesis.note(f"{layer} {layer.extra_repr()}")
     torch.manual_seed(rng.randint(0, 999))
     return layer
-
-
-def random_state(layer: FixedPointLayer, b: int) -> Any:
-    like = layer.init_state(b)
-    return BedouinState(*(0.1 * torch.randn_like(v) for v in like))
 
 
 def total(output: Tensor, state: BedouinState) -> Tensor:
