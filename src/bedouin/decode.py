@@ -215,12 +215,11 @@ class _Buffered(_Stepped):
             return self._state.clone()
 
     def _copied_stats(self, converged: Tensor) -> SolveStats:  # (b,)
-        assert self._stats is not None and self._stats.conditioning is not None
-        steps, residual, pivot = (
-            v.clone()
-            for v in (self._stats.num_steps, self._stats.residual, self._stats.conditioning)
-        )
-        return SolveStats(steps, residual, converged.clone(), pivot)
+        stats = self._stats
+        assert stats is not None and stats.conditioning is not None
+        kept = stats.num_steps, stats.residual, converged, stats.conditioning
+        steps, residual, converged, pivot = (v.clone() for v in kept)
+        return SolveStats(steps, residual, converged, pivot)
 
     def __call__(self, x_t: Tensor) -> Tensor:  # (b, m) -> (b, m)
         output: Tensor
