@@ -51,16 +51,15 @@ class Device:
 
     programs: int | None  # that run at the same time if each occupies a whole multiprocessor
     shared_memory: int  # bytes that one program can have
-    overlaps: bool  # whether it has programmatic dependent launches
 
     @staticmethod
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
-        return Device(None, 232448, False) if interpreter_is_on() else Device._of_gpu(device)
+        return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)
 
     @staticmethod
     @lru_cache
     def _of_gpu(device: torch.device) -> "Device":
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Device(properties.multi_processor_count, shared_memory, properties.major >= 9)
+        return Device(properties.multi_processor_count, shared_memory)

@@ -12,25 +12,19 @@ from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.padding import CLOSED, closed_value
 
 
-def added_values(num_householder: int, d: int) -> int:
-    """How many raw values `with_reflection` appends to those of a token."""
-    return 0 if num_householder else d + 1
-
-
 def with_reflection(
     operands: Operands, parameterization: Parameterization
 ) -> tuple[Operands, Parameterization]:
     """The same map for kernels: without reflections one with u = 0 and beta = sigmoid(alpha) = 0 is
     appended, which gets no feedback, else nothing is changed.
 
-    `unit` of 0 is 0, with a finite derivative. The caller leaves out the cotangents of the d + 1
-    raw values, which are the last.
+    `unit` of 0 is 0, with a finite derivative.
     """
     layout = parameterization.known_layout()
     if layout.num_householder:
         return operands, parameterization
-    raw, more = operands.raw, added_values(0, operands.x.shape[-1])
-    u = raw.new_zeros(*raw.shape[:-1], more - 1)
+    raw = operands.raw
+    u = raw.new_zeros(*raw.shape[:-1], operands.x.shape[-1])
     alpha = raw.new_full((*raw.shape[:-1], 1), closed_value(-CLOSED, raw.dtype))
     padded = operands._replace(raw=torch.cat([raw, u, alpha], -1))
     return padded, replace(parameterization, layout=replace(layout, num_householder=1))

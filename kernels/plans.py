@@ -10,7 +10,6 @@ versions of Triton that nobody has tried. Settings such as TRITON_DEBUG are read
 launch.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
 from operator import attrgetter, methodcaller, or_
@@ -35,7 +34,7 @@ ALIGNMENT = 16
 MAX_PLANS = 512
 """Plans of a kernel, after which all are dropped: lengths of sequences may vary without end."""
 
-LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg", "launch_pdl"
+LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
 """What a launch may have beside the parameters of its kernel."""
 
 KEPT_CONSTANTS = 256
@@ -177,48 +176,6 @@ class PlannedKernel:
                 self._seen.clear()
             self._plans[key] = _Plan(compiled, tuple(constants[name] for name in names))
         return None
-
-
-class LaunchSeries:
-    """Launches of a kernel one after the other, with the same tensors and with integers of which
-    only the first changes, on the device and stream that are current in the first launch.
-
-    The kernel must not specialize on the first integer, which must not be larger than another.
-    """
-
-    __slots__ = ("_before", "_behind", "_given", "_run")
-
-    def __init__(
-        self,
-        kernel: PlannedKernel,
-        grid: tuple[int, ...],
-        tensors: tuple[Tensor, ...],  # any shapes
-        integers: tuple[int | None, ...],  # behind the first
-        constants: Constants,
-    ) -> None:
-        self._given = kernel, grid, tensors, integers, constants
-        # of a launch with a plan: the call, and its arguments before the first integer and behind
-        self._run: Callable[..., None] | None = None
-        self._before: tuple[Any, ...] = ()
-        self._behind: tuple[Any, ...] = ()
-
-    def launch(self, first: int) -> None:
-        """Launch with this first integer."""
-        if self._run is not None:
-            self._run(*self._before, first, *self._behind)
-            return
-        kernel, grid, tensors, integers, constants = self._given
-        plan = kernel.launch(grid, tensors, (first, *integers), constants)
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if plan is None or enter.calls or leave.calls:
-            return
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        given = plan.function, plan.metadata, None, None, None
-        addresses = map(Tensor.data_ptr, tensors)
-        self._before = (*(*grid, 1, 1)[:3], stream, *given, *addresses)
-        self._behind = (*integers, *plan.last)
-        self._run = plan.run
 
 
 def _is_free(kernel: Any, name: str) -> bool:

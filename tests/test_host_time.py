@@ -68,7 +68,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "_do_compile", compile_)
     monkeypatch.setattr(backend, "is_cuda_device", lambda device: True)
-    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448, False)))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448)))
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     # nothing that another test has launched, and nothing of these tests for others

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
-from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
+
+MAX_REFLECTIONS = 8
+"""Most reflections, whose k x k algebra is unrolled at compile time."""
 
 MAX_TILE = 16384
 """Most elements of u_1 .. u_k of a token, both axes rounded up to a power of two: one program of

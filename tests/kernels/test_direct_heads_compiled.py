@@ -17,7 +17,7 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.heads import launch
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.heads.launch import EDGES, REVERSE, SWEEP
-from bedouin.kernels.direct.triton_bundles import local_width
+from bedouin.kernels.direct.triton_rows import local_width
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.plans import PlannedKernel

@@ -22,7 +22,7 @@ kinds = pytest.mark.parametrize(
 )
 
 LAYOUT = RawLayout("softplus", True, 1, 1.0)
-FIELDS = ("softplus", True, 1, 1.0, 0.0, "one_minus_decay", "full", 1e-5, False, False, 2)
+FIELDS = ("softplus", True, 1, 1.0, 0.0, "bounded_delta", "positive", 1e-5, False, False, 2)
 """LAYOUT, input scale, eigenvalues, norm eps, feeds_x, plain, keep_every of an operation."""
 
 
@@ -30,7 +30,7 @@ def _bind(raw: Tensor) -> Coefficients:
     raise AssertionError("the Triton sweep reads raw values by their layout")
 
 
-OPTIONS = Parameterization(LAYOUT, "bounded_delta", "full", 1e-5)
+OPTIONS = Parameterization(LAYOUT, "bounded_delta", "positive", 1e-5)
 
 
 def draw(device: str, *, t: int = 2, feedback: bool = True) -> list[Any]:

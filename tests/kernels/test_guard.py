@@ -114,7 +114,7 @@ def unfit(monkeypatch: pytest.MonkeyPatch) -> Unfit:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(kernels_backend, "is_cuda_device", lambda device: True)
-    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448, False)))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448)))
     return lambda *some: names.extend(some)
 
 

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from bedouin import Bedouin
 from bedouin.kernels import plans
-from bedouin.kernels.plans import Constants, LaunchSeries, PlannedKernel
+from bedouin.kernels.plans import Constants, PlannedKernel
 
 
 class Driver:
@@ -134,37 +134,6 @@ def test_what_triton_compiles_anew_is_no_planned_launch(
     with binds(kernel) as ordinary:
         kernel.launch((1,), (FIRST, SECOND), (3, 40, 8), CONSTANTS)
     assert not ordinary.called
-
-
-@pytest.mark.parametrize("tensors", [(FIRST, SECOND), (FIRST[1:], SECOND)])
-def test_a_series_of_launches_passes_what_single_launches_do(
-    compiled: list[Recorded], tensors: tuple[Tensor, ...]
-) -> None:
-    kernel = make_kernel()
-    for first in range(5):
-        kernel.launch((5, 2), tensors, (first, 40, 8), CONSTANTS)
-    series = LaunchSeries(kernel, (5, 2), tensors, (40, 8), CONSTANTS)
-    for first in range(5):
-        series.launch(first)
-    (one,) = compiled
-    single, launched = one.launches[1:5], one.launches[6:]
-    assert single == launched and [launch[11] for launch in launched] == [1, 2, 3, 4]
-
-
-def test_hooks_of_launches_see_each_of_a_series(compiled: list[Recorded]) -> None:
-    kernel = make_kernel()
-    kernel.launch((1,), (FIRST, SECOND), (0, 40, 8), CONSTANTS)
-    series = LaunchSeries(kernel, (1,), (FIRST, SECOND), (40, 8), CONSTANTS)
-    hooks = knobs.runtime.launch_exit_hook
-    seen: list[Any] = []
-    hooks.add(seen.append)
-    try:
-        with patch.object(kernel, "launch", wraps=kernel.launch) as single:
-            for first in range(3):
-                series.launch(first)
-    finally:
-        hooks.remove(seen.append)
-    assert single.call_count == 3
 
 
 def test_another_device_has_plans_of_its_own(compiled: list[Recorded]) -> None:

@@ -19,7 +19,6 @@ from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.heads.triton_edges import head_edges_kernel
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
-from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     DTYPES,
     Shape,
@@ -29,6 +28,7 @@ from bedouin.kernels.direct.triton_constants import (
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
+from bedouin.kernels.direct.triton_rows import local_width
 from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Parameterization
