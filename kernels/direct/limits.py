@@ -6,7 +6,13 @@ Letters: d channels of a head, n state per channel.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
+from bedouin.kernels.backend import (
+    Backend,
+    Implementation,
+    choose_backend,
+    interpreter_is_on,
+    warn_of_reference,
+)
 from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.launch import Device
@@ -70,7 +76,7 @@ def _unsupported(
             f"(at most {MAX_CHANNELS} with {MAX_STATES}; set num_heads)"
         )
     blocks = head_blocks(d, n, k, layout.selective)
-    if W_y is not None and x.is_cuda:
+    if W_y is not None and (x.is_cuda or interpreter_is_on()):
         shared_memory = Device.of(A.device).shared_memory
         if not blocks.fits(W_y.itemsize, shared_memory):
             return f"feedback of {d} channels with {shared_memory} bytes of shared memory"

@@ -340,7 +340,17 @@ def test_every_head_of_128_channels_has_a_kernel(
         for k in range(5):
             for has_axis in (True, False):
                 case = Case(heads=1, p=128, n=16, k=k, low=low, has_axis=has_axis)
-                assert choose_sweep("auto", case.operands("cpu"), case.options()) == "triton"
+                assert choose_sweep("triton", case.operands("cpu"), case.options()) == "triton"
+
+
+def test_a_tile_of_feedback_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = Case(p=128)
+    with (
+        shared_memory(2**14),
+        pytest.raises(ValueError, match="feedback of 128 channels with 16384 bytes"),
+    ):
+        choose_sweep("triton", case.operands("cpu"), case.options())
 
 
 # tiles of all widths: of everything but the reflections, of two of them, of one, of many states
