@@ -6,11 +6,25 @@ these are made for kernels and are slow on the host.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+
+LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
+"""What a launch may have beside the parameters of its kernel."""
+
+
+def arguments_of(
+    kernel: Any,  # of Triton
+    every: dict[str, Any],
+) -> dict[str, Any]:
+    """Those of `every` that the kernel has as parameters, and launch options. Operations are fused,
+    which is Triton's default in some versions alone."""
+    chosen = {*kernel.arg_names, *LAUNCH_OPTIONS}
+    return {name: v for name, v in every.items() if name in chosen} | {"enable_fp_fusion": True}
 
 
 def next_power_of_two(size: int) -> int:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
 import bedouin.solvers.direct
 import bedouin.solvers.reporting
 from bedouin import Bedouin, NoMixing
 from bedouin.kernels.operation import OPERATIONS
-from bedouin.kernels.plans import PlannedKernel
 
 HEADS = "head_sweep_kernel", "reverse_head_kernel"
 ALL = ("delta", "B", "C", "mixer")
@@ -58,15 +58,8 @@ class Launches(Inside):
         super().__init__()
         self.names: list[str] = []
 
-    def launch(
-        self, kernel: PlannedKernel, grid: Any, tensors: Any, integers: Any, constants: Any
-    ) -> None:
-        self.names.append(kernel.kernel.__name__)
-        # pointers, then integers, then all else by name, as a plan needs them
-        names = kernel.kernel.arg_names
-        given = len(tensors) + len(integers)
-        assert all(name.endswith("_ptr") for name in names[: len(tensors)])
-        assert set(names[given:]) <= set(constants) and not set(names[:given]) & set(constants)
+    def launch(self, kernel: Any) -> None:
+        self.names.append(kernel.fn.__name__)
 
     def saw(self, func: Any, results: Any) -> None:
         name = func.overloadpacket.__name__
@@ -86,10 +79,10 @@ def launches_of(
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     forward, backward = Launches(), Launches()
-    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: forward.launch(*args))
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: forward.launch(kernel))
     with forward:
         out = layer(x, **places)
-    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: backward.launch(kernel))
     with backward:
         out.backward(torch.ones_like(out))
     return forward, backward

@@ -18,7 +18,7 @@ from bedouin import Bedouin
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = 10
-NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
+NOT_COUNTED = ("bedouin.kernels.operation",)
 LOOPS = ("sweep_tokens", "buffered_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.householder import UNIT_EPS
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import arguments_of, next_power_of_two
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 Shape = tuple[int, ...]
 
@@ -70,16 +69,16 @@ def map_constants(
     }
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
+@lru_cache(maxsize=1024)
 def kernel_constants(
-    kernel: PlannedKernel,
+    kernel: Any,  # of Triton
     A: Shape,  # (H, n, d)
     options: Parameterization,
     strides: tuple[int, ...],
     **own: Any,
-) -> Constants:
+) -> dict[str, Any]:
     """The constants that a kernel has as parameters, and its launch options: its `own`, and those
-    that options, sizes, and strides of rows of raw values determine."""
+    that options, sizes, and strides of rows of raw values determine. Not to be changed."""
     # a power of two, at most 8, that divides all strides between rows of raw values
     every = {**map_constants(A, options), "ALIGNED": math.gcd(8, *strides), **own}
-    return Constants.of(kernel, every)
+    return arguments_of(kernel, every)

@@ -14,9 +14,6 @@ from bedouin.kernels.direct.triton_prepare import prepare_kernel
 from bedouin.kernels.direct.triton_replay import replay_kernel
 from bedouin.kernels.direct.triton_rows import local_width
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import PlannedKernel
-
-PREPARE, REPLAY = PlannedKernel(prepare_kernel), PlannedKernel(replay_kernel)
 
 
 class ChunkBuffers(NamedTuple):
@@ -49,9 +46,9 @@ def prepare(
     integers = *sizes, *input_strides(x, A), *strides[:2], *token_strides(fed)
     # one warp, within which channels are summed
     how = {"FEEDBACK": fed is not None, "num_warps": 1}
-    constants = kernel_constants(PREPARE, A.shape, options, strides, **how)
+    constants = kernel_constants(prepare_kernel, A.shape, options, strides, **how)
     tensors = x, y, raw, given, A, buffers.mixed, buffers.local
-    PREPARE.launch((b * len(chunk),), tensors, integers, constants)
+    prepare_kernel[(b * len(chunk),)](*tensors, *integers, **constants)
 
 
 def launch_memory(
@@ -84,8 +81,8 @@ def _replay(
     (b, _, d), n = y.shape, A.shape[1]
     strides = *raw.stride()[:2], *given.stride()[:2]
     how = {"FEEDBACK": fed is not None, "num_warps": 4}
-    constants = kernel_constants(REPLAY, A.shape, options, strides, **how)
+    constants = kernel_constants(replay_kernel, A.shape, options, strides, **how)
     sizes = chunk.start, len(chunk), slot, kept.shape[1], b // len(A), d, n
     integers = *sizes, *strides[:2], *token_strides(fed), h0.stride(0), out.stride(0)
     tensors = buffers.mixed, buffers.local, raw, given, A, h0, kept, out
-    REPLAY.launch((b,), tensors, integers, constants)
+    replay_kernel[(b,)](*tensors, *integers, **constants)

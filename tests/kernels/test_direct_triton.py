@@ -767,3 +767,24 @@ def test_without_feedback_compiled(p: int, n: int, k: int, i: int, low: torch.dt
 @pytest.mark.parametrize(("p", "n", "k"), [(64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1)])
 def test_feedback_of_delta_compiled(p: int, n: int, k: int, low: torch.dtype | None) -> None:
     check(Case(heads=3, b=5, t=35, p=p, n=n, k=k, fed=p, input_scale="delta", low=low))
+
+
+def test_the_precision_of_products_by_all_names_of_the_setting() -> None:
+    """Also by the name whose use makes torch refuse to read the older one."""
+    from bedouin.kernels.direct.triton_constants import uses_tf32
+
+    matmul = torch.backends.cuda.matmul
+    before, older = matmul.fp32_precision, torch.get_float32_matmul_precision()
+    rounds = not interpreter_is_on()
+    try:
+        assert not uses_tf32()
+        torch.set_float32_matmul_precision("high")
+        assert uses_tf32() == rounds
+        torch.set_float32_matmul_precision("highest")
+        for precision in ("tf32", "ieee", "tf32"):
+            matmul.fp32_precision = precision
+            assert uses_tf32() == (rounds and precision == "tf32")
+    finally:
+        matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision(older)
+        matmul.fp32_precision = before
