@@ -29,8 +29,13 @@ def choose_iteration(
     bind_parameters: tuple[Tensor, ...],
     rule: IterationRule,
 ) -> Implementation:
-    """The implementation of the steps; raises as `choose_backend` does. Warns of a mixer without
-    kernels on a GPU, unless it is in float64, for which there are none at all."""
+    """The implementation of the steps, "reference" for Jacobi; raises as `choose_backend` does.
+
+    Warns of a mixer without kernels on a GPU, unless it is in float64, for which there are none at
+    all.
+    """
+    if rule.method == "jacobi":
+        return "reference"
     unsupported = _unsupported(operands, y, parameterization, bind_parameters, rule)
     chosen = choose_backend(backend, y.device, y.dtype, unsupported)
     if parameterization.layout is None and backend == "auto" and y.dtype != torch.float64:
@@ -56,7 +61,7 @@ def _unsupported(
         return parameterization.without_layout
     if parameterization.plain_only is not None:
         return parameterization.plain_only
-    k = max(layout.num_householder, 1)  # `with_reflection`
+    k = layout.num_householder
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
     if (y.dtype, A.dtype) != (torch.float32, torch.float32) or x.dtype == torch.float64:
@@ -64,6 +69,6 @@ def _unsupported(
         return f"x, y and A of {found} (y and A must be float32, x at most that)"
     if not 1 <= n <= MAX_STATES:
         return f"{n} states (at most {MAX_STATES})"
-    if next_power_of_two(d) * next_power_of_two(k) > MAX_TILE:
+    if next_power_of_two(d) * next_power_of_two(max(k, 1)) > MAX_TILE:
         return f"{k} reflections of {d} channels"
     return None
