@@ -597,17 +597,20 @@ def test_saturated_raw_values(input_scale: InputScale, n: int) -> None:
 @pytest.mark.parametrize(
     ("case", "plain"),
     [
-        pytest.param(Case(k=1), False, marks=needs_triton),
-        pytest.param(Case(k=0), False, marks=needs_triton),
-        pytest.param(Case(k=0, heads=1, has_axis=False), False, marks=needs_triton),
-        pytest.param(Case(k=1, n=64, p=66, feedback=False), False, marks=needs_triton),
+        *(
+            pytest.param(case, False, marks=needs_triton)
+            for case in (
+                Case(k=0, low=torch.bfloat16),
+                Case(k=1, heads=1, has_axis=False, low=torch.bfloat16),
+                Case(k=1, t=0, low=torch.bfloat16),
+            )
+        ),
         (Case(k=1), True),
     ],
     ids=str,
 )
 def test_opcheck(case: Case, plain: bool) -> None:
-    """Of the kernels and in plain torch."""
-    case = replace(case, b=1, t=2)
+    """Of the kernels with low dtypes, whose strides are those of fake results, and in plain torch."""
     values: Any = case.operands("cpu" if plain else DEVICE)
     operands = [v if v is None else v.detach().requires_grad_() for v in values]
     fields = (*case.options().scalars(), plain, 1)  # a memory is kept
@@ -628,12 +631,6 @@ def test_opcheck(case: Case, plain: bool) -> None:
 def test_large_memories_are_kept_more_often(t: int, states: int, chunk: int) -> None:
     x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, states, 1, device="meta")
     assert choose_chunk(Operands(x, x, A, A, None, None)) == chunk
-
-
-@needs_triton
-def test_runs_repeat_to_the_bit() -> None:
-    first, second = (run(Case(b=1, t=2), "triton") for _ in range(2))
-    assert all(torch.equal(v, second[name]) for name, v in first.items())
 
 
 def nearly_singular(k: int) -> tuple[Case, Operands]:

@@ -201,30 +201,6 @@ def test_iteration(
                 torch.testing.assert_close(ours, torch.cat(theirs), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-def test_opcheck(device: str) -> None:
-    """Shapes and gradients of the registered operations."""
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    leaves = [v.to(device, torch.float32).requires_grad_() for v in scan_operands(2, 1, 2, 2, 2)]
-    options = ("delta", "positive", False)
-    torch.library.opcheck(
-        torch.ops.bedouin.selective_scan, (*leaves, *options, True), test_utils=utils
-    )
-    y, h, kept = (v.detach() for v in torch.ops.bedouin.selective_scan(*leaves, *options, True))
-    values = [v.detach() for v in leaves]
-    backward = torch.ops.bedouin.selective_scan_backward
-    torch.library.opcheck(backward, (y, h, kept, *values, *options), test_utils=utils)
-    leaves = [
-        v.to(device, torch.float32).requires_grad_() for v in output_operands(2, 1, 2, 3, norm=True)
-    ]
-    stage, given = torch.ops.bedouin.gated_output, (*leaves, 1e-5, torch.float32)
-    torch.library.opcheck(stage, given, test_utils=utils)
-    values = [v.detach() for v in leaves]
-    backward = torch.ops.bedouin.gated_output_backward
-    joined = unfold(values[0], 2), *values, 1e-5
-    torch.library.opcheck(backward, joined, test_utils=utils)
-
-
 @pytest.mark.gpu
 @dtypes
 @pytest.mark.parametrize(("num_heads", "b", "t", "d"), [(8, 3, 300, 65), (2, 1, 100, 128)])
