@@ -610,7 +610,7 @@ def test_saturated_raw_values(input_scale: InputScale, n: int) -> None:
     ids=str,
 )
 def test_opcheck(case: Case, plain: bool) -> None:
-    """Of the kernels with low dtypes, whose strides are those of fake results, and in plain torch."""
+    """Of the kernels with low dtypes, whose strides fake results have, too, and in plain torch."""
     values: Any = case.operands("cpu" if plain else DEVICE)
     operands = [v if v is None else v.detach().requires_grad_() for v in values]
     fields = (*case.options().scalars(), plain, 1)  # a memory is kept
