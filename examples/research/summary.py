@@ -41,8 +41,8 @@ SHOWN = {
     "s5": ("token_128", "token_512"),
     "copy": ("characters_100", "characters_200"),
     "mqar": ("accuracy_256", "accuracy_512"),
-    "bound_s3": ("token_16_32", "sequence_16_32", "sequence_16_128"),
-    "bound_a5": ("token_16_32", "sequence_16_32", "sequence_16_128"),
+    "bound_s3": ("token_16_32", "sequence_16_128"),
+    "bound_a5": ("token_16_32", "sequence_16_128"),
 }
 """The columns of the table."""
 
@@ -177,7 +177,7 @@ def _header(*names: str) -> list[str]:
 
 
 def _cells(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"|{'|'.join(cells)}|"
 
 
 def figure_of_both(summary: dict[str, Models], path: Path) -> None:
