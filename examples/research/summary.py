@@ -158,9 +158,10 @@ def tuning_markdown(results: Path) -> str:
     """Every tuning run: a line for each form and learning rate, with "chosen" at the best of each
     model, which its reported runs take."""
     runs, lines = read_runs(results / TUNED), []
+    models = dict.fromkeys([*VARIANTS, *(m for of in summarize(results).values() for m in of)])
     for task, names in SHOWN.items():
         lines += [f"**{task}**", "", *_header("form", "rate", *names, "choice")]
-        for model in VARIANTS:
+        for model in models:
             rows = tuning_rows(runs, task, model) if tuned_on(task, model) == task else {}
             best = chosen(runs, task, model)
             for (form, rate), row in rows.items():
