@@ -2,7 +2,7 @@
 
     python examples/research/ensemble.py --model recall --d-model 256 --keep-weights \\
         --keep-every 500 --out runs/learned/a5
-    python examples/research/learned.py runs/learned/a5 --out runs/learned/results
+    python examples/research/learned.py runs/learned/a5 --out examples/results/learned
 
 Of every model of a folder, on test rows:
 

@@ -69,7 +69,7 @@ CURVES = {
 
 LABELS = {
     "tracking": "TrackingDeltaNet",
-    "recall": "Bedouin.recall",
+    "recall": "recall of 0.2.0",
     "recall_n64": "64 states",
     "recall_by_head": "feedback by head",
     "recall_layer": "feedback of all heads",
@@ -85,7 +85,7 @@ LABELS = {
 """The models of the figures, and what these call them."""
 
 HISTORY = "history"
-"""The folder of the runs that later ones replace."""
+"""The folder of the runs that later ones replace, among them those of SCREENED."""
 
 SCREENED = {
     "recall_no_memory": ("recall-trials",),
@@ -95,7 +95,7 @@ SCREENED = {
     ),
 }
 """Runs that chose the setting of `recall`, and of what it was before, which are tuning runs as
-well: the layer, how it begins, and which heads have feedback. They are in HISTORY."""
+well: the layer, how it begins, and which heads have feedback."""
 
 
 def summarize(results: Path) -> dict[str, Models]:
