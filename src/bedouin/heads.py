@@ -24,7 +24,7 @@ HEAD_DIM, LEAST_CHANNELS = 128, 512
 def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     """H: `num_heads`, or for None heads of 128 channels if d_inner is a multiple of it and at least
     512, else 1: heads of 128 learn A5 better than smaller ones, and copying better than one head;
-    at d_inner 256 one head learns A5 better (examples/results/README.md).
+    at d_inner 256 one head learns A5 better (examples/results/heads).
 
     Raises TypeError for a value that is no int, ValueError for one that does not divide d_inner.
     """

@@ -20,7 +20,7 @@ DELTA_RANGE = (1e-3, 0.1)
 
 ERASE_BIAS = -3.0
 """The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
-well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
+well (examples/results/history)."""
 
 REMOVED = (
     "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
