@@ -41,7 +41,7 @@ help:
 	@echo "make fuzz    thousands of random cases           (FUZZ_CASES=5000)"
 	@echo "make contracts  test the adapters against the real packages, none skipped"
 	@echo "make check   lint, types, build, test"
-	@echo "make lint    ruff check and ruff format --check"
+	@echo "make lint    ruff check, ruff format --check, and the budget of lines"
 	@echo "make types   mypy --strict over the library, tests and examples"
 	@echo "make build   sdist and wheel in dist/, then the wheel in an empty environment"
 	@echo "make env     the environment only                (PYTHON=, VENV=, TORCH=torch==2.11.0)"
@@ -113,6 +113,7 @@ lint: $(STAMP)
 	@echo "== lint"
 	$(ENV_PYTHON) -m ruff check
 	$(ENV_PYTHON) -m ruff format --check
+	$(ENV_PYTHON) .ci/budget.py
 
 # Type checkers do not follow the import hook of an editable install, but they do follow links.
 types: $(STAMP)

@@ -23,7 +23,7 @@ devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 
 KINDS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
     (Bedouin, {}),
-    (Bedouin, {"decay": "griffin", "feedback": (), "input_scale": "one_minus_decay"}),
+    (Bedouin, {"decay": "griffin", "feedback": (), "input_scale": "delta"}),
     (FixedPointRNN, {}),
     (Bedouin, {"num_heads": 2, "d_state": 2}),
 ]

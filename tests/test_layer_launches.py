@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
 import bedouin.solvers.direct
 import bedouin.solvers.reporting
 from bedouin import Bedouin, NoMixing
 from bedouin.kernels.operation import OPERATIONS
-from bedouin.kernels.plans import PlannedKernel
 
-LARGE = "sweep_kernel", "reverse_kernel"
 HEADS = "head_sweep_kernel", "reverse_head_kernel"
 ALL = ("delta", "B", "C", "mixer")
 
@@ -59,15 +58,8 @@ class Launches(Inside):
         super().__init__()
         self.names: list[str] = []
 
-    def launch(
-        self, kernel: PlannedKernel, grid: Any, tensors: Any, integers: Any, constants: Any
-    ) -> None:
-        self.names.append(kernel.kernel.__name__)
-        # pointers, then integers, then all else by name, as a plan needs them
-        names = kernel.kernel.arg_names
-        given = len(tensors) + len(integers)
-        assert all(name.endswith("_ptr") for name in names[: len(tensors)])
-        assert set(names[given:]) <= set(constants) and not set(names[:given]) & set(constants)
+    def launch(self, kernel: Any) -> None:
+        self.names.append(kernel.fn.__name__)
 
     def saw(self, func: Any, results: Any) -> None:
         name = func.overloadpacket.__name__
@@ -87,10 +79,10 @@ def launches_of(
     for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     forward, backward = Launches(), Launches()
-    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: forward.launch(*args))
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: forward.launch(kernel))
     with forward:
         out = layer(x, **places)
-    monkeypatch.setattr(PlannedKernel, "launch", lambda *args: backward.launch(*args))
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: backward.launch(kernel))
     with backward:
         out.backward(torch.ones_like(out))
     return forward, backward
@@ -158,31 +150,26 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("feedback", "num_heads", "most", "kernels"),
+    ("feedback", "num_heads", "most"),
     [
-        (ALL, 1, (18, 43), LARGE),
-        (ALL, 1, (18, 43), HEADS),
-        (ALL, 2, (23, 43), HEADS),
+        (ALL, 1, (18, 43)),
+        (ALL, 2, (23, 43)),
         # W^y is padded with rows of zeros
-        (("delta", "B"), 1, (19, 44), HEADS),
-        (("delta", "B"), 2, (24, 44), HEADS),
-        (("delta",), 1, (20, 44), HEADS),
-        (("delta",), 2, (27, 48), HEADS),
-        ((), 1, (16, 32), HEADS),
-        ((), 2, (22, 35), HEADS),
+        (("delta", "B"), 1, (19, 44)),
+        (("delta", "B"), 2, (24, 44)),
+        (("delta",), 1, (20, 44)),
+        (("delta",), 2, (27, 48)),
+        ((), 1, (16, 32)),
+        ((), 2, (22, 35)),
     ],
 )
 def test_the_number_of_launches(
     feedback: tuple[str, ...],
     num_heads: int,
     most: tuple[int, int],
-    kernels: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For 40 samples of 16 tokens, which the reverse sweep of one head takes in one chunk, each
-    token with a product and a launch of its own."""
-    if kernels is LARGE:
-        monkeypatch.setattr("bedouin.kernels.direct.limits.MAX_HEAD", 0)
+    """For 40 samples of 16 tokens."""
     layer = Bedouin(
         32 * num_heads,
         num_heads=num_heads,
@@ -192,10 +179,9 @@ def test_the_number_of_launches(
     )
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     forward, backward = launches_of(layer, x, monkeypatch)
-    of_tokens = 2 * 16 if kernels is LARGE else 0
-    assert len(forward.names) <= most[0] + of_tokens, forward.names
-    assert len(backward.names) <= most[1] + of_tokens, backward.names
-    assert kernels[0] in forward.names and kernels[1] in backward.names
+    assert len(forward.names) <= most[0], forward.names
+    assert len(backward.names) <= most[1], backward.names
+    assert HEADS[0] in forward.names and HEADS[1] in backward.names
 
 
 @pytest.mark.interpreter

@@ -33,7 +33,7 @@ class PaperOutput(Bedouin):
 VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"num_householder": 4}),
     (Bedouin, {"feedback": ("B", "mixer"), "feedback_norm": False}),
-    (Bedouin, {"feedback": (), "decay": "griffin", "input_scale": "one_minus_decay"}),
+    (Bedouin, {"feedback": (), "decay": "griffin", "input_scale": "one_minus_decay", "d_state": 1}),
     (PaperOutput, {}),
     (FixedPointRNN, {}),
     (Bedouin, {"num_heads": 2, "num_householder": 1}),
@@ -42,7 +42,10 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
 WITHOUT_MIXING: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"mixer": NoMixing()}),
     (Bedouin, {"mixer": NoMixing(), "feedback": ("delta",), "num_heads": 2}),
-    (Bedouin, {"mixer": NoMixing(), "feedback": (), "input_scale": "one_minus_decay"}),
+    (
+        Bedouin,
+        {"mixer": NoMixing(), "feedback": (), "input_scale": "one_minus_decay", "d_state": 1},
+    ),
     (FixedPointRNN, {"mixer": NoMixing()}),
     (Bedouin, {"mixer": NoMixing(), "solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
 ]
@@ -64,6 +67,7 @@ HEADS: list[dict[str, Any]] = [
         "num_householder": None,
         "feedback": ("delta",),
         "input_scale": "one_minus_decay",
+        "d_state": 1,
     },
 ]
 # compiled, exponentials and quotients are approximations
@@ -89,7 +93,7 @@ def pair(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[Fix
     """The same layer with kernels and without."""
     options |= {"device": device, "dtype": dtype, "on_unconverged": "ignore"}
     if kind is Bedouin:
-        options["d_state"] = 3
+        options = {"d_state": 3, **options}
     layers = [kind(6, backend=backend, **options) for backend in ("triton", "reference")]
     layers[1].load_state_dict(layers[0].state_dict())
     return layers

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, NoMixing
-from bedouin.kernels.direct import direct_sweep, direct_sweep_reference
+from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.direct.layout import bind_by_layout
-from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
 from bedouin.layers.fixed_point import FixedPointLayer
@@ -165,30 +164,6 @@ def test_without_feedback_it_is_a_diagonal_scan(
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
     assert sweep.pivot.tolist() == [1.0] * len(x) and not sweep.defect.any()
-
-
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_the_reflection_for_kernels_changes_nothing(
-    heads: int, feedback: bool, dtype: torch.dtype
-) -> None:
-    layout = RawLayout("softplus", True, 0, 1.5)
-    operands, leaves = draw(0, layout, 2, 5, heads=heads, feedback=feedback)
-    options = Parameterization(layout, "bounded_delta", "positive", 1e-5)
-    operands = operands._replace(raw=operands.raw.to(dtype))
-    padded, one = with_reflection(operands, options)
-    assert padded.raw.shape[2] == operands.raw.shape[2] + added_values(0, 3)
-    assert one.known_layout() == RawLayout("softplus", True, 1, 1.5)
-    assert with_reflection(padded, one) == (padded, one) and added_values(1, 3) == 0
-    found = []
-    for arguments in ((operands, options), (padded, one)):
-        sweep = direct_sweep_reference(*arguments)
-        total = sweep.y.sin().sum() + sweep.h.cos().sum()
-        grads = torch.autograd.grad(total, leaves, materialize_grads=True)
-        found.append([sweep.y, sweep.h, sweep.pivot, *grads])
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs) and bool(theirs.isfinite().all())
 
 
 def test_the_layer_has_no_parameters_of_a_mixer() -> None:

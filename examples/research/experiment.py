@@ -8,14 +8,15 @@
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
     python examples/research/experiment.py table --minutes 25    # none that would take longer
     python examples/research/experiment.py --summary
+    python examples/research/experiment.py --tuning         # print every run of "table-tuning"
 
 The experiments are defined in examples/research/experiments/, one short file each. What is left to
 run is looked up whenever a run has ended, because runs of "table-tuning" decide what those of
 "table" are: named together, both are made. Each run adds its numbers to OUT/EXPERIMENT/runs.json,
 in place of those of an earlier run of its name (`common/runs.py`), or its error, after which it is
 made again. The list has, for every run, its command and, once it has been made, its device, its
-seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json and
-OUT/both.png from the runs of "table" and "table-more", and prints their table.
+seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json,
+OUT/both.png and OUT/lengths.png from the runs of "table" and "table-more", and prints their table.
 """
 
 import json
@@ -50,13 +51,7 @@ from common.options import parse_config
 from common.runs import add_runs, read_run, read_runs
 from research import ensemble
 from research.experiments.controls import CONTROLS_CPU
-from research.experiments.earlier import (
-    A5_CPU,
-    A5_ONE_HEAD,
-    COPYING_CPU,
-    COPYING_ONE_HEAD,
-    GPU_PRESETS,
-)
+from research.experiments.earlier import A5_CPU, COPYING_CPU, GPU_PRESETS
 from research.experiments.heads import heads
 from research.experiments.language_model import (
     language_model_cpu,
@@ -64,7 +59,13 @@ from research.experiments.language_model import (
 )
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.table import tables
-from research.summary import figure_of_both, markdown, summarize
+from research.summary import (
+    figure_of_both,
+    figure_of_lengths,
+    markdown,
+    summarize,
+    tuning_markdown,
+)
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 WIDTH = 100
@@ -100,7 +101,9 @@ class Config:
     """Start no run that would end later than so many minutes after the start, if it takes the
     median time of the runs of its task, the first word of its name, that have been made."""
     summary: bool = False
-    """Write summary.json and the figure, and run nothing."""
+    """Write summary.json and the figures, and run nothing."""
+    tuning: bool = False
+    """Print every tuning run of the table, and run nothing."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -109,8 +112,7 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(A5_CPU, A5_ONE_HEAD, COPYING_CPU, COPYING_ONE_HEAD),
-        *(CONTROLS_CPU, GPU_PRESETS),
+        *(A5_CPU, COPYING_CPU, CONTROLS_CPU, GPU_PRESETS),
         *(heads(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
     )
@@ -357,8 +359,12 @@ def main(config: Config) -> int:
     if config.summary:
         report = summarize(config.out)
         figure_of_both(report, config.out / "both.png")
+        figure_of_lengths(report, config.out / "lengths.png")
         (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
         print(markdown(config.out))
+        return 0
+    if config.tuning:
+        print(tuning_markdown(config.out))
         return 0
     found = experiments()
     if not config.names:

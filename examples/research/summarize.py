@@ -1,6 +1,7 @@
 """Print the table of a grid that `ensemble.py` trained, or draw several seeds of one script.
 
-    python examples/research/summarize.py examples/results/a5-one-head/a5_parameterizations
+    python examples/research/summarize.py \\
+        examples/results/history/a5-one-head.a5_parameterizations
     python examples/research/summarize.py --figure a5.png \\
         examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
     python examples/research/summarize.py runs/ensemble/results.json

@@ -1,14 +1,17 @@
-"""The numbers of the table: one file, Markdown, and a figure of tracking against copying."""
+"""The numbers of the table and of its tuning: one file, Markdown, and figures of the accuracy by
+length and of tracking against copying."""
 
-import json
+import math
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.ticker import NullLocator  # noqa: E402
 
 from common.runs import read_runs  # noqa: E402
 from research.experiments.table import (  # noqa: E402
@@ -18,7 +21,9 @@ from research.experiments.table import (  # noqa: E402
     TASKS,
     TUNED,
     VARIANTS,
+    chosen,
     rows_of,
+    tuned_on,
     tuning_rows,
 )
 
@@ -37,10 +42,31 @@ SHOWN = {
     "s5": ("token_128", "token_512"),
     "copy": ("characters_100", "characters_200"),
     "mqar": ("accuracy_256", "accuracy_512"),
-    "bound_s3": ("token_16_32", "sequence_16_32", "sequence_16_128", "recall_16_128"),
-    "bound_a5": ("token_16_32", "sequence_16_32", "recall_16_32"),
+    "bound_s3": ("token_16_32", "sequence_16_128"),
+    "bound_a5": ("token_16_32", "sequence_16_128"),
 }
 """The columns of the table."""
+
+PANELS = {
+    "a5": ("A5", "right labels", "tokens", 16),
+    "s5": ("S5", "right labels", "tokens", 16),
+    "copy": ("copying", "right characters", "letters", 50),
+    "mqar": ("associative recall", "right values", "tokens", 256),
+    "bound_s3": ("bound S3, 16 names", "right products", "operations", 32),
+    "bound_a5": ("bound A5, 16 names", "right products", "operations", 32),
+}
+"""The tasks in the figure of lengths: title, measure, unit and longest training value of the
+length."""
+
+CURVES = {
+    "tracking": "C0",
+    "recall": "C9",
+    "lstm_l1": "C3",
+    "gated_deltanet_l1": "C2",
+    "attention_l2": "C1",
+    "hybrid_l2": "0.5",
+}
+"""The models in the figure of lengths, and their colours."""
 
 LABELS = {
     "tracking": "TrackingDeltaNet",
@@ -57,7 +83,10 @@ LABELS = {
     "m2rnn_l1": "M²RNN",
     "hybrid_l2": "hybrid, two layers",
 }
-"""The models of the figure, and what it calls them."""
+"""The models of the figures, and what these call them."""
+
+HISTORY = "history"
+"""The folder of the runs that later ones replace, among them those of SCREENED."""
 
 SCREENED = {
     "recall_no_memory": ("recall-trials",),
@@ -98,9 +127,9 @@ def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 def _screened(results: Path, task: str, model: str) -> int:
     """Of a model of SCREENED: the layers of Bedouin that were screened on a task or on that of its
     rate."""
-    paths = [results / folder / "trials.json" for folder in SCREENED.get(model, ())]
-    texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
-    rows = [row for text in texts for row in json.loads(text)["rows"]]
+    names = SCREENED.get(model, ())
+    found = read_runs(results / HISTORY) if names else {}
+    rows = [row for name in names if name in found for row in found[name]["rows"]]
     return sum(
         len(row.get("models") or row["seeds"])
         for row in rows
@@ -112,21 +141,45 @@ def _screened(results: Path, task: str, model: str) -> int:
 def markdown(results: Path) -> str:
     """The table: a line for each model and task, with the values of all seeds."""
     summary, lines = summarize(results), []
+    runs = read_runs(results / REPORTED_RUNS[0])
     for task, models in summary.items():
-        runs = read_runs(results / REPORTED_RUNS[0])
-        header = ["model", "parameters", "state", *SHOWN[task], "tuning runs"]
-        lines += [f"**{task}**", "", _cells(header), _cells(["---"] * len(header))]
+        rows = {model: next(iter(rows_of(runs, f"{task}-{model}")), {}) for model in models}
+        sizes = [row["parameters"] for row in rows.values() if "parameters" in row]
+        span = f", {min(sizes):,} to {max(sizes):,} parameters" if sizes else ""
+        lines += [f"**{task}**{span}", "", *_header("model", "state", *SHOWN[task], "tuning runs")]
         for model, numbers in models.items():
-            row = next(iter(rows_of(runs, f"{task}-{model}")), {})
-            sizes = [str(row.get(name, "")) for name in ("parameters", "state_size")]
             values = [" ".join(f"{v:.2f}" for v in numbers[name]) for name in SHOWN[task]]
-            lines.append(_cells([model, *sizes, *values, str(numbers["tuning_runs"])]))
+            state = str(rows[model].get("state_size", ""))
+            lines.append(_cells([model, state, *values, str(numbers["tuning_runs"])]))
         lines.append("")
     return "\n".join(lines)
 
 
+def tuning_markdown(results: Path) -> str:
+    """Every tuning run: a line for each form and learning rate, with "chosen" at the best of each
+    model, which its reported runs take."""
+    runs, lines = read_runs(results / TUNED), []
+    models = dict.fromkeys([*VARIANTS, *(m for of in summarize(results).values() for m in of)])
+    for task, names in SHOWN.items():
+        lines += [f"**{task}**", "", *_header("form", "rate", *names, "choice")]
+        for model in models:
+            rows = tuning_rows(runs, task, model) if tuned_on(task, model) == task else {}
+            best = chosen(runs, task, model)
+            for (form, rate), row in rows.items():
+                measures = _measures(task, [row])
+                values = [" ".join(f"{v:.2f}" for v in measures[name]) for name in names]
+                mark = "chosen" if (form, rate) == best else ""
+                lines.append(_cells([form, f"{rate:g}", *values, mark]))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _header(*names: str) -> list[str]:
+    return [_cells(list(names)), _cells(["---"] * len(names))]
+
+
 def _cells(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"|{'|'.join(cells)}|"
 
 
 def figure_of_both(summary: dict[str, Models], path: Path) -> None:
@@ -166,3 +219,45 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     )
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def figure_of_lengths(summary: dict[str, Models], path: Path) -> None:
+    """Plot the accuracy of the models of CURVES against the length, a panel for each task.
+
+    A line is the median of the seeds, the band around it their range, and a dashed line marks the
+    longest training length. The points of a length stand side by side, because those of several
+    models often coincide.
+    """
+    figure, axes = plt.subplots(2, 3, figsize=(10.0, 6.0), sharey=True, layout="constrained")
+    for panel, task in zip(axes.flat, PANELS, strict=True):
+        title, measure, unit, trained = PANELS[task]
+        prefix = MEASURES.get(task, NAMES)["token"]
+        curves = {model: _by_length(summary[task].get(model, {}), prefix) for model in CURVES}
+        lengths = sorted(set().union(*curves.values()))
+        step = 0.02 * math.log(lengths[-1] / lengths[0]) if lengths else 0.0
+        for place, (model, points) in enumerate(curves.items()):
+            shift, color = math.exp(step * (place - len(CURVES) / 2 + 0.5)), CURVES[model]
+            x = [shift * length for length in points]
+            low, middle, high = ([of(v) for v in points.values()] for of in (min, median, max))
+            panel.plot(x, middle, "o-", color=color, markersize=4, linewidth=1.2)
+            panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+        panel.axvline(trained, color="black", linestyle="--", linewidth=1, zorder=0)
+        panel.set(title=title, xlabel=unit, ylabel=measure, xscale="log", ylim=(-0.04, 1.04))
+        panel.set_xticks(lengths, [str(length) for length in lengths])
+        panel.xaxis.set_minor_locator(NullLocator())
+    handles = [Line2D([], [], marker="o", color=color) for color in CURVES.values()]
+    names = [LABELS[model] for model in CURVES]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(CURVES), fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _by_length(numbers: dict[str, Any], prefix: str) -> dict[int, list[float]]:
+    """The seeds' values of one measure by length, of the fewest names where there are names."""
+    found = {
+        tuple(map(int, name.removeprefix(f"{prefix}_").split("_"))): values
+        for name, values in numbers.items()
+        if name.startswith(f"{prefix}_")
+    }
+    fewest = min((key[:-1] for key in found), default=())
+    return {key[-1]: values for key, values in sorted(found.items()) if key[:-1] == fewest}

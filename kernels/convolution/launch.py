@@ -80,7 +80,7 @@ def launch_backward(
         *(*sizes[:2], *numbers, x.stride(1)),
         **constants,
     )
-    grad_weight = sums.sum(0).T.to(weight.dtype, memory_format=torch.contiguous_format)
+    grad_weight = sums.sum(0).T.contiguous().to(weight.dtype)
     return grad_x, grad_weight, grad_window, grad_added
 
 

@@ -4,10 +4,10 @@
 `reference`     the sweep over all tokens in plain torch, for every mixer: the specification
 `reverse`       its adjoint, likewise
 `buffered`      both for Householder layouts, with few calls of torch for each token
-`registered`    both as operations of torch.library, which choose one of these families of kernels:
-`heads`         heads with at most 128 channels and 64 states, all together, in programs that hold
-                the rows of a sample
-`triton_*.py`   larger heads, one after the other
+`registered`    both as operations of torch.library
+`heads`         Triton kernels for heads of at most 128 channels with 64 states, in programs that
+                hold the rows of a sample
+`triton_*.py`   Triton kernels for what y alone determines, and for the statistics
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -19,7 +19,7 @@ from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
 from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import choose_sweep, is_small_head
+from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -81,9 +81,9 @@ def direct_sweep(
     equation, but not under torch.compile, whose graphs call no Python functions. There the sweep is
     one operation if the parameterization has a layout, else it runs outside of the graph;
     torch.export writes a single token out.
-    With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
-    layout without erase and feedback of x; raises ValueError where `backend="triton"` cannot run,
-    or heads and batch do not fit.
+    With several heads the batch is head by head, as `Operands` says. `limits` says what the Triton
+    kernels take; raises ValueError where `backend="triton"` cannot run, or heads and batch do not
+    fit.
     Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or in plain torch, for
     a layout and a sequence of at most CHUNK tokens, h at each of them. Without a layout, and under
     transforms of torch.func, the backward is autograd through one chunk of tokens after the other.
@@ -103,7 +103,7 @@ def direct_sweep(
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
         if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
             return uncompiled_sweep(*arguments)
-    keep_every = CHUNK if plain else choose_chunk(operands, together=is_small_head(operands.A))
+    keep_every = CHUNK if plain else choose_chunk(operands)
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
         y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars, lengths)

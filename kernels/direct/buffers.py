@@ -5,13 +5,13 @@ feedback, H heads (kernels/heads.py). The kernels read r rows of W^y, the last r
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.feedback import normalize_feedback_vjp, padded_rows
-from bedouin.kernels.heads import count_heads, sum_samples
+from bedouin.kernels.heads import sum_samples
 from bedouin.kernels.launch import last_axis_contiguous
 from bedouin.kernels.linear import apply_weight, padding, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
@@ -28,26 +28,13 @@ class SweepBuffers(NamedTuple):
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
-    W_y: Tensor | None  # (r, d) or (H, r, d)
-    A: Tensor  # (n, d) or (H, n, d), log2(e) A
+    W_y: Tensor | None  # (H, r, d)
+    A: Tensor  # (H, n, d), log2(e) A
     h: Tensor  # (b, n, d), the first memory, overwritten by the last
     kept: Tensor  # (b, `count_kept`, n, d)
     y: Tensor  # (b, t, d)
-    normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y, filled in for the first token;
-    # for the kernel of heads that a program holds, which stores that of no other, (b, 1, d)
+    first: Tensor  # (b, 1, d), norm(y0) in the dtype of W^y; y without W^y
     statistics: Tensor  # (4, b, t): defect, scale, magnitude, pivot
-
-    def heads(self) -> list["SweepBuffers"]:
-        """The buffers of each head by itself, views but for `statistics`, which are new."""
-        if self.A.dim() == 2:
-            return [self]
-        heads = len(self.A)
-        weights = split_weights(self.W_y, heads)
-        own = (self.x, self.raw, self.h, self.kept, self.y, self.normed)
-        x, raw, h, kept, y, normed = (v.chunk(heads) for v in own)
-        statistics = [self.statistics.new_empty(4, *v.shape[:2]) for v in y]
-        parts = zip(x, raw, weights, self.A, h, kept, y, normed, statistics, strict=True)
-        return [SweepBuffers(*part) for part in parts]
 
 
 class SolvedBuffers(NamedTuple):
@@ -57,19 +44,9 @@ class SolvedBuffers(NamedTuple):
     y: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r)
     fed: Tensor | None  # (b, t, r or more), W^y norm(y_{t-1}); None: no feedback
-    A: Tensor  # (n, d) or (H, n, d), log2(e) A
+    A: Tensor  # (H, n, d), log2(e) A
     h0: Tensor  # (b, n, d), possibly expanded: all samples may share one memory
     kept: Tensor  # (b, `count_kept`, n, d)
-
-    def heads(self) -> list["SolvedBuffers"]:
-        """The buffers of each head by itself, views."""
-        if self.A.dim() == 2:
-            return [self]
-        heads = len(self.A)
-        x, y, raw, h0, kept = (v.chunk(heads) for v in (self.x, self.y, self.raw, *self[5:]))
-        fed = [None] * heads if self.fed is None else self.fed.chunk(heads)
-        parts = zip(x, y, raw, fed, self.A, h0, kept, strict=True)
-        return [SolvedBuffers(*part) for part in parts]
 
 
 class GradBuffers(NamedTuple):
@@ -82,46 +59,18 @@ class GradBuffers(NamedTuple):
     A: Tensor  # (b, n, d), zeros at first
     statistics: Tensor  # (2, b, t): defect and scale
 
-    def heads(self, heads: int) -> list["GradBuffers"]:
-        """The buffers of each head by itself, views but for `statistics`, which are new."""
-        if heads == 1:
-            return [self]
-        y, H, x, raw, A = (v.chunk(heads) for v in self[:5])
-        statistics = [self.statistics.new_empty(2, *v.shape[:2]) for v in y]
-        return [GradBuffers(*part) for part in zip(y, H, x, raw, A, statistics, strict=True)]
 
+def choose_chunk(operands: Operands) -> int:
+    """Tokens between two kept h: CHUNK, or for at most that many tokens fewer, but at least 4, if
+    the workspace would otherwise exceed WORKSPACE.
 
-def split_weights(
-    W_y: Tensor | None,  # (r, d) or (H, r, d)
-    num_heads: int,
-) -> list[Tensor | None]:
-    """W^y (r, d) of each head."""
-    if W_y is None:
-        return [None] * num_heads
-    return [W_y] if W_y.dim() == 2 else list(W_y.unbind())
-
-
-def join_samples(
-    parts: list[Any],  # tensors, or None for all
-    axis: int,
-) -> Any:
-    """The samples of all heads along an axis; of one head as they are."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, axis)
-
-
-def choose_chunk(operands: Operands, *, together: bool) -> int:
-    """Tokens between two kept h: CHUNK, or fewer, but at least 4, if the workspace would otherwise
-    exceed WORKSPACE.
-
-    The kernels hold the h of the samples that they take at once for a chunk: those of one head, or
-    of all heads (`together`). But the h of all heads that are kept for smaller chunks would take
-    more memory than the workspace if there are more tokens than CHUNK.
+    The h of more tokens that were kept for smaller chunks would take more memory than the
+    workspace.
     """
-    (samples, t_end, _), A = operands.x.shape, operands.A
-    if together and t_end > CHUNK:
+    (samples, t_end, _), (d, n) = operands.x.shape, operands.A.shape[-2:]
+    if t_end > CHUNK:
         return CHUNK
-    d, n = A.shape[-2:]
-    size = (samples if together else samples // count_heads(A)) * d * n
+    size = samples * d * n
     return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
 
 
@@ -132,26 +81,21 @@ def count_kept(t_end: int, keep_every: int) -> int:
 
 
 def allocate_sweep(
-    operands: Operands, parameterization: Parameterization, keep_every: int, together: bool
+    operands: Operands, parameterization: Parameterization, keep_every: int
 ) -> SweepBuffers:
-    """The inputs in the layout that the kernel reads, and memory for its results. `together`: for
-    the kernel of heads that a program holds, which stores norm(y) of no token."""
+    """The inputs in the layout that the kernel reads, and memory for its results."""
     x, raw, W_y, A, h0, y0 = operands
     (b, t_end, d), n = x.shape, A.shape[-1]
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, count_kept(t_end, keep_every), n, d)
-    h, normed = _first_memory(h0, b, A), y
+    h, first = _first_memory(h0, b, A), y
     if W_y is not None:
         if y0 is None:
-            start = W_y.new_zeros(b, 1, d)
+            first = W_y.new_zeros(b, 1, d)
         else:
-            start = normed_past(y0.unsqueeze(1), operands, W_y, parameterization)
-        normed = start
-        if not together:
-            normed = W_y.new_empty(b, t_end, d)
-            normed[:, :1] = start[:, :t_end]
+            first = normed_past(y0.unsqueeze(1), operands, W_y, parameterization)
         W_y = padded_rows(W_y, raw.shape[2])
-    first = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, exponents(A)
-    return SweepBuffers(*first, h, kept, y, normed, A.new_empty(4, b, t_end))
+    rows = last_axis_contiguous(x), last_axis_contiguous(raw), W_y, exponents(A)
+    return SweepBuffers(*rows, h, kept, y, first, A.new_empty(4, b, t_end))
 
 
 def allocate_memory(
@@ -224,7 +168,7 @@ def collect_gradients(
         # some more columns, so that the product is aligned
         rows = grads.raw[..., : f + padding(f)].to(W_y.dtype)
         grad_W_y = weight_gradient(rows, past, W_y)[..., :f, :]
-    grad_A = grads.A.sum(0) if A.dim() == 2 else sum_samples(grads.A, len(A))
+    grad_A = sum_samples(grads.A, len(A))
     return grads.x, grads.raw[..., :r], grad_W_y, grad_A.mT, grads.H.mT, grad_y0
 
 
@@ -245,7 +189,7 @@ def _solved_buffers(
 def _first_memory(
     h0: Tensor | None,  # (b, d, n); None: zeros
     b: int,
-    A: Tensor,  # (d, n) or (H, d, n)
+    A: Tensor,  # (H, d, n)
 ) -> Tensor:  # (b, n, d), in new memory
     return A.new_zeros(b, *A.mT.shape[-2:]) if h0 is None else state_major(h0)
 
@@ -259,7 +203,7 @@ def state_major(
 def normed_past(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    W_y: Tensor,  # (f, d) or (H, f, d)
+    W_y: Tensor,  # (H, f, d)
     parameterization: Parameterization,
 ) -> Tensor:  # (b, t, d)
     """norm(y_{t-1}) in the dtype of W^y."""
@@ -273,7 +217,7 @@ def normed_past(
 
 def _feedback(
     past: Tensor,  # (b, t, d), norm(y_{t-1})
-    W_y: Tensor,  # (f, d) or (H, f, d)
+    W_y: Tensor,  # (H, f, d)
     r: int,
 ) -> Tensor:  # (b, t, r or more)
     """W^y norm(y_{t-1}), with zeros from column f on."""
@@ -281,8 +225,8 @@ def _feedback(
 
 
 def exponents(
-    A: Tensor,  # (d, n) or (H, d, n)
-) -> Tensor:  # (n, d) or (H, n, d)
+    A: Tensor,  # (H, d, n)
+) -> Tensor:  # (H, n, d)
     """log2(e) A, with which the decay is 2^(log2(e) A Delta)."""
     transposed = A.mT
     exponents = A.new_empty(transposed.shape)

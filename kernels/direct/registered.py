@@ -2,8 +2,7 @@
 
 There are three operations: the solve; the memory for a given y, which has the same gradient; and
 the reverse sweep of both. Each runs eager PyTorch with `plain`, which torch.compile would otherwise
-unroll token by token, or else the Triton kernels for heads of which a program holds the rows
-(`takes_heads_together`), or those that take one head after the other.
+unroll token by token, or else Triton kernels.
 `Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
 is imported when an operation runs, not when it is registered.
 
@@ -25,10 +24,7 @@ from bedouin.kernels.direct.buffers import (
     allocate_sweep,
     collect_gradients,
     count_kept,
-    join_samples,
-    split_weights,
 )
-from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.plain import (
     plain_memory,
     plain_reverse,
@@ -38,7 +34,6 @@ from bedouin.kernels.direct.plain import (
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
-from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import Operation, operation
 
@@ -80,25 +75,12 @@ def sweep_operation(*flat: Any) -> SweepResult:
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
-    together = takes_heads_together(operands, options)
-    if together:
-        operands = operands.with_head_axis()
-    else:
-        operands, options = with_reflection(operands, options)
-    buffers = allocate_sweep(operands, options, keep_every, together)
-    statistics = buffers.statistics
-    if buffers.y.numel() and together:
+    buffers = allocate_sweep(operands.with_head_axis(), options, keep_every)
+    if buffers.y.numel():
         from bedouin.kernels.direct.heads.launch import launch_head_sweep
 
         launch_head_sweep(buffers, options, keep_every)
-    elif buffers.y.numel():
-        from bedouin.kernels.direct.triton_launch import launch_sweep
-
-        heads = buffers.heads()
-        for head in heads:
-            launch_sweep(head, options, keep_every)
-        statistics = join_samples([head.statistics for head in heads], 1)
-    y, h, kept = buffers.y, buffers.h.mT, buffers.kept
+    y, h, kept, statistics = buffers.y, buffers.h.mT, buffers.kept, buffers.statistics
     return y, h, kept.flatten(1), statistics, *summarize(statistics, *lengths)
 
 
@@ -123,8 +105,7 @@ def memory_operation(
     if plain:
         h, kept = plain_memory(y_star, operands, options, keep_every)
         return y, h, kept.flatten(1)
-    operands, options = with_reflection(operands, options)
-    buffers, state = allocate_memory(y, operands, options, keep_every)
+    buffers, state = allocate_memory(y, operands.with_head_axis(), options, keep_every)
     if y.numel():
         from bedouin.kernels.direct.triton_launch import launch_memory
 
@@ -188,52 +169,36 @@ def _sweep_backward(
 ) -> Gradients:
     operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
     (x, raw, _, A, *_), wants_y0 = operands, flat[6]
-    r = raw.shape[2]
     with torch.autocast(x.device.type, enabled=False):
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             given = (grad_y, grad_h, y, kept, operands, options)
             return plain_reverse(*given, keep_every, wants_y0=wants_y0)
-        together = takes_heads_together(operands, options)
-        if not together:
-            operands, options = with_reflection(operands, options)
-        swept = operands.with_head_axis() if together else operands
-        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, swept, options)
-        grad_normed, statistics = None, grads.statistics
-        rows = None if swept.W_y is None else padded_rows(swept.W_y, swept.raw.shape[2])
-        if y.numel() and together:
+        operands = operands.with_head_axis()
+        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
+        grad_normed = None
+        if y.numel():
             from bedouin.kernels.direct.heads.launch import launch_head_reverse
 
+            W_y = operands.W_y
+            rows = None if W_y is None else padded_rows(W_y, raw.shape[2])
             grad_normed = launch_head_reverse(
                 buffers, grads, rows, options, keep_every, wants_y0=wants_y0
             )
-        elif y.numel():
-            from bedouin.kernels.direct.triton_launch import launch_reverse
-
-            known = buffers.heads()
-            own = grads.heads(len(known))
-            found = [
-                launch_reverse(*part, options, keep_every)
-                for part in zip(known, own, split_weights(rows, len(known)), strict=True)
-            ]
-            grad_normed = join_samples(found, 0)
-            statistics = join_samples([part.statistics for part in own], 1)
         grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
             grads, grad_normed, y, operands, options, wants_y0=wants_y0
         )
-        return grad_x, grad_raw[..., :r], grad_W_y, grad_A, grad_h0, grad_y0, statistics
+        if A.dim() == 2:
+            grad_A, grad_W_y = grad_A[0], grad_W_y if operands.W_y is None else grad_W_y[0]
+        return grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0, grads.statistics
 
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(*flat: Any) -> Gradients:
-    operands, options, plain, _ = _parse(*flat[4:10], *flat[11:])
+    operands, *_ = _parse(*flat[4:10], *flat[11:])
     (x, raw, W_y, A, *_), wants_y0 = operands, flat[10]
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    if plain or takes_heads_together(operands, options):
-        rows = r
-    else:
-        rows = r + added_values(options.known_layout().num_householder, d)
-    rows += padding(rows)
+    rows = r + padding(r)
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:

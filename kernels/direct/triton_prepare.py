@@ -35,32 +35,31 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.direct.triton_bundles import (
+from bedouin.kernels.direct.triton_rows import (
     aligned_row,
+    far,
     local_padding,
     local_size,
     local_width,
-    matrix_of,
-    strided_row,
 )
 
 
 @triton.jit(do_not_specialize=["start", "count", "t_end", "per_head"])
 def prepare_kernel(
-    x_ptr,  # (b, t, d) or (H, b / H, t, d)
+    x_ptr,  # (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d) or (H, n, d), log2(e) A
+    A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, count, d): x~, written
     local_ptr,  # (b, count, WIDTH), written
     start,
     count,
     t_end,
-    per_head,  # samples of a head; None: one head
+    per_head,  # samples of a head
     d: tl.constexpr,
     n: tl.constexpr,
-    x_stride_h,  # None: one head
+    x_stride_h,
     x_stride_b,
     x_stride_t,
     raw_stride_b,
@@ -75,7 +74,6 @@ def prepare_kernel(
     SELECTIVE: tl.constexpr,
     BETA_MAX: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
     NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -94,7 +92,8 @@ def prepare_kernel(
     u_at = d + (2 * n if SELECTIVE else 0)
     raw = aligned_row(raw_ptr, sample, t, raw_stride_b, raw_stride_t, ALIGNED)
     fed = aligned_row(fed_ptr, sample, t, fed_stride_b, fed_stride_t, ALIGNED)
-    x_row = strided_row(x_ptr, sample, t, per_head, x_stride_h, x_stride_b, x_stride_t)
+    head = sample // per_head
+    x_row = x_ptr + head * x_stride_h + sample % per_head * x_stride_b + far(t, x_stride_t)
     x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + (sample * t_end + t) * d + cols, mask=in_d, other=0.0).to(tl.float32)
     v = y - x
@@ -114,9 +113,8 @@ def prepare_kernel(
     if INPUT_SCALE == "one_minus_decay":
         in_state = in_n[:, None] & in_d[None, :]
         state = rows[:, None] * d + cols[None, :]
-        own_A = matrix_of(A_ptr, sample, per_head, d, n)
-        A_log2 = tl.load(own_A + state, mask=in_state, other=0.0)
-        _, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
+        A_log2 = tl.load(A_ptr + head * (n * d) + state, mask=in_state, other=0.0)
+        _, s_rows = build_coupled(A_log2 * delta[None, :], False, FAST)
         sigma = tl.sum(s_rows * BC[:, None], axis=0)
     else:
         sigma = input_scale(delta, INPUT_SCALE, FAST) * tl.sum(BC, axis=0)

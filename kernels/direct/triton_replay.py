@@ -9,12 +9,7 @@ import triton.language as tl
 from bedouin.kernels.device.activations import activate
 from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
 from bedouin.kernels.device.raw import load_raw
-from bedouin.kernels.direct.triton_bundles import (
-    aligned_row,
-    chunk_memory,
-    local_width,
-    matrix_of,
-)
+from bedouin.kernels.direct.triton_rows import aligned_row, local_width
 
 
 @triton.jit(do_not_specialize=["start", "count", "slot", "slots", "per_head"])
@@ -23,16 +18,15 @@ def replay_kernel(
     local_ptr,  # (b, count, WIDTH)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r)
-    A_ptr,  # (n, d) or (H, n, d), log2(e) A
+    A_ptr,  # (H, n, d), log2(e) A
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before the first token of every chunk but the first
-    out_ptr,  # (b, count - 1, n, d), written: h before the other tokens of the chunk; or without
-    # KEEP_ALL (b, ..., n, d), h after the chunk
+    out_ptr,  # (b, ..., n, d), written: h after the chunk
     start,
     count,
     slot,
     slots,
-    per_head,  # samples of a head; None: one head
+    per_head,  # samples of a head
     d: tl.constexpr,
     n: tl.constexpr,
     raw_stride_b,
@@ -42,31 +36,27 @@ def replay_kernel(
     h0_stride_b,
     out_stride_b,
     K: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
     ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """The memory of a chunk, a program for each sample and block of channels:
+    """The memory of a chunk, a program for each sample:
 
     h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
     """
-    index = tl.program_id(0)
-    blocks = tl.cdiv(d, BLOCK_D)
-    sample = (index // blocks).to(tl.int64)
-    rows = tl.arange(0, BLOCK_N)
-    cols = index % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    sample = tl.program_id(0).to(tl.int64)
+    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     state = rows[:, None] * d + cols[None, :]
     in_state = in_n[:, None] & in_d[None, :]
-    own_A = matrix_of(A_ptr, sample, per_head, d, n)
-    A_log2 = tl.load(own_A + state, mask=in_state, other=0.0)
-    memory = chunk_memory(h0_ptr, h0_stride_b, kept_ptr, sample, slot, slots, d, n)
+    A_log2 = tl.load(A_ptr + sample // per_head * (n * d) + state, mask=in_state, other=0.0)
+    memory = h0_ptr + sample * h0_stride_b
+    if slot > 0:
+        memory = kept_ptr + (sample * slots + slot - 1) * (n * d)
     h = tl.load(memory + state, mask=in_state, other=0.0)
     # loads of a token are issued while the one before it is computed
     WIDTH: tl.constexpr = local_width(K, n)
@@ -86,14 +76,10 @@ def replay_kernel(
         fed = fed_row + tl.multiple_of(step * fed_stride_t, ALIGNED)
         delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
         B_next = tl.load(B_row + step * WIDTH, mask=in_n, other=0.0)
-        if KEEP_ALL:
-            at = sample * out_stride_b + (i - 1) * (n * d) + state
-            tl.store(out_ptr + at, h, mask=in_state & (i > 0))
         if INPUT_SCALE == "one_minus_decay":
-            decay, s_rows = build_coupled(A_log2 * delta[None, :], FULL, FAST)
+            decay, s_rows = build_coupled(A_log2 * delta[None, :], False, FAST)
             h = decay * h + s_rows * mixed[None, :] * B[:, None]
         else:
-            decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+            decay = build_decay(A_log2 * delta[None, :], False, FAST)
             h = decay * h + (input_scale(delta, INPUT_SCALE, FAST) * mixed)[None, :] * B[:, None]
-    if not KEEP_ALL:
-        tl.store(out_ptr + sample * out_stride_b + state, h, mask=in_state)
+    tl.store(out_ptr + sample * out_stride_b + state, h, mask=in_state)

@@ -5,7 +5,7 @@ One launch replaces thirty of torch's reductions.
 Letters: b batch, t time.
 """
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.direct.reference import MAX_RESIDUAL, ROUNDING
-from bedouin.kernels.launch import next_power_of_two
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
+from bedouin.kernels.launch import arguments_of, next_power_of_two
 
 MAX_TOKENS = 1024
 """Most tokens that a program reads at a time."""
@@ -126,9 +125,6 @@ def adjoint_summary_kernel(
     tl.store(converged_ptr + sample, (nonfinite == 0) & (residual < TOLERANCE))
 
 
-SUMMARY, ADJOINT_SUMMARY = PlannedKernel(summary_kernel), PlannedKernel(adjoint_summary_kernel)
-
-
 def launch_summary(
     statistics: Tensor,  # (4, b, t)
     summary: Tensor,  # (2, b)
@@ -137,13 +133,16 @@ def launch_summary(
 ) -> None:
     """Fill `summary` and `converged`; no size may be 0."""
     _, b, t_end = statistics.shape
-    constants = _constants(SUMMARY, t_end, lengths is not None)
+    constants = _constants(summary_kernel, t_end, lengths is not None)
     last = statistics if lengths is None else lengths.contiguous()
-    SUMMARY.launch((b,), (statistics, summary, converged, last), (b, t_end), constants)
+    summary_kernel[(b,)](statistics, summary, converged, last, b, t_end, **constants)
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _constants(kernel: PlannedKernel, t_end: int, padded: bool) -> Constants:
+def _constants(
+    kernel: Any,  # of Triton
+    t_end: int,
+    padded: bool,
+) -> dict[str, Any]:
     every = {
         "PADDED": padded,
         "TOLERANCE": ROUNDING * torch.finfo(torch.float32).eps,
@@ -152,7 +151,7 @@ def _constants(kernel: PlannedKernel, t_end: int, padded: bool) -> Constants:
         "TOKENS": min(MAX_TOKENS, next_power_of_two(t_end)),
         "num_warps": 4 if t_end > 256 else 1,
     }
-    return Constants.of(kernel, every)
+    return arguments_of(kernel, every)
 
 
 def summarize_adjoint(
@@ -162,7 +161,7 @@ def summarize_adjoint(
     _, b, t_end = statistics.shape
     steps = torch.empty(b, dtype=torch.int64, device=statistics.device)
     residual, converged = statistics.new_empty(b), torch.empty_like(steps, dtype=torch.bool)
-    constants = _constants(ADJOINT_SUMMARY, t_end, False)
+    constants = _constants(adjoint_summary_kernel, t_end, False)
     tensors = statistics.contiguous(), steps, residual, converged
-    ADJOINT_SUMMARY.launch((b,), tensors, (b, t_end), constants)
+    adjoint_summary_kernel[(b,)](*tensors, b, t_end, **constants)
     return steps, residual, converged

@@ -1,6 +1,7 @@
-"""The parallel iterations: one step of Picard or Jacobi from the projections in a few launches.
+"""The parallel iteration: one step of Picard from the projections in a few launches.
 
-The plain version is the map (bedouin.fixed_point_map) in the loop of bedouin.solvers.iterate.
+The plain version is the map (bedouin.fixed_point_map) in the loop of bedouin.solvers.iterate. A
+step of Jacobi is the local solve in plain torch around a scan (bedouin.kernels.scan).
 
 Letters: b batch, t time, d channels.
 """
@@ -13,7 +14,6 @@ from bedouin.kernels.backend import Backend
 from bedouin.kernels.guard import falls_back
 from bedouin.kernels.iteration.limits import choose_iteration
 from bedouin.kernels.iteration.types import IterationRule, Progress
-from bedouin.kernels.one_reflection import with_reflection
 from bedouin.kernels.operands import Operands, Parameterization
 
 if TYPE_CHECKING:
@@ -46,5 +46,4 @@ def fuse_iteration(
     # imports Triton, which the plain loop does without
     from bedouin.kernels.iteration.steps import FusedIteration
 
-    operands, parameterization = with_reflection(operands, parameterization)
     return FusedIteration(operands, y, parameterization, rule, lengths=lengths, backend=backend)

@@ -15,7 +15,7 @@ failed sample), the converged prefix, 1 if failed, steps. Row 0 is KEPT before t
 
 @dataclass
 class IterationBuffers:
-    """Inputs, iterates and statistics; a step exchanges y with y_next and mixed with mixed_next."""
+    """Inputs, iterates and statistics; a step exchanges y with y_next."""
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
@@ -26,13 +26,9 @@ class IterationBuffers:
     y_next: Tensor  # (b, t, d)
     value: Tensor | None  # (b, t, d), F(y) of each token where a solve returns it
     mixed: Tensor  # (b, t, d), x~
-    mixed_next: Tensor  # (b, t, d), that of y_next; the memory of `mixed` where it is not needed
     BC: Tensor  # (b t + tokens read ahead, 2, n), unit B and C
-    gain: Tensor  # (b, t, d), sigma; the memory of `mixed` where it is not needed
-    WY: Tensor  # (b, t, k (k + 1) / 2 + k), T and 1 / |u_i|
     parts: Tensor  # (2, b, parts, t), defect and scale of blocks of channels
     norms: Tensor  # (2, b, t), defect and scale
-    pivots: Tensor  # (b, t)
     counters: Tensor  # (5, b), int32
     normed: Tensor  # (b, t, d), norm(y_{t-1}) in the dtype of W^y; y without feedback
     fed_back: Tensor  # (b, t, r or more), W^y norm(y_{t-1}); raw without feedback

@@ -16,7 +16,7 @@ from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.iteration.buffers import IterationBuffers
 from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
 from bedouin.kernels.iteration.triton_scan import scan_kernel
-from bedouin.kernels.iteration.triton_tokens import finish_iteration_kernel, mix_kernel
+from bedouin.kernels.iteration.triton_tokens import mix_kernel
 from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
@@ -27,18 +27,16 @@ FEWEST_CHANNELS = 8
 """Channels of a program of the scan from which on a row is read without waste."""
 PROGRAMS = 1024
 """Programs wanted in the scan, of one warp each."""
-AHEAD = {"picard": 2, "jacobi": 4}
-"""How many tokens the scan loads at once, as many tokens ahead; Picard loads y, too. Fewer do not
-hide the latency of memory, more do not stay in registers (64 x 256, microseconds:
-Picard 147 with 2, 156 with 4; Jacobi 165 and 123)."""
+AHEAD = 2
+"""How many tokens the scan loads at once, as many tokens ahead. Fewer do not hide the latency of
+memory, more do not stay in registers (64 x 256: 147 microseconds with 2, 156 with 4)."""
 REGISTERS = 128
-"""Of a thread of the scan in float32: 16 programs a multiprocessor. Without this bound Picard's
+"""Of a thread of the scan in float32: 16 programs a multiprocessor. Without this bound it
 takes 140, and the last few programs run alone (274 microseconds instead of 147)."""
 CHANNELS_A_WARP = 256
 """Of the kernels that take a token a program."""
 CHANNELS_AT_ONCE = 4
-"""Of them, what a thread loads at a time: of float32 the widest load there is. Twice as many, the
-widest load of bfloat16, make Jacobi's local solve 3 % slower."""
+"""Of them, what a thread loads at a time: of float32 the widest load there is."""
 RESTORERS = 4
 """Programs a sample that undo the moves of tokens that have just frozen, without feedback."""
 
@@ -128,29 +126,9 @@ class Geometry:
         return not interpreter_is_on()
 
     @property
-    def ahead(self) -> int:
-        """Tokens that the scan loads at once."""
-        return AHEAD[self.rule.method]
-
-    @property
-    def jacobi(self) -> bool:
-        return self.rule.method == "jacobi"
-
-    @property
-    def stores_gain(self) -> bool:
-        """Whether the scan stores sigma, which needs all decays, for the local solve."""
-        coupled = self.options.input_scale == "one_minus_decay"
-        return self.jacobi and coupled
-
-    @property
-    def mixes_ahead(self) -> bool:
-        """Whether the local solve mixes its result, too: possible without feedback only."""
-        return self.jacobi and not self.feedback
-
-    @property
     def parts(self) -> int:
         """Parts in which defect and scale of a token are found."""
-        return 1 if self.jacobi else ceil_div(self.d, self.tile.channels)
+        return ceil_div(self.d, self.tile.channels)
 
     @property
     def token_constants(self) -> dict[str, Any]:
@@ -168,13 +146,12 @@ class Geometry:
 
 
 def mix(g: Geometry, it: IterationBuffers) -> None:
-    """x~ and unit B and C of all tokens that still move, for Jacobi T and 1 / |u_i|."""
+    """x~ and unit B and C of all tokens that still move."""
     mix_kernel[(g.b * g.t,)](
-        *(it.x, it.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC, it.WY),
+        *(it.x, it.raw, it.fed_back, it.y, it.kept, it.mixed, it.BC),
         *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
         BETA_MAX=g.layout.beta_max,
         EPS=UNIT_EPS,
-        STORE_WY=g.jacobi,
         **g.token_constants,
         num_warps=_token_warps(g.d),
     )
@@ -186,18 +163,16 @@ def _token_warps(d: int) -> int:
 
 
 def scan(g: Geometry, it: IterationBuffers) -> None:
-    """Picard: the next iterate and the parts of defect and scale; Jacobi: p, in its place."""
+    """The next iterate and the parts of defect and scale."""
     tile = g.tile
     scan_kernel[(g.b * ceil_div(g.d, tile.channels),)](
         *(it.mixed, it.raw, it.fed_back, it.BC, it.A, it.h0, it.y, it.kept),
-        *(it.y_next, it.y_next if it.value is None else it.value, it.gain, it.parts),
+        *(it.y_next, it.y_next if it.value is None else it.value, it.parts),
         *(g.b, g.t, g.b // g.heads, g.raw_stride, g.fed_stride, g.d, g.n),
         S=tile.states,
         GROUPS=tile.groups,
         BLOCK_D=tile.channels,
         HEADS=g.heads > 1,
-        EXCLUSIVE=g.jacobi,
-        STORE_GAIN=g.stores_gain,
         STORE_VALUE=it.value is not None,
         FEEDBACK=g.feedback,
         SELECTIVE=g.layout.selective,
@@ -206,28 +181,12 @@ def scan(g: Geometry, it: IterationBuffers) -> None:
         FULL=g.options.eigenvalues == "full",
         DAMPING=g.rule.damping,
         EXACT=tile.states * tile.groups == g.n,
-        AHEAD=g.ahead,
-        EVEN=g.t % g.ahead == 0,
+        AHEAD=AHEAD,
+        EVEN=g.t % AHEAD == 0,
         WIDE=g.d % tile.channels == 0,
         FAST=g.fast,
         num_warps=tile.warps,
         **({"maxnreg": REGISTERS} if g.fast else {}),
-    )
-
-
-def finish(g: Geometry, it: IterationBuffers) -> None:
-    """Jacobi: the local solve of all tokens that still move, defect, scale and pivot."""
-    finish_iteration_kernel[(g.b * g.t,)](
-        *(it.x, it.raw, it.fed_back, it.BC, it.WY, it.gain, it.y, it.kept),
-        *(it.y_next, it.mixed_next, it.parts, it.pivots),
-        *(g.b, g.t, g.x_stride, g.raw_stride, g.fed_stride, g.d, g.n, 0),
-        EXACT=next_power_of_two(g.n) == g.n,
-        MIX=g.mixes_ahead,
-        FAST=g.fast,
-        ACTIVATION=g.layout.activation,
-        INPUT_SCALE=g.options.input_scale,
-        **g.token_constants,
-        num_warps=_token_warps(g.d),
     )
 
 
@@ -261,9 +220,8 @@ def settle(
     if not g.feedback:
         programs = min(g.t, RESTORERS)
         restore_kernel[(g.b * programs,)](
-            *(it.y, y_next, it.mixed, it.mixed_next, it.counters, g.b, g.t, programs, g.d),
+            *(it.y, y_next, it.counters, g.b, g.t, programs, g.d),
             BLOCK_D=block_d,
-            MIXED=g.mixes_ahead,
             num_warps=_token_warps(g.d),
         )
         return

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
-from bedouin.kernels.device import MAX_REFLECTIONS
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.iteration.types import IterationRule
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
+
+MAX_REFLECTIONS = 8
+"""Most reflections, whose k x k algebra is unrolled at compile time."""
 
 MAX_TILE = 16384
 """Most elements of u_1 .. u_k of a token, both axes rounded up to a power of two: one program of
@@ -27,8 +29,13 @@ def choose_iteration(
     bind_parameters: tuple[Tensor, ...],
     rule: IterationRule,
 ) -> Implementation:
-    """The implementation of the steps; raises as `choose_backend` does. Warns of a mixer without
-    kernels on a GPU, unless it is in float64, for which there are none at all."""
+    """The implementation of the steps, "reference" for Jacobi; raises as `choose_backend` does.
+
+    Warns of a mixer without kernels on a GPU, unless it is in float64, for which there are none at
+    all.
+    """
+    if rule.method == "jacobi":
+        return "reference"
     unsupported = _unsupported(operands, y, parameterization, bind_parameters, rule)
     chosen = choose_backend(backend, y.device, y.dtype, unsupported)
     if parameterization.layout is None and backend == "auto" and y.dtype != torch.float64:
@@ -54,7 +61,7 @@ def _unsupported(
         return parameterization.without_layout
     if parameterization.plain_only is not None:
         return parameterization.plain_only
-    k = max(layout.num_householder, 1)  # `with_reflection`
+    k = layout.num_householder
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"
     if (y.dtype, A.dtype) != (torch.float32, torch.float32) or x.dtype == torch.float64:
@@ -62,6 +69,6 @@ def _unsupported(
         return f"x, y and A of {found} (y and A must be float32, x at most that)"
     if not 1 <= n <= MAX_STATES:
         return f"{n} states (at most {MAX_STATES})"
-    if next_power_of_two(d) * next_power_of_two(k) > MAX_TILE:
+    if next_power_of_two(d) * next_power_of_two(max(k, 1)) > MAX_TILE:
         return f"{k} reflections of {d} channels"
     return None

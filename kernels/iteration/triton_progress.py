@@ -1,4 +1,4 @@
-"""The kernels that judge a step of Picard or Jacobi: which tokens converge, and what they keep.
+"""The kernels that judge a step of Picard: which tokens converge, and what they keep.
 
 A token is one row of (b t, ...); the first `kept` tokens of each sample are frozen.
 Letters: b batch, t time, d channels.
@@ -115,20 +115,14 @@ def settle_kernel(
 def restore_kernel(
     y_ptr,  # (b t, d)
     next_ptr,  # (b t, d)
-    mixed_ptr,  # (b t, d)
-    mixed_next_ptr,  # (b t, d)
     counters_ptr,  # (5, b): kept before, kept, ...
     batch,
     T,
     programs,
     d,
     BLOCK_D: tl.constexpr,
-    MIXED: tl.constexpr,
 ):
-    """`settle_kernel` without feedback, in few programs: few tokens freeze in a step.
-
-    MIXED: x~ is restored, too.
-    """
+    """`settle_kernel` without feedback, in few programs: few tokens freeze in a step."""
     sample = tl.program_id(0) // programs
     cols = tl.arange(0, BLOCK_D)
     before = tl.load(counters_ptr + sample)
@@ -137,6 +131,3 @@ def restore_kernel(
         at = (tl.cast(sample, tl.int64) * T + t) * d + cols
         y = tl.load(y_ptr + at, mask=cols < d, other=0.0)
         tl.store(next_ptr + at, y, mask=cols < d)
-        if MIXED:
-            mixed = tl.load(mixed_ptr + at, mask=cols < d, other=0.0)
-            tl.store(mixed_next_ptr + at, mixed, mask=cols < d)

@@ -1,4 +1,4 @@
-"""The scan of a step: Picard's next iterate and its norms, or the constant part of Jacobi's solve.
+"""The scan of a step: the next iterate and its norms.
 
 Memory and A are (n, d): a warp's threads are channels (and groups of states, where there are many).
 Memory, decay and read-out are tuples with one entry for each state of the thread, so that a sum
@@ -105,9 +105,8 @@ def scan_kernel(
     h0_ptr,  # (b, n, d)
     y_ptr,  # (b t, d)
     kept_ptr,  # (b,)
-    out_ptr,  # (b t, d): the next iterate, or with EXCLUSIVE what memory holds before the token
+    out_ptr,  # (b t, d): the next iterate
     value_ptr,  # (b t, d): with STORE_VALUE the last evaluation of each token
-    gain_ptr,  # (b t, d)
     parts_ptr,  # (2, b, blocks, t)
     batch,
     T,
@@ -120,8 +119,6 @@ def scan_kernel(
     GROUPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
-    STORE_GAIN: tl.constexpr,
     STORE_VALUE: tl.constexpr,
     FEEDBACK: tl.constexpr,
     SELECTIVE: tl.constexpr,
@@ -158,7 +155,6 @@ def scan_kernel(
     y_ptr += token * d + channels
     out_ptr += token * d + channels
     value_ptr += token * d + channels
-    gain_ptr += token * d + channels
     BC_ptr += token * 2 * n
     parts_ptr += program * T
     scale_ptr = parts_ptr + tl.cast(batch, tl.int64) * blocks * T
@@ -166,11 +162,10 @@ def scan_kernel(
     last = T - 1
     xs = _load_tokens(mixed_ptr, last, d, in_lanes, AHEAD, EVEN, WIDE)
     raws = _load_tokens(raw_ptr, last, raw_stride, in_lanes, AHEAD, EVEN, WIDE)
-    feds, ys = raws, xs
+    feds = raws
     if FEEDBACK:
         feds = _load_tokens(fed_back_ptr, last, fed_stride, in_lanes, AHEAD, EVEN, WIDE)
-    if not EXCLUSIVE:
-        ys = _load_tokens(y_ptr, last, d, in_d, AHEAD, EVEN, WIDE)
+    ys = _load_tokens(y_ptr, last, d, in_d, AHEAD, EVEN, WIDE)
     B = _load_vector(BC_ptr, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT)
     C = _load_vector(BC_ptr + n, n, S, GROUPS, BLOCK_D, SELECTIVE, EXACT)
     for start in range(0, T, AHEAD):
@@ -183,13 +178,12 @@ def scan_kernel(
         raw_ptr += more * raw_stride
         xs = _load_tokens(mixed_ptr, left, d, in_lanes, AHEAD, EVEN, WIDE)
         raws = _load_tokens(raw_ptr, left, raw_stride, in_lanes, AHEAD, EVEN, WIDE)
-        feds, ys = raws, xs
+        feds = raws
         if FEEDBACK:
             fed_back_ptr += more * fed_stride
             feds = _load_tokens(fed_back_ptr, left, fed_stride, in_lanes, AHEAD, EVEN, WIDE)
-        if not EXCLUSIVE:
-            y_ptr += more * d
-            ys = _load_tokens(y_ptr, left, d, in_d, AHEAD, EVEN, WIDE)
+        y_ptr += more * d
+        ys = _load_tokens(y_ptr, left, d, in_d, AHEAD, EVEN, WIDE)
         for j in tl.static_range(AHEAD):
             t = start + j
             B_now, C_now = B, C
@@ -204,34 +198,24 @@ def scan_kernel(
             x = x_now[j]
             if INPUT_SCALE != "one_minus_decay":
                 x = input_scale(delta, INPUT_SCALE, FAST) * x
-            before, after, gains = (), (), ()
+            after = ()
             for i in tl.static_range(S):
                 if INPUT_SCALE == "one_minus_decay":
                     decay, s = build_coupled(A_log2[i] * delta, FULL, FAST)
-                    faded = h[i] * decay
-                    after = after + (faded + s * (x * B_now[i]),)
-                    gains = gains + (s * B_now[i],)
+                    after = after + (h[i] * decay + s * (x * B_now[i]),)
                 else:
-                    faded = h[i] * build_decay(A_log2[i] * delta, FULL, FAST)
-                    after = after + (faded + x * B_now[i],)
-                before = before + (faded,)
+                    decay = build_decay(A_log2[i] * delta, FULL, FAST)
+                    after = after + (h[i] * decay + x * B_now[i],)
             h = after
             moves = channels < tl.where((t >= kept) & (t < T), d, 0)
-            if STORE_GAIN:
-                inside = channels < tl.where(t < T, d, 0)
-                tl.store(gain_ptr + j * d, _dot(gains, C_now, S), mask=inside)
-            if EXCLUSIVE:
-                tl.store(out_ptr + j * d, _dot(before, C_now, S), mask=moves)
+            F, y = _dot(h, C_now, S), y_now[j]
+            if DAMPING == 1:
+                tl.store(out_ptr + j * d, F, mask=moves)
             else:
-                F, y = _dot(h, C_now, S), y_now[j]
-                if DAMPING == 1:
-                    tl.store(out_ptr + j * d, F, mask=moves)
-                else:
-                    tl.store(out_ptr + j * d, y + DAMPING * (F - y), mask=moves)
-                if STORE_VALUE:
-                    tl.store(value_ptr + j * d, F, mask=moves)
-                tl.store(parts_ptr + t, max_norm(F - y, 0), mask=t < T)
-                tl.store(scale_ptr + t, max_norm(F, 0), mask=t < T)
+                tl.store(out_ptr + j * d, y + DAMPING * (F - y), mask=moves)
+            if STORE_VALUE:
+                tl.store(value_ptr + j * d, F, mask=moves)
+            tl.store(parts_ptr + t, max_norm(F - y, 0), mask=t < T)
+            tl.store(scale_ptr + t, max_norm(F, 0), mask=t < T)
         out_ptr += AHEAD * d
         value_ptr += AHEAD * d
-        gain_ptr += AHEAD * d

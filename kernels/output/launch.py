@@ -3,7 +3,7 @@
 Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from bedouin.kernels.output.triton_kernels import (
     shifted_norm_kernel,
 )
 from bedouin.kernels.output.types import OutputOperands
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 TILE = 1024
 """Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
@@ -30,11 +29,6 @@ PROGRAMS = 1024
 """Most programs of the backward, up to a rounding to whole heads: eight on each multiprocessor of
 an H100, and few enough that their parts of the sums are small. The same on every device, so that
 the sums are."""
-
-
-OUTPUT, OUTPUT_BACKWARD = PlannedKernel(output_kernel), PlannedKernel(output_backward_kernel)
-SHIFTED_NORM = PlannedKernel(shifted_norm_kernel)
-SHIFTED_NORM_BACKWARD = PlannedKernel(shifted_norm_backward_kernel)
 
 
 def output_forward(
@@ -50,11 +44,10 @@ def output_forward(
     tokens, parts = y.shape[:2].numel() // heads, (fed is not None, weight is not None)
     constants = _output_constants(heads > 1, *parts, eps, tokens, d)
     norm_weight = D if weight is None else weight.contiguous()
-    OUTPUT.launch(
-        (ceil_div(tokens, constants["TOKENS"]), heads),
-        (rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
-        (tokens, d, *_strides(out, rows, heads)),
-        constants,
+    output_kernel[(ceil_div(tokens, constants["TOKENS"]), heads)](
+        *(rows[0], rows[1], D.contiguous(), *rows[2:], norm_weight, out),
+        *(tokens, d, *_strides(out, rows, heads)),
+        **constants,
     )
     return out
 
@@ -79,11 +72,10 @@ def output_backward(
     programs = min(ceil_div(PROGRAMS, heads), ceil_div(tokens, constants["TOKENS"]))
     sums = y.new_empty(programs, 2 if weight is not None else 1, *D.shape)
     norm_weight = D if weight is None else weight.contiguous()
-    OUTPUT_BACKWARD.launch(
-        (programs, heads),
-        (grad, *rows[:2], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
-        (tokens, d, *_strides(grad, rows, heads)),
-        constants,
+    output_backward_kernel[(programs, heads)](
+        *(grad, *rows[:2], D.contiguous(), *rows[2:], norm_weight, *grads, sums),
+        *(tokens, d, *_strides(grad, rows, heads)),
+        **constants,
     )
     return grads[0], grads[1], grads[2], sums.sum(0)
 
@@ -100,11 +92,10 @@ def shifted_norm_forward(
     first = y if y0 is None else last_axis_contiguous(y0)
     b, t_end, d = y.shape
     constants = _norm_constants(y0 is not None, eps, b * t_end, d)
-    SHIFTED_NORM.launch(
-        (ceil_div(b * t_end, constants["TOKENS"]),),
-        (y, first, out),
-        (b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
-        constants,
+    shifted_norm_kernel[(ceil_div(b * t_end, constants["TOKENS"]),)](
+        *(y, first, out),
+        *(b * t_end, t_end, d, *y.stride()[:2], first.stride(0)),
+        **constants,
     )
     return out
 
@@ -123,26 +114,23 @@ def shifted_norm_backward(
     b, t_end, d = y.shape
     rows = b * (t_end + 1)
     constants = _norm_constants(y0 is not None, eps, b * t_end, d)
-    SHIFTED_NORM_BACKWARD.launch(
-        (ceil_div(rows, constants["TOKENS"]),),
-        (grad, y, first, grad_y, grad_y0),
-        (rows, t_end, d, *grad.stride()[:2], *y.stride()[:2], first.stride(0)),
-        constants,
+    shifted_norm_backward_kernel[(ceil_div(rows, constants["TOKENS"]),)](
+        *(grad, y, first, grad_y, grad_y0),
+        *(rows, t_end, d, *grad.stride()[:2], *y.stride()[:2], first.stride(0)),
+        **constants,
     )
     return grad_y, grad_y0
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
 def _output_constants(
     heads: bool, fed: bool, norm: bool, eps: float, tokens: int, d: int
-) -> Constants:
-    return Constants(HEADS=heads, FED=fed, NORM=norm, EPS=eps, **_blocks(tokens, d))
+) -> dict[str, Any]:
+    return {"HEADS": heads, "FED": fed, "NORM": norm, "EPS": eps, **_blocks(tokens, d)}
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
-def _norm_constants(start: bool, eps: float | None, tokens: int, d: int) -> Constants:
+def _norm_constants(start: bool, eps: float | None, tokens: int, d: int) -> dict[str, Any]:
     norm = {"START": start, "NORM": eps is not None, "EPS": eps or 0.0}
-    return Constants(**norm, **_blocks(tokens, d))
+    return {**norm, **_blocks(tokens, d)}
 
 
 def _as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor]:
@@ -169,9 +157,9 @@ def _strides(
     return [*strides, width // heads, *[b * t * stride for stride in strides[1:]]]
 
 
-def _blocks(tokens: int, d: int) -> dict[str, int]:
-    """How many tokens one program takes at a time, with all their channels, and its warps."""
+def _blocks(tokens: int, d: int) -> dict[str, Any]:
+    """How many tokens one program takes at a time, with all their channels, and launch options."""
     block_d = next_power_of_two(d)
     taken = max(1, min(next_power_of_two(tokens), TILE // block_d))
     warps = max(1, min(MAX_WARPS, taken * block_d // 256))
-    return {"TOKENS": taken, "BLOCK_D": block_d, "num_warps": warps}
+    return {"TOKENS": taken, "BLOCK_D": block_d, "num_warps": warps, "enable_fp_fusion": True}

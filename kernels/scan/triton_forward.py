@@ -1,9 +1,9 @@
 """The scan's forward kernel.
 
-One program takes one segment of the sequence of one sample and one block of channels, with the
-memory (n, block) in registers. For the backward it stores the memory before every CHUNK-th token.
-Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
-of b/H samples each (kernels/heads.py).
+One program takes the sequence of one sample and one block of channels, with the memory (n, block)
+in registers. For the backward it stores the memory before every CHUNK-th token.
+Letters: b batch, t time, d channels, n state per channel, H heads of b/H samples each
+(kernels/heads.py).
 """
 
 import triton
@@ -19,14 +19,14 @@ from bedouin.kernels.scan.triton_tokens import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segment_chunks", "zero", "head_samples"])
+@triton.jit(do_not_specialize=["T", "zero", "head_samples"])
 def forward_kernel(
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
     A_ptr,  # (H, n, d)
     B_ptr,  # (b, t, n)
     C_ptr,  # (b, t, n)
-    start_ptr,  # (b, s, n, d), h before each segment
+    start_ptr,  # (b, n, d), h before the first token
     D_ptr,  # (H, d)
     y_ptr,  # (b, t, d)
     end_ptr,  # (b, d, n), h after the last token
@@ -34,8 +34,6 @@ def forward_kernel(
     T,
     d,
     n,
-    segments,
-    segment_chunks,
     zero,
     x_stride_b,
     x_stride_t,
@@ -59,8 +57,7 @@ def forward_kernel(
 ):
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
-    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
-    batch = batch // segments
+    block, batch = program % blocks, program // blocks
     # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
@@ -78,25 +75,22 @@ def forward_kernel(
         A_ptr += head * size
         D_ptr += head * d
     A_log2 = load_exponent(A_ptr + lanes, in_cell)
-    start_ptr += (batch * segments + segment) * size
-    h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(tl.float32)
+    h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(tl.float32)
-    first = segment * segment_chunks * CHUNK
-    count = (tl.minimum(first + segment_chunks * CHUNK, T) - first).to(tl.int32)
-    x_ptr += batch * x_stride_b + first * x_stride_t
-    delta_ptr += batch * delta_stride_b + first * delta_stride_t
-    B_ptr += batch * B_stride_b + first * B_stride_t
-    C_ptr += batch * C_stride_b + first * C_stride_t
-    y_ptr += (batch * T + first) * d
-    kept_ptr += (batch * chunks + segment * segment_chunks) * size
+    x_ptr += batch * x_stride_b
+    delta_ptr += batch * delta_stride_b
+    B_ptr += batch * B_stride_b
+    C_ptr += batch * C_stride_b
+    y_ptr += batch * T * d
+    kept_ptr += batch * chunks * size
     # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
-    xs = load_scan_rows(x_ptr, x_stride_t, count, channel, d)
-    deltas = load_scan_rows(delta_ptr, delta_stride_t, count, channel, d)
-    Bs = load_columns(B_ptr, B_stride_t, count, state, n)
-    Cs = load_columns(C_ptr, C_stride_t, count, state, n)
-    for done in range(0, count, 4):
+    xs = load_scan_rows(x_ptr, x_stride_t, T, channel, d)
+    deltas = load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
+    Bs = load_columns(B_ptr, B_stride_t, T, state, n)
+    Cs = load_columns(C_ptr, C_stride_t, T, state, n)
+    for done in range(0, T, 4):
         if KEEP:
             if done % CHUNK == 0:
                 tl.store(kept_ptr + cell, h, mask=in_cell)
@@ -108,7 +102,7 @@ def forward_kernel(
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
         C_ptr += tl.cast(C_stride_t, tl.int64) * 4
-        left = count - done - 4
+        left = T - done - 4
         xs = load_scan_rows(x_ptr, x_stride_t, left, channel, d)
         deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
         Bs = load_columns(B_ptr, B_stride_t, left, state, n)
@@ -125,9 +119,7 @@ def forward_kernel(
                 y = tl.sum(h * C_4[i][:, None], axis=0)
             if HAS_D:
                 y += D * x
-            end = tl.where(done + i < count, d, 0)
+            end = tl.where(done + i < T, d, 0)
             tl.store(y_ptr + channel, y.to(y_ptr.dtype.element_ty), mask=channel < end)
             y_ptr += d
-    end = tl.where(segment == segments - 1, d, 0)
-    in_cell = (state < n)[:, None] & (channel < end)[None, :]
     tl.store(end_ptr + batch * size + cell, h.to(end_ptr.dtype.element_ty), mask=in_cell)

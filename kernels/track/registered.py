@@ -84,8 +84,8 @@ def _gradients(
         )
         # unequal in what they belong to: D, the weight and dt_bias have (H c,), erase_bias (H,)
         of_D, of_weight, of_dt, of_erase = sums.unbind(1)
-        found = [*rows, of_dt.flatten(), of_erase[:, 0], A_log, of_D.flatten()]
-        found += [of_weight.flatten(), W_y, h0, y0]
+        found = [*rows, of_dt.reshape(-1), of_erase[:, 0], A_log, of_D.reshape(-1)]
+        found += [of_weight.reshape(-1), W_y, h0, y0]
         pairs = zip(found, inputs, strict=True)
         grads = [None if v is None else of.to(v.dtype) for of, v in pairs]
     return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), *[None] * 3

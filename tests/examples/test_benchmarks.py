@@ -14,7 +14,6 @@ from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
 from benchmarks.timing import kept_gib, median_ms, peak_gib
-from common.runs import read_run
 
 CPU = torch.device("cpu")
 PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))
@@ -220,15 +219,6 @@ def test_times_are_medians_and_the_faster_way_counts() -> None:
     assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
 
-def test_the_table_of_the_page_is_that_of_its_results() -> None:
-    results = Path(__file__).parents[2] / "examples" / "results"
-    report = read_run(results / "benchmark" / "h100_benchmark")
-    page = (results / "benchmark" / "README.md").read_text()
-    shown = page.split("<!-- bench -->\n")[1].split("<!-- /bench -->")[0].splitlines()
-    # without the lines that newer measurements replace
-    assert len(shown) > 30 and set(shown) <= set(table.markdown(report).splitlines())
-
-
 def test_times_become_curves(tmp_path: Path) -> None:
     rows: list[table.Row] = [
         {"title": "x", "shape": shape, "numbers": {"both_ms": ms}}
@@ -241,3 +231,17 @@ def test_times_become_curves(tmp_path: Path) -> None:
     assert (tmp_path / "f.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
         figure.draw(tmp_path / "f.png", rows[-1:])
+
+
+def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
+    entries: list[Numbers] = [
+        {"layer": layer, "shape": shape, "graph_ms": ms}
+        for layer, ms in (("lstm", 2.0), ("8 heads", None), ("unknown", 1.0))
+        for shape in ("64x256", "8x4096")
+    ]
+    recorded = tmp_path / "speed.json"
+    recorded.write_text(json.dumps(entries))
+    figure.main(figure.Config(recorded, tmp_path / "f.png"))
+    assert (tmp_path / "f.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="entries must have times of a layer among"):
+        figure.draw_recorded(tmp_path / "f.png", entries[2:])

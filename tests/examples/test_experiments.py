@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from bedouin.baselines import Attention
 from common.options import parse_config
@@ -21,12 +23,12 @@ from research.experiments.plan import Experiment, Run
 from research.experiments.table import RATES, TASKS, VARIANTS, chosen, tables
 from research.models import MODELS
 from research.study import GRID, make_layer
-from research.summary import figure_of_both, summarize
+from research.summary import figure_of_both, figure_of_lengths, summarize, tuning_markdown
 
 ALL = experiment.experiments()
 SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
-REPORTED = ("table", "table-wide", "table-controls", "table-languages")
+REPORTED = ("table", "table-wide", "table-languages")
 TUNING = ("heads", "table-tuning")
 NOT_PLANNED = {
     *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
@@ -58,7 +60,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
 
 @pytest.mark.parametrize(
     "name",
-    ["a5-cpu", "a5-one-head", "copying-one-head", "controls-cpu", "heads"],
+    ["a5-cpu", "controls-cpu", "heads"],
 )
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
@@ -211,10 +213,43 @@ def test_the_summary_has_every_measure_of_all_seeds(
     assert found["recall_16_128"] == [0.4] * 3 and found["sequence_24_128"] == [0.8, 0.4, 0.0]
     assert report["bound_a5"]["recall_layer"]["token_16_32"] == [0.8] * 3
     assert report["mqar"] == report["s5"] == {}
-    assert (tmp_path / "both.png").stat().st_size > 5000
-    assert "recall | 10 | 5 | 0.90 0.45 0.00 0.90" in capsys.readouterr().out
+    assert min((tmp_path / f"{name}.png").stat().st_size for name in ("both", "lengths")) > 5000
+    shown = capsys.readouterr().out
+    assert "**a5**, 10 to 10 parameters" in shown and "|recall|5|0.90 0.45 0.00 0.90" in shown
+    tuning = tuning_markdown(tmp_path).splitlines()
+    assert [row for row in tuning if row.startswith("|recall|")] == [
+        "|recall|0.001|0.90 0.45 0.00|0.50 0.50 0.50|0.10 0.10 0.10|chosen|"
+    ]
     with pytest.raises(ValueError, match="no model has runs of both"):
         figure_of_both({"a5": {}, "copy": {}}, tmp_path / "f.png")
+
+
+def ydata(panel: Axes) -> list[list[float]]:
+    return [torch.tensor(line.get_ydata()).tolist() for line in panel.get_lines()]
+
+
+def test_the_figure_of_lengths_shows_the_seeds_of_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels: list[Axes] = []
+    save = Figure.savefig
+
+    def savefig(self: Figure, *args: Any, **options: Any) -> None:
+        panels.extend(self.axes)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    summary: dict[str, Any] = {task: {} for task in TASKS}
+    bound = {"token_16_32": [0.7], "token_16_128": [0.6], "token_24_128": [0.1]}
+    summary["bound_s3"]["recall"] = bound | {"sequence_16_32": [0.0], "tuning_runs": 1}
+    summary["a5"]["tracking"] = {"token_16": [1.0] * 3, "token_512": [0.2, 0.9, 0.3]}
+    figure_of_lengths(summary, tmp_path / "f.png")
+    shown = {panel.get_title(): panel for panel in panels}
+    medians, bands = ydata(shown["A5"]), shown["A5"].collections
+    assert medians[0] == [1.0, 0.3]
+    limits = bands[0].get_datalim(shown["A5"].transData)
+    assert (limits.y0, limits.y1) == (0.2, 1.0)
+    assert [0.7, 0.6] in ydata(shown["bound S3, 16 names"])
 
 
 def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:

@@ -43,5 +43,6 @@ def test_a_saved_storage_counts_once() -> None:
 
 def test_the_table_is_that_of_the_raw_file() -> None:
     report = json.loads((RESULTS / "parameters" / "parameters.json").read_text())
-    rows = [parameters.Sizes(**row) for row in report["layers"]]
+    # the page shows one width of three
+    rows = [parameters.Sizes(**row) for row in report["layers"] if row["d_model"] == 512]
     assert "\n".join(parameters.table(rows)) in (RESULTS / "parameters" / "README.md").read_text()

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.convolution import Groups, short_convolution
-from bedouin.kernels.operation import OPERATIONS
 from bedouin.layers.convolution import ShortConvolution
 
 # b, t, c, w, a, groups
@@ -111,19 +110,6 @@ def test_rows_may_be_spaced_and_sums_are_equal_in_every_run() -> None:
     ]
     for ours, theirs, again in zip(*found, strict=True):
         assert torch.equal(ours, theirs) and torch.equal(theirs, again)
-
-
-@pytest.mark.interpreter
-def test_the_operation_has_a_fake_and_refuses_second_derivatives() -> None:
-    (x, weight, window, added), _ = operands(0, "cpu", torch.float32)
-    arguments = (x.requires_grad_(), weight.requires_grad_(), window, added, 0, 24, 0.0)
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    overload = OPERATIONS["bedouin::short_convolution"].overload
-    torch.library.opcheck(overload, arguments, test_utils=checks)
-    y, _ = short_convolution(x, weight, window, added, backend="triton")
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        grad.sum().backward()
 
 
 def test_bad_operands_are_named() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.delta_rule import delta_rates
-from bedouin.kernels.operation import OPERATIONS
 
 SIZES = [(2, 3, 1, 2, 16), (1, 1, 1, 1, 3), (3, 70, 2, 3, 40), (1, 5, 1, 2, 300)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=str)
@@ -76,16 +75,3 @@ def test_without_a_decay_there_is_none() -> None:
     b, _, _, _, key = operands(SIZES[0], "cpu", torch.float32)
     beta, decay = delta_rates(b, key, None, 1.0)
     assert decay is None and torch.equal(beta.flatten(-2), torch.sigmoid(b))
-
-
-@pytest.mark.interpreter
-def test_the_operation_has_a_fake_and_refuses_second_derivatives() -> None:
-    given = operands(SIZES[0], "cpu", torch.float32)
-    b, a, A_log, dt_bias, key = (v.detach().requires_grad_() for v in given)
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    overload = OPERATIONS["bedouin::delta_rates"].overload
-    torch.library.opcheck(overload, (b, key, a, A_log, dt_bias, 2.0), test_utils=checks)
-    beta, _ = delta_rates(b, key, (a, A_log, dt_bias), 2.0, backend="triton")
-    (grad,) = torch.autograd.grad(beta.square().sum(), b, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        grad.sum().backward()

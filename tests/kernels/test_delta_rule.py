@@ -19,7 +19,6 @@ from bedouin.kernels.delta_rule import (
     delta_rule_reference,
 )
 from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
-from bedouin.kernels.operation import OPERATIONS
 
 B, H, P, V = 2, 3, 4, 5
 
@@ -218,27 +217,6 @@ def test_a_compiled_layer_keeps_the_kernel() -> None:
     torch.testing.assert_close(run(compiled), run(layer))
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("gated", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_the_operation_of_the_kernel(gated: bool, dtype: torch.dtype) -> None:
-    inputs, memory = converted(*draw(3, 2, gated=gated), dtype)
-    operations = OPERATIONS["bedouin::delta_rule"], OPERATIONS["bedouin::delta_rule_backward"]
-    forward = (*inputs, memory)
-    torch.library.opcheck(operations[0].overload, forward)
-    detached = [None if v is None else v.detach() for v in forward]
-    o, last, error = operations[0](*detached)
-    torch.library.opcheck(operations[1].overload, (o, last, error, *detached))
-
-
-@pytest.mark.interpreter
-def test_the_kernel_has_no_second_derivative() -> None:
-    inputs, memory = converted(*draw(3, 1, gated=False), torch.float32)
-    o, _ = delta_rule(inputs, memory, torch.float32, "triton")
-    (grad,) = torch.autograd.grad(o.square().sum(), inputs.value, create_graph=True)
-    with pytest.raises(RuntimeError, match="once differentiable"):
-        grad.square().sum().backward()
-
-
 def test_full_eigenvalues_keep_the_norm_of_a_memory() -> None:
     inputs, memory = draw(20, 2, gated=False)
     still = inputs._replace(
@@ -345,19 +323,6 @@ def test_an_exported_layer_takes_any_batch_and_length() -> None:
     for b, t in ((2, 70), (3, 5), (4, 200)):
         x = torch.randn(b, t, 16, dtype=torch.float64)
         torch.testing.assert_close(exported(x), layer(x))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_operation_of_plain_torch(gated: bool) -> None:
-    inputs, memory = draw(5, 2, gated=gated)
-    operations = (
-        OPERATIONS["bedouin::plain_delta_rule"],
-        OPERATIONS["bedouin::plain_delta_rule_backward"],
-    )
-    torch.library.opcheck(operations[0].overload, (*inputs, memory))
-    detached = [None if v is None else v.detach() for v in (*inputs, memory)]
-    o, last = operations[0](*detached)
-    torch.library.opcheck(operations[1].overload, (o, last, *detached))
 
 
 @pytest.mark.parametrize("k", [1, 2])

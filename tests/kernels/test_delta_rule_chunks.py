@@ -20,7 +20,6 @@ from bedouin.kernels.delta_rule import (
     delta_rule_reference,
 )
 from bedouin.kernels.delta_rule.registered import chunk_kernels
-from bedouin.kernels.operation import OPERATIONS
 
 # Of the norm. In half precision each factor of a product is rounded to 8 or 11 bits, and errors of
 # one token are factors of those of the next.
@@ -239,23 +238,6 @@ def test_without_gradients_nothing_is_kept(device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("whole", [False, True])
-def test_opcheck(whole: bool, device: str) -> None:
-    leaves = in_dtype(draw(20, 16, 16, gated=whole), torch.float32, device)
-    leaves[5] = leaves[5] if whole else None
-    forward = OPERATIONS["bedouin::delta_rule_chunks"]
-    backward = OPERATIONS["bedouin::delta_rule_chunks_backward"]
-    given = [None if v is None else v.requires_grad_() for v in leaves]
-    torch.library.opcheck(forward.overload, (*given, True))
-    still = [None if v is None else v.detach() for v in leaves]
-    o, last, *kept = forward(*still, True)
-    read = still[0], still[1], still[3], still[4]
-    grads = o, last if whole else None
-    memory_dtype = torch.float32 if whole else None
-    torch.library.opcheck(backward.overload, (*grads, *read, *kept, whole, memory_dtype))
-
-
-@devices
 def test_a_compiled_layer_is_one_graph(device: str) -> None:
     torch.compiler.reset()
     layer = DeltaNet(16, num_heads=1, gated=True, backend="triton", device=device)
@@ -267,16 +249,6 @@ def test_a_compiled_layer_is_one_graph(device: str) -> None:
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(run(compiled), run(layer))
-
-
-@devices
-def test_there_is_no_second_derivative(device: str) -> None:
-    leaves = in_dtype(draw(20, 16, 16), torch.float32, device)
-    given = [None if v is None else v.requires_grad_() for v in leaves]
-    o, _ = with_kernels(torch.float32)(DeltaInputs(*given[:5]), given[5])  # type: ignore[arg-type]
-    (grad,) = torch.autograd.grad(o.square().sum(), given[2], create_graph=True)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="once differentiable"):
-        grad.square().sum().backward()
 
 
 @pytest.mark.interpreter

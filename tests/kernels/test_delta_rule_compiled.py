@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from tests.kernels.compiled import adds_in_a_fixed_order, compile_kernel
+from triton.compiler import CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.delta_rule.launch import constants, value_block
@@ -33,20 +32,14 @@ def compiled(kernel: Any, t: int, p: int, v: int, dtype: torch.dtype) -> Compile
     known |= dict.fromkeys(("STARTED", "ENDED", "WANTED", "KEEP"), True)
     known |= {"V_SIZE": v, "V_BLOCK": value_block(p, v, dtype)}
     low = "fp32" if dtype == torch.float32 else "bf16"
-    signature, aligned = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        if name in known:
-            signature[name] = "constexpr"
-        elif name in ("t", "H", "N"):
-            signature[name] = "i32"
-        else:
-            pointer = "*fp32" if name in FLOAT32 else f"*{low}"
-            signature[name] = "i32" if name.endswith("_ROW") else pointer
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    chosen = {name: value for name, value in known.items() if name in kernel.arg_names}
-    launch = {k: known[k] for k in ("num_warps", "num_stages", "enable_fp_fusion")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=chosen, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+
+    def kind_of(name: str) -> str:
+        if name in ("t", "H", "N") or name.endswith("_ROW"):
+            return "i32"
+        return "*fp32" if name in FLOAT32 else f"*{low}"
+
+    rows = [name for name in kernel.arg_names if name.endswith("_ROW")]
+    return compile_kernel(kernel, known, kind_of, multiples=rows)
 
 
 @pytest.mark.slow
@@ -68,4 +61,4 @@ def test_wgmma_reads_no_registers_and_the_tiles_fit(
     assert set(products) <= {"!ttg.memdesc"}
     assert bool(products) is (dtype == torch.bfloat16 and (t >= 64 or kernel is not prepare_kernel))
     assert made.metadata.shared <= SHARED_MEMORY
-    assert not re.search(r"\b(atom|red)\.", made.asm["ptx"])
+    assert adds_in_a_fixed_order(made)

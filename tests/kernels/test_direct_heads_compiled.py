@@ -3,27 +3,27 @@
 Letters: p channels of a head, n state per channel, k reflections.
 """
 
-import re
 from typing import Any
 
 import pytest
 import torch
-import triton
-from tests.kernels.sass import cuobjdump, instructions, loops, waits
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from tests.kernels.compiled import compile_kernel, stack_size
+from triton.compiler import CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.heads import launch
 from bedouin.kernels.direct.heads.blocks import head_blocks
-from bedouin.kernels.direct.heads.launch import EDGES, REVERSE, SWEEP
-from bedouin.kernels.direct.triton_bundles import local_width
+from bedouin.kernels.direct.heads.triton_edges import head_edges_kernel as EDGES
+from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel as SWEEP
+from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel as REVERSE
+from bedouin.kernels.direct.triton_rows import local_width
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
-from bedouin.kernels.plans import PlannedKernel
 from bedouin.kernels.scan import InputScale
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
+
+KERNELS = SWEEP, EDGES, REVERSE
 
 SM_80, SM_89, SM_90 = (80, 166912), (89, 101376), (90, 232448)
 """Compute capabilities, and bytes of shared memory that one program can have."""
@@ -36,7 +36,7 @@ LOW = ("x_ptr", "raw_ptr", "grad_x_ptr", "grad_raw_ptr")
 
 
 def compiled(
-    kernel: PlannedKernel,
+    kernel: Any,
     p: int,
     n: int,
     k: int,
@@ -53,32 +53,18 @@ def compiled(
     parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
     given = (2, n, p), weights, options, samples, parts, False, 16, target[1]
     constants = launch._constants(kernel, *given, local_width(k, n))
-    names = kernel.kernel.arg_names
-    known: dict[str, Any] = {name: v for name, v in constants.items() if name in names}
-    known |= {"d": p, "n": n}
-    signature, aligned = {}, {}
-    for place, name in enumerate(names):
-        if name in known:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            is_weight = name in WEIGHTS and weights == torch.bfloat16
-            signature[name] = f"*{dtype if name in LOW else 'bf16' if is_weight else 'fp32'}"
-            aligned[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-    chosen = {name: v for name, v in constants.items() if name not in names}
-    source = ASTSource(fn=kernel.kernel, signature=signature, constexprs=known, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", target[0], 32), options=chosen)
+
+    def kind_of(name: str) -> str:
+        if not name.endswith("_ptr"):
+            return "i32"
+        if name in LOW:
+            return f"*{dtype}"
+        return "*bf16" if name in WEIGHTS and weights == torch.bfloat16 else "*fp32"
+
+    return compile_kernel(kernel, constants | {"d": p, "n": n}, kind_of, capability=target[0])
 
 
-def stack(kernel: CompiledKernel) -> int:
-    """Bytes of a thread's stack, where values are that do not fit its registers."""
-    found = re.search(r"STACK:(\d+)", cuobjdump(kernel, "-res-usage"))
-    assert found is not None
-    return int(found[1])
-
-
-@pytest.mark.parametrize("kernel", [SWEEP, EDGES, REVERSE], ids=["sweep", "edges", "reverse"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize(
     ("p", "n", "k", "input_scale", "dtype"),
     [
@@ -89,16 +75,16 @@ def stack(kernel: CompiledKernel) -> int:
     ],
 )
 def test_a_token_fits_the_registers(
-    kernel: PlannedKernel, p: int, n: int, k: int, input_scale: InputScale, dtype: str
+    kernel: Any, p: int, n: int, k: int, input_scale: InputScale, dtype: str
 ) -> None:
     found = compiled(kernel, p, n, k, input_scale, dtype)
-    assert stack(found) == 0
+    assert stack_size(found) == 0
     # no W^y: only what is exchanged between the warps of a sample
     assert found.metadata.shared <= 1024
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [SWEEP, REVERSE], ids=["sweep", "reverse"])
+@pytest.mark.parametrize("kernel", (SWEEP, REVERSE), ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize(
     ("target", "weights", "k", "streamed"),
     [
@@ -111,7 +97,7 @@ def test_a_token_fits_the_registers(
     ],
 )
 def test_weights_fit_the_shared_memory(
-    kernel: PlannedKernel,
+    kernel: Any,
     target: tuple[int, int],
     weights: torch.dtype,
     k: int,
@@ -125,9 +111,9 @@ def test_weights_fit_the_shared_memory(
 
 
 @pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 384)])
-@pytest.mark.parametrize("kernel", [SWEEP, EDGES, REVERSE], ids=["sweep", "edges", "reverse"])
-def test_many_states(kernel: PlannedKernel, n: int, most: int) -> None:
-    assert stack(compiled(kernel, 128, n, 2)) <= (most if kernel is REVERSE else 0)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_many_states(kernel: Any, n: int, most: int) -> None:
+    assert stack_size(compiled(kernel, 128, n, 2)) <= (most if kernel is REVERSE else 0)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +121,8 @@ def test_many_states(kernel: PlannedKernel, n: int, most: int) -> None:
     [(SWEEP, 64, 0, 1), (SWEEP, 64, 2, 4), (EDGES, 64, 0, 0), (EDGES, 64, 2, 2)],
 )
 def test_warps_of_a_sample_wait_for_each_other_once_for_reflections(
-    kernel: PlannedKernel, p: int, k: int, barriers: int
+    kernel: Any, p: int, k: int, barriers: int
 ) -> None:
     """With reflections one exchange of sums a token, in the sweep one more after the last one, and
     there a barrier for B, C and alpha."""
     assert compiled(kernel, p, 16, k).asm["ptx"].count("bar.sync") <= barriers
-
-
-@pytest.mark.parametrize("kernel", [SWEEP, EDGES, REVERSE], ids=["sweep", "edges", "reverse"])
-def test_a_token_waits_for_loads_that_are_old(kernel: PlannedKernel) -> None:
-    """The longest wait of the last loop with loads, which is that of the tokens."""
-    *_, loop = loops(instructions(compiled(kernel, 64, 16, 0)), 100)
-    assert max(waits(loop)).distance >= 100

@@ -54,9 +54,7 @@ def max_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     from bedouin.kernels.direct import triton_summary
 
     monkeypatch.setattr(triton_summary, "MAX_TOKENS", request.param)
-    triton_summary._constants.cache_clear()
     yield
-    triton_summary._constants.cache_clear()
 
 
 @devices

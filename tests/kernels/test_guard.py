@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_plans import Driver
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
@@ -21,6 +20,23 @@ from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Direct, Jacobi, Picard
 
 M = 16
+
+
+class Driver:
+    """Triton's, of a GPU that is only named."""
+
+    device = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
 
 
 class OutOfResources(Exception):
@@ -114,7 +130,7 @@ def unfit(monkeypatch: pytest.MonkeyPatch) -> Unfit:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(kernels_backend, "is_cuda_device", lambda device: True)
-    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448, False)))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448)))
     return lambda *some: names.extend(some)
 
 

@@ -322,8 +322,8 @@ def test_a_cap_that_freezes_some_tokens_only(method: type[Any]) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     "solver",
-    [Picard(0.1), Picard(0.1, damping=0.7, stop_rule="paper"), Jacobi(1e-2)],
-    ids=["picard", "paper", "jacobi"],
+    [Picard(0.1), Picard(0.1, damping=0.7, stop_rule="paper")],
+    ids=["picard", "paper"],
 )
 def test_steps_after_convergence_change_nothing(solver: IterativeSolver) -> None:
     """So it does not matter how often the host reads whether all have converged."""
@@ -383,7 +383,7 @@ def test_operands_need_not_be_contiguous() -> None:
 @needs_triton
 def test_runs_repeat_to_the_bit() -> None:
     setting = Setting(b=1, t=2)
-    first, second = (run(setting, Jacobi(1e-2), "triton", 3) for _ in range(2))
+    first, second = (run(setting, Picard(1e-2), "triton", 3) for _ in range(2))
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stats.residual, second.stats.residual)
 

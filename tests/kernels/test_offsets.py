@@ -93,7 +93,7 @@ def test_the_sweep_and_its_adjoint(heads: int, feedback: bool, device: str) -> N
 @devices
 def test_the_steps_of_an_iteration(device: str) -> None:
     tensors, options = of_sweep(device, 1, True)
-    rule = IterationRule("jacobi", 1e-4, 1e-8, 1.0, False, False)
+    rule = IterationRule("picard", 1e-4, 1e-8, 1.0, False, False)
 
     def function(given: dict[str, Tensor]) -> tuple[Tensor, ...]:
         start = torch.zeros(1, T, D, device=device)

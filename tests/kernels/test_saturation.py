@@ -141,12 +141,14 @@ def test_the_state_of_a_layer(
 @pytest.mark.parametrize(("backend", "device"), [INTERPRETED, COMPILED])
 @pytest.mark.parametrize(
     ("case", "bias", "solver"),
-    [*((0, 17.0, solver) for solver in SOLVERS), (1, -17.0, SOLVERS[0]), (3, 9.0, SOLVERS[2])],
+    [*((0, 17.0, solver) for solver in SOLVERS), (2, -17.0, SOLVERS[0]), (2, 9.0, SOLVERS[2])],
 )
 def test_the_state_of_a_layer_with_kernels(
     case: int, bias: float, solver: Solver, backend: Backend, device: str
 ) -> None:
     kind, options = LAYERS[case]
+    if kind is Bedouin:
+        options = options | {"d_state": 1}  # the kernels couple the scale of one state
     compare_with_float64(kind, options | {"solver": solver}, bias, backend, device, 2)
 
 

@@ -218,29 +218,6 @@ def test_no_gradient_keeps_less_and_nothing_to_compute(device: str) -> None:
         torch.testing.assert_close(h, empty[H0])
 
 
-@devices
-@pytest.mark.parametrize("starts", [False, True])
-def test_opcheck(starts: bool, device: str) -> None:
-    leaves = in_dtype(draw(5, 3, 5, H=2, starts=starts), torch.float32, device)
-    given = [None if v is None else v.requires_grad_() for v in leaves]
-    forward, backward = OPERATIONS["bedouin::track"], OPERATIONS["bedouin::track_backward"]
-    torch.library.opcheck(forward.overload, (*given, *EPS, True))
-    still = [None if v is None else v.detach() for v in leaves]
-    hidden, h, y, *kept = forward(*still, *EPS, True)
-    grads = (hidden, h, y) if starts else (hidden, None, None)
-    torch.library.opcheck(backward.overload, (*grads, y, *kept, *still, *EPS))
-
-
-@devices
-def test_there_is_no_second_derivative(device: str) -> None:
-    leaves = in_dtype(draw(5, 3, 5), torch.float32, device)
-    given = [None if v is None else v.requires_grad_() for v in leaves]
-    hidden = with_kernels(TrackInputs(*given)).hidden  # type: ignore[arg-type]
-    (grad,) = torch.autograd.grad(hidden.square().sum(), given[0], create_graph=True)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="once differentiable"):
-        grad.square().sum().backward()
-
-
 @pytest.mark.interpreter
 def test_the_layer_takes_the_kernels_for_sizes_that_fit() -> None:
     x = torch.randn(1, 3, 16)

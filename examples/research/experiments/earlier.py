@@ -1,12 +1,9 @@
-"""The runs of the README and of examples/results, most of them stacked and with one head."""
+"""What the presets of the scripts reach, on a CPU and on a GPU."""
 
 from research.experiments.plan import Experiment, Run, Script
 
-_OLD = "--num-heads 1 --eval-rows 256"
-_SCALES = "bounded_delta delta one_minus_decay"
-_CPU = "--preset cpu --num-heads 1"
 _DELTA_A5 = "--preset cpu --feedback delta --threads 1"
-_CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer"
+_CPU_A5 = "--preset cpu --num-heads 1 --input-scale bounded_delta --feedback delta B C mixer"
 
 A5_CPU = Experiment(
     "a5-cpu",
@@ -23,44 +20,6 @@ A5_CPU = Experiment(
                 *(("delta", seed) for seed in (0, 1, 2, 100)),
                 *(("bounded_delta", seed) for seed in (0, 1, 2, 100)),
             )
-        ),
-    ),
-)
-
-A5_ONE_HEAD = Experiment(
-    "a5-one-head",
-    "How far does a layer with one head track A5, and with which schedule and parameterization?",
-    (
-        Run(
-            "a5_schedules",
-            f"--stacked {_OLD} --length 6 --eval-lengths 6 12 24 --num-householder 2 "
-            "--batch-size 128 --steps 3000 --seeds 6 --schedule hold cosine "
-            "--lr 0.001 0.0015 0.002",
-        ),
-        Run("a5_five_seeds", f"--stacked {_OLD} --steps 6000"),
-        Run("a5_paper_size", f"--preset paper {_OLD}"),
-        Run("a5_paper_size_3000_steps", f"--preset paper {_OLD} --steps 3000"),
-        Run(
-            "a5_parameterizations",
-            f"--stacked {_OLD} --steps 2500 --input-scale {_SCALES} --d-state 16 4 "
-            "--num-householder 4 2",
-        ),
-    ),
-)
-
-COPYING_ONE_HEAD = Experiment(
-    "copying-one-head",
-    "Does a layer with one head copy strings of twice the training length?",
-    (
-        Run(
-            "copy_cpu_seed0",
-            f"{_CPU} --mixer-layer bedouin --d-model 128 --lr 0.001 --schedule cosine",
-            "train_copy",
-        ),
-        Run(
-            "copy_parameterizations",
-            f"--stacked {_OLD} --task copy --eval-lengths 4 8 16 --input-scale bounded_delta delta "
-            "--num-householder 1 2 --batch-size 64 --steps 3000 --seeds 3",
         ),
     ),
 )

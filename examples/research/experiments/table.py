@@ -49,14 +49,6 @@ TASKS = {
 }
 """From --curriculum-until on, models that have not learned the short rows train on all lengths,
 too."""
-CONTROLS = {
-    "bound_z60": f"{_BOUND} --group Z60 --steps 12000",
-    "bound_a5_one_name": joined(
-        f"{_BOUND} --group A5 --steps 12000",
-        "--min-definitions 1 --max-definitions 1 --eval-definitions 1 --eval-lengths 32 128",
-    ),
-}
-"""A commutative group; one binding at a time. Plain A5 is one binding for each element."""
 _LENGTHS = (
     "--length 40 --eval-from 40 --eval-lengths 40 256 --batch-size 256 --steps 6000 "
     "--curriculum quadruple --curriculum-until 0.5"
@@ -70,7 +62,6 @@ BEYOND = {1e-3: 5e-4, 4e-3: 8e-3}
 RATES_OF = {
     **{"a5": "a5", "s5": "a5", "copy": "copy", "mqar": "copy"},
     **{"bound_s3": "bound_s3", "bound_a5": "bound_s3"},
-    **dict.fromkeys(CONTROLS, "bound_s3"),
     **dict.fromkeys(LANGUAGES, "a5"),
 }
 """The task whose tuning runs choose the rate and the form."""
@@ -216,7 +207,7 @@ def _reported(
 
 
 def tables(results: Path) -> tuple[Experiment, ...]:
-    """Tuning, the reported seeds, more of them, a larger width, controls, and languages."""
+    """Tuning, the reported seeds, more of them, a larger width, and languages."""
     runs = read_runs(results / TUNED)
     wide = {task: TASKS[task] for task in ("a5", "copy", "bound_a5")}
     words = {task: TASKS[task] for task in ("a5", "s5")}
@@ -228,7 +219,6 @@ def tables(results: Path) -> tuple[Experiment, ...]:
         _reported(runs, more, "The same for two more seeds", TASKS, range(3, 5)),
         _reported(runs, "table-seeds", "Which layer tracks further?", words, range(5, 10)),
         _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
-        _reported(runs, "table-controls", "What makes bound names hard?", CONTROLS, three),
         _reported(runs, "table-languages", "Parity and arithmetic at length", LANGUAGES, three),
         _reported(
             runs,

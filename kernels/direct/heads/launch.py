@@ -5,6 +5,7 @@ values, H heads.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.heads.triton_edges import head_edges_kernel
 from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel
 from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel
-from bedouin.kernels.direct.triton_bundles import local_width
 from bedouin.kernels.direct.triton_constants import (
     DTYPES,
     Shape,
@@ -29,10 +29,10 @@ from bedouin.kernels.direct.triton_constants import (
     uses_tf32,
 )
 from bedouin.kernels.direct.triton_launch import chunk_buffers, prepare
-from bedouin.kernels.launch import Device, ceil_div, next_power_of_two
+from bedouin.kernels.direct.triton_rows import local_width
+from bedouin.kernels.launch import Device, arguments_of, ceil_div, next_power_of_two
 from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operands import Parameterization
-from bedouin.kernels.plans import KEPT_CONSTANTS, Constants, PlannedKernel
 
 COLUMNS = 8
 """Fewest columns of a product on tensor cores."""
@@ -56,10 +56,6 @@ MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
 
-SWEEP, REVERSE = PlannedKernel(head_sweep_kernel), PlannedKernel(reverse_head_kernel)
-EDGES = PlannedKernel(head_edges_kernel)
-
-
 def launch_head_sweep(
     buffers: SweepBuffers,
     options: Parameterization,
@@ -72,13 +68,13 @@ def launch_head_sweep(
     programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
     how = uses_tf32(), keep_every, Device.of(A.device).shared_memory
     given = A.shape, _dtype_of(W_y), options, samples, parts, *how
-    constants = _constants(SWEEP, *given, 0)
+    constants = _constants(head_sweep_kernel, *given, 0)
     found = statistics if W_y is not None else statistics.new_empty(parts, *statistics.shape)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"] + constants["ALPHA"])
     tensors = x, raw, W, A, h, kept, first, scratch, y, found
     integers = b // A.shape[0], t_end, d, A.shape[1], *input_strides(x, A), *raw.stride()[:2]
-    SWEEP.launch((programs,), tensors, (*integers, W.stride(0)), constants)
+    head_sweep_kernel[(programs,)](*tensors, *integers, W.stride(0), **constants)
     if W_y is None:
         torch.amax(found, 0, out=statistics)
 
@@ -103,7 +99,7 @@ def launch_head_reverse(
     programs, W = _programs(b, A, samples), _whole_rows(A if W_y is None else W_y)
     how = uses_tf32(), keep_every, Device.of(A.device).shared_memory
     given = A.shape, _dtype_of(W_y), options, samples, parts, *how
-    constants = _constants(REVERSE, *given, buffers.local.shape[2])
+    constants = _constants(reverse_head_kernel, *given, buffers.local.shape[2])
     segments, each = 1, size
     if W_y is None and size >= t_end:
         segments, each = _choose_segments(programs * parts, b * n * d, t_end, keep_every, A)
@@ -125,10 +121,10 @@ def launch_head_reverse(
         prepare(known, buffers, chunk, options)
         if segments > 1:
             edges = each, t_end, segments, *sizes[2:5], *grads.y.stride()[:2], *raw.stride()[:2]
-            of_edges = _constants(EDGES, *given, 0)
-            EDGES.launch((programs,), (grads.y, raw, buffers.local, A, H), edges, of_edges)
+            of_edges = _constants(head_edges_kernel, *given, 0)
+            head_edges_kernel[(programs,)](*(grads.y, raw, buffers.local, A, H), *edges, **of_edges)
         tokens = start, len(chunk), min(each, len(chunk))
-        REVERSE.launch((programs, segments), tensors, (*tokens, *sizes, *strides), constants)
+        reverse_head_kernel[(programs, segments)](*tensors, *tokens, *sizes, *strides, **constants)
     if W_y is None:
         torch.amax(found, 0, out=statistics)
     if segments > 1:
@@ -174,9 +170,9 @@ def _tokens_at_once(
     return min(tokens, t_end + keep_every - 1) // keep_every * keep_every
 
 
-@lru_cache(maxsize=KEPT_CONSTANTS)
+@lru_cache(maxsize=1024)
 def _constants(
-    kernel: PlannedKernel,
+    kernel: Any,  # of Triton
     A: Shape,  # (H, n, d)
     dtype: torch.dtype | None,  # of W^y, to which factors and results of its products are rounded
     options: Parameterization,
@@ -186,8 +182,8 @@ def _constants(
     keep_every: int,
     shared_memory: int,  # bytes of a program
     scalars: int,  # of a token, in the reverse sweep
-) -> Constants:
-    """The constants of one of the two kernels."""
+) -> dict[str, Any]:
+    """The constants of a kernel. Not to be changed."""
     layout = options.known_layout()
     blocks = head_blocks(A[2], A[1], layout.num_householder, layout.selective)
     streamed = dtype is not None and blocks.streams(dtype.itemsize, shared_memory)
@@ -215,7 +211,7 @@ def _constants(
         "maxnreg": MAX_REGISTERS,
     }
     every["NORM"] &= dtype is not None
-    return Constants.of(kernel, every)
+    return arguments_of(kernel, every)
 
 
 def _dtype_of(W_y: Tensor | None) -> torch.dtype | None:

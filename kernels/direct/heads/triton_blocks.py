@@ -8,7 +8,7 @@ Letters: d channels of a head, n state per channel, s samples of a program.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import build_coupled, build_decay, coupled_reach
+from bedouin.kernels.device.discretize import build_coupled, build_decay
 from bedouin.kernels.direct.heads.device import (
     join_all,
     load_head_states,
@@ -105,14 +105,14 @@ def discretize_head(
     A,  # (s, d, N)
     delta, s,  # rows (s, d)
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    COUPLED: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+    COUPLED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The decay of a block of states and its scale: s, or the coupled one (s, d, N)."""
     exponent = A * spread(delta, ROWS, D, N)
     if COUPLED:
-        return build_coupled(exponent, FULL, FAST)
+        return build_coupled(exponent, False, FAST)
     else:
-        return build_decay(exponent, FULL, FAST), s
+        return build_decay(exponent, False, FAST), s
 
 
 @triton.jit
@@ -121,18 +121,12 @@ def effects(
     h, B,  # (s, d, N)
     mixed,  # rows (s, d)
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    COUPLED: tl.constexpr, FULL: tl.constexpr,
+    COUPLED: tl.constexpr,
 ):  # fmt: skip
     """Of h_t = decay * h + written B^T: its derivative with respect to the exponent of the decay,
     and written, s x~."""
     if COUPLED:
-        reach = spread(mixed, ROWS, D, N) * B
-        if FULL:
-            reach *= tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0))
-        reach = (h - reach) * coupled_reach(decay, s, FULL)
-        return reach, s * spread(mixed, ROWS, D, N)
+        mixed_states = spread(mixed, ROWS, D, N)
+        return (h - mixed_states * B) * decay, s * mixed_states
     else:
-        reach = decay * h
-        if FULL:
-            reach += h
-        return reach, spread(s * mixed, ROWS, D, N)
+        return decay * h, spread(s * mixed, ROWS, D, N)

@@ -24,7 +24,7 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     store_head_blocks,
 )
 from bedouin.kernels.direct.heads.triton_replay import fetch_tokens
-from bedouin.kernels.direct.triton_bundles import local_padding, local_size, local_width
+from bedouin.kernels.direct.triton_rows import local_padding, local_size, local_width
 
 
 @triton.jit
@@ -76,7 +76,6 @@ def head_edges_kernel(
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
     FAST: tl.constexpr,
     HOLD: tl.constexpr,  # whether a thread holds A
 ):
@@ -128,7 +127,7 @@ def head_edges_kernel(
         for i in tl.static_range(BLOCKS):
             B, C = both if BLOCKS == 1 else load_both(now, i, n, ROWS, D, N)
             A_block = A[i] if HOLD else load_head_block(A_at, i, in_row, d, n, N)
-            decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
             decays = decays + (decay,)
             known = known + (C,)
             if COUPLED:

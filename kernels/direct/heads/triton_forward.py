@@ -237,7 +237,6 @@ def head_sweep_kernel(
     SELECTIVE: tl.constexpr,
     BETA_MAX: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
     EPS: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -390,7 +389,7 @@ def head_sweep_kernel(
         for i in tl.static_range(BLOCKS):
             B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
             A_block = A[i] if HOLD_A else load_head_block(A_at, i, in_row, d, n, N)
-            decay, scale_of = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            decay, scale_of = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
             decayed = decayed + (decay * h[i],)
             reads = reads + (sum_states(decayed[i] * C, ROWS, D, N),)
             if COUPLED:

@@ -128,7 +128,7 @@ def replay_tokens(
     A_at,  # pointers (s, d) to state 0 of log2(e) A
     cols, in_row, inside,  # the channels of a row, (s, d) or (1, d); `inside`: those to be stored
     d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr,
     FEEDBACK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
@@ -155,7 +155,7 @@ def replay_tokens(
             )  # fmt: skip
             delta = activate(delta, ACTIVATION, FAST)
             s = delta if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
-            decay, scales = discretize_head(A, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+            decay, scales = discretize_head(A, delta, s, ROWS, D, N, COUPLED, FAST)
             if COUPLED:
                 written = scales * spread(mixed, ROWS, D, N)
             else:

@@ -71,7 +71,7 @@ from bedouin.kernels.direct.heads.triton_weights import (
     streamed_product,
     transposed_product,
 )
-from bedouin.kernels.direct.triton_bundles import local_padding, local_size, local_width
+from bedouin.kernels.direct.triton_rows import local_padding, local_size, local_width
 
 AHEAD = tl.constexpr(3)
 """Blocks of h that are loaded before they are needed, if not all of them are."""
@@ -134,7 +134,6 @@ def reverse_head_kernel(
     ACTIVATION: tl.constexpr,
     SELECTIVE: tl.constexpr,
     INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
@@ -265,7 +264,7 @@ def reverse_head_kernel(
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
                 local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
-                A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE, FULL,
+                A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE,
                 FEEDBACK, FAST,
             )  # fmt: skip
             if first > 0:
@@ -333,14 +332,14 @@ def reverse_head_kernel(
             B, C = load_both(row + AT_B, i, n, ROWS, D, N)
             if HOLD or COUPLED:
                 A_block = A[i] if HOLD else load_head_block(A_at, i, in_row, d, n, N)
-                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
+                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
             if COUPLED:
                 reads = reads + (sum_states(H[i] * scales * B, ROWS, D, N),)
                 gains = gains + (sum_states(scales * B * C, ROWS, D, N),)
             else:
                 reads = reads + (sum_states(H[i] * B, ROWS, D, N),)
             if HOLD:
-                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED, FULL)
+                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED)
                 held = held + ((A_block, B, C, decay, reach, written),)
         from_memory = total_of(reads)
         if COUPLED:
@@ -457,10 +456,8 @@ def reverse_head_kernel(
                     h = h + (load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
                 A_block = load_head_block(A_at, i, in_row, d, n, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FULL, FAST)
-                reach, written = effects(
-                    decay, scales, h_block, B, mixed, ROWS, D, N, COUPLED, FULL
-                )
+                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
+                reach, written = effects(decay, scales, h_block, B, mixed, ROWS, D, N, COUPLED)
             total = H[i] + w_states * C
             to_exponent = total * reach
             through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)

@@ -39,7 +39,7 @@ class Bedouin(FixedPointLayer):
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
     exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
     the worst seeds at the training length and the conditioning of the local systems; "delta" has
-    the better medians at eight times that length (examples/results/README.md).
+    the better medians at eight times that length (examples/results/history).
 
     Args:
         d_model: m. d_state: n. expand: d = expand * m.

@@ -157,7 +157,7 @@ def inner_size(expand: float, d_model: int) -> int:
 def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     """H: `num_heads`, or for None as few heads of 32 to 128 channels as divide d_inner, for which
     there are kernels; 1 if there is no such divisor. Heads of 128 learn A5 better than smaller
-    ones, and copying better than one head (examples/results/README.md).
+    ones, and copying better than one head (examples/results/heads).
 
     Raises TypeError for a value that is no int, ValueError for one that does not divide d_inner.
     """

@@ -46,7 +46,7 @@ FEEDBACK_INIT = 0.1
 
 ERASE_BIAS = -3.0
 """The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
-well (examples/results/README.md, "Trials of the layer that tracks and recalls")."""
+well (examples/results/history)."""
 
 WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
 """States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
