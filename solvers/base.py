@@ -12,17 +12,37 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.kernels.iteration import Progress
 from bedouin.solvers.convergence import ATOL
-from bedouin.solvers.solution import BackwardStats, Solution
+from bedouin.solvers.solution import Measured
 
 Map = Callable[[Tensor], Tensor]
+"""Of any tensor. A map may have more, which `offers` finds, than that it can be called:
+
+real: (b, t) bool, False in the padding of sequences of several lengths, where its values are 0 and
+    count as converged; None where there is no padding.
+block_solve(y): for `Jacobi`. G(y) (b, t, c) and the smallest pivot (b,). G solves the local
+    equation of each token for the values of the other tokens in y.
+block_transpose(y_star): for Jacobi backward in time. Two functions on (b, t, c): w -> L^T w and
+    r -> (I - L^T)^-1 r, where L is the block diagonal of the Jacobian at y_star (b, t, c).
+sweep(unroll, report): for `Direct`. Solves token after token, with the exact implicit gradient or
+    with `unroll` that of the loop. Of its result y (b, t, c), the norms defect, scale and magnitude
+    (b, t) and the pivots (b,) or (b, t) are read.
+attach(y_star, report): y_star (b, t, c) with the exact implicit gradient, for any solver. In the
+    backward pass `report`, if not None, gets defect and scale (b, t) of the adjoint equation.
+fuse(y, rule): `Steps` from y (b, t, c) that evaluate, judge, freeze and update y, usually in one
+    kernel, or None if the plain loop must be used.
+"""
+
 TimeDim = Literal[1] | None
+ReportBackward = Callable[[Tensor, Tensor], None]
+
+Solved = tuple[Tensor, Measured]
+"""What a solver returns: the value, in the shape of y0, and what it has measured."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,7 @@ class Problem:
     """What a solver solves: y = f(y) from y0, in at most max_steps steps.
 
     With `unroll` the value carries the gradient of the loop; the residual (b,) of each evaluation
-    of the map is appended to `history`.
+    of the map is appended to `history`. `report` is that of the map's sweep.
     """
 
     f: Map
@@ -39,45 +59,35 @@ class Problem:
     time_dim: TimeDim
     unroll: bool = False
     history: list[Tensor] | None = None
+    report: ReportBackward | None = None
 
     def tokens(self) -> tuple[Map, Tensor]:
         """The map and y0 in the shape (b, t, c)."""
         y0, axes = self.y0, 1 if self.time_dim is None else 2
         t = 1 if self.time_dim is None else y0.shape[1]
         y = y0.reshape(y0.shape[0], t, math.prod(y0.shape[axes:]))
-        return (self.f if y.shape == y0.shape else TokenMap(self.f, y0.shape, y.shape)), y
+        return (self.f if y.shape == y0.shape else TokenMap(self.f, y0)), y
 
 
-@runtime_checkable
-class BlockMap(Protocol):
-    """A map whose local equation can be solved token by token, as `Jacobi` requires."""
+class TokenMap:
+    """The map `inner`, of tensors like y0, as a map of tensors (b, t, c)."""
 
-    def __call__(self, y: Tensor) -> Tensor: ...  # (b, t, c) -> (b, t, c)
+    def __init__(self, inner: Map, y0: Tensor) -> None:
+        self.inner, self.shape = inner, y0.shape
 
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """G(y) (b, t, c) and the smallest pivot (b,). G solves the local equation of each token for
-        the values of the other tokens in y."""
-
-
-class SweptMap(Protocol):
-    """A map that is block lower-triangular in time: `Direct` requires `sweep`, and `attach` is the
-    exact adjoint of any solver."""
-
-    def sweep(self, unroll: bool, cell: BackwardStats) -> Any:
-        """Solve token after token, with the exact implicit gradient, whose backward pass reports
-        into `cell`; with `unroll`, with that of back-propagation through the loop.
-
-        Of the result, such as kernels.direct.Sweep, y (b, t, c), the norms defect, scale and
-        magnitude (b, t) and the smallest pivot (b,) are read, and residual and converged (b,) of
-        SolveStats if it has them.
-        """
-
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # y_star: (b, t, c)
-        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
+        return self.inner(y.reshape(self.shape)).reshape(y.shape)
 
 
-def offers(f: object, method: str) -> TypeGuard[SweptMap]:
-    """Whether f has this method of a `SweptMap`; isinstance takes several times as long."""
+def map_name(f: object) -> str:
+    """The name of the type of the map that the user passed, inside of any wrappers."""
+    while hasattr(f, "inner"):
+        f = f.inner
+    return type(f).__name__
+
+
+def offers(f: object, method: str) -> bool:
+    """Whether the map has this method."""
     return callable(getattr(f, method, None))
 
 
@@ -97,36 +107,32 @@ class Steps(Protocol):
     def progress(self) -> Progress: ...
 
 
-@runtime_checkable
-class FusedMap(Protocol):
-    """A map that runs whole steps of some solvers itself: it evaluates, judges, freezes and updates
-    y, usually in one kernel."""
+class Solver(ABC):
+    """A method that finds y with f(y) = y. Solvers are frozen dataclasses that hold options
+    only."""
 
-    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:
-        """Steps from y (b, t, c), or None if the plain loop must be used."""
+    can_unroll = True
+    """Whether back-propagation through the solve is possible."""
 
+    is_exact = False
+    """Whether the solver takes exactly one step by definition, so that `max_steps` has no
+    effect."""
 
-def counted_tokens(f: object) -> Tensor | None:
-    """(b, t) bool, False in the padding of a map of sequences of several lengths, where its values
-    are 0: it counts as converged. None for maps without an attribute `real`."""
-    real: Tensor | None = getattr(f, "real", None)
-    return real
-
-
-def counted_parts(f: object) -> int:
-    """The parts of a token that are judged each by itself (`solvers.convergence`): 1 for maps
-    without an attribute `parts`."""
-    parts: int = getattr(f, "parts", 1)
-    return parts
+    @abstractmethod
+    def solve(self, problem: Problem) -> Solved:
+        """Solve the problem."""
 
 
-@runtime_checkable
-class TransposedBlockMap(Protocol):
-    """A map whose adjoint equation can be solved token by token, by Jacobi backward in time."""
+@dataclass(frozen=True)
+class TolerantSolver(Solver):
+    """A solver that stops within a tolerance. Raises ValueError for one outside of [0, 1e6]."""
 
-    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """Two functions on (b, t, c): w -> L^T w and r -> (I - L^T)^-1 r, where L is the block
-        diagonal of the Jacobian at y_star (b, t, c)."""
+    rtol: float = 1e-4
+    atol: float = ATOL
+
+    def __post_init__(self) -> None:
+        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
+        check_number("atol", self.atol, 0, 1e6, open_low=False)
 
 
 SolverT = TypeVar("SolverT", bound=type)
@@ -197,56 +203,3 @@ def positive_int(name: str, value: Any, otherwise: str = "") -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
-
-
-class Solver(ABC):
-    """A method that finds y with f(y) = y. Solvers are frozen dataclasses that hold options
-    only."""
-
-    can_unroll = True
-    """Whether back-propagation through the solve is possible."""
-
-    is_exact = False
-    """Whether the solver takes exactly one step by definition, so that `max_steps` has no
-    effect."""
-
-    @abstractmethod
-    def solve(self, problem: Problem) -> Solution:
-        """Solve the problem; the value has the shape of y0."""
-
-
-@dataclass(frozen=True)
-class TolerantSolver(Solver):
-    """A solver that stops within a tolerance. Raises ValueError for one outside of [0, 1e6]."""
-
-    rtol: float = 1e-4
-    atol: float = ATOL
-
-    def __post_init__(self) -> None:
-        check_number("rtol", self.rtol, 0, 1e6, open_low=False)
-        check_number("atol", self.atol, 0, 1e6, open_low=False)
-
-
-class MapWrapper:
-    """A map around another map. Error messages name the inner map, which the user passed."""
-
-    def __init__(self, f: Map) -> None:
-        self.f = f
-
-
-def map_name(f: Map) -> str:
-    """The name of the type of the map that the user passed, inside of any wrappers."""
-    while isinstance(f, MapWrapper):
-        f = f.f
-    return type(f).__name__
-
-
-class TokenMap(MapWrapper):
-    """`f`, which takes tensors of `shape`, as a map of tensors of the shape `tokens`, (b, t, c)."""
-
-    def __init__(self, f: Map, shape: torch.Size, tokens: torch.Size) -> None:
-        super().__init__(f)
-        self.shape, self.tokens = shape, tokens
-
-    def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
-        return self.f(y.reshape(self.shape)).reshape(self.tokens)

@@ -3,7 +3,6 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,39 +12,20 @@ from bedouin.kernels.guard import KernelDoesNotFit, answer
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.base import (
-    FusedMap,
-    Map,
-    Problem,
-    Steps,
-    TolerantSolver,
-    counted_parts,
-    counted_tokens,
-)
+from bedouin.solvers.base import Map, Problem, Solved, Steps, TolerantSolver
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
     holds_so_far,
-    in_all_parts,
-    largest_of_parts,
     largest_so_far,
-    reported_residual,
-    sizes_of_parts,
+    relative_residual,
     within_tolerance,
 )
-from bedouin.solvers.solution import (
-    BackwardStats,
-    Result,
-    Solution,
-    SolveStats,
-    can_read_device,
-    empty_solution,
-    read_result,
-)
+from bedouin.solvers.solution import Measured, can_read_device
 
 CHECK_EVERY = 4
 """Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
 superfluous evaluation changes nothing, since converged tokens stay frozen and steps are counted on
-the device. A solve of at most this many steps does not read its outcome (`Result.unknown`)."""
+the device. A solve of at most this many steps never waits for the device."""
 
 LEAST_HALF = 4
 """Fewest steps in half of the cap for which the halves of a solve are compared."""
@@ -59,6 +39,7 @@ class IterativeSolver(TolerantSolver):
     """A solver that updates all tokens at once, with one evaluation of the map in each step.
 
     A token that has converged (solvers.convergence) keeps the y at which its defect was measured.
+    A new method needs `update` alone.
     """
 
     @property
@@ -80,27 +61,26 @@ class IterativeSolver(TolerantSolver):
         """The next iterate from y and the value there, all (b, t, c), and the next memory."""
         return f_y, None
 
-    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b p, t)
-        """Which parts of tokens have a defect within tolerance, regardless of the tokens before
-        them, of which the caller requires the same; scale is |F(y)_t|."""
+    def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b, t)
+        """Which tokens have a defect within tolerance, regardless of the tokens before them, of
+        which the caller requires the same; scale is |F(y)_t|."""
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
-        """The solver's step as data, for a `FusedMap`; None: this solver cannot be fused."""
+        """The step as data, for a map with `fuse`; None: this solver cannot be fused."""
         return None
 
-    def solve(self, problem: Problem) -> Solution:
+    def solve(self, problem: Problem) -> Solved:
         y0, max_steps = problem.y0, problem.max_steps
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
             return _solve_outside(self, problem)
         f, y = problem.tokens()
-        if y.numel() == 0:
-            return empty_solution(y0.clone())
+        if not y.numel():
+            return y0.clone(), Measured.nothing(y0)
         steps = self._steps(f, y, problem)
         # with so few steps an early stop saves less than the synchronization costs
-        readable = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
-        check_every, taken = CHECK_EVERY if y.is_cuda else 1, 0
-        parts, halfway = counted_parts(f), None
+        waits = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
+        check_every, taken, halfway = CHECK_EVERY if y.is_cuda else 1, 0, None
         while taken < max_steps:
             try:
                 steps.advance()
@@ -109,41 +89,29 @@ class IterativeSolver(TolerantSolver):
                 steps, taken = _PlainSteps(self, f, y), 0
                 continue
             taken += 1
-            if readable and taken % check_every == 0 and steps.finished():
+            if waits and taken % check_every == 0 and steps.finished():
                 break
-            if readable and taken == max_steps // 2 >= LEAST_HALF:
-                halfway = self._front(steps.progress, parts)
+            if waits and taken == max_steps // 2 >= LEAST_HALF:
+                now = steps.progress
+                halfway = now.defect.clone(), now.scale.clone(), self.rtol, self.atol
         else:
             # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
                 steps.certify()
-        solution = _conclude(steps.progress, y0.shape, readable, parts)
-        if halfway is None or solution.result is not Result.max_steps_reached:
-            return solution
-        (count, defect), stats = self._front(steps.progress, parts), solution.stats
-        nearer = (count > halfway[0]) | ((count == halfway[0]) & (defect < halfway[1]))
-        return replace(solution, stats=replace(stats, _stalled=~(stats.converged | nearer)))
+        y, frozen, failed, num_steps, defect, scale, pivot, value = steps.progress
+        unsolved = (failed.unsqueeze(1) & ~frozen).unsqueeze(-1)
+        value = torch.where(unsolved, torch.nan, y if value is None else value)
+        measured = Measured(defect, scale, pivot, None, frozen, num_steps)
+        return value.reshape(y0.shape), measured._replace(halfway=halfway, waited=waits)
 
-    def _front(
-        self,
-        progress: Progress,
-        parts: int,
-    ) -> tuple[Tensor, Tensor]:  # (b,), (b,)
-        """How many tokens are within the tolerance before the first one that is not, and the
-        defect of that one. A contraction makes this smaller in every step."""
-        defect, scale = progress.defect, progress.scale
-        small = within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
-        count = holds_so_far(in_all_parts(small, parts)).sum(1)
-        first = count.clamp(max=defect.shape[1] - 1).unsqueeze(1)
-        return count, largest_of_parts(defect, parts).gather(1, first).squeeze(1)
-
-    def _steps(self, f: Map, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
+    def _steps(self, f: Any, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
         plain = problem.unroll or problem.history is not None or torch.is_grad_enabled()
         rule = None if plain else self.rule()
-        if rule is not None and isinstance(f, FusedMap):
-            return f.fuse(y, rule) or _PlainSteps(self, f, y)
-        return _PlainSteps(self, f, y, problem.history)
+        fused: Steps | None = None
+        if rule is not None and hasattr(f, "fuse"):
+            fused = f.fuse(y, rule)
+        return fused or _PlainSteps(self, f, y, problem.history)
 
 
 @outside_of_graphs(
@@ -151,7 +119,7 @@ class IterativeSolver(TolerantSolver):
     "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
     "fullgraph=False",
 )
-def _solve_outside(solver: IterativeSolver, problem: Problem) -> Solution:
+def _solve_outside(solver: IterativeSolver, problem: Problem) -> Solved:
     return solver.solve(problem)
 
 
@@ -165,8 +133,8 @@ class _PlainSteps:
         y: Tensor,  # (b, t, c)
         history: list[Tensor] | None = None,
     ) -> None:
-        self.solver, self.f, self.history, self.real = solver, f, history, counted_tokens(f)
-        self.parts = counted_parts(f)
+        self.solver, self.f, self.history = solver, f, history
+        self.real: Tensor | None = getattr(f, "real", None)
         self.memory = solver.start(y)
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
@@ -175,8 +143,7 @@ class _PlainSteps:
     def advance(self) -> None:
         before = self.progress
         active = ~before.failed & ~before.frozen.all(1)
-        f_y, pivot = self.solver.evaluate(self.f, before.y)
-        now = self._judge(f_y.detach(), pivot)
+        f_y, now = self._judge()
         y_next, self.memory = self.solver.update(before.y, f_y, self.memory)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
         # the evaluation of a frozen y does not change, so the last one holds for every token
@@ -187,40 +154,22 @@ class _PlainSteps:
         )
 
     def certify(self) -> None:
-        f_y, pivot = self.solver.evaluate(self.f, self.progress.y)
-        self.progress = self._judge(f_y.detach(), pivot)
+        _, self.progress = self._judge()
 
     def finished(self) -> bool:
         return bool((self.progress.failed | self.progress.frozen.all(1)).all())
 
-    def _judge(
-        self,
-        f_y: Tensor,  # (b, t, c), the value of the map at y
-        pivot: Tensor | None,  # (b,)
-    ) -> Progress:
-        """The progress that a value shows."""
+    def _judge(self) -> tuple[Tensor, Progress]:
+        """The value of the map at y (b, t, c), and the progress that it shows."""
         before = self.progress
+        value, pivot = self.solver.evaluate(self.f, before.y)
+        f_y, y = value.detach(), before.y.detach()
         # small tolerances would underflow to zero in float16
         dtype = accumulator(f_y.dtype)
-        defect = sizes_of_parts(f_y - before.y.detach(), self.parts).to(dtype)
-        scale = sizes_of_parts(f_y, self.parts).to(dtype)
-        small = in_all_parts(self.solver.within_tolerance(defect, scale), self.parts)
-        small = small | before.frozen
+        defect, scale = (v.abs().amax(-1).to(dtype) for v in (f_y - y, f_y))
+        small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
-        largest = largest_of_parts(scale, self.parts)
-        failed = before.failed | first_open_token_is_nonfinite(frozen, largest)
+        failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
         if self.history is not None:
-            self.history.append(largest_of_parts(reported_residual(defect, scale), self.parts))
-        return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
-
-
-def _conclude(progress: Progress, shape: torch.Size, readable: bool, parts: int) -> Solution:
-    unsolved = (progress.failed.unsqueeze(1) & ~progress.frozen).unsqueeze(-1)
-    found = progress.y if progress.value is None else progress.value
-    value = torch.where(unsolved, torch.nan, found).reshape(shape)
-    residual = largest_of_parts(reported_residual(progress.defect, progress.scale), parts)
-    residual = torch.where(progress.failed, torch.nan, residual)
-    converged = progress.frozen.all(1)
-    # BackwardStats is passed because torch.compile cannot trace a default_factory
-    stats = SolveStats(progress.num_steps, residual, converged, progress.pivot, BackwardStats())
-    return Solution(value, stats, read_result(stats) if readable else Result.unknown)
+            self.history.append(relative_residual(defect, scale))
+        return value, Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)

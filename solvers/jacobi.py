@@ -1,11 +1,12 @@
 """Block Jacobi in time: all tokens in parallel, with each token's local equation solved exactly."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import BlockMap, Map, map_name, strict_options
+from bedouin.solvers.base import Map, map_name, offers, strict_options
 from bedouin.solvers.iterate import IterativeSolver
 
 
@@ -25,10 +26,12 @@ class Jacobi(IterativeSolver):
         return IterationRule("jacobi", self.rtol, self.atol)
 
     def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not isinstance(f, BlockMap):
+        if not offers(f, "block_solve"):
             raise TypeError(
                 "Jacobi needs a map with a method block_solve(y), and time_dim=1, got "
                 f"{map_name(f)}: use Picard, Anderson or Broyden for a plain function or a mixer "
                 "without the form (e, U, M)"
             )
-        return f.block_solve(y)
+        blocks: Any = f
+        found: tuple[Tensor, Tensor | None] = blocks.block_solve(y)
+        return found

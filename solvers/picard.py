@@ -36,9 +36,8 @@ class Picard(IterativeSolver):
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
         s <= t. The tolerance bounds the defect, not the error: iterates that grow without bound by
         constant steps, such as those of y + 1, satisfy it once they are 1 / rtol times as large as
-        a step. Heads that read each other (feedback_scope="layer") are judged each by itself. The
-        default atol is for exact zeros only; if the fixed point itself is zero, pass an atol in
-        units of y.
+        a step. The default atol is for exact zeros only; if the fixed point itself is zero, pass an
+        atol in units of y.
     damping: in (0, 1]; 1 is the undamped iteration.
     patience: if an int, the damping factor of a sample is multiplied by `shrink`, in (0, 1],
         whenever its largest defect has not reached a new minimum for this many steps (adaptive

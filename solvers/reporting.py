@@ -1,13 +1,15 @@
-"""Reports of solves that did not converge: nothing, a warning or an error.
+"""What a call keeps of its solves, and reports about those that did not converge: nothing, a
+warning or an error.
 
 Warnings of one layer are rate-limited, and on a GPU they come without synchronization.
-Letters: b batch, q parts of a sample.
+Letters: b batch, t tokens of a sample, q = b times the parts of a sample.
 """
 
 import sys
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Literal, NamedTuple
 
@@ -16,13 +18,10 @@ from torch import Tensor
 
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solution import (
-    BackwardStats,
     ConvergenceError,
     ConvergenceWarning,
-    Result,
-    Solution,
-    SolveStats,
-    accepted,
+    Measured,
+    Outcome,
     can_read_device,
     unconverged_message,
 )
@@ -37,11 +36,10 @@ Module.__call__ and backward lie between the user's line and this package."""
 class _Pending(NamedTuple):
     """An outcome that is being copied to the host."""
 
-    accepted: Tensor  # (b,) or (q b,) on the host, valid once the event has completed
+    outcome: Tensor  # any shape, bool
+    copy: Tensor  # of the outcome, on the host, valid once the event has completed
     event: torch.cuda.Event | None  # None: the copy is complete, because it came from a CPU
-    stats: SolveStats
-    cut_at: int | None
-    exact: bool
+    message: Callable[[], str]
 
 
 class DeferredWarning:
@@ -65,21 +63,16 @@ class DeferredWarning:
         """Whether an outcome is being copied; until `flush` reads it no other one is scheduled."""
         return subject in self._pending
 
-    def schedule(
-        self, stats: SolveStats, subject: str, cut_at: int | None = None, *, exact: bool = False
-    ) -> None:
-        """Start to copy an outcome to the host; for `cut_at` and `exact` see
-        `unconverged_message`."""
+    def schedule(self, outcome: Tensor, subject: str, message: Callable[[], str]) -> None:
+        """Start to copy an outcome to the host, of which `message` tells what is not true."""
         if self.is_pending(subject):
             return
-        outcome = stats.verdict if cut_at is None else accepted(stats, cut_at)
         copy, event = outcome.to("cpu", non_blocking=True), None
         if outcome.is_cuda:
             event = torch.cuda.Event()
             # the stream of the copy, whose device need not be the current one
             event.record(torch.cuda.current_stream(outcome.device))
-        # without the cell of the adjoint's statistics, which may refer to the owner of this object
-        self._pending[subject] = _Pending(copy, event, stats.without_cell(), cut_at, exact)
+        self._pending[subject] = _Pending(outcome, copy, event, message)
 
     def flush(self) -> None:
         """Warn about scheduled outcomes whose copy is complete; under torch.compile do nothing."""
@@ -87,15 +80,13 @@ class DeferredWarning:
             return  # a graph that depends on pending outcomes would be recompiled when they change
         for subject, pending in list(self._pending.items()):
             # a graph capture fails if it queries an event recorded outside it
-            if not can_read_device(pending.stats.verdict):
+            if not can_read_device(pending.outcome):
                 continue
             if pending.event is not None and not pending.event.query():
                 continue
             del self._pending[subject]
-            if not bool(pending.accepted.all()):
-                named = f"{subject} (an earlier call)"
-                known = pending.stats, named, pending.cut_at
-                self.warn(unconverged_message(*known, exact=pending.exact), subject)
+            if not bool(pending.copy.all()):
+                self.warn(pending.message(), subject)
 
     def warn(self, message: str, subject: str) -> None:
         """Warn about this call for `subject`, with its number, if it is one of those above."""
@@ -127,69 +118,73 @@ def stacklevel(frame: FrameType) -> int:
     return level
 
 
-@dataclass(frozen=True)
-class Reporting:
-    """Reports the forward solve and the adjoint solve of one call according to `policy`.
+class Report:
+    """The outcomes of the forward solve and the adjoint solve of one call, and what is said of
+    them.
 
-    policy: "warn", "raise" or "ignore".
     subject: the name of what is solved, for messages.
     warnings: counts the warnings of the layer, and delays those from a GPU.
+    policy: "warn", "raise" or "ignore".
     cut_at: the cap of this call if it was drawn and is below its limit, else None. Finite samples
         that it stops are recorded in the statistics but not reported.
+    num_parts: the rows of a sample in what is measured, such as its heads.
     """
 
-    policy: OnUnconverged
-    subject: str
-    warnings: DeferredWarning
-    cut_at: int | None
+    def __init__(
+        self,
+        subject: str,
+        warnings: DeferredWarning,
+        policy: OnUnconverged,
+        cut_at: int | None,
+        num_parts: int,
+    ) -> None:
+        self.subject, self.warnings, self.policy, self.cut_at = subject, warnings, policy, cut_at
+        self.adjoint = Outcome(num_parts)
+        self.forward = Outcome(num_parts, self.adjoint)
 
-    def forward(self, solution: Solution, *, capped: bool) -> None:
-        """Report a forward solve. capped: whether the cap of this call limited its steps."""
-        if solution.result is Result.converged or self.policy == "ignore":
-            return
+    def check_forward(self, *, capped: bool) -> None:
+        """Report the forward solve. capped: whether the cap of this call limited its steps."""
         # a call recomputed by activation checkpointing was reported the first time, and would have
         # raised then
         if self.policy == "raise" or not is_recomputation():
             cut_at = self.cut_at if capped else None
-            known = solution.stats, solution.result, self.subject, cut_at
-            self._report(*known, exact=not capped)
+            self._check(self.forward, self.subject, cut_at, exact=not capped)
 
-    def adjoint(self, stats: SolveStats, result: Result) -> None:
-        """Report an iterative adjoint solve, which has the same cap as the forward solve."""
-        if result is not Result.converged:
-            self._report(stats, result, self._adjoint_subject, self.cut_at)
+    def take_adjoint(self, measured: Measured) -> None:
+        """Keep and report an iterative adjoint solve, which has the same cap as the forward one."""
+        self.adjoint.take(measured)
+        self._check(self.adjoint, f"{self.subject}, adjoint solve", self.cut_at, exact=False)
 
-    def sweep(self, cell: BackwardStats) -> None:
-        """Report an exact adjoint, whose statistics `cell` computes when they are first read."""
-        if self.policy == "ignore" or self.warnings.is_pending(self._adjoint_subject):
+    def take_reverse_sweep(self, defect: Tensor, scale: Tensor) -> None:  # (q, t), (q, t)
+        """Keep and report an exact adjoint, by the norms of its equation."""
+        if can_read_device(defect):
+            self.adjoint.take(Measured(defect, scale, backward=True))
+            self._check(self.adjoint, f"{self.subject}, adjoint solve", None, exact=True)
+
+    def _check(self, outcome: Outcome, subject: str, cut_at: int | None, *, exact: bool) -> None:
+        measured = outcome.measured
+        if self.policy == "ignore" or measured is None or not can_read_device(measured.defect):
             return
-        stats = cell.stats
+        describe = partial(describe_failure, measured, outcome.num_parts, cut_at, exact)
+        if self.policy == "warn" and measured.defect.is_cuda and not measured.waited:
+            if not self.warnings.is_pending(subject):
+                later = partial(describe, f"{subject} (an earlier call)")
+                self.warnings.schedule(measured.accepted(cut_at), subject, later)
+            return
+        stats = outcome.stats
         assert stats is not None
-        self._report(stats, Result.unknown, self._adjoint_subject, None, exact=True)
-
-    @property
-    def _adjoint_subject(self) -> str:
-        return f"{self.subject}, adjoint solve"
-
-    def _report(
-        self,
-        stats: SolveStats,
-        result: Result,
-        subject: str,
-        cut_at: int | None,
-        *,
-        exact: bool = False,
-    ) -> None:
-        if self.policy == "ignore" or not can_read_device(stats.verdict):
+        if bool(stats.accepted(cut_at).all()):
             return
-        if self.policy == "warn" and result is Result.unknown and stats.verdict.is_cuda:
-            self.warnings.schedule(stats, subject, cut_at, exact=exact)
-            return
-        if bool((stats.verdict if cut_at is None else accepted(stats, cut_at)).all()):
-            return
-        message = unconverged_message(stats, subject, cut_at, exact=exact)
         if self.policy == "raise":
-            error = ConvergenceError(message)
+            error = ConvergenceError(describe(subject))
             error.stats = stats
             raise error
-        self.warnings.warn(message, subject)
+        self.warnings.warn(describe(subject), subject)
+
+
+def describe_failure(
+    measured: Measured, num_parts: int, cut_at: int | None, exact: bool, subject: str
+) -> str:
+    """The message about a solve that was measured."""
+    stats, stalled = measured.statistics(num_parts), measured.has_stalled()
+    return unconverged_message(stats, subject, cut_at, exact=exact, stalled=stalled)

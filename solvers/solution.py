@@ -1,19 +1,18 @@
-"""What a solve returns: its value, statistics, outcome with a message for the user, and its steps.
+"""What a solve measures and returns: statistics, outcome, and the message for the user.
 
-Letters: b batch, t tokens of a sample, q parts of a sample.
+Letters: b batch, t tokens of a sample, q = b times the parts of a sample, its heads.
 """
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from bedouin.kernels.backend import is_batched
+from bedouin.solvers.convergence import front, relative_residual, within_rounding
 
 
 class ConvergenceError(RuntimeError):
@@ -40,10 +39,7 @@ class Result(enum.Enum):
         "damping factor of Picard, or use Direct or Jacobi where the map has their structure"
     )
     nonfinite = "a sample became NaN or Inf: check its input and the size of its weights"
-    unknown = (
-        "not read from the device (compiled, vmapped, captured, or asynchronous): see "
-        "stats.converged"
-    )
+    unknown = "not read from the device (compiled, vmapped or captured): see stats.converged"
 
     @property
     def message(self) -> str:
@@ -63,45 +59,6 @@ ROUNDED = "the residual is as small as rounding errors allow: loosen rtol, or us
 
 FLOOR = 100
 """A residual of so many eps, or less, is the rounding error of an iteration."""
-
-
-class BackwardStats:
-    """A mutable cell for the statistics of the adjoint solve, which runs after the forward solve.
-
-    num_parts: the q with which `join_parts` reduces what the cell receives. A copy keeps the
-    statistics, without the deferred computation and the listener.
-    """
-
-    num_parts = 1
-
-    def __init__(self) -> None:
-        self._stats: SolveStats | None = None
-        self._pending: Callable[[], SolveStats] | None = None
-        self._listener: Callable[[BackwardStats], None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_stats": self.stats, "_pending": None, "_listener": None}
-
-    @property
-    def stats(self) -> "SolveStats | None":
-        """The statistics, computed now if they were deferred; None before the backward pass."""
-        if self._pending is not None:
-            self.stats = self._pending()
-        return self._stats
-
-    @stats.setter
-    def stats(self, stats: "SolveStats") -> None:
-        self._stats, self._pending = join_parts(stats, self.num_parts), None
-
-    def listen(self, listener: "Callable[[BackwardStats], None]") -> None:
-        """Call `listener` with this cell whenever statistics are deferred."""
-        self._listener = listener
-
-    def defer(self, compute: "Callable[[], SolveStats]") -> None:
-        """Let `compute` return the statistics when they are first read; it runs at most once."""
-        self._pending = compute
-        if self._listener is not None:
-            self._listener(self)
 
 
 @dataclass(frozen=True)
@@ -125,87 +82,127 @@ class SolveStats:
     residual: Tensor  # (b,)
     converged: Tensor  # (b,) bool
     conditioning: Tensor | None = None  # (b,)
-    _backward: BackwardStats = field(default_factory=BackwardStats, repr=False, compare=False)
     history: Tensor | None = None  # (evaluations, b)
-    _stalled: Tensor | None = field(default=None, repr=False, compare=False)
-    """(b,) bool, for messages: the sample did not converge, and came no nearer to that in the
-    second half of its steps. None where nobody has looked."""
+    _adjoint: "Outcome | None" = field(default=None, repr=False, compare=False)
 
     @property
     def backward(self) -> "SolveStats | None":
         """The statistics of the adjoint solve after the backward pass, None before it."""
-        return self._backward.stats
+        return None if self._adjoint is None else self._adjoint.stats
+
+    def accepted(self, cut_at: int | None) -> Tensor:
+        """(b,) bool: samples that need no report: converged, or finite and stopped by `cut_at`
+        steps, a random training cap below its limit; None if no such cap limited the solve."""
+        if cut_at is None:
+            return self.converged
+        return self.converged | (~self.residual.isnan() & (self.num_steps >= cut_at))
+
+
+class Measured(NamedTuple):
+    """What a solve has measured, mostly of each token; `statistics` are reduced from it when they
+    are read, since on a GPU each is a launch. All tensors are detached.
+
+    magnitude: the largest terms in the sums of F(y)_t, for an exact solve, which has converged if
+        its defects are rounding errors. frozen: the tokens of an iteration that have converged.
+    real: as of a map. halfway: defect and scale after half of the steps, with the tolerances rtol
+    and atol. backward: whether the solve began with the last token. waited: whether the host has
+    waited for the device in the solve, so that reading the outcome costs it little.
+    """
+
+    defect: Tensor  # (q, t)
+    scale: Tensor  # (q, t), |F(y)_t|
+    pivot: Tensor | None = None  # (q,) or (q, t)
+    magnitude: Tensor | None = None  # (q, t); None: as the scale
+    frozen: Tensor | None = None  # (q, t)
+    num_steps: Tensor | None = None  # (q,) int64; None: 1
+    real: Tensor | None = None  # (q, t)
+    history: Tensor | None = None  # (evaluations, q)
+    halfway: tuple[Tensor, Tensor, float, float] | None = None
+    backward: bool = False
+    waited: bool = False
+
+    @staticmethod
+    def nothing(y: Tensor) -> "Measured":  # y: (b, ...), without any element
+        """Of a solve of nothing, which has converged after 0 steps."""
+        norms = torch.zeros(y.shape[0], 0, dtype=y.dtype, device=y.device)
+        return Measured(norms, norms, num_steps=torch.zeros_like(norms.sum(1), dtype=torch.int64))
 
     @property
-    def verdict(self) -> Tensor:
-        """`converged`, or before it is computed that of the samples' parts: if all of one are true,
-        so are all of the other."""
-        return self.converged
+    def converged(self) -> Tensor:  # (q,)
+        if self.frozen is not None:
+            return self.frozen.all(1)
+        scale = self.scale if self.magnitude is None else self.magnitude
+        return within_rounding(*(self._in_order(v) for v in (self.defect, self.scale, scale)))
+
+    def accepted(self, cut_at: int | None) -> Tensor:  # (q,)
+        """`SolveStats.accepted` of each row, without the statistics where these are not needed."""
+        return self.converged if cut_at is None else self.statistics().accepted(cut_at)
+
+    def _in_order(self, v: Tensor) -> Tensor:  # (q, t) -> (q, t)
+        """v without padding, in the order of the solve."""
+        v = v if self.real is None else torch.where(self.real, v, 0.0)
+        return v.flip(1) if self.backward else v
+
+    @torch.no_grad()
+    def statistics(self, num_parts: int = 1, adjoint: "Outcome | None" = None) -> SolveStats:
+        """Statistics of b samples, those of their worst parts: part j of sample i has row
+        j b + i."""
+        residual = relative_residual(self._in_order(self.defect), self._in_order(self.scale))
+        steps, pivot, history = self.num_steps, self.pivot, self.history
+        if steps is None:
+            steps = torch.ones_like(residual, dtype=torch.int64)
+        if self.real is not None:
+            steps = steps * self.real.any(1)  # a sample without tokens takes none
+        if pivot is not None and pivot.dim() == 2:
+            # a token after a singular one is NaN, which must not hide the pivot of that
+            pivot = torch.nan_to_num(pivot, nan=torch.inf).amin(1)
+        found = [steps, residual, self.converged, pivot, history]
+        if num_parts > 1:
+            parts = [None if v is None else v.unflatten(-1, (num_parts, -1)) for v in found]
+            worst = torch.amax, torch.amax, torch.all, torch.amin, torch.amax
+            found = [None if v is None else f(v, -2) for f, v in zip(worst, parts, strict=True)]
+        return SolveStats(*found, adjoint)
+
+    def has_stalled(self) -> bool:
+        """Whether a sample did not converge, and came no nearer to that in the second half of its
+        steps; reads the device."""
+        if self.halfway is None:
+            return False
+        tolerances = self.halfway[2:]
+        (before, defect_before), (count, defect) = (
+            front(*norms, *tolerances) for norms in (self.halfway[:2], (self.defect, self.scale))
+        )
+        nearer = (count > before) | ((count == before) & (defect < defect_before))
+        return bool((~self.converged & ~nearer).any())
+
+
+class Outcome:
+    """What a solve measured, once it has run, and its statistics, reduced when they are first read.
+
+    num_parts: as of `Measured.statistics`. adjoint: the outcome of the adjoint solve, if this is
+    that of a forward solve.
+    """
+
+    measured: Measured | None = None
+    _stats: SolveStats | None = None
+    _is_captured = False
+    """Whether each replay of a CUDA graph writes other numbers to the same tensors."""
+
+    def __init__(self, num_parts: int = 1, adjoint: "Outcome | None" = None) -> None:
+        self.num_parts, self.adjoint = num_parts, adjoint
+
+    def take(self, measured: Measured) -> None:
+        """Set what the solve measured."""
+        self.measured, self._stats = measured, None
+        if measured.defect.is_cuda and not torch.compiler.is_compiling():
+            self._is_captured = torch.cuda.is_current_stream_capturing()
 
     @property
-    def plain(self) -> "SolveStats":
-        """These statistics as an object for `dataclasses.replace`."""
-        return self
-
-    def without_cell(self) -> "SolveStats":
-        """The same statistics without those of the adjoint solve and the history."""
-        return replace(self, _backward=BackwardStats(), history=None)
-
-
-def _of_plain(name: str) -> Any:
-    return property(lambda stats: getattr(stats.plain, name))
-
-
-class DeferredStats(SolveStats):
-    """Statistics of an exact solve, computed from those of the samples' parts when they are first
-    read, since on a GPU each is a launch. A copy has plain ones."""
-
-    _found: tuple[Tensor | None, Tensor, Tensor, Tensor | None]
-    _num_parts: int
-
-    def __init__(
-        self,
-        num_steps: Tensor | None,  # (q b,); None: ones
-        residual: Tensor,  # (q b,)
-        converged: Tensor,  # (q b,) bool
-        conditioning: Tensor | None = None,  # (q b,)
-        backward: BackwardStats | None = None,
-        num_parts: int = 1,
-    ) -> None:
-        # bypasses the frozen `__setattr__`; the other fields are properties here
-        found, cell = (num_steps, residual, converged, conditioning), backward or BackwardStats()
-        self.__dict__.update(_found=found, _num_parts=num_parts, _backward=cell)
-
-    def __reduce__(self) -> tuple[type[SolveStats], tuple[Any, ...]]:
-        return SolveStats, tuple(getattr(self.plain, item.name) for item in fields(SolveStats))
-
-    def of_parts(self, num_parts: int) -> "DeferredStats":
-        """What `join_parts` returns."""
-        return DeferredStats(*self._found, self._backward, num_parts)
-
-    def without_cell(self) -> "DeferredStats":
-        return DeferredStats(*self._found, None, self._num_parts)
-
-    @property
-    def plain(self) -> SolveStats:
-        return self._plain
-
-    @cached_property
-    def _plain(self) -> SolveStats:
-        num_steps, residual, converged, pivot = self._found
-        if num_steps is None:
-            num_steps = torch.ones_like(residual, dtype=torch.int64)
-        stats = SolveStats(num_steps, residual, converged, pivot, self._backward)
-        return join_parts(stats, self._num_parts)
-
-    num_steps = _of_plain("num_steps")
-    residual = _of_plain("residual")
-    converged = _of_plain("converged")
-    conditioning = _of_plain("conditioning")
-
-    @property
-    def verdict(self) -> Tensor:
-        return self._found[2]
+    def stats(self) -> SolveStats | None:
+        """None before the solve."""
+        if self.measured is not None and (self._stats is None or self._is_captured):
+            self._stats = self.measured.statistics(self.num_parts, self.adjoint)
+        return self._stats
 
 
 @dataclass(frozen=True)
@@ -213,48 +210,18 @@ class Solution:
     """The value, statistics and outcome of a solve."""
 
     value: Tensor  # the shape of y0
-    stats: SolveStats
-    result: Result
+    outcome: Outcome = field(repr=False)
 
-
-def with_history(solution: Solution, residuals: list[Tensor]) -> Solution:
-    """`solution` with the residuals (b,) of all evaluations in its statistics."""
-    none = solution.stats.residual.new_empty(0, *solution.stats.residual.shape)
-    history = torch.stack(residuals).detach() if residuals else none
-    return replace(solution, stats=replace(solution.stats.plain, history=history))
-
-
-def join_parts(stats: SolveStats, num_parts: int) -> SolveStats:
-    """Statistics of b samples from those of their parts, (q b,), where part j of sample i has index
-    j b + i: the most steps, the largest residual, now and in the history, all converged, the
-    smallest pivot."""
-    if num_parts == 1:
+    @property
+    def stats(self) -> SolveStats:
+        stats = self.outcome.stats
+        assert stats is not None
         return stats
-    if isinstance(stats, DeferredStats):
-        stats._backward.num_parts = num_parts
-        return stats.of_parts(num_parts)
-    steps, residual, converged = (
-        v.unflatten(0, (num_parts, -1)) for v in (stats.num_steps, stats.residual, stats.converged)
-    )
-    pivot = stats.conditioning
-    if pivot is not None:
-        pivot = pivot.unflatten(0, (num_parts, -1)).amin(0)
-    reduced = steps.amax(0), residual.amax(0), converged.all(0), pivot
-    history = stats.history
-    if history is not None:
-        history = history.unflatten(1, (num_parts, -1)).amax(1)
-    stalled = stats._stalled
-    if stalled is not None:
-        stalled = stalled.unflatten(0, (num_parts, -1)).any(0)
-    stats._backward.num_parts = num_parts
-    return SolveStats(*reduced, stats._backward, history, stalled)
 
-
-def empty_solution(y: Tensor) -> Solution:  # y: (b, ...)
-    """The solution y of a problem without any element: converged after 0 steps."""
-    zeros = torch.zeros(y.shape[0], dtype=y.dtype, device=y.device)
-    stats = SolveStats(zeros.to(torch.int64), zeros, torch.ones_like(zeros, dtype=torch.bool))
-    return Solution(y, stats, Result.converged)
+    @property
+    def result(self) -> Result:
+        """Synchronizes with a GPU."""
+        return read_result(self.stats) if can_read_device(self.value) else Result.unknown
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -278,28 +245,23 @@ def can_read_device(tensor: Tensor) -> bool:
 
 def read_result(stats: SolveStats) -> Result:
     """The outcome of a solve; synchronizes with a GPU."""
-    if bool(stats.verdict.all()):
+    if bool(stats.converged.all()):
         return Result.converged
     failed = ~stats.converged & stats.residual.isnan()
     return Result.nonfinite if bool(failed.any()) else Result.max_steps_reached
 
 
-def accepted(stats: SolveStats, cut_at: int | None) -> Tensor:
-    """(b,) bool: samples that need no report: converged, or finite and stopped by `cut_at` steps.
-
-    cut_at: a random training cap below its limit; None if no such cap limited the solve.
-    """
-    if cut_at is None:
-        return stats.converged
-    return stats.converged | (~stats.residual.isnan() & (stats.num_steps >= cut_at))
-
-
 def unconverged_message(
-    stats: SolveStats, subject: str, cut_at: int | None = None, *, exact: bool = False
+    stats: SolveStats,
+    subject: str,
+    cut_at: int | None = None,
+    *,
+    exact: bool = False,
+    stalled: bool = False,
 ) -> str:
     """One line about the samples that are not `accepted`: their number, steps and worst residual,
     and what to do. exact: whether the solve takes one step by definition."""
-    open_samples = ~accepted(stats, cut_at)
+    open_samples = ~stats.accepted(cut_at)
     count, b = int(open_samples.sum()), open_samples.numel()
     residual, steps = stats.residual[open_samples], stats.num_steps[open_samples]
     finite = not bool(residual.isnan().any())
@@ -310,15 +272,13 @@ def unconverged_message(
         fault = f"not accurate ({found})" if finite else "not finite"
         return f"{what}: their exact solve is {fault}: {_exact_advice(stats, finite)}"
     if not finite:
-        singular = f"{Result.nonfinite.message}, and {SINGULAR}"
-        diverged = f"{Result.nonfinite.message}; if the map does not contract, {OTHER_SOLVERS}"
-        advice = diverged if stats.conditioning is None else singular
+        diverged = f"; if the map does not contract, {OTHER_SOLVERS}"
+        remedy = diverged if stats.conditioning is None else f", and {SINGULAR}"
+        advice = Result.nonfinite.message + remedy
     elif count and worst <= FLOOR * torch.finfo(residual.dtype).eps:
         advice = ROUNDED
-    elif stats._stalled is not None and bool((stats._stalled & open_samples).any()):
-        advice = STALLED
     else:
-        advice = Result.max_steps_reached.message
+        advice = STALLED if stalled else Result.max_steps_reached.message
     return f"{what} in {int(steps.max()) if count else 0} steps ({found}): {advice}"
 
 

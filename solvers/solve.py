@@ -4,7 +4,7 @@ Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -14,17 +14,17 @@ from bedouin.kernels.backend import Backend, check_backend
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
 from bedouin.solvers.base import (
     Map,
-    MapWrapper,
     Problem,
     Solver,
     TimeDim,
     TolerantSolver,
     check_count,
+    offers,
 )
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Reporting
-from bedouin.solvers.solution import Solution, SolveStats, join_parts, with_history
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Report
+from bedouin.solvers.solution import Outcome, Solution
 
 _EXACT = ImplicitAdjoint()
 
@@ -37,14 +37,14 @@ class Caller:
     """Who runs a solve: the name used in messages, and what all calls of one caller share.
 
     deferred: counts and delays the caller's warnings. draw: the number of the training call; None
-    in evaluation. record: receives the statistics before a failure is reported. num_parts: the q of
-    `join_parts`, if the map's samples are parts of the caller's. record_history: as in `solve`.
+    in evaluation. record: receives the outcome before a failure is reported. num_parts: how many of
+    the map's samples are one of the caller's. record_history: as in `solve`.
     """
 
     subject: str
     deferred: DeferredWarning
     draw: int | None = None
-    record: Callable[[SolveStats], None] | None = None
+    record: Callable[[Outcome], None] | None = None
     num_parts: int = 1
     record_history: bool = False
 
@@ -83,20 +83,25 @@ class SolveOptions:
         """Like the function `solve` from y0 (b, ...), without checks of what the map returns."""
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
-        reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
+        deferred, parts = caller.deferred, caller.num_parts
+        report = Report(caller.subject, deferred, self.on_unconverged, cut_at, parts)
         history: list[Tensor] | None = [] if caller.record_history else None
-        problem = Problem(f, y0, steps, time_dim, history=history)
-        solution = (self.adjoint or _EXACT).apply(problem, self.solver, reporting)
+        # a compiled graph cannot call it
+        heard = None if torch.compiler.is_compiling() else report.take_reverse_sweep
+        problem = Problem(f, y0, steps, time_dim, history=history, report=heard)
+        value, measured = (self.adjoint or _EXACT).apply(problem, self.solver, report)
         if history is not None:
-            solution = with_history(solution, history)
-        if caller.num_parts > 1:
-            solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
+            none = measured.defect.new_empty(0, len(measured.defect))
+            measured = measured._replace(history=torch.stack(history) if history else none)
+        if y0.numel():
+            measured = measured._replace(real=getattr(f, "real", None))
+        report.forward.take(measured)
         if caller.record is not None:
-            caller.record(solution.stats)
+            caller.record(report.forward)
         if y0.numel():
             self._tell_of_precision(y0.dtype, caller)
-        reporting.forward(solution, capped=not self.solver.is_exact)
-        return solution
+        report.check_forward(capped=not self.solver.is_exact)
+        return Solution(value, report.forward)
 
     def _tell_of_precision(self, dtype: torch.dtype, caller: Caller) -> None:
         """Warn once of tolerances that no solve in this dtype can be expected to reach."""
@@ -157,7 +162,7 @@ def solve(
     _check_start(y0, time_dim)
     _DEFERRED.flush()
     caller = Caller("solve", _DEFERRED, draw, record_history=record_history)
-    if not (hasattr(f, "block_solve") or hasattr(f, "sweep")):
+    if not (offers(f, "block_solve") or offers(f, "sweep")):
         f = _CheckedMap(f)  # maps with a structure check their own results
     return options.solve(f, y0, time_dim, caller)
 
@@ -174,14 +179,17 @@ def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
         raise TypeError(f"y0 must have a floating dtype, got {y0.dtype}")
 
 
-class _CheckedMap(MapWrapper):
+class _CheckedMap:
     """A plain function, with a check of its result, which gets the dtype of its argument, and of
     the argument, whose change in place would make the defect of the step 0."""
+
+    def __init__(self, inner: Map) -> None:
+        self.inner = inner
 
     def __call__(self, y: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
         # inference tensors have no version, but a copy may change
         version = None if y.is_inference() else y._version
-        f_y: object = self.f(y.clone() if version is None else y)
+        f_y: object = self.inner(y.clone() if version is None else y)
         if version is not None and y._version != version:
             raise ValueError(
                 "f must not change its argument in place, got one that writes into y: return a new "

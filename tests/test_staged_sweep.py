@@ -10,7 +10,7 @@ from torch import Tensor
 from bedouin import Bedouin
 from bedouin.fixed_point_map import StructuredMap
 from bedouin.kernels.heads import fold
-from bedouin.solvers.solution import BackwardStats
+from bedouin.solvers.solution import Measured
 from bedouin.testing import assert_close, layer_gradients
 
 B, T, M, H = 3, 5, 8, 4
@@ -61,8 +61,8 @@ def test_two_stages_are_one_sweep(
     lengths = torch.tensor([T, 2, 0]) if padded else None
     found: list[dict[str, Tensor]] = []
     for f in pair(layer, x, lengths):
-        cell = BackwardStats()
-        swept = f.sweep(unroll, cell)
+        norms: list[Tensor] = []
+        swept = f.sweep(unroll, lambda *given: norms.extend(given))
         values = {name: v for name, v in swept._asdict().items() if v is not None}
         starts = {"h0": f.operands.h0, "y0": f.operands.y0}
         inputs = dict(layer.named_parameters()) | {k: v for k, v in starts.items() if v is not None}
@@ -72,8 +72,9 @@ def test_two_stages_are_one_sweep(
         )
         values |= {n: g for n, g in zip(inputs, grads, strict=True) if g is not None}
         if not unroll:
-            assert cell.stats is not None and bool(cell.stats.converged.all())
-            values["backward"] = cell.stats.residual
+            backward = Measured(*norms[-2:], backward=True).statistics()
+            assert bool(backward.converged.all())
+            values["backward"] = backward.residual
         found.append(values)
     staged, whole = found
     assert staged.keys() == whole.keys()
@@ -92,7 +93,7 @@ def test_a_single_token_is_the_first_of_many(scope: str, number: int | None, bou
     found: list[dict[str, Tensor]] = []
     for tokens in (x, x[:, :1]):
         f, _ = pair(layer, tokens, None)
-        first = f.sweep(False, BackwardStats()).y[:, :1]
+        first = f.sweep(False).y[:, :1]
         assert f.operands.h0 is not None and f.operands.y0 is not None
         inputs = dict(layer.named_parameters()) | {"h0": f.operands.h0, "y0": f.operands.y0}
         given = torch.autograd.grad(first.sin().sum(), list(inputs.values()), allow_unused=True)
@@ -126,11 +127,11 @@ def test_kernels_sweep_the_stages(scope: str) -> None:
 def test_a_stage_that_no_gradient_reaches_has_no_defects() -> None:
     layer, x = make(feedback_heads=1)
     staged, _ = pair(layer, x, None)
-    cell = BackwardStats()
-    swept = staged.sweep(False, cell)
+    norms: list[Tensor] = []
+    swept = staged.sweep(False, lambda *given: norms.extend(given))
     swept.y[B:].sum().backward()
-    stats = cell.stats
-    assert stats is not None and stats.residual.shape == (B,)
+    stats = Measured(*norms[-2:], backward=True).statistics()
+    assert stats.residual.shape == (B,)
     assert bool(stats.converged.all()) and not stats.residual.any()
 
 
@@ -139,7 +140,7 @@ def test_the_outputs_of_heads_are_those_of_the_sweep_without_a_copy(feedback_hea
     layer, x = make(feedback_scope="layer", feedback_heads=feedback_heads)
     found = layer.map(x)
     assert isinstance(found, StructuredMap)
-    y = found.sweep(False, BackwardStats()).y
+    y = found.sweep(False).y
     of_heads = found.folded(y)
     assert of_heads.data_ptr() == found.folded(y).data_ptr() != y.data_ptr()
     assert torch.equal(of_heads, fold(y, H))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bedouin.fixed_point_map import StructuredMap
 from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
 from bedouin.measurements import (
@@ -36,7 +37,7 @@ from bedouin.solvers import (
     Solver,
     SolveStats,
 )
-from bedouin.solvers.base import TransposedBlockMap, check_number
+from bedouin.solvers.base import check_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -291,7 +292,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
         return None
     found = find_fixed_point(probe, x, solver=Direct())
     f = found.f.joining(1)
-    assert isinstance(f, TransposedBlockMap)
+    assert isinstance(f, StructuredMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(found.y.shape, generator=generator, dtype=torch.float64).to(found.y)

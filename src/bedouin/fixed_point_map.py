@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.branches import beside
+from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct import (
-    ROUNDING,
     LocalFactors,
     ReportBackward,
     Sweep,
@@ -36,7 +34,6 @@ from bedouin.kernels.direct import (
 )
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
-from bedouin.kernels.guard import Launching, falls_back
 from bedouin.kernels.heads import count_heads, fold, per_sample, unfold
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
@@ -45,19 +42,8 @@ from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.solvers.base import Steps
-from bedouin.solvers.convergence import relative_residual, within_rounding
-from bedouin.solvers.solution import (
-    BackwardStats,
-    DeferredStats,
-    SolveStats,
-    can_read_device,
-    has_values,
-    join_parts,
-)
+from bedouin.solvers.solution import has_values
 from bedouin.staged_sweep import Stage, sweep_in_stages, with_known_feedback
-
-NORMS = "defect", "scale", "magnitude"
-"""Those of a sweep's tokens."""
 
 
 class ScanInputs(NamedTuple):
@@ -96,7 +82,7 @@ class FixedPointMap:
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
     padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
     y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
-    heads of a sample converge together, each judged by itself (`parts`). The W^y of `operands` is
+    heads of a sample converge together. The W^y of `operands` is
     that of the first `fed_heads` heads; None: all have feedback.
     """
 
@@ -124,11 +110,6 @@ class FixedPointMap:
         found = copy.copy(self)
         found.joined, found._real = num_heads, None
         return found
-
-    @property
-    def parts(self) -> int:
-        """The parts of a token that solvers judge each by itself."""
-        return self.joined
 
     @property
     def real(self) -> Tensor | None:  # (b / joined, t)
@@ -285,61 +266,20 @@ class MixerBind:
         return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), erase)
 
 
-@falls_back
-def _reverse_stats(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t)
-    *,
-    backend: Backend = "auto",
-) -> SolveStats:
-    if defect.numel() and choose_backend(backend, defect.device, defect.dtype) == "triton":
-        from bedouin.kernels.direct.triton_summary import summarize_adjoint
-
-        with Launching(defect):
-            return DeferredStats(*summarize_adjoint(torch.stack([defect, scale])))
-    # flipped, because the reverse sweep begins with the last token
-    with torch.no_grad():
-        residual = relative_residual(defect.flip(1), scale.flip(1))
-        converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
-        return SolveStats(torch.ones_like(residual, dtype=torch.int64), residual, converged)
-
-
-def _make_reporter(cell: BackwardStats, joined: int) -> ReportBackward:
-    """A function that puts the statistics of a reverse sweep into the cell when they are read, one
-    entry for each sample of so many heads."""
-
-    def stats(defect: Tensor, scale: Tensor) -> SolveStats:
-        return join_parts(_reverse_stats(defect, scale), joined)
-
-    def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
-        if can_read_device(defect):
-            cell.defer(partial(stats, defect, scale))
-
-    return report
-
-
-def _make_reporters(
-    cell: BackwardStats,
+def _of_stages(
+    report: ReportBackward,
     samples: Mapping[Stage, int],
-    joined: int,
 ) -> dict[Stage, ReportBackward]:
-    """Reporters of stages with so many samples, which put the statistics of all of them into the
-    cell as `_make_reporter` does; a stage whose reverse sweep has not run counts as one without
-    defects."""
+    """Reports of stages with so many samples, each of which reports all of them; a stage whose
+    reverse sweep has not run counts as one without defects."""
     found: dict[Stage, tuple[Tensor, Tensor]] = {}
 
-    def stats() -> SolveStats:
-        like, _ = next(iter(found.values()))
-        zeros = {name: (like.new_zeros(b, like.shape[1]),) * 2 for name, b in samples.items()}
-        norms = map(torch.cat, zip(*(zeros | found).values(), strict=True))
-        return join_parts(_reverse_stats(*norms), joined)
+    def report_stage(stage: Stage, defect: Tensor, scale: Tensor) -> None:  # (its b, t) each
+        found[stage] = defect, scale
+        zeros = {name: (defect.new_zeros(b, defect.shape[1]),) * 2 for name, b in samples.items()}
+        report(*map(torch.cat, zip(*(zeros | found).values(), strict=True)))
 
-    def report(stage: Stage, defect: Tensor, scale: Tensor) -> None:  # (b of the stage, t) each
-        if can_read_device(defect):
-            found[stage] = defect, scale
-            cell.defer(stats)
-
-    return {stage: partial(report, stage) for stage in samples}
+    return {stage: partial(report_stage, stage) for stage in samples}
 
 
 class StructuredMap(FixedPointMap):
@@ -367,57 +307,49 @@ class StructuredMap(FixedPointMap):
         sigma, gap = self._input_gain(found.delta, found.B, found.C)
         return x, found, diagonal, sigma, factor_local(sigma, diagonal, found.U, found.M, gap)
 
-    def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
+    def sweep(self, unroll: bool, report: ReportBackward | None = None) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         operands, fed_heads = self.operands, self.fed_heads
         if operands.x.shape[1] <= 1 and (self.joined > 1 or fed_heads is not None):
             call = self.parameterization, fed_heads, self.backend
             operands, fed_heads = with_known_feedback(operands, *call), None
         options = self.parameterization, self.bind, self.mixer_values
+        report = self._of_samples(report)
         if fed_heads is not None and operands.W_y is not None:
-            swept = self._sweep_stages(fed_heads, unroll, cell)
+            swept = self._sweep_stages(fed_heads, unroll, report)
         elif unroll:
             swept = direct_sweep_reference(operands, *options)
         else:
             known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
-            report = _make_reporter(cell, self.joined)
             swept = direct_sweep(operands, *options, report=report, **known)
-        if swept.residual is None and self.lengths is not None:
-            # the defects of the padding are left to the solver to reduce
-            real = tokens_before(self.lengths, swept.y.shape[1])
-            norms = {n: zero_outside(real, getattr(swept, n)) for n in NORMS}
-            swept = swept._replace(**norms)
-        found = self._of_samples(swept) if self.joined > 1 else swept
-        self._swept, self._y = swept, found.y
-        return found
+        self._swept, self._y = swept, unfold(swept.y, self.joined)
+        if self.joined == 1:
+            return swept
+        names = "defect", "scale", "magnitude"
+        largest = {name: self._by_head(getattr(swept, name)).amax(0) for name in names}
+        pivot = self._by_head(swept.pivot).amin(0)
+        return swept._replace(y=self._y, pivot=pivot, **largest)
 
-    def _of_samples(self, swept: Sweep) -> Sweep:
-        """The sweep of joined heads, with the statistics of each sample's worst head."""
-        defect, scale, magnitude = (getattr(swept, n) for n in NORMS)
-        residual, converged = swept.residual, swept.converged
-        with beside("statistics", defect, scale, magnitude, residual, swept.pivot):
-            if residual is None or converged is None:
-                residual = relative_residual(defect, scale)
-                converged = within_rounding(defect, scale, magnitude)
-            worst = {
-                "residual": self._by_head(residual).amax(0),
-                "converged": self._by_head(converged).all(0),
-                "pivot": self._by_head(swept.pivot).amin(0),
-            }
-        return swept._replace(y=unfold(swept.y, self.joined), **worst)
+    def _of_samples(self, report: ReportBackward | None) -> ReportBackward | None:
+        """A report of (b, t) for that of joined heads, of which each token has the largest
+        norms."""
+        if report is None or self.joined == 1:
+            return report
+        by_head, whole = self._by_head, report
+        return lambda *norms: whole(*(by_head(v).amax(0) for v in norms))
 
-    def _sweep_stages(self, fed_heads: int, unroll: bool, cell: BackwardStats) -> Sweep:
+    def _sweep_stages(self, fed_heads: int, unroll: bool, report: ReportBackward | None) -> Sweep:
         """The sweep of heads of which the first have feedback."""
         options = self.parameterization, self.bind, self.mixer_values
         b = self.operands.x.shape[0]
         fed = fed_heads * (b // count_heads(self.operands.A))
-        reporters = _make_reporters(cell, {"fed": fed, "others": b - fed}, self.joined)
+        reports = {} if report is None else _of_stages(report, {"fed": fed, "others": b - fed})
 
         def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
             if unroll:
                 return direct_sweep_reference(part, *options)
             known: dict[str, Any] = {"lengths": lengths, "backend": self.backend}
-            return direct_sweep(part, *options, report=reporters[stage], **known)
+            return direct_sweep(part, *options, report=reports.get(stage), **known)
 
         call = self.operands, self.parameterization, fed_heads, self.lengths, self.backend
         return sweep_in_stages(sweep_once, *call)
@@ -440,12 +372,15 @@ class StructuredMap(FixedPointMap):
         """The last sweep, if y is its result."""
         return self._swept if self._y is y else None
 
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
+    def attach(
+        self,
+        y_star: Tensor,  # of joined heads
+        report: ReportBackward | None = None,
+    ) -> Tensor:  # likewise
         """y_star with the exact implicit gradient."""
         y_star = fold(y_star, self.joined)
         arguments = self.whole, self.parameterization, self.bind, self.mixer_values
-        report = _make_reporter(cell, self.joined)
-        options: dict[str, Any] = {"report": report, "backend": self.backend}
+        options: dict[str, Any] = {"report": self._of_samples(report), "backend": self.backend}
         return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)

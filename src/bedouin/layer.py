@@ -7,7 +7,6 @@ m to d and back a layer has b' = H b folded samples, each one head of one sample
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,8 +31,9 @@ from bedouin.mixers import HouseholderProduct
 from bedouin.noise import draws_noise, without_noise
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.parameterization import X, split_named
-from bedouin.solvers import Direct, ImplicitAdjoint, SolveStats
+from bedouin.solvers import Direct, ImplicitAdjoint
 from bedouin.solvers.draws import is_recomputation
+from bedouin.solvers.solution import Measured, Outcome
 from bedouin.solvers.solve import Caller, SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import (
@@ -123,7 +123,7 @@ class FixedPointLayer(ProjectedLayer):
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
         call = self._project(x, state, self.solve_options, packing, wants_state=return_state)
         with without_autocast(x.device):
-            solution = self.solve_options.solve(call.f, call.start, 1, self._caller(packing))
+            solution = self.solve_options.solve(call.f, call.start, 1, self._caller())
         output, after = self._output(call, solution.value, return_state)
         new_state = None if after is None else unfold_state(after, self.num_heads)
         if packing is not None:
@@ -172,11 +172,11 @@ class FixedPointLayer(ProjectedLayer):
         self,
         x_t: Tensor,  # (b, m)
         before: BedouinState,  # of folded samples
-        keep: Callable[[BedouinState, SolveStats], None],
+        keep: Callable[[BedouinState, Measured], None],
     ) -> Tensor:  # (b, m)
         """A token for decoding. `keep` gets the state of the folded samples after it, for which it
-        may give up `before`, and statistics of `num_parts` parts of each sample, about which
-        nothing is reported."""
+        may give up `before`, and what the solve of `num_parts` parts of each sample measured, about
+        which nothing is reported."""
         options = replace(self.token_options, on_unconverged="ignore")
         with without_noise():
             call = self._call(self.in_proj(x_t.unsqueeze(1)), None, before, options, None)
@@ -186,7 +186,8 @@ class FixedPointLayer(ProjectedLayer):
             caller = Caller(type(self).__name__, self.deferred)
             solution = options.solve(call.f, call.start, 1, caller)
             join("gate", fed)
-            keep(call.after(solution.value), solution.stats)
+            assert solution.outcome.measured is not None
+            keep(call.after(solution.value), solution.outcome.measured)
             hidden = self._gated(call, call.f.folded(solution.value), fed)
         output: Tensor = self.out_proj(hidden)
         return output.squeeze(1)
@@ -344,21 +345,19 @@ class FixedPointLayer(ProjectedLayer):
         of_x, of_raw = noise.split([sizes[X], raw.shape[-1]], -1)
         return x + of_x.to(x.dtype), raw + of_raw
 
-    def _caller(self, packing: Packing | None = None) -> Caller:
+    def _caller(self) -> Caller:
         name, draw = type(self).__name__, self.next_draw()
-        record = partial(self._keep_stats, packing)
-        return Caller(name, self.deferred, draw, record, self.num_parts, self.record_history)
+        given = draw, self._keep_outcome, self.num_parts, self.record_history
+        return Caller(name, self.deferred, *given)
 
-    def _keep_stats(self, packing: Packing | None, stats: SolveStats) -> None:
-        if packing is not None:
-            stats = replace(stats.plain, num_steps=packing.steps(stats.num_steps))
+    def _keep_outcome(self, outcome: Outcome) -> None:
         # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
         if is_recomputation() and self._stats_have_graph:
             return
         # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
         if not torch.compiler._is_exporting_flag:
             # not by nn.Module's setattr, which tests all kinds of attributes first
-            self.__dict__["stats"] = stats
+            self.__dict__["_outcome"] = outcome
             self.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
     def _output(

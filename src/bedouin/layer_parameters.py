@@ -57,7 +57,7 @@ from bedouin.parameterization import (
 )
 from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark, type_name
 from bedouin.short_convolution import ShortConvolution
-from bedouin.solvers import Adjoint, Cap, Solver, SolveStats
+from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import check_number
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
@@ -155,16 +155,6 @@ class LayerParameters(SavedLayer, ABC):
     record_history: bool = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
 
-    stats: SolveStats | None
-    """Statistics of the last call, also of one that raised a ConvergenceError. None before any
-    call, and in copies and pickles of a layer whose last call was within a torch.func transform; a
-    state_dict contains none, and loading one does not change them. Those of a sample are the worst
-    of its heads. The recomputation of non-reentrant checkpointing does not change them. Under
-    torch.func transforms they are tensors of the transform: to read them, return them from the
-    transformed function. Under torch.compile they are outputs of the graph that are not read, so
-    nothing warns or raises, and stats.backward stays None. torch.export leaves them as they
-    are."""
-
     def __init__(
         self,
         d_model: int,
@@ -234,7 +224,6 @@ class LayerParameters(SavedLayer, ABC):
         self.mixer, self.layer_idx = mixer, check_layer_idx(layer_idx)
         self.d_conv = d_conv
         self.solve_options = solve.options(mixer, self.head_dim)
-        self.stats = None
         self.draws = Draws()
         self.deferred = DeferredWarning()
         self.graphs = StepGraphs()

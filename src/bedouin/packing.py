@@ -149,10 +149,6 @@ class Packing:
         """The states after the last token of each row, or with cu_seqlens of each document."""
         return state if self.last is None or state is None else state[self.last]
 
-    def steps(self, num_steps: Tensor) -> Tensor:  # (l,) -> (l,)
-        """Steps of a solve; a sequence without tokens takes none."""
-        return num_steps if self.real is None else num_steps * (self.lengths > 0)
-
 
 def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
     """Which of w places come before the end of each sequence."""

@@ -15,6 +15,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.solvers import SolveStats
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import stacklevel
+from bedouin.solvers.solution import Outcome
 
 DELTA_RANGE = (1e-3, 0.1)
 
@@ -170,7 +171,19 @@ class SavedLayer(SavedOptions):
     depend."""
 
     draws: Draws
-    stats: SolveStats | None
+    _outcome: Outcome | None = None
+
+    @property
+    def stats(self) -> SolveStats | None:
+        """Statistics of the last call, also of one that raised a ConvergenceError. None before any
+        call, and in copies and pickles of a layer whose last call was within a torch.func
+        transform; a state_dict contains none, and loading one does not change them. Those of a
+        sample are the worst of its heads. The recomputation of non-reentrant checkpointing does not
+        change them. Under torch.func transforms they are tensors of the transform: to read them,
+        return them from the transformed function. Under torch.compile they are outputs of the graph
+        that are not read, so nothing warns or raises, and stats.backward stays None. torch.export
+        leaves them as they are. They are reduced when they are first read."""
+        return None if self._outcome is None else self._outcome.stats
 
     @property
     def num_calls(self) -> int:
@@ -183,8 +196,9 @@ class SavedLayer(SavedOptions):
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without statistics of a torch.func transform."""
         state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
-            state["stats"] = None
+        measured = None if self._outcome is None else self._outcome.measured
+        if measured is not None and is_functorch_wrapped_tensor(measured.defect):
+            state["_outcome"] = None
         return state
 
 

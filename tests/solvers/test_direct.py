@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.solvers import Direct, Result, UnrolledAdjoint, solve
-from bedouin.solvers.solution import BackwardStats
 
 
 class _Swept(NamedTuple):
@@ -32,7 +31,7 @@ class _ToyMap:
         before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1)
         return 0.5 * y + before + self.x
 
-    def sweep(self, unroll: bool, cell: BackwardStats) -> _Swept:
+    def sweep(self, unroll: bool, report: object) -> _Swept:
         self.unrolled.append(unroll)
         y = 2 * self.x.cumsum(1) if self.x.shape[1] < 2 else self._loop()
         y = y + self.error
@@ -92,7 +91,7 @@ def test_a_nan_fails_its_sample_only() -> None:
 @pytest.mark.parametrize(("b", "t"), [(0, 6), (3, 0)])
 def test_empty_input(b: int, t: int) -> None:
     f = _ToyMap(_inputs(b, t))
-    f.sweep = lambda unroll, cell: _Swept(f.x, *(f.x[..., 0],) * 3, f.x.sum((1, 2)))  # type: ignore[method-assign]
+    f.sweep = lambda unroll, report: _Swept(f.x, *(f.x[..., 0],) * 3, f.x.sum((1, 2)))  # type: ignore[method-assign]
     solution = solve(f, torch.zeros_like(f.x), Direct(), time_dim=1)
     assert solution.value.shape == f.x.shape
     assert solution.stats.num_steps.tolist() == [0] * b

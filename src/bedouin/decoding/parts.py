@@ -6,6 +6,7 @@ A layer's graphs do not refer to the layer, which refers to them: the methods of
 Letters: b batch, m d_model.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from bedouin.kernels.backend import (
     is_transformed,
 )
 from bedouin.kernels.branches import beside, unbranched
-from bedouin.solvers.solution import DeferredStats, SolveStats, has_values
+from bedouin.solvers.reporting import describe_failure
+from bedouin.solvers.solution import Measured, Outcome, has_values
 from bedouin.state import BedouinState, RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 
@@ -48,8 +50,8 @@ class FixedPointPart:
         y = first.new_zeros(self._heads * self._b, d // self._heads)
         conv = None if window is None else first.new_zeros(self._b, *window)
         self.state = BedouinState(h.mT, y, conv)
-        # residual, pivot and convergence of the last token: of a graph, at fixed places, too
-        self._statistics: tuple[Tensor, Tensor, Tensor] | None = None
+        # of the last token: of a graph, at fixed places, too
+        self._measured: Measured | None = None
         self._all_converged = torch.ones(
             self._parts * self._b, dtype=torch.bool, device=first.device
         )
@@ -67,13 +69,12 @@ class FixedPointPart:
         output: Tensor = layer.advance(u, self.state, self._keep)
         return output
 
-    def _keep(self, after: BedouinState, stats: SolveStats) -> None:
+    def _keep(self, after: BedouinState, measured: Measured) -> None:
         with beside("state", *after):
             self._copy(after)
-        assert stats.conditioning is not None
-        self._statistics = stats.residual, stats.conditioning, stats.converged
-        with beside("statistics", stats.converged):
-            self._all_converged.logical_and_(stats.converged)
+        self._measured = measured
+        with beside("statistics", measured.defect, measured.scale, measured.magnitude):
+            self._all_converged.logical_and_(measured.converged)
 
     def start(self) -> None:
         """Discard whether tokens have converged, as those of a capture."""
@@ -106,7 +107,10 @@ class FixedPointPart:
         if self._tokens % CHECK_TOKENS == 0 and layer.solve_options.on_unconverged == "warn":
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
-                layer.deferred.schedule(self._stats(since_check=True), subject)
+                measured = self._copied()._replace(frozen=self._all_converged.clone().unsqueeze(1))
+                describe = partial(describe_failure, measured, self._parts, None, True)
+                message = partial(describe, f"{subject} (an earlier call)")
+                layer.deferred.schedule(measured.converged, subject, message)
                 self.start()
 
     def copies(self, layer: DecodedLayer) -> BedouinState:
@@ -116,19 +120,20 @@ class FixedPointPart:
         with torch._C._InferenceMode(False), torch.no_grad():
             state = unfold_state(self.state, self._heads)
             conv = None if state.conv is None else state.conv.clone()
-            layer.__dict__["stats"] = self._stats(since_check=False)
+            outcome = Outcome(self._parts)
+            outcome.take(self._copied())
+            layer.__dict__["_outcome"] = outcome
         state = BedouinState(state.ssm, state.y, conv)
         self._last = [(v, v._version) for v in state]
         return state
 
-    def _stats(self, since_check: bool) -> SolveStats:
-        """Statistics of the last token; `converged` may be that of all tokens since the last
-        check."""
-        assert self._statistics is not None
-        *numbers, converged = self._statistics
-        residual, pivot = torch.stack(numbers)
-        converged = (self._all_converged if since_check else converged).clone()
-        return DeferredStats(None, residual, converged, pivot).of_parts(self._parts)
+    def _copied(self) -> Measured:
+        """What was measured of the last token, at places of its own."""
+        measured = self._measured
+        assert measured is not None and measured.pivot is not None
+        frozen = measured.converged.unsqueeze(1)
+        copied = (v.clone() for v in (measured.defect, measured.scale, measured.pivot))
+        return Measured(*copied, frozen=frozen)  # type: ignore[misc]
 
 
 class StepPart:
