@@ -34,6 +34,8 @@ sweep(unroll, report): for `Direct`. Solves token after token, with the exact im
     (b, t) and the pivots (b,) or (b, t) are read.
 attach(y_star, report): y_star (b, t, c) with the exact implicit gradient, for any solver. In the
     backward pass `report`, if not None, gets defect and scale (b, t) of the adjoint equation.
+parts: the samples that lie side by side in a value and do not read each other, such as heads. The
+    map apart() takes each for a sample of its own; folded(y) and unfolded(y) convert its values.
 fuse(y, rule): `Steps` from y (b, t, c) that evaluate, judge, freeze and update y, usually in one
     kernel, or None if the plain loop must be used.
 """

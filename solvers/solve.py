@@ -4,8 +4,8 @@ Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -161,10 +161,15 @@ def solve(
     options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
     _check_start(y0, time_dim)
     _DEFERRED.flush()
-    caller = Caller("solve", _DEFERRED, draw, record_history=record_history)
+    of_parts: Any = f
+    parts: int = getattr(f, "parts", 1)
+    if parts > 1:
+        f, y0 = of_parts.apart(), of_parts.folded(y0)
+    caller = Caller("solve", _DEFERRED, draw, num_parts=parts, record_history=record_history)
     if not (offers(f, "block_solve") or offers(f, "sweep")):
         f = _CheckedMap(f)  # maps with a structure check their own results
-    return options.solve(f, y0, time_dim, caller)
+    solution = options.solve(f, y0, time_dim, caller)
+    return solution if parts == 1 else replace(solution, value=of_parts.unfolded(solution.value))
 
 
 def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)

@@ -33,7 +33,7 @@ from bedouin.kernels.direct import (
     solve_local_transposed,
 )
 from bedouin.kernels.direct.layout import activate_delta
-from bedouin.kernels.feedback import with_feedback
+from bedouin.kernels.feedback import reads_all_heads, with_feedback
 from bedouin.kernels.heads import count_heads, fold, per_sample, unfold
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
@@ -81,8 +81,7 @@ class FixedPointMap:
     `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
     padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
-    y and F(y) are (b / joined, t, joined d), the channels of the heads side by side, because the
-    heads of a sample converge together. The W^y of `operands` is
+    y and F(y) are (b / joined, t, joined d), the channels of the heads side by side. The W^y of `operands` is
     that of the first `fed_heads` heads; None: all have feedback.
     """
 
@@ -110,6 +109,17 @@ class FixedPointMap:
         found = copy.copy(self)
         found.joined, found._real = num_heads, None
         return found
+
+    @property
+    def parts(self) -> int:
+        """The joined heads, if none reads another, so that solvers take them apart."""
+        W_y = self.operands.W_y
+        cross = W_y is not None and reads_all_heads(W_y, self.operands.A.shape[-2])
+        return 1 if cross else self.joined
+
+    def apart(self) -> Self:
+        """The map of which each head is a sample."""
+        return self.joining(1)
 
     @property
     def real(self) -> Tensor | None:  # (b / joined, t)
@@ -174,6 +184,10 @@ class FixedPointMap:
     def folded(self, y: Tensor) -> Tensor:  # of joined heads -> (b, t, d)
         """y of each head."""
         return fold(y, self.joined)
+
+    def unfolded(self, y: Tensor) -> Tensor:  # (b, t, d) -> of joined heads
+        """The inverse of `folded`."""
+        return unfold(y, self.joined)
 
     def memory(self, y: Tensor) -> Tensor:  # of joined heads -> (b, d, n)
         """h after the last token of y."""
