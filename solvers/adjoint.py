@@ -12,22 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import is_batched, without_autocast
+from bedouin.kernels.backend import can_read_device, is_batched, without_autocast
+from bedouin.kernels.checks import check_count, check_number, strict_options
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.base import (
-    Problem,
-    Solved,
-    Solver,
-    check_count,
-    check_number,
-    map_name,
-    offers,
-    strict_options,
-)
+from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
 from bedouin.solvers.direct import Direct
 from bedouin.solvers.reporting import Report
-from bedouin.solvers.solution import can_read_device
+
+Solve = Callable[[Tensor], Tensor]
 
 
 class _Attach(torch.autograd.Function):
@@ -37,9 +30,7 @@ class _Attach(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        tracked: Tensor, y_star: Tensor, solve: Callable[[Tensor], Tensor] | None
-    ) -> Tensor:
+    def forward(tracked: Tensor, y_star: Tensor, solve: Solve | None) -> Tensor:
         return y_star.clone()
 
     @staticmethod
@@ -71,9 +62,7 @@ class _AttachEager(_Attach):
         return tangent if ctx.solve is None else refuse_forward_mode(ctx)
 
 
-def _attach(
-    tracked: Tensor, y_star: Tensor, solve: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+def _attach(tracked: Tensor, y_star: Tensor, solve: Solve | None = None) -> Tensor:
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
     value: Tensor = function.apply(tracked, y_star, solve)  # type: ignore[no-untyped-call]
     return value
@@ -214,56 +203,42 @@ def _attach_iterative(problem: Problem, solver: Solver, y_star: Tensor, report: 
         # The map is evaluated once more, for its Jacobian. Each step reads all tensors that this
         # evaluation saves, which hooks such as those of checkpointing would recompute each time.
         y = y_star.clone().requires_grad_()
+        has_blocks = offers(problem.f, "block_transpose")
         with torch.enable_grad(), autocast:
-            adjoint = _AdjointMap.of(problem, y, grad_output)
+            kind = _BlockAdjointMap if has_blocks else _AdjointMap
+            adjoint = kind(problem, y, grad_output)
         start = torch.zeros_like(grad_output)
-        w, measured = solver.solve(Problem(adjoint, start, problem.max_steps, problem.time_dim))
+        w, measured = solver.solve(Problem(adjoint, start, problem.max_steps))
         report.take_adjoint(measured)
-        return adjoint.flip(w)
+        return w.flip(1)
 
     return _attach(tracked, y_star, solve)
 
 
-@outside_of_graphs(
+_attach_outside = outside_of_graphs(
     "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early: use "
     "ImplicitAdjoint() with a HouseholderProduct, OneStepAdjoint, or torch.compile with "
     "fullgraph=False",
-)
-def _attach_outside(*arguments: Any) -> Tensor:
-    return _attach_iterative(*arguments)
+)(lambda *arguments: _attach_iterative(*arguments))
 
 
 class _AdjointMap:
-    """w -> J^T w + g, where g is `grad_output`.
+    """w -> J^T w + g, where g is `grad_output`; w and g are reversed along time.
 
-    With time, w and g are reversed along it: J^T is block upper-triangular in time, so that the
-    reversed map is lower-triangular, as the convergence test of a causal map assumes.
+    J^T is block upper-triangular in time, so that the reversed map is lower-triangular, as the
+    convergence test of a causal map assumes.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        y: Tensor,  # (b, ...)
-        grad_output: Tensor,  # (b, ...)
-    ) -> None:
-        self.y, self.f_y, self.has_time = y, problem.f(y), problem.time_dim == 1
-        self.g, real = self.flip(grad_output), getattr(problem.f, "real", None)
-        self.real = None if real is None else self.flip(real)
+    def __init__(self, problem: Problem, y: Tensor, grad_output: Tensor) -> None:  # (b, t, c) each
+        self.y, self.f_y, self.g = y, problem.f(y), grad_output.flip(1)
+        real: Tensor | None = getattr(problem.f, "real", None)
+        self.real = None if real is None else real.flip(1)
 
-    @staticmethod
-    def of(problem: Problem, y: Tensor, grad_output: Tensor) -> "_AdjointMap":
-        """For Jacobi, too, where the problem's map allows that."""
-        has_blocks = problem.time_dim == 1 and offers(problem.f, "block_transpose")
-        return (_BlockAdjointMap if has_blocks else _AdjointMap)(problem, y, grad_output)
-
-    def flip(self, w: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
-        return w.flip(1) if self.has_time else w
-
-    def __call__(self, w: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
+    def __call__(self, w: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
         (product,) = torch.autograd.grad(
-            self.f_y, self.y, self.flip(w), retain_graph=True, allow_unused=True
+            self.f_y, self.y, w.flip(1), retain_graph=True, allow_unused=True
         )
-        return self.g if product is None else self.flip(product) + self.g
+        return self.g if product is None else product.flip(1) + self.g
 
 
 class _BlockAdjointMap(_AdjointMap):
@@ -275,5 +250,4 @@ class _BlockAdjointMap(_AdjointMap):
         self.diagonal, self.invert = f.block_transpose(y.detach())
 
     def block_solve(self, w: Tensor) -> tuple[Tensor, None]:  # w: (b, t, c)
-        rest = self.flip(self(w)) - self.diagonal(self.flip(w))
-        return self.flip(self.invert(rest)), None
+        return self.invert(self(w).flip(1) - self.diagonal(w.flip(1))).flip(1), None

@@ -5,7 +5,7 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from bedouin.solvers.base import check_number, positive_int, strict_options
+from bedouin.kernels.checks import check_number, positive_int, strict_options
 
 
 class Cap(ABC):
@@ -21,9 +21,9 @@ class Cap(ABC):
     def limit(self) -> int:
         """The most steps that any call may take; the cap of every call in evaluation."""
 
-    @abstractmethod
     def draw(self, index: int) -> int:
         """The cap of training call number `index` >= 0; depends on the fields and `index` alone."""
+        return self.limit
 
 
 @strict_options
@@ -38,9 +38,6 @@ class FixedCap(Cap):
 
     @property
     def limit(self) -> int:
-        return self.steps
-
-    def draw(self, index: int) -> int:
         return self.steps
 
 

@@ -42,30 +42,20 @@ def within_rounding(
     return is_rounding(defect, largest_so_far(scale), largest_so_far(magnitude)).all(1)
 
 
+def front(frozen: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # (b, t) x 2 -> (b,) x 2
+    """How many tokens are frozen before the first one that is not, and v at that, or at the last
+    token. With v the defect, a contraction makes this smaller in every step."""
+    count = frozen.sum(1)
+    first = count.clamp(max=frozen.shape[1] - 1).unsqueeze(1)
+    return count, v.gather(1, first).squeeze(1)
+
+
 def first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:  # (b, t) x 2 -> (b,)
     """Whether the first token that is not frozen is NaN or Inf, so that the sample has failed.
 
     Tokens after it may be non-finite during the iteration and still converge later.
     """
-    return ~torch.isfinite(_at_first_open(frozen, scale)) & ~frozen.all(1)
-
-
-def front(
-    defect: Tensor,  # (b, t)
-    scale: Tensor,  # (b, t)
-    rtol: float,
-    atol: float,
-) -> tuple[Tensor, Tensor]:  # (b,), (b,)
-    """How many tokens are within the tolerance before the first one that is not, and the defect of
-    that one. A contraction makes this smaller in every step."""
-    small = holds_so_far(within_tolerance(defect, largest_so_far(scale), rtol, atol))
-    return small.sum(1), _at_first_open(small, defect)
-
-
-def _at_first_open(frozen: Tensor, v: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)
-    """v at the first token that is not frozen, or at the last token."""
-    first = frozen.sum(1, keepdim=True).clamp(max=frozen.shape[1] - 1)
-    return v.gather(1, first).squeeze(1)
+    return ~torch.isfinite(front(frozen, scale)[1]) & ~frozen.all(1)
 
 
 def relative_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers, strict_options
+from bedouin.kernels.checks import strict_options
+from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
 from bedouin.solvers.convergence import relative_residual
 from bedouin.solvers.solution import Measured
 

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import can_read_device
 from bedouin.kernels.guard import KernelDoesNotFit, answer
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.base import Map, Problem, Solved, Steps, TolerantSolver
+from bedouin.solvers.base import Map, Problem, Solved, TolerantSolver, offers
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,
+    front,
     holds_so_far,
     largest_so_far,
     relative_residual,
     within_tolerance,
 )
-from bedouin.solvers.solution import Measured, can_read_device
+from bedouin.solvers.solution import Measured
 
 CHECK_EVERY = 4
 """Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
@@ -71,12 +73,11 @@ class IterativeSolver(TolerantSolver):
         return None
 
     def solve(self, problem: Problem) -> Solved:
-        y0, max_steps = problem.y0, problem.max_steps
+        f, y, max_steps = problem.f, problem.y0, problem.max_steps
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
             return _solve_outside(self, problem)
-        f, y = problem.tokens()
         if not y.numel():
-            return y0.clone(), Measured.nothing(y0)
+            return y.clone(), Measured.nothing(y)
         steps = self._steps(f, y, problem)
         # with so few steps an early stop saves less than the synchronization costs
         waits = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
@@ -92,8 +93,7 @@ class IterativeSolver(TolerantSolver):
             if waits and taken % check_every == 0 and steps.finished():
                 break
             if waits and taken == max_steps // 2 >= LEAST_HALF:
-                now = steps.progress
-                halfway = now.defect.clone(), now.scale.clone(), self.rtol, self.atol
+                halfway = front(steps.progress.frozen, steps.progress.defect)
         else:
             # y was updated after the last evaluation, so its own defect is not known yet
             if not self.returns_evaluation:
@@ -102,29 +102,30 @@ class IterativeSolver(TolerantSolver):
         unsolved = (failed.unsqueeze(1) & ~frozen).unsqueeze(-1)
         value = torch.where(unsolved, torch.nan, y if value is None else value)
         measured = Measured(defect, scale, pivot, None, frozen, num_steps)
-        return value.reshape(y0.shape), measured._replace(halfway=halfway, waited=waits)
+        return value, measured._replace(halfway=halfway, waited=waits)
 
-    def _steps(self, f: Any, y: Tensor, problem: Problem) -> Steps:  # y: (b, t, c)
+    def _steps(self, f: Any, y: Tensor, problem: Problem) -> Any:  # y: (b, t, c)
         # fused steps overwrite the y that they have measured, and record no autograd graph
         plain = problem.unroll or problem.history is not None or torch.is_grad_enabled()
-        rule = None if plain else self.rule()
-        fused: Steps | None = None
-        if rule is not None and hasattr(f, "fuse"):
-            fused = f.fuse(y, rule)
+        rule = None if plain or not offers(f, "fuse") else self.rule()
+        fused = None if rule is None else f.fuse(y, rule)
         return fused or _PlainSteps(self, f, y, problem.history)
 
 
-@outside_of_graphs(
+_solve_outside = outside_of_graphs(
     f"bedouin runs an iteration of more than {MAX_TRACED_STEPS} steps outside of the graph, "
     "where it can stop early: use Direct, a smaller max_steps, or torch.compile with "
     "fullgraph=False",
-)
-def _solve_outside(solver: IterativeSolver, problem: Problem) -> Solved:
-    return solver.solve(problem)
+)(IterativeSolver.solve)
 
 
 class _PlainSteps:
-    """Steps of any solver on any map in plain torch, which autograd can differentiate."""
+    """Steps of any solver on any map in plain torch, which autograd can differentiate.
+
+    `advance` evaluates the map at y, freezes converged tokens and updates the others; `certify`
+    judges y without an update or a count; `finished` tells whether every sample has converged or
+    failed, for which it synchronizes with the device.
+    """
 
     def __init__(
         self,

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from bedouin.kernels.checks import strict_options
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import Map, map_name, offers, strict_options
+from bedouin.solvers.base import Map, map_name, offers
 from bedouin.solvers.iterate import IterativeSolver
 
 

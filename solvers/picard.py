@@ -6,9 +6,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from bedouin.kernels.checks import one_of
+from bedouin.kernels.checks import check_count, check_number, one_of, strict_options
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import check_count, check_number, strict_options
 from bedouin.solvers.convergence import holds_so_far, within_tolerance
 from bedouin.solvers.iterate import IterativeSolver
 

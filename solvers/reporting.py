@@ -1,28 +1,28 @@
-"""What a call keeps of its solves, and reports about those that did not converge: nothing, a
-warning or an error.
+"""What is said of solves that did not converge: nothing, a warning or an error.
 
 Warnings of one layer are rate-limited, and on a GPU they come without synchronization.
-Letters: b batch, t tokens of a sample, q = b times the parts of a sample.
+Letters: q samples of a map, t tokens of a sample.
 """
 
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import can_read_device
 from bedouin.solvers.draws import is_recomputation
 from bedouin.solvers.solution import (
     ConvergenceError,
     ConvergenceWarning,
     Measured,
     Outcome,
-    can_read_device,
     unconverged_message,
 )
 
@@ -31,15 +31,6 @@ OnUnconverged = Literal["warn", "raise", "ignore"]
 SKIPPED_PACKAGES = ("bedouin", "torch")
 """A warning points at the innermost caller outside these packages. torch is one of them because its
 Module.__call__ and backward lie between the user's line and this package."""
-
-
-class _Pending(NamedTuple):
-    """An outcome that is being copied to the host."""
-
-    outcome: Tensor  # any shape, bool
-    copy: Tensor  # of the outcome, on the host, valid once the event has completed
-    event: torch.cuda.Event | None  # None: the copy is complete, because it came from a CPU
-    message: Callable[[], str]
 
 
 class DeferredWarning:
@@ -52,7 +43,10 @@ class DeferredWarning:
 
     def __init__(self, every: bool = False) -> None:
         self._every = every
-        self._pending: dict[str, _Pending] = {}
+        # an outcome, its copy on the host, whose event is None if it came from a CPU, the message
+        self._pending: dict[
+            str, tuple[Tensor, Tensor, torch.cuda.Event | None, Callable[[], str]]
+        ] = {}
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
 
@@ -64,7 +58,7 @@ class DeferredWarning:
         return subject in self._pending
 
     def schedule(self, outcome: Tensor, subject: str, message: Callable[[], str]) -> None:
-        """Start to copy an outcome to the host, of which `message` tells what is not true."""
+        """Start to copy an outcome, bool, to the host; `message` tells what is not true."""
         if self.is_pending(subject):
             return
         copy, event = outcome.to("cpu", non_blocking=True), None
@@ -72,21 +66,18 @@ class DeferredWarning:
             event = torch.cuda.Event()
             # the stream of the copy, whose device need not be the current one
             event.record(torch.cuda.current_stream(outcome.device))
-        self._pending[subject] = _Pending(outcome, copy, event, message)
+        self._pending[subject] = outcome, copy, event, message
 
     def flush(self) -> None:
         """Warn about scheduled outcomes whose copy is complete; under torch.compile do nothing."""
         if torch.compiler.is_compiling():
             return  # a graph that depends on pending outcomes would be recompiled when they change
-        for subject, pending in list(self._pending.items()):
+        for subject, (outcome, copy, event, message) in list(self._pending.items()):
             # a graph capture fails if it queries an event recorded outside it
-            if not can_read_device(pending.outcome):
-                continue
-            if pending.event is not None and not pending.event.query():
-                continue
-            del self._pending[subject]
-            if not bool(pending.copy.all()):
-                self.warn(pending.message(), subject)
+            if can_read_device(outcome) and (event is None or event.query()):
+                del self._pending[subject]
+                if not bool(copy.all()):
+                    self.warn(message(), subject)
 
     def warn(self, message: str, subject: str) -> None:
         """Warn about this call for `subject`, with its number, if it is one of those above."""
@@ -118,29 +109,32 @@ def stacklevel(frame: FrameType) -> int:
     return level
 
 
-class Report:
-    """The outcomes of the forward solve and the adjoint solve of one call, and what is said of
-    them.
+@dataclass(frozen=True)
+class Caller:
+    """Who runs a solve: the name used in messages, and what all calls of one caller share.
 
-    subject: the name of what is solved, for messages.
-    warnings: counts the warnings of the layer, and delays those from a GPU.
-    policy: "warn", "raise" or "ignore".
-    cut_at: the cap of this call if it was drawn and is below its limit, else None. Finite samples
-        that it stops are recorded in the statistics but not reported.
-    num_parts: the rows of a sample in what is measured, such as its heads.
+    deferred: counts and delays the caller's warnings. draw: the number of the training call; None
+    in evaluation. record: receives the outcome before a failure is reported. num_parts: how many of
+    the map's samples are one of the caller's. record_history: as in `solve`.
     """
 
-    def __init__(
-        self,
-        subject: str,
-        warnings: DeferredWarning,
-        policy: OnUnconverged,
-        cut_at: int | None,
-        num_parts: int,
-    ) -> None:
-        self.subject, self.warnings, self.policy, self.cut_at = subject, warnings, policy, cut_at
-        self.adjoint = Outcome(num_parts)
-        self.forward = Outcome(num_parts, self.adjoint)
+    subject: str
+    deferred: DeferredWarning
+    draw: int | None = None
+    record: Callable[[Outcome], None] | None = None
+    num_parts: int = 1
+    record_history: bool = False
+
+
+class Report:
+    """The outcomes of the forward solve and the adjoint solve of one call, and what is said of them
+    by the policy. cut_at: the cap of this call if it was drawn and is below its limit, else None.
+    Finite samples that it stops are recorded in the statistics but not reported."""
+
+    def __init__(self, caller: Caller, policy: OnUnconverged, cut_at: int | None) -> None:
+        self.subject, self.warnings, self.policy = caller.subject, caller.deferred, policy
+        self.cut_at, self.adjoint = cut_at, Outcome(caller.num_parts)
+        self.forward = Outcome(caller.num_parts, self.adjoint)
 
     def check_forward(self, *, capped: bool) -> None:
         """Report the forward solve. capped: whether the cap of this call limited its steps."""

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from bedouin.kernels.backend import is_batched
+from bedouin.kernels.backend import can_read_device
 from bedouin.solvers.convergence import front, relative_residual, within_rounding
 
 
@@ -51,11 +50,6 @@ OTHER_SOLVERS = (
     "use Direct or Jacobi, if it has their structure, or a smaller damping factor of Picard; "
     "bedouin.diagnose(layer, x) compares the solvers of a layer"
 )
-STALLED = (
-    "the map does not contract, since the defect did not shrink in the second half of the steps, "
-    f"and more steps will not help: {OTHER_SOLVERS}"
-)
-ROUNDED = "the residual is as small as rounding errors allow: loosen rtol, or use a wider dtype"
 
 FLOOR = 100
 """A residual of so many eps, or less, is the rounding error of an iteration."""
@@ -104,9 +98,9 @@ class Measured(NamedTuple):
 
     magnitude: the largest terms in the sums of F(y)_t, for an exact solve, which has converged if
         its defects are rounding errors. frozen: the tokens of an iteration that have converged.
-    real: as of a map. halfway: defect and scale after half of the steps, with the tolerances rtol
-    and atol. backward: whether the solve began with the last token. waited: whether the host has
-    waited for the device in the solve, so that reading the outcome costs it little.
+    real: as of a map. halfway: the `front` after half of the steps. backward: whether the solve
+    began with the last token. waited: whether the host has waited for the device in the solve, so
+    that reading the outcome costs it little.
     """
 
     defect: Tensor  # (q, t)
@@ -117,7 +111,7 @@ class Measured(NamedTuple):
     num_steps: Tensor | None = None  # (q,) int64; None: 1
     real: Tensor | None = None  # (q, t)
     history: Tensor | None = None  # (evaluations, q)
-    halfway: tuple[Tensor, Tensor, float, float] | None = None
+    halfway: tuple[Tensor, Tensor] | None = None  # (q,), (q,)
     backward: bool = False
     waited: bool = False
 
@@ -166,12 +160,9 @@ class Measured(NamedTuple):
     def has_stalled(self) -> bool:
         """Whether a sample did not converge, and came no nearer to that in the second half of its
         steps; reads the device."""
-        if self.halfway is None:
+        if self.halfway is None or self.frozen is None:
             return False
-        tolerances = self.halfway[2:]
-        (before, defect_before), (count, defect) = (
-            front(*norms, *tolerances) for norms in (self.halfway[:2], (self.defect, self.scale))
-        )
+        (before, defect_before), (count, defect) = self.halfway, front(self.frozen, self.defect)
         nearer = (count > before) | ((count == before) & (defect < defect_before))
         return bool((~self.converged & ~nearer).any())
 
@@ -185,8 +176,6 @@ class Outcome:
 
     measured: Measured | None = None
     _stats: SolveStats | None = None
-    _is_captured = False
-    """Whether each replay of a CUDA graph writes other numbers to the same tensors."""
 
     def __init__(self, num_parts: int = 1, adjoint: "Outcome | None" = None) -> None:
         self.num_parts, self.adjoint = num_parts, adjoint
@@ -194,13 +183,14 @@ class Outcome:
     def take(self, measured: Measured) -> None:
         """Set what the solve measured."""
         self.measured, self._stats = measured, None
-        if measured.defect.is_cuda and not torch.compiler.is_compiling():
-            self._is_captured = torch.cuda.is_current_stream_capturing()
+        # each replay of a graph that is being captured writes other numbers to the same tensors
+        may_capture = measured.defect.is_cuda and not torch.compiler.is_compiling()
+        self._changes = may_capture and torch.cuda.is_current_stream_capturing()
 
     @property
     def stats(self) -> SolveStats | None:
         """None before the solve."""
-        if self.measured is not None and (self._stats is None or self._is_captured):
+        if self.measured is not None and (self._stats is None or self._changes):
             self._stats = self.measured.statistics(self.num_parts, self.adjoint)
         return self._stats
 
@@ -222,25 +212,6 @@ class Solution:
     def result(self) -> Result:
         """Synchronizes with a GPU."""
         return read_result(self.stats) if can_read_device(self.value) else Result.unknown
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether `tensor` (any shape) holds numbers, unlike those of the meta device and of
-    FakeTensorMode."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def can_read_device(tensor: Tensor) -> bool:
-    """Whether the host may read the values of `tensor` (any shape).
-
-    Not under torch.compile, torch.func transforms or graph capture, not for batched cotangents, and
-    not where there are no values.
-    """
-    if not has_values(tensor) or torch.compiler.is_compiling():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or is_batched(tensor):
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def read_result(stats: SolveStats) -> Result:
@@ -270,23 +241,23 @@ def unconverged_message(
     what = f"{subject}: {count} of {b} samples did not converge"
     if exact:
         fault = f"not accurate ({found})" if finite else "not finite"
-        return f"{what}: their exact solve is {fault}: {_exact_advice(stats, finite)}"
+        remedy = "check " if finite else f"{Result.nonfinite.message}, and "
+        if stats.conditioning is None:
+            remedy = "check the loss and its gradient, and of a forward solve by Direct or Jacobi "
+        return f"{what}: their exact solve is {fault}: {remedy}{SINGULAR}"
     if not finite:
         diverged = f"; if the map does not contract, {OTHER_SOLVERS}"
         remedy = diverged if stats.conditioning is None else f", and {SINGULAR}"
         advice = Result.nonfinite.message + remedy
     elif count and worst <= FLOOR * torch.finfo(residual.dtype).eps:
-        advice = ROUNDED
+        advice = (
+            "the residual is as small as rounding errors allow: loosen rtol, or use a wider dtype"
+        )
+    elif stalled:
+        advice = (
+            "the map does not contract, since the defect did not shrink in the second half of the "
+            f"steps, and more steps will not help: {OTHER_SOLVERS}"
+        )
     else:
-        advice = STALLED if stalled else Result.max_steps_reached.message
+        advice = Result.max_steps_reached.message
     return f"{what} in {int(steps.max()) if count else 0} steps ({found}): {advice}"
-
-
-def _exact_advice(stats: SolveStats, finite: bool) -> str:
-    if stats.conditioning is None:
-        what = "check the loss and its gradient, and of a forward solve by Direct or Jacobi "
-    elif finite:
-        what = "check "
-    else:
-        what = f"{Result.nonfinite.message}, and "
-    return what + SINGULAR

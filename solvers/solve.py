@@ -3,50 +3,28 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, check_backend
+from bedouin.kernels.checks import check_count, one_of
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import (
-    Map,
-    Problem,
-    Solver,
-    TimeDim,
-    TolerantSolver,
-    check_count,
-    offers,
-)
+from bedouin.solvers.base import Map, Problem, Solver, TokenMap, TolerantSolver, offers
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Report
-from bedouin.solvers.solution import Outcome, Solution
+from bedouin.solvers.reporting import Caller, DeferredWarning, OnUnconverged, Report
+from bedouin.solvers.solution import Solution
+
+TimeDim = Literal[1] | None
 
 _EXACT = ImplicitAdjoint()
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Who runs a solve: the name used in messages, and what all calls of one caller share.
-
-    deferred: counts and delays the caller's warnings. draw: the number of the training call; None
-    in evaluation. record: receives the outcome before a failure is reported. num_parts: how many of
-    the map's samples are one of the caller's. record_history: as in `solve`.
-    """
-
-    subject: str
-    deferred: DeferredWarning
-    draw: int | None = None
-    record: Callable[[Outcome], None] | None = None
-    num_parts: int = 1
-    record_history: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,23 +50,18 @@ class SolveOptions:
         ):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-        if self.on_unconverged not in get_args(OnUnconverged):
-            raise ValueError(
-                f"on_unconverged must be one of {get_args(OnUnconverged)}, got "
-                f"{self.on_unconverged!r}"
-            )
+        one_of("on_unconverged", self.on_unconverged, get_args(OnUnconverged))
         check_backend(self.backend)
 
-    def solve(self, f: Map, y0: Tensor, time_dim: TimeDim, caller: Caller) -> Solution:
-        """Like the function `solve` from y0 (b, ...), without checks of what the map returns."""
+    def solve(self, f: Map, y0: Tensor, caller: Caller) -> Solution:
+        """Like the function `solve` for a map of tensors (b, t, c), from y0 (b, t, c)."""
         steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
         cut_at = steps if steps < self.cap.limit else None
-        deferred, parts = caller.deferred, caller.num_parts
-        report = Report(caller.subject, deferred, self.on_unconverged, cut_at, parts)
+        report = Report(caller, self.on_unconverged, cut_at)
         history: list[Tensor] | None = [] if caller.record_history else None
         # a compiled graph cannot call it
         heard = None if torch.compiler.is_compiling() else report.take_reverse_sweep
-        problem = Problem(f, y0, steps, time_dim, history=history, report=heard)
+        problem = Problem(f, y0, steps, history=history, report=heard)
         value, measured = (self.adjoint or _EXACT).apply(problem, self.solver, report)
         if history is not None:
             none = measured.defect.new_empty(0, len(measured.defect))
@@ -166,10 +139,13 @@ def solve(
     if parts > 1:
         f, y0 = of_parts.apart(), of_parts.folded(y0)
     caller = Caller("solve", _DEFERRED, draw, num_parts=parts, record_history=record_history)
-    if not (offers(f, "block_solve") or offers(f, "sweep")):
-        f = _CheckedMap(f)  # maps with a structure check their own results
-    solution = options.solve(f, y0, time_dim, caller)
-    return solution if parts == 1 else replace(solution, value=of_parts.unfolded(solution.value))
+    shape, t = y0.shape, 1 if time_dim is None else y0.shape[1]
+    tokens = y0.reshape(shape[0], t, math.prod(shape[1:]) // max(t, 1))
+    if tokens.shape != shape or not (offers(f, "block_solve") or offers(f, "sweep")):
+        f = TokenMap(f, shape)
+    solution = options.solve(f, tokens, caller)
+    value = solution.value.reshape(shape)
+    return replace(solution, value=of_parts.unfolded(value) if parts > 1 else value)
 
 
 def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
@@ -182,34 +158,3 @@ def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
         raise ValueError(f"y0 must have at least {least} axes, batch first, got {tuple(y0.shape)}")
     if not y0.is_floating_point():
         raise TypeError(f"y0 must have a floating dtype, got {y0.dtype}")
-
-
-class _CheckedMap:
-    """A plain function, with a check of its result, which gets the dtype of its argument, and of
-    the argument, whose change in place would make the defect of the step 0."""
-
-    def __init__(self, inner: Map) -> None:
-        self.inner = inner
-
-    def __call__(self, y: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
-        # inference tensors have no version, but a copy may change
-        version = None if y.is_inference() else y._version
-        f_y: object = self.inner(y.clone() if version is None else y)
-        if version is not None and y._version != version:
-            raise ValueError(
-                "f must not change its argument in place, got one that writes into y: return a new "
-                "tensor, or begin with y.clone()"
-            )
-        if not isinstance(f_y, Tensor):
-            raise TypeError(f"f must return a tensor like y, got {type(f_y).__name__}")
-        if torch.promote_types(f_y.dtype, y.dtype) != y.dtype:
-            raise TypeError(
-                f"f must keep the dtype of y: expected {y.dtype}, got {f_y.dtype}: convert the "
-                "result, or pass y0 in that dtype"
-            )
-        if f_y.shape != y.shape:
-            raise ValueError(
-                f"f must keep the shape of y: expected {tuple(y.shape)}, got {tuple(f_y.shape)}"
-            )
-        # autocast makes results of lower precision
-        return f_y.to(y.dtype)

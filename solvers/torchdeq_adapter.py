@@ -17,45 +17,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bedouin.kernels.backend import can_read_device
+from bedouin.kernels.checks import check_count, check_number, strict_options
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.base import (
-    Map,
-    Problem,
-    Solved,
-    TolerantSolver,
-    check_count,
-    check_number,
-    strict_options,
-)
+from bedouin.solvers.base import Problem, Solved, TolerantSolver
 from bedouin.solvers.convergence import holds_so_far, largest_so_far, relative_residual
-from bedouin.solvers.solution import Measured, can_read_device
+from bedouin.solvers.solution import Measured
 
 
 class _GuardedMap:
     """The map in the variable z = y / unit (b, t c), which judges every evaluation.
 
-    budget: evaluations left.
+    budget: evaluations left. nonfinite (b, t): tokens from the first on where F(y0) is not finite.
     best, f_best (b, t, c): the iterate with the lowest residual, and the map's value there.
-    lowest, smallest (b,): that residual, and the largest defect there, which decides among equal
-        residuals.
-    nonfinite (b, t): tokens at which F(y0) is not finite, and all after them.
-    frozen (b,): samples that have converged.
-    num_steps (b,): evaluations until the sample was frozen.
+    lowest, smallest (b,): that residual, and the largest defect there, which decides among equals.
     change (b, t): the larger of |F(y0)_s| and the largest defect_s so far, over all s <= t.
     """
 
-    def __init__(
-        self,
-        solver: TolerantSolver,
-        f: Map,
-        y0: Tensor,  # (b, t, c)
-        budget: int,
-        history: list[Tensor] | None,
-    ) -> None:
-        self.solver, self.f, self.budget, self.history = solver, f, budget, history
+    def __init__(self, solver: TolerantSolver, problem: Problem) -> None:
+        f, y0 = problem.f, problem.y0
+        self.solver, self.f, self.history = solver, f, problem.history
+        # one more than steps: the evaluation that only measures the last iterate
+        self.budget = problem.max_steps + 1
         self.real: Tensor | None = getattr(f, "real", None)
         self.best, self.f_best = y0, f(y0)
-        self.nonfinite = ~_finite_so_far(self.f_best)
+        self.nonfinite = ~holds_so_far(torch.isfinite(self.f_best).all(-1))
         self.frozen = torch.zeros_like(self.nonfinite[:, 0])
         self.num_steps = torch.zeros_like(self.frozen, dtype=torch.int64)
         self.lowest = self.smallest = y0.new_full(self.frozen.shape, torch.inf)
@@ -71,10 +57,6 @@ class _GuardedMap:
         self.at_start = True
         return (self.best / self.unit).flatten(1)
 
-    def finished(self) -> bool:
-        """Whether all samples have converged or no evaluation is left; reads the device."""
-        return self.budget <= 0 or bool(self.frozen.all())
-
     def __call__(self, z: Tensor) -> Tensor:  # (b, t c) -> (b, t c)
         z_tokens = z.reshape(self.best.shape)
         f_y, finite = self.f_best, ~self.nonfinite
@@ -82,7 +64,7 @@ class _GuardedMap:
             y = (z_tokens * self.unit).to(self.best.dtype)
             y = torch.where(torch.isfinite(y).all(-1, keepdim=True), y, self.best)
             f_y = self.f(y)
-            finite = _finite_so_far(f_y)
+            finite = holds_so_far(torch.isfinite(f_y).all(-1))
             self._judge(y, f_y, finite)
         self.at_start = False
         stays = (self.frozen.unsqueeze(1) | ~finite).unsqueeze(-1)
@@ -126,10 +108,6 @@ class _GuardedMap:
         return torch.where(self.nonfinite, 0.0, v.abs().amax(-1))
 
 
-def _finite_so_far(v: Tensor) -> Tensor:  # (b, t, c) -> (b, t)
-    return holds_so_far(torch.isfinite(v).all(-1))
-
-
 def _finite_largest_so_far(size: Tensor) -> Tensor:  # (b, t) -> (b, t)
     """max_{s <= t} size_s, where NaN counts as infinite, and infinite as the largest number."""
     return largest_so_far(torch.nan_to_num(size, nan=torch.inf))
@@ -148,36 +126,33 @@ class _TorchDEQSolver(TolerantSolver):
     def solve(self, problem: Problem) -> Solved:
         if torch.compiler.is_compiling():
             return _solve_outside(self, problem)
-        y0, max_steps = problem.y0, problem.max_steps
+        y0 = problem.y0
         if not can_read_device(y0):
             raise RuntimeError(
                 f"{type(self).__name__} reads the device at every step and cannot run under "
                 "torch.func transforms or graph capture, nor on the meta device: use Direct, "
                 "Jacobi or Picard"
             )
-        f, y = problem.tokens()
-        if not y.numel():
+        if not y0.numel():
             return y0.clone(), Measured.nothing(y0)
-        # one evaluation more than steps: the one that only measures the last iterate
-        found = _GuardedMap(self, f, y, max_steps + 1, problem.history)
-        while not found.finished():
+        found = _GuardedMap(self, problem)
+        while found.budget > 0 and not bool(found.frozen.all()):
             self._run(found, found.start_round())
         value = torch.where(found.nonfinite.unsqueeze(-1), torch.nan, found.best)
         failed, is_ratio = found.nonfinite.any(1), torch.isfinite(found.lowest)
         # one number a sample, the residual: an infinite one is that of a scale of 0
         defect = torch.where(failed, torch.nan, torch.where(is_ratio, found.lowest, 1.0))
         norms = defect.unsqueeze(1), is_ratio.to(defect.dtype).unsqueeze(1)
-        frozen, steps = (found.frozen & ~failed).unsqueeze(1), found.num_steps.clamp(max=max_steps)
+        frozen = (found.frozen & ~failed).unsqueeze(1)
+        steps = found.num_steps.clamp(max=problem.max_steps)
         measured = Measured(*norms, frozen=frozen, num_steps=steps, waited=True)
-        return value.reshape(y0.shape), measured
+        return value, measured
 
 
-@outside_of_graphs(
+_solve_outside = outside_of_graphs(
     "bedouin runs Anderson and Broyden outside of the graph, since they read the device at every "
     "step: use Direct, Jacobi or Picard with few steps, or torch.compile with fullgraph=False",
-)
-def _solve_outside(solver: _TorchDEQSolver, problem: Problem) -> Solved:
-    return solver.solve(problem)
+)(_TorchDEQSolver.solve)
 
 
 @strict_options

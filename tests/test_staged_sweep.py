@@ -61,8 +61,8 @@ def test_two_stages_are_one_sweep(
     lengths = torch.tensor([T, 2, 0]) if padded else None
     found: list[dict[str, Tensor]] = []
     for f in pair(layer, x, lengths):
-        norms: list[Tensor] = []
-        swept = f.sweep(unroll, lambda *given: norms.extend(given))
+        seen: list[Any] = []
+        swept = f.sweep(unroll, lambda *norms, seen=seen: seen.append(norms))
         values = {name: v for name, v in swept._asdict().items() if v is not None}
         starts = {"h0": f.operands.h0, "y0": f.operands.y0}
         inputs = dict(layer.named_parameters()) | {k: v for k, v in starts.items() if v is not None}
@@ -72,7 +72,7 @@ def test_two_stages_are_one_sweep(
         )
         values |= {n: g for n, g in zip(inputs, grads, strict=True) if g is not None}
         if not unroll:
-            backward = Measured(*norms[-2:], backward=True).statistics()
+            backward = Measured(*seen[-1], backward=True).statistics()
             assert bool(backward.converged.all())
             values["backward"] = backward.residual
         found.append(values)
@@ -127,10 +127,10 @@ def test_kernels_sweep_the_stages(scope: str) -> None:
 def test_a_stage_that_no_gradient_reaches_has_no_defects() -> None:
     layer, x = make(feedback_heads=1)
     staged, _ = pair(layer, x, None)
-    norms: list[Tensor] = []
-    swept = staged.sweep(False, lambda *given: norms.extend(given))
+    seen: list[Any] = []
+    swept = staged.sweep(False, lambda *norms: seen.append(norms))
     swept.y[B:].sum().backward()
-    stats = Measured(*norms[-2:], backward=True).statistics()
+    stats = Measured(*seen[-1], backward=True).statistics()
     assert stats.residual.shape == (B,)
     assert bool(stats.converged.all()) and not stats.residual.any()
 

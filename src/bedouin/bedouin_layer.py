@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bedouin.checks import inner_size, known_options, one_of, ordered_subset, positive_int
 from bedouin.heads import by_head, choose_fed_heads
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layer import FixedPointLayer
@@ -37,7 +38,6 @@ from bedouin.parameters import (
     log_uniform,
 )
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
-from bedouin.solvers.base import check_number
 from bedouin.solvers.reporting import OnUnconverged
 
 RECALL_HEAD, RECALL_RATES, RECALL_SHARED_FROM = 64, (1.0, 0.01), 256

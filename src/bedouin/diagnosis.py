@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bedouin.fixed_point_map import StructuredMap
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.heads import fold
 from bedouin.layer import FixedPointLayer
 from bedouin.measurements import (
@@ -37,7 +38,6 @@ from bedouin.solvers import (
     Solver,
     SolveStats,
 )
-from bedouin.solvers.base import check_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import Backend
+from bedouin.kernels.backend import Backend, has_values
 from bedouin.kernels.direct import (
     LocalFactors,
     ReportBackward,
@@ -41,8 +41,6 @@ from bedouin.kernels.operands import Coefficients, Operands, Parameterization, R
 from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.solvers.base import Steps
-from bedouin.solvers.solution import has_values
 from bedouin.staged_sweep import Stage, sweep_in_stages, with_known_feedback
 
 
@@ -81,8 +79,8 @@ class FixedPointMap:
     `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
     padding, so that the memory passes through it. With `joined` heads, for feedback_scope="layer",
-    y and F(y) are (b / joined, t, joined d), the channels of the heads side by side. The W^y of `operands` is
-    that of the first `fed_heads` heads; None: all have feedback.
+    y and F(y) are (b / joined, t, joined d), the channels of the heads side by side. The W^y of
+    `operands` is that of the first `fed_heads` heads; None: all have feedback.
     """
 
     def __init__(
@@ -397,9 +395,9 @@ class StructuredMap(FixedPointMap):
         options: dict[str, Any] = {"report": self._of_samples(report), "backend": self.backend}
         return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
 
-    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)
-        """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
-        be a HouseholderProduct, for joined heads and for tensors without values. Raises
+    def fuse(self, y: Tensor, rule: IterationRule) -> Any:  # y: (b, t, d)
+        """An iteration in kernels, or None if these do not support the rule or this map, whose
+        mixer must be a HouseholderProduct, for joined heads and for tensors without values. Raises
         ValueError if backend="triton" cannot run."""
         if self.joined > 1 or not has_values(y):
             return None

@@ -33,8 +33,9 @@ from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.parameterization import X, split_named
 from bedouin.solvers import Direct, ImplicitAdjoint
 from bedouin.solvers.draws import is_recomputation
+from bedouin.solvers.reporting import Caller
 from bedouin.solvers.solution import Measured, Outcome
-from bedouin.solvers.solve import Caller, SolveOptions
+from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import (
     calls_norm,
@@ -123,7 +124,7 @@ class FixedPointLayer(ProjectedLayer):
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
         call = self._project(x, state, self.solve_options, packing, wants_state=return_state)
         with without_autocast(x.device):
-            solution = self.solve_options.solve(call.f, call.start, 1, self._caller())
+            solution = self.solve_options.solve(call.f, call.start, self._caller())
         output, after = self._output(call, solution.value, return_state)
         new_state = None if after is None else unfold_state(after, self.num_heads)
         if packing is not None:
@@ -163,7 +164,7 @@ class FixedPointLayer(ProjectedLayer):
         with without_noise():
             call = self._project(x_t.unsqueeze(1), state, options)
         with without_autocast(call.start.device):
-            solution = options.solve(call.f, call.start, 1, self._caller())
+            solution = options.solve(call.f, call.start, self._caller())
         output, after = self._output(call, solution.value, True)
         assert after is not None
         return output.squeeze(1), unfold_state(after, self.num_heads)
@@ -184,7 +185,7 @@ class FixedPointLayer(ProjectedLayer):
             with beside("gate", call.W_gate):
                 fed = self._fed_gate(call, before.y.unsqueeze(1))
             caller = Caller(type(self).__name__, self.deferred)
-            solution = options.solve(call.f, call.start, 1, caller)
+            solution = options.solve(call.f, call.start, caller)
             join("gate", fed)
             assert solution.outcome.measured is not None
             keep(call.after(solution.value), solution.outcome.measured)

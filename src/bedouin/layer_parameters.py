@@ -36,6 +36,7 @@ from bedouin.heads import (
     make_linear,
 )
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.padding import CLOSED
 from bedouin.kernels.projection import GATE, Part
@@ -58,7 +59,6 @@ from bedouin.parameterization import (
 from bedouin.parameters import SavedLayer, at_least_float32, factory_options, mark, type_name
 from bedouin.short_convolution import ShortConvolution
 from bedouin.solvers import Adjoint, Cap, Solver
-from bedouin.solvers.base import check_number
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged

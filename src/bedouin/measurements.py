@@ -89,7 +89,7 @@ def find_fixed_point(
     probe.check_input(x, rank=3)
     call = probe._project(x, state, probe.solve_options)
     with without_autocast(x.device):
-        solution = probe.solve_options.solve(call.f, call.start, 1, probe._caller())
+        solution = probe.solve_options.solve(call.f, call.start, probe._caller())
     output, _ = probe._output(call, solution.value, False)
     parts = probe.num_parts
     f = call.f if parts == 1 else call.f.joining(parts)

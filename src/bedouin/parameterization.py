@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
+from bedouin.kernels.checks import check_number, positive_int, strict_options
 from bedouin.kernels.scan import InputScale
 from bedouin.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing, kernel_gap
 from bedouin.parameters import inverse_softplus
 from bedouin.solvers import Adjoint, Cap, Direct, Jacobi, Picard, Solver
-from bedouin.solvers.base import check_number, positive_int, strict_options
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.reporting import OnUnconverged
 from bedouin.solvers.solve import SolveOptions

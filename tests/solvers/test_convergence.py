@@ -34,11 +34,10 @@ def test_a_tolerance_is_a_strict_bound_that_no_nan_satisfies() -> None:
     assert within_tolerance(defect, largest, 0.5, 0.25).tolist() == [[True, True, False, False]]
 
 
-def test_the_front_is_the_first_token_outside_of_the_tolerance() -> None:
-    defect = torch.tensor([[0.1, 0.3, 0.1], [0.1, 0.2, 0.15], [0.6, 0.0, 0.0]])
-    count, first = front(defect, torch.ones_like(defect), 0.25, 0.0)
-    assert count.tolist() == [1, 3, 0]
-    torch.testing.assert_close(first, torch.tensor([0.3, 0.15, 0.6]))
+def test_the_front_is_the_first_token_that_is_not_frozen() -> None:
+    frozen = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
+    count, first = front(frozen, torch.arange(9.0).reshape(3, 3))
+    assert count.tolist() == [1, 3, 0] and first.tolist() == [1.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from torch import Tensor
 from bedouin.heads import fold_state, unfold_state
 from bedouin.kernels.backend import (
     choose_backend,
+    has_values,
     interpreter_is_on,
     is_cuda_device,
     is_transformed,
 )
 from bedouin.kernels.branches import beside, unbranched
 from bedouin.solvers.reporting import describe_failure
-from bedouin.solvers.solution import Measured, Outcome, has_values
+from bedouin.solvers.solution import Measured, Outcome
 from bedouin.state import BedouinState, RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 

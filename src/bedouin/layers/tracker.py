@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
+from bedouin.kernels.checks import check_number, positive_int
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
@@ -34,7 +35,6 @@ from bedouin.parameters import (
     mark,
 )
 from bedouin.short_convolution import ShortConvolution
-from bedouin.solvers.base import check_number, positive_int
 from bedouin.state import BedouinState, RecurrentState
 from bedouin.wrapped import effective_weight, side_by_side
 

@@ -15,10 +15,10 @@ from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
+from bedouin.kernels.checks import check_count, check_number, unknown_option
 from bedouin.mixers import ChannelMixer, NoMixing
 from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
-from bedouin.solvers.base import check_count, check_number, unknown_option
 
 _OPTIONS = [
     name
