@@ -44,23 +44,14 @@ class IterativeSolver(TolerantSolver):
     A new method needs `update` alone.
     """
 
-    @property
-    def returns_evaluation(self) -> bool:
-        """Whether a solve returns its last evaluation f(y), with the defect measured in that step,
-        rather than the y at which it was measured."""
-        return False
-
-    def start(self, y0: Tensor) -> Any:  # y0: (b, t, c)
-        """What the solver keeps between steps; None for solvers without memory."""
-        return None
-
     def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """The value at y (b, t, c) of the map that is iterated, F or for Jacobi G, and the smallest
         pivot (b,) if there are pivots."""
         return f(y), None
 
     def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """The next iterate from y and the value there, all (b, t, c), and the next memory."""
+        """The next iterate from y and the value there, all (b, t, c), and what the solver keeps for
+        the next step; in the first step `memory` is None."""
         return f_y, None
 
     def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b, t)
@@ -69,7 +60,9 @@ class IterativeSolver(TolerantSolver):
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
-        """The step as data, for a map with `fuse`; None: this solver cannot be fused."""
+        """The step as data, for a map with `fuse`; None: this solver cannot be fused. With
+        `whole_sequence` the solve returns its last evaluation f(y), with the defect measured in
+        that step, rather than the y at which it was measured."""
         return None
 
     def solve(self, problem: Problem) -> Solved:
@@ -96,7 +89,7 @@ class IterativeSolver(TolerantSolver):
                 halfway = front(steps.progress.frozen, steps.progress.defect)
         else:
             # y was updated after the last evaluation, so its own defect is not known yet
-            if not self.returns_evaluation:
+            if not _returns_evaluation(self):
                 steps.certify()
         y, frozen, failed, num_steps, defect, scale, pivot, value = steps.progress
         unsolved = (failed.unsqueeze(1) & ~frozen).unsqueeze(-1)
@@ -119,6 +112,11 @@ _solve_outside = outside_of_graphs(
 )(IterativeSolver.solve)
 
 
+def _returns_evaluation(solver: IterativeSolver) -> bool:
+    rule = solver.rule()
+    return rule is not None and rule.whole_sequence
+
+
 class _PlainSteps:
     """Steps of any solver on any map in plain torch, which autograd can differentiate.
 
@@ -136,7 +134,7 @@ class _PlainSteps:
     ) -> None:
         self.solver, self.f, self.history = solver, f, history
         self.real: Tensor | None = getattr(f, "real", None)
-        self.memory = solver.start(y)
+        self.memory = None
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
         self.progress = Progress(y, frozen, failed, failed.to(torch.int64), norm, norm, None)
@@ -151,7 +149,7 @@ class _PlainSteps:
         self.progress = now._replace(
             y=torch.where(keep, before.y, y_next),
             num_steps=before.num_steps + active,
-            value=f_y if self.solver.returns_evaluation else None,
+            value=f_y if _returns_evaluation(self.solver) else None,
         )
 
     def certify(self) -> None:

@@ -68,23 +68,16 @@ class Picard(IterativeSolver):
         paper, adaptive = self.stop_rule == "paper", self.patience is not None
         return IterationRule("picard", self.rtol, self.atol, self.damping, paper, adaptive)
 
-    @property
-    def returns_evaluation(self) -> bool:
-        return self.stop_rule == "paper"
-
-    def start(self, y0: Tensor) -> _Damping | None:  # y0: (b, t, c)
-        if self.patience is None:
-            return None
-        factor = torch.full_like(y0[:, 0, 0], self.damping)
-        return _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
-
     def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, _Damping | None]:
-        if memory is None:
+        if self.patience is None:
             return (f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)), None
+        if memory is None:
+            factor = torch.full_like(y[:, 0, 0], self.damping)
+            memory = _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
         defect = (f_y - y).detach().abs().amax((1, 2))
         improved = defect < memory.lowest
         stalled = torch.where(improved, 0.0, memory.stalled + 1)
-        shrinks = stalled >= (self.patience or 0)
+        shrinks = stalled >= self.patience
         memory = _Damping(
             torch.where(shrinks, memory.factor * self.shrink, memory.factor),
             torch.where(improved, defect, memory.lowest),

@@ -23,7 +23,7 @@ from bedouin.solvers.solution import (
     ConvergenceWarning,
     Measured,
     Outcome,
-    unconverged_message,
+    failure_message,
 )
 
 OnUnconverged = Literal["warn", "raise", "ignore"]
@@ -136,33 +136,31 @@ class Report:
         self.cut_at, self.adjoint = cut_at, Outcome(caller.num_parts)
         self.forward = Outcome(caller.num_parts, self.adjoint)
 
-    def check_forward(self, *, capped: bool) -> None:
-        """Report the forward solve. capped: whether the cap of this call limited its steps."""
-        # a call recomputed by activation checkpointing was reported the first time, and would have
-        # raised then
+    def check_forward(self) -> None:
+        """Report the forward solve, but not again for a call that activation checkpointing
+        recomputes, which would have raised the first time."""
         if self.policy == "raise" or not is_recomputation():
-            cut_at = self.cut_at if capped else None
-            self._check(self.forward, self.subject, cut_at, exact=not capped)
+            self._check(self.forward, self.subject)
 
     def take_adjoint(self, measured: Measured) -> None:
-        """Keep and report an iterative adjoint solve, which has the same cap as the forward one."""
+        """Keep and report an adjoint solve."""
         self.adjoint.take(measured)
-        self._check(self.adjoint, f"{self.subject}, adjoint solve", self.cut_at, exact=False)
+        self._check(self.adjoint, f"{self.subject}, adjoint solve")
 
     def take_reverse_sweep(self, defect: Tensor, scale: Tensor) -> None:  # (q, t), (q, t)
         """Keep and report an exact adjoint, by the norms of its equation."""
         if can_read_device(defect):
-            self.adjoint.take(Measured(defect, scale, backward=True))
-            self._check(self.adjoint, f"{self.subject}, adjoint solve", None, exact=True)
+            self.take_adjoint(Measured(defect, scale, backward=True))
 
-    def _check(self, outcome: Outcome, subject: str, cut_at: int | None, *, exact: bool) -> None:
+    def _check(self, outcome: Outcome, subject: str) -> None:
         measured = outcome.measured
         if self.policy == "ignore" or measured is None or not can_read_device(measured.defect):
             return
-        describe = partial(describe_failure, measured, outcome.num_parts, cut_at, exact)
+        cut_at = None if measured.is_exact else self.cut_at
+        message = partial(failure_message, measured, outcome.num_parts, cut_at)
         if self.policy == "warn" and measured.defect.is_cuda and not measured.waited:
             if not self.warnings.is_pending(subject):
-                later = partial(describe, f"{subject} (an earlier call)")
+                later = partial(message, f"{subject} (an earlier call)")
                 self.warnings.schedule(measured.accepted(cut_at), subject, later)
             return
         stats = outcome.stats
@@ -170,15 +168,7 @@ class Report:
         if bool(stats.accepted(cut_at).all()):
             return
         if self.policy == "raise":
-            error = ConvergenceError(describe(subject))
+            error = ConvergenceError(message(subject))
             error.stats = stats
             raise error
-        self.warnings.warn(describe(subject), subject)
-
-
-def describe_failure(
-    measured: Measured, num_parts: int, cut_at: int | None, exact: bool, subject: str
-) -> str:
-    """The message about a solve that was measured."""
-    stats, stalled = measured.statistics(num_parts), measured.has_stalled()
-    return unconverged_message(stats, subject, cut_at, exact=exact, stalled=stalled)
+        self.warnings.warn(message(subject), subject)

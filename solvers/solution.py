@@ -50,6 +50,11 @@ OTHER_SOLVERS = (
     "use Direct or Jacobi, if it has their structure, or a smaller damping factor of Picard; "
     "bedouin.diagnose(layer, x) compares the solvers of a layer"
 )
+STALLED = (
+    "the map does not contract, since the defect did not shrink in the second half of the steps, "
+    f"and more steps will not help: {OTHER_SOLVERS}"
+)
+ROUNDED = "the residual is as small as rounding errors allow: loosen rtol, or use a wider dtype"
 
 FLOOR = 100
 """A residual of so many eps, or less, is the rounding error of an iteration."""
@@ -120,6 +125,11 @@ class Measured(NamedTuple):
         """Of a solve of nothing, which has converged after 0 steps."""
         norms = torch.zeros(y.shape[0], 0, dtype=y.dtype, device=y.device)
         return Measured(norms, norms, num_steps=torch.zeros_like(norms.sum(1), dtype=torch.int64))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the solve takes one step by definition."""
+        return self.num_steps is None
 
     @property
     def converged(self) -> Tensor:  # (q,)
@@ -222,42 +232,32 @@ def read_result(stats: SolveStats) -> Result:
     return Result.nonfinite if bool(failed.any()) else Result.max_steps_reached
 
 
-def unconverged_message(
-    stats: SolveStats,
-    subject: str,
-    cut_at: int | None = None,
-    *,
-    exact: bool = False,
-    stalled: bool = False,
-) -> str:
+def failure_message(measured: Measured, num_parts: int, cut_at: int | None, subject: str) -> str:
     """One line about the samples that are not `accepted`: their number, steps and worst residual,
-    and what to do. exact: whether the solve takes one step by definition."""
+    and what to do; reads the device."""
+    stats = measured.statistics(num_parts)
     open_samples = ~stats.accepted(cut_at)
     count, b = int(open_samples.sum()), open_samples.numel()
     residual, steps = stats.residual[open_samples], stats.num_steps[open_samples]
-    finite = not bool(residual.isnan().any())
+    finite, has_pivots = not bool(residual.isnan().any()), stats.conditioning is not None
     worst = residual.max().item() if finite and count else 0.0
     found = f"worst residual {worst:.1e}" if finite and count else "worst residual not finite"
     what = f"{subject}: {count} of {b} samples did not converge"
-    if exact:
+    if measured.is_exact:
         fault = f"not accurate ({found})" if finite else "not finite"
         remedy = "check " if finite else f"{Result.nonfinite.message}, and "
-        if stats.conditioning is None:
+        if not has_pivots:
             remedy = "check the loss and its gradient, and of a forward solve by Direct or Jacobi "
         return f"{what}: their exact solve is {fault}: {remedy}{SINGULAR}"
     if not finite:
-        diverged = f"; if the map does not contract, {OTHER_SOLVERS}"
-        remedy = diverged if stats.conditioning is None else f", and {SINGULAR}"
+        remedy = (
+            f", and {SINGULAR}"
+            if has_pivots
+            else f"; if the map does not contract, {OTHER_SOLVERS}"
+        )
         advice = Result.nonfinite.message + remedy
     elif count and worst <= FLOOR * torch.finfo(residual.dtype).eps:
-        advice = (
-            "the residual is as small as rounding errors allow: loosen rtol, or use a wider dtype"
-        )
-    elif stalled:
-        advice = (
-            "the map does not contract, since the defect did not shrink in the second half of the "
-            f"steps, and more steps will not help: {OTHER_SOLVERS}"
-        )
+        advice = ROUNDED
     else:
-        advice = Result.max_steps_reached.message
+        advice = STALLED if measured.has_stalled() else Result.max_steps_reached.message
     return f"{what} in {int(steps.max()) if count else 0} steps ({found}): {advice}"

@@ -29,8 +29,8 @@ class _GuardedMap:
     """The map in the variable z = y / unit (b, t c), which judges every evaluation.
 
     budget: evaluations left. nonfinite (b, t): tokens from the first on where F(y0) is not finite.
-    best, f_best (b, t, c): the iterate with the lowest residual, and the map's value there.
-    lowest, smallest (b,): that residual, and the largest defect there, which decides among equals.
+    best, f_best (b, t, c): the iterate with the smallest defect, and the map's value there.
+    smallest (b,): that defect, the largest of all tokens.
     change (b, t): the larger of |F(y0)_s| and the largest defect_s so far, over all s <= t.
     """
 
@@ -44,7 +44,7 @@ class _GuardedMap:
         self.nonfinite = ~holds_so_far(torch.isfinite(self.f_best).all(-1))
         self.frozen = torch.zeros_like(self.nonfinite[:, 0])
         self.num_steps = torch.zeros_like(self.frozen, dtype=torch.int64)
-        self.lowest = self.smallest = y0.new_full(self.frozen.shape, torch.inf)
+        self.smallest = y0.new_full(self.frozen.shape, torch.inf)
         self.change = _finite_largest_so_far(self._size(self.f_best))
         self._judge(y0, self.f_best, ~self.nonfinite)
 
@@ -89,19 +89,21 @@ class _GuardedMap:
         relative = torch.minimum(rtol * largest, math.sqrt(rtol) * self.change)
         small = (defect < atol + relative) | self.nonfinite
         done = (small if self.real is None else small | ~self.real).all(1) & judged
-        residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
         if self.history is not None:
             # later evaluations do not concern the value of a converged sample
-            self.history.append(torch.where(self.frozen, self.lowest, residual))
-        # the residual is 1 for all iterates of y / 2
+            of_best = relative_residual(*self.norms())
+            residual = torch.where(judged, relative_residual(defect, scale), torch.inf)
+            self.history.append(torch.where(self.frozen, of_best, residual))
         size = torch.where(judged, defect.amax(1), torch.inf)
-        lower = (residual < self.lowest) | ((residual == self.lowest) & (size < self.smallest))
-        better = (done | lower) & ~self.frozen
+        better = (done | (size < self.smallest)) & ~self.frozen
         self.best = torch.where(better[:, None, None], y, self.best)
         self.f_best = torch.where(better[:, None, None], f_y, self.f_best)
-        self.lowest = torch.where(better, residual, self.lowest)
         self.smallest = torch.where(better, size, self.smallest)
         self.frozen = self.frozen | done
+
+    def norms(self) -> tuple[Tensor, Tensor]:  # (b, t), (b, t)
+        """Defect and scale of the best iterate."""
+        return self._size(self.f_best - self.best), self._size(self.f_best)
 
     def _size(self, v: Tensor) -> Tensor:  # (b, t, c) -> (b, t)
         """The max norm of every token, 0 for those in `nonfinite`."""
@@ -139,14 +141,11 @@ class _TorchDEQSolver(TolerantSolver):
         while found.budget > 0 and not bool(found.frozen.all()):
             self._run(found, found.start_round())
         value = torch.where(found.nonfinite.unsqueeze(-1), torch.nan, found.best)
-        failed, is_ratio = found.nonfinite.any(1), torch.isfinite(found.lowest)
-        # one number a sample, the residual: an infinite one is that of a scale of 0
-        defect = torch.where(failed, torch.nan, torch.where(is_ratio, found.lowest, 1.0))
-        norms = defect.unsqueeze(1), is_ratio.to(defect.dtype).unsqueeze(1)
-        frozen = (found.frozen & ~failed).unsqueeze(1)
+        defect, scale = found.norms()
+        defect = torch.where(found.nonfinite, torch.nan, defect)
+        frozen = found.frozen.unsqueeze(1) & ~found.nonfinite
         steps = found.num_steps.clamp(max=problem.max_steps)
-        measured = Measured(*norms, frozen=frozen, num_steps=steps, waited=True)
-        return value, measured
+        return value, Measured(defect, scale, None, None, frozen, steps, waited=True)
 
 
 _solve_outside = outside_of_graphs(

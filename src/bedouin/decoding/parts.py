@@ -21,8 +21,7 @@ from bedouin.kernels.backend import (
     is_transformed,
 )
 from bedouin.kernels.branches import beside, unbranched
-from bedouin.solvers.reporting import describe_failure
-from bedouin.solvers.solution import Measured, Outcome
+from bedouin.solvers.solution import Measured, Outcome, failure_message
 from bedouin.state import BedouinState, RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 
@@ -109,8 +108,8 @@ class FixedPointPart:
             subject = type(layer).__name__
             if not layer.deferred.is_pending(subject):
                 measured = self._copied()._replace(frozen=self._all_converged.clone().unsqueeze(1))
-                describe = partial(describe_failure, measured, self._parts, None, True)
-                message = partial(describe, f"{subject} (an earlier call)")
+                named = f"{subject} (an earlier call)"
+                message = partial(failure_message, measured, self._parts, None, named)
                 layer.deferred.schedule(measured.converged, subject, message)
                 self.start()
 
@@ -133,8 +132,8 @@ class FixedPointPart:
         measured = self._measured
         assert measured is not None and measured.pivot is not None
         frozen = measured.converged.unsqueeze(1)
-        copied = (v.clone() for v in (measured.defect, measured.scale, measured.pivot))
-        return Measured(*copied, frozen=frozen)  # type: ignore[misc]
+        defect, scale = measured.defect.clone(), measured.scale.clone()
+        return Measured(defect, scale, measured.pivot.clone(), frozen=frozen)
 
 
 class StepPart:
