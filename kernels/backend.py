@@ -230,6 +230,17 @@ def can_read_device(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def is_recomputation() -> bool:
+    """Whether a call recomputes an earlier one with its graph, as activation checkpointing does in
+    a backward pass. Backward passes of other functions run without gradients by default."""
+    return in_backward() and torch.is_grad_enabled()
+
+
 _NOTHING = nullcontext()
 
 

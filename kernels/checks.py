@@ -5,7 +5,8 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from torch import Tensor
 
@@ -45,6 +46,13 @@ def strict_options(cls: ClassT) -> ClassT:
     """Class decorator: an unknown option raises a TypeError that lists the valid names."""
     cls.__init__ = known_options(cls.__init__)  # type: ignore[misc]
     return cls
+
+
+@dataclass_transform(frozen_default=True)
+def frozen_options(cls: ClassT) -> ClassT:
+    """Class decorator: a frozen dataclass of options, with `strict_options`."""
+    frozen: ClassT = dataclass(frozen=True)(cls)  # type: ignore[assignment]
+    return strict_options(frozen)
 
 
 def known_options(init: InitT) -> InitT:

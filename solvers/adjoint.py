@@ -6,14 +6,14 @@ once differentiable, and they behave alike in training and in evaluation.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import can_read_device, is_batched, without_autocast
-from bedouin.kernels.checks import check_count, check_number, strict_options
+from bedouin.kernels.checks import check_count, check_number, frozen_options
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
@@ -77,8 +77,7 @@ class Adjoint(ABC):
         takes what an adjoint solve measures."""
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class ImplicitAdjoint(Adjoint):
     """Implicit function theorem: w = J^T w + g with J = dF/dy at y*, then the vjp of one step.
 
@@ -120,8 +119,7 @@ class ImplicitAdjoint(Adjoint):
         return value, measured
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class OneStepAdjoint(Adjoint):
     """The vjp of one step at y*, that is w = g ("Jacobian-free").
 
@@ -133,8 +131,7 @@ class OneStepAdjoint(Adjoint):
         return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem, solver, report)
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class PhantomAdjoint(Adjoint):
     """`num_steps` damped differentiable steps from y* (phantom gradient, arXiv 2111.05177).
 
@@ -162,8 +159,7 @@ class PhantomAdjoint(Adjoint):
         return _attach(y, y_star), measured
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class UnrolledAdjoint(Adjoint):
     """Back-propagation through the solve itself, whose memory grows with the number of iterations.
 
@@ -219,15 +215,12 @@ _attach_outside = outside_of_graphs(
     "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early: use "
     "ImplicitAdjoint() with a HouseholderProduct, OneStepAdjoint, or torch.compile with "
     "fullgraph=False",
-)(lambda *arguments: _attach_iterative(*arguments))
+)(_attach_iterative)
 
 
 class _AdjointMap:
-    """w -> J^T w + g, where g is `grad_output`; w and g are reversed along time.
-
-    J^T is block upper-triangular in time, so that the reversed map is lower-triangular, as the
-    convergence test of a causal map assumes.
-    """
+    """w -> J^T w + g, where g is `grad_output`, reversed along time: J^T is block upper-triangular
+    in time, so that the reversed map is causal, as the convergence test assumes."""
 
     def __init__(self, problem: Problem, y: Tensor, grad_output: Tensor) -> None:  # (b, t, c) each
         self.y, self.f_y, self.g = y, problem.f(y), grad_output.flip(1)

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from bedouin.kernels.checks import check_number
 from bedouin.solvers.convergence import ATOL
-from bedouin.solvers.solution import Measured
+from bedouin.solvers.reporting import Measured
 
 Map = Callable[[Tensor], Tensor]
 """(b, t, c) -> (b, t, c). A map may have more, which `offers` finds, than that it can be called:
 
-real: (b, t) bool, False in the padding of sequences of several lengths, where its values are 0 and
-    count as converged; None where there is no padding.
+real: (b, t) bool, False in the padding, where values are 0 and count as converged, or None.
 block_solve(y): for `Jacobi`. G(y) (b, t, c) and the smallest pivot (b,). G solves the local
     equation of each token for the values of the other tokens in y.
 block_transpose(y_star): for Jacobi backward in time. Two functions on (b, t, c): w -> L^T w and
@@ -30,10 +29,10 @@ sweep(unroll, report): for `Direct`. Solves token after token, with the exact im
     (b, t) and the pivots (b,) or (b, t) are read.
 attach(y_star, report): y_star (b, t, c) with the exact implicit gradient, for any solver. In the
     backward pass `report`, if not None, gets defect and scale (b, t) of the adjoint equation.
-parts: the samples that lie side by side in a value and do not read each other, such as heads. The
-    map apart() takes each for a sample of its own; folded(y) and unfolded(y) convert its values.
-fuse(y, rule): an iteration from y (b, t, c) whose steps evaluate, judge, freeze and update y, with
-    the methods of kernels.iteration.FusedIteration; None if the plain loop must be used.
+parts: how many samples lie side by side in a value and do not read each other, such as heads. The
+    map apart() takes each for a sample of its own; folded(y) and unfolded(y) convert values.
+fuse(y, rule): kernels.iteration.FusedIteration from y (b, t, c), whose steps evaluate, judge,
+    freeze and update y; None if the plain loop must be used.
 """
 
 ReportBackward = Callable[[Tensor, Tensor], None]
@@ -44,11 +43,9 @@ Solved = tuple[Tensor, Measured]
 
 @dataclass(frozen=True)
 class Problem:
-    """What a solver solves: y = f(y) from y0, in at most max_steps steps.
-
-    With `unroll` the value carries the gradient of the loop; the residual (b,) of each evaluation
-    of the map is appended to `history`. `report` is that of the map's sweep.
-    """
+    """What a solver solves: y = f(y) from y0, in at most max_steps steps. With `unroll` the value
+    carries the gradient of the loop; the residual (b,) of each evaluation of the map is appended to
+    `history`; `report` is for the map's sweep."""
 
     f: Map
     y0: Tensor  # (b, t, c)
@@ -59,11 +56,9 @@ class Problem:
 
 
 class TokenMap:
-    """A function of tensors of `shape` that the user passed, as a map of tensors (b, t, c).
-
-    It checks the result, which gets the dtype of the argument, and the argument, whose change in
-    place would make the defect of the step 0.
-    """
+    """A function of tensors of `shape` that the user passed, as a map of tensors (b, t, c). It
+    checks the result, which gets the dtype of the argument, and that the argument is unchanged,
+    since otherwise the defect would be 0."""
 
     def __init__(self, inner: Any, shape: torch.Size) -> None:
         self.inner, self.shape = inner, shape
@@ -74,8 +69,7 @@ class TokenMap:
     def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
         # inference tensors have no version, but a copy may change
         version = None if y.is_inference() else y._version
-        given = (y.clone() if version is None else y).reshape(self.shape)
-        f_y: object = self.inner(given)
+        f_y: object = self.inner((y.clone() if version is None else y).reshape(self.shape))
         if version is not None and y._version != version:
             raise ValueError(
                 "f must not change its argument in place, got one that writes into y: return a new "
@@ -98,11 +92,10 @@ class TokenMap:
 
 def map_name(f: object) -> str:
     """The name of the type of the map that the user passed."""
-    return type(f.inner if isinstance(f, TokenMap) else f).__name__
+    return type(getattr(f, "inner", f)).__name__
 
 
 def offers(f: object, method: str) -> bool:
-    """Whether the map has this method."""
     return callable(getattr(f, method, None))
 
 

@@ -3,9 +3,8 @@
 import math
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
-from bedouin.kernels.checks import check_number, positive_int, strict_options
+from bedouin.kernels.checks import check_number, frozen_options, positive_int
 
 
 class Cap(ABC):
@@ -26,8 +25,7 @@ class Cap(ABC):
         return self.limit
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class FixedCap(Cap):
     """At most `steps` steps, in training and in evaluation. Raises ValueError for steps < 1."""
 
@@ -41,8 +39,7 @@ class FixedCap(Cap):
         return self.steps
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class GammaCap(Cap):
     """ceil(Gamma(shape, scale)) steps in training, between 1 and `limit`; `limit` in evaluation.
 

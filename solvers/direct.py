@@ -1,16 +1,14 @@
 """Direct: the exact fixed point in one sweep over time."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from bedouin.kernels.checks import strict_options
+from bedouin.kernels.checks import frozen_options
 from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
 from bedouin.solvers.convergence import relative_residual
-from bedouin.solvers.solution import Measured
+from bedouin.solvers.reporting import Measured
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Direct(Solver):
     """Solve token 1, then token 2, ...: exact, no tolerance, no cap; the decoder's own solve.
 

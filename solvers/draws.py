@@ -5,6 +5,7 @@ from collections import OrderedDict
 
 import torch
 
+from bedouin.kernels.backend import in_backward
 from bedouin.solvers.caps import Cap
 
 MAX_CALLS = 4096
@@ -14,27 +15,13 @@ _AMBIGUOUS = -1
 """Stored instead of a call's number if several calls drew the same key."""
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def is_recomputation() -> bool:
-    """Whether a call recomputes an earlier one with its graph, as activation checkpointing does in
-    a backward pass. Backward passes of other functions run without gradients by default."""
-    return in_backward() and torch.is_grad_enabled()
-
-
 class Draws:
     """Counts training calls; a call recomputed by activation checkpointing keeps its number.
 
     For a random cap each call draws a key from torch's default CPU generator, which has no
     influence on the cap. Checkpointing restores the state of that generator for a recomputation
-    (preserve_rng_state=True, its default), so the recomputed call draws the key of the original. A
-    call in a backward pass whose key no call or more than one has drawn, because the random state
-    was not restored or was reset between the calls, raises RuntimeError.
-
-    With other caps no key is drawn, and calls in a backward pass are not counted. A copy keeps the
+    (preserve_rng_state=True, its default), so that it draws the key of the original call. With
+    other caps no key is drawn, and calls in a backward pass are not counted. A copy keeps the
     count, that of training calls so far, but not the record of earlier calls.
     """
 
@@ -46,10 +33,9 @@ class Draws:
         return Draws, (self.count,)  # for copies and pickles
 
     def next(self, cap: Cap) -> int:
-        """The number of the current training call, counted from 0.
-
-        Raises RuntimeError for a recomputed call that cannot be identified (see the class).
-        """
+        """The number of the current training call, counted from 0. Raises RuntimeError for a
+        recomputed call whose key no call or more than one has drawn, because the random state was
+        not restored or was reset between the calls."""
         if cap.is_random:
             return _identify_eagerly(self) if torch.compiler.is_compiling() else self._identify()
         if in_backward():

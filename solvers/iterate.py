@@ -22,15 +22,12 @@ from bedouin.solvers.convergence import (
     relative_residual,
     within_tolerance,
 )
-from bedouin.solvers.solution import Measured
+from bedouin.solvers.reporting import Measured
 
 CHECK_EVERY = 4
-"""Evaluations between two checks for termination on a GPU. A check costs a synchronization; a
-superfluous evaluation changes nothing, since converged tokens stay frozen and steps are counted on
-the device. A solve of at most this many steps never waits for the device."""
-
-LEAST_HALF = 4
-"""Fewest steps in half of the cap for which the halves of a solve are compared."""
+"""Evaluations between two checks for termination on a GPU, each a synchronization. A superfluous
+evaluation changes nothing, since converged tokens stay frozen and steps are counted on the device.
+A solve of at most this many steps never waits for the device."""
 
 MAX_TRACED_STEPS = 16
 """Most steps that torch.compile unrolls: each adds some hundred nodes to the graph, and a graph
@@ -38,11 +35,8 @@ cannot stop early."""
 
 
 class IterativeSolver(TolerantSolver):
-    """A solver that updates all tokens at once, with one evaluation of the map in each step.
-
-    A token that has converged (solvers.convergence) keeps the y at which its defect was measured.
-    A new method needs `update` alone.
-    """
+    """A solver that updates all tokens at once, with one evaluation of the map in each step, until
+    they have converged (solvers.convergence). A new method needs `update` alone."""
 
     def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """The value at y (b, t, c) of the map that is iterated, F or for Jacobi G, and the smallest
@@ -55,23 +49,27 @@ class IterativeSolver(TolerantSolver):
         return f_y, None
 
     def within_tolerance(self, defect: Tensor, scale: Tensor) -> Tensor:  # all (b, t)
-        """Which tokens have a defect within tolerance, regardless of the tokens before them, of
-        which the caller requires the same; scale is |F(y)_t|."""
+        """Which tokens have a defect within tolerance; the caller requires it of all before, too.
+        The scale is |F(y)_t|."""
         return within_tolerance(defect, largest_so_far(scale), self.rtol, self.atol)
 
     def rule(self) -> IterationRule | None:
-        """The step as data, for a map with `fuse`; None: this solver cannot be fused. With
-        `whole_sequence` the solve returns its last evaluation f(y), with the defect measured in
-        that step, rather than the y at which it was measured."""
+        """The step as data, for a map with `fuse`; None: this solver cannot be fused."""
         return None
 
+    @property
+    def returns_evaluation(self) -> bool:
+        """Whether a solve returns its last evaluation f(y), with the defect measured in that step,
+        rather than the y at which it was measured."""
+        return False
+
     def solve(self, problem: Problem) -> Solved:
-        f, y, max_steps = problem.f, problem.y0, problem.max_steps
+        y, max_steps = problem.y0, problem.max_steps
         if torch.compiler.is_compiling() and max_steps > MAX_TRACED_STEPS:
             return _solve_outside(self, problem)
         if not y.numel():
             return y.clone(), Measured.nothing(y)
-        steps = self._steps(f, y, problem)
+        steps = self._steps(problem.f, problem)
         # with so few steps an early stop saves less than the synchronization costs
         waits = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every, taken, halfway = CHECK_EVERY if y.is_cuda else 1, 0, None
@@ -80,16 +78,16 @@ class IterativeSolver(TolerantSolver):
                 steps.advance()
             except KernelDoesNotFit as error:
                 answer(error, error.backend)
-                steps, taken = _PlainSteps(self, f, y), 0
+                steps, taken = _PlainSteps(self, problem), 0
                 continue
             taken += 1
             if waits and taken % check_every == 0 and steps.finished():
                 break
-            if waits and taken == max_steps // 2 >= LEAST_HALF:
+            if waits and taken == max_steps // 2 >= 4:  # of fewer steps no half is compared
                 halfway = front(steps.progress.frozen, steps.progress.defect)
         else:
             # y was updated after the last evaluation, so its own defect is not known yet
-            if not _returns_evaluation(self):
+            if not self.returns_evaluation:
                 steps.certify()
         y, frozen, failed, num_steps, defect, scale, pivot, value = steps.progress
         unsolved = (failed.unsqueeze(1) & ~frozen).unsqueeze(-1)
@@ -97,12 +95,12 @@ class IterativeSolver(TolerantSolver):
         measured = Measured(defect, scale, pivot, None, frozen, num_steps)
         return value, measured._replace(halfway=halfway, waited=waits)
 
-    def _steps(self, f: Any, y: Tensor, problem: Problem) -> Any:  # y: (b, t, c)
+    def _steps(self, f: Any, problem: Problem) -> Any:
         # fused steps overwrite the y that they have measured, and record no autograd graph
         plain = problem.unroll or problem.history is not None or torch.is_grad_enabled()
         rule = None if plain or not offers(f, "fuse") else self.rule()
-        fused = None if rule is None else f.fuse(y, rule)
-        return fused or _PlainSteps(self, f, y, problem.history)
+        fused = None if rule is None else f.fuse(problem.y0, rule)
+        return fused or _PlainSteps(self, problem)
 
 
 _solve_outside = outside_of_graphs(
@@ -112,34 +110,19 @@ _solve_outside = outside_of_graphs(
 )(IterativeSolver.solve)
 
 
-def _returns_evaluation(solver: IterativeSolver) -> bool:
-    rule = solver.rule()
-    return rule is not None and rule.whole_sequence
-
-
 class _PlainSteps:
-    """Steps of any solver on any map in plain torch, which autograd can differentiate.
+    """Steps of any solver on any map in plain torch, which autograd can differentiate."""
 
-    `advance` evaluates the map at y, freezes converged tokens and updates the others; `certify`
-    judges y without an update or a count; `finished` tells whether every sample has converged or
-    failed, for which it synchronizes with the device.
-    """
-
-    def __init__(
-        self,
-        solver: IterativeSolver,
-        f: Map,
-        y: Tensor,  # (b, t, c)
-        history: list[Tensor] | None = None,
-    ) -> None:
-        self.solver, self.f, self.history = solver, f, history
-        self.real: Tensor | None = getattr(f, "real", None)
-        self.memory = None
+    def __init__(self, solver: IterativeSolver, problem: Problem) -> None:
+        self.solver, self.f, self.history = solver, problem.f, problem.history
+        self.real: Tensor | None = getattr(self.f, "real", None)
+        self.memory, y = None, problem.y0
         frozen = torch.zeros_like(y[..., 0], dtype=torch.bool)
         failed, norm = frozen[:, 0], torch.zeros_like(y[..., 0])
         self.progress = Progress(y, frozen, failed, failed.to(torch.int64), norm, norm, None)
 
     def advance(self) -> None:
+        """Evaluate the map at y, freeze converged tokens, update the others, and count the step."""
         before = self.progress
         active = ~before.failed & ~before.frozen.all(1)
         f_y, now = self._judge()
@@ -149,13 +132,15 @@ class _PlainSteps:
         self.progress = now._replace(
             y=torch.where(keep, before.y, y_next),
             num_steps=before.num_steps + active,
-            value=f_y if _returns_evaluation(self.solver) else None,
+            value=f_y if self.solver.returns_evaluation else None,
         )
 
     def certify(self) -> None:
+        """Evaluate the map at y and judge convergence, without an update of y or of the count."""
         _, self.progress = self._judge()
 
     def finished(self) -> bool:
+        """Whether every sample has converged or failed; synchronizes with the device."""
         return bool((self.progress.failed | self.progress.frozen.all(1)).all())
 
     def _judge(self) -> tuple[Tensor, Progress]:

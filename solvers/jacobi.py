@@ -1,18 +1,16 @@
 """Block Jacobi in time: all tokens in parallel, with each token's local equation solved exactly."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from bedouin.kernels.checks import strict_options
+from bedouin.kernels.checks import frozen_options
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import Map, map_name, offers
 from bedouin.solvers.iterate import IterativeSolver
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Jacobi(IterativeSolver):
     """y <- G(y), where G solves every token's local equation given the other tokens of y.
 

@@ -1,12 +1,11 @@
 """Picard: damped fixed-point iteration."""
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.checks import check_count, check_number, one_of, strict_options
+from bedouin.kernels.checks import check_count, check_number, frozen_options, one_of
 from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.convergence import holds_so_far, within_tolerance
 from bedouin.solvers.iterate import IterativeSolver
@@ -22,8 +21,7 @@ class _Damping(NamedTuple):
     stalled: Tensor  # (b,), steps since the lowest defect or the last reduction of the factor
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Picard(IterativeSolver):
     """y <- (1 - damping) y + damping f(y).
 
@@ -67,6 +65,10 @@ class Picard(IterativeSolver):
     def rule(self) -> IterationRule:
         paper, adaptive = self.stop_rule == "paper", self.patience is not None
         return IterationRule("picard", self.rtol, self.atol, self.damping, paper, adaptive)
+
+    @property
+    def returns_evaluation(self) -> bool:
+        return self.stop_rule == "paper"
 
     def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, _Damping | None]:
         if self.patience is None:

@@ -10,18 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, check_backend
+from bedouin.kernels.backend import Backend, check_backend, is_recomputation
 from bedouin.kernels.checks import check_count, one_of
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
 from bedouin.solvers.base import Map, Problem, Solver, TokenMap, TolerantSolver, offers
 from bedouin.solvers.caps import Cap, as_cap
-from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.reporting import Caller, DeferredWarning, OnUnconverged, Report
-from bedouin.solvers.solution import Solution
+from bedouin.solvers.reporting import Caller, DeferredWarning, OnUnconverged, Report, Solution
 
 TimeDim = Literal[1] | None
-
-_EXACT = ImplicitAdjoint()
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
@@ -29,11 +25,8 @@ _DEFERRED = DeferredWarning(every=True)
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """The arguments of `solve` that a layer keeps, and the backend of its maps.
-
-    adjoint None stands for ImplicitAdjoint(). Raises a TypeError or ValueError that names the
-    field.
-    """
+    """The arguments of `solve` that a layer keeps, and the backend of its maps. adjoint None stands
+    for ImplicitAdjoint(). Raises a TypeError or ValueError that names the field."""
 
     solver: Solver
     adjoint: Adjoint | None
@@ -42,10 +35,9 @@ class SolveOptions:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        solvers, adjoints = "Picard(rtol=1e-4) or Direct()", "OneStepAdjoint()"
         for name, kind, expected in (
-            ("solver", Solver, f"a solver object such as {solvers}"),
-            ("adjoint", Adjoint | None, f"None or an adjoint object such as {adjoints}"),
+            ("solver", Solver, "a solver object such as Picard(rtol=1e-4) or Direct()"),
+            ("adjoint", Adjoint | None, "None or an adjoint object such as OneStepAdjoint()"),
             ("cap", Cap, "a Cap such as FixedCap(20) or GammaCap(), or an int as max_steps"),
         ):
             if not isinstance(getattr(self, name), kind):
@@ -62,7 +54,7 @@ class SolveOptions:
         # a compiled graph cannot call it
         heard = None if torch.compiler.is_compiling() else report.take_reverse_sweep
         problem = Problem(f, y0, steps, history=history, report=heard)
-        value, measured = (self.adjoint or _EXACT).apply(problem, self.solver, report)
+        value, measured = (self.adjoint or ImplicitAdjoint()).apply(problem, self.solver, report)
         if history is not None:
             none = measured.defect.new_empty(0, len(measured.defect))
             measured = measured._replace(history=torch.stack(history) if history else none)

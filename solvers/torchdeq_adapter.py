@@ -1,28 +1,26 @@
 """Anderson and Broyden by torchdeq (arXiv 2310.18605); the only file that imports torchdeq.
 
-torchdeq, which is imported at the first solve because its import takes time and warns on Python
-3.12, computes the iterates, and the map that it is given (`_GuardedMap`) judges them by the rule of
-all solvers here, except that a scale which the iterates reached by diverging does not count. It
-returns z itself for samples that have converged and for tokens that are not finite, so that neither
-moves others. It is scaled to a unit residual per sample, because torchdeq's Anderson regularizes
-with an absolute constant; torchdeq is restarted every few steps to keep that scale.
+torchdeq, imported at the first solve because its import takes time and warns on Python 3.12,
+computes the iterates, and the map that it is given (`_GuardedMap`) judges them. This returns z
+itself for samples that have converged and for tokens that are not finite, so that neither moves
+others. It is scaled to a unit residual per sample, because torchdeq's Anderson regularizes with an
+absolute constant; torchdeq is restarted every few steps to keep that scale.
 
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import can_read_device
-from bedouin.kernels.checks import check_count, check_number, strict_options
+from bedouin.kernels.checks import check_count, check_number, frozen_options
 from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import Problem, Solved, TolerantSolver
 from bedouin.solvers.convergence import holds_so_far, largest_so_far, relative_residual
-from bedouin.solvers.solution import Measured
+from bedouin.solvers.reporting import Measured
 
 
 class _GuardedMap:
@@ -37,8 +35,7 @@ class _GuardedMap:
     def __init__(self, solver: TolerantSolver, problem: Problem) -> None:
         f, y0 = problem.f, problem.y0
         self.solver, self.f, self.history = solver, f, problem.history
-        # one more than steps: the evaluation that only measures the last iterate
-        self.budget = problem.max_steps + 1
+        self.budget = problem.max_steps + 1  # the last one only measures the last iterate
         self.real: Tensor | None = getattr(f, "real", None)
         self.best, self.f_best = y0, f(y0)
         self.nonfinite = ~holds_so_far(torch.isfinite(self.f_best).all(-1))
@@ -154,8 +151,7 @@ _solve_outside = outside_of_graphs(
 )(_TorchDEQSolver.solve)
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Anderson(_TorchDEQSolver):
     """Anderson acceleration: the next iterate is a combination of the last `memory` ones.
 
@@ -189,26 +185,17 @@ class Anderson(_TorchDEQSolver):
         from torchdeq.solver.anderson import anderson_solver
 
         # in float32 the rounding errors of the normal equations exceed the regularization
-        z = z.double()
+        z, steps = z.double(), min(3 * self.memory, guarded.budget + 1)
+        options = {"m": self.memory, "lam": self.regularization, "tau": self.damping}
         try:
-            anderson_solver(
-                guarded,
-                z,
-                max_iter=min(3 * self.memory, guarded.budget + 1),
-                tol=torch.finfo(z.dtype).tiny,
-                stop_mode="abs",
-                m=self.memory,
-                lam=self.regularization,
-                tau=self.damping,
-            )
+            anderson_solver(guarded, z, steps, torch.finfo(z.dtype).tiny, "abs", **options)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # the system of a sample with equal residuals is singular, which ends the round for the
             # whole batch; the next round starts at the best iterates
             return
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Broyden(_TorchDEQSolver):
     """Broyden's quasi-Newton method with a low-rank inverse Jacobian.
 
@@ -231,12 +218,5 @@ class Broyden(_TorchDEQSolver):
         from torchdeq.solver.broyden import broyden_solver
 
         steps = guarded.budget
-        broyden_solver(
-            guarded,
-            z,
-            max_iter=steps,
-            tol=torch.finfo(z.dtype).tiny,
-            stop_mode="abs",
-            LBFGS_thres=min(self.max_rank or steps, steps),
-            ls=False,
-        )
+        options = {"LBFGS_thres": min(self.max_rank or steps, steps), "ls": False}
+        broyden_solver(guarded, z, steps, torch.finfo(z.dtype).tiny, "abs", **options)

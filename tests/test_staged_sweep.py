@@ -10,7 +10,7 @@ from torch import Tensor
 from bedouin import Bedouin
 from bedouin.fixed_point_map import StructuredMap
 from bedouin.kernels.heads import fold
-from bedouin.solvers.solution import Measured
+from bedouin.solvers.reporting import Measured
 from bedouin.testing import assert_close, layer_gradients
 
 B, T, M, H = 3, 5, 8, 4
@@ -72,7 +72,7 @@ def test_two_stages_are_one_sweep(
         )
         values |= {n: g for n, g in zip(inputs, grads, strict=True) if g is not None}
         if not unroll:
-            backward = Measured(*seen[-1], backward=True).statistics()
+            backward = Measured(seen[-1][0], seen[-1][1], backward=True).statistics()
             assert bool(backward.converged.all())
             values["backward"] = backward.residual
         found.append(values)
@@ -130,7 +130,7 @@ def test_a_stage_that_no_gradient_reaches_has_no_defects() -> None:
     seen: list[Any] = []
     swept = staged.sweep(False, lambda *norms: seen.append(norms))
     swept.y[B:].sum().backward()
-    stats = Measured(*seen[-1], backward=True).statistics()
+    stats = Measured(seen[-1][0], seen[-1][1], backward=True).statistics()
     assert stats.residual.shape == (B,)
     assert bool(stats.converged.all()) and not stats.residual.any()
 

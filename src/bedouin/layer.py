@@ -19,7 +19,12 @@ from bedouin.fixed_point_map import FixedPointMap, StructuredMap
 from bedouin.graphed import Graphed
 from bedouin.heads import HeadNorm, by_head, fold_pair, fold_state, unfold_state
 from bedouin.input_projection import ProjectedLayer
-from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
+from bedouin.kernels.backend import (
+    autocast_dtype,
+    choose_backend,
+    is_recomputation,
+    without_autocast,
+)
 from bedouin.kernels.branches import beside, join
 from bedouin.kernels.feedback import apply_feedback_weight
 from bedouin.kernels.heads import fold, unfold
@@ -32,9 +37,7 @@ from bedouin.noise import draws_noise, without_noise
 from bedouin.packing import Packing, find_packing, hold_memory, last_token
 from bedouin.parameterization import X, split_named
 from bedouin.solvers import Direct, ImplicitAdjoint
-from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.reporting import Caller
-from bedouin.solvers.solution import Measured, Outcome
+from bedouin.solvers.reporting import Caller, Measured, Outcome
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import (

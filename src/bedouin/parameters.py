@@ -14,8 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from bedouin.kernels.launch import accumulator
 from bedouin.solvers import SolveStats
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.reporting import stacklevel
-from bedouin.solvers.solution import Outcome
+from bedouin.solvers.reporting import Outcome, stacklevel
 
 DELTA_RANGE = (1e-3, 0.1)
 
@@ -183,7 +182,8 @@ class SavedLayer(SavedOptions):
         return them from the transformed function. Under torch.compile they are outputs of the graph
         that are not read, so nothing warns or raises, and stats.backward stays None. torch.export
         leaves them as they are. They are reduced when they are first read."""
-        return None if self._outcome is None else self._outcome.stats
+        stats: SolveStats | None = None if self._outcome is None else self._outcome.stats
+        return stats
 
     @property
     def num_calls(self) -> int:

@@ -19,7 +19,7 @@ from bedouin.solvers import (
     solve,
 )
 from bedouin.solvers.base import ReportBackward
-from bedouin.solvers.solution import SolveStats
+from bedouin.solvers.reporting import SolveStats
 
 EXACT = Picard(rtol=1e-14, atol=1e-15)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bedouin.solvers import Picard, Result, SolveStats, solve
-from bedouin.solvers.solution import (
+from bedouin.solvers.reporting import (
     BackwardStats,
     DeferredStats,
     accepted,

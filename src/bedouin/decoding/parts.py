@@ -21,7 +21,7 @@ from bedouin.kernels.backend import (
     is_transformed,
 )
 from bedouin.kernels.branches import beside, unbranched
-from bedouin.solvers.solution import Measured, Outcome, failure_message
+from bedouin.solvers.reporting import Measured, Outcome, failure_message
 from bedouin.state import BedouinState, RecurrentState, check_state
 from bedouin.wrapped import is_untouched
 
