@@ -125,7 +125,8 @@ class _PlainSteps:
         """Evaluate the map at y, freeze converged tokens, update the others, and count the step."""
         before = self.progress
         active = ~before.failed & ~before.frozen.all(1)
-        f_y, now = self._judge()
+        f_y, pivot = self.solver.evaluate(self.f, before.y)
+        now = self._judge(f_y.detach(), pivot)
         y_next, self.memory = self.solver.update(before.y, f_y, self.memory)
         keep = (now.frozen | now.failed.unsqueeze(1)).unsqueeze(-1)
         # the evaluation of a frozen y does not change, so the last one holds for every token
@@ -137,23 +138,21 @@ class _PlainSteps:
 
     def certify(self) -> None:
         """Evaluate the map at y and judge convergence, without an update of y or of the count."""
-        _, self.progress = self._judge()
+        f_y, pivot = self.solver.evaluate(self.f, self.progress.y)
+        self.progress = self._judge(f_y.detach(), pivot)
 
     def finished(self) -> bool:
         """Whether every sample has converged or failed; synchronizes with the device."""
         return bool((self.progress.failed | self.progress.frozen.all(1)).all())
 
-    def _judge(self) -> tuple[Tensor, Progress]:
-        """The value of the map at y (b, t, c), and the progress that it shows."""
-        before = self.progress
-        value, pivot = self.solver.evaluate(self.f, before.y)
-        f_y, y = value.detach(), before.y.detach()
+    def _judge(self, f_y: Tensor, pivot: Tensor | None) -> Progress:
+        """The progress that the value f_y (b, t, c) of the map at y shows."""
+        before, dtype = self.progress, accumulator(f_y.dtype)
         # small tolerances would underflow to zero in float16
-        dtype = accumulator(f_y.dtype)
-        defect, scale = (v.abs().amax(-1).to(dtype) for v in (f_y - y, f_y))
+        defect, scale = (v.abs().amax(-1).to(dtype) for v in (f_y - before.y.detach(), f_y))
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
         failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
         if self.history is not None:
             self.history.append(relative_residual(defect, scale))
-        return value, Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)
+        return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)

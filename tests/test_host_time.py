@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-import bedouin.solvers.direct
+import bedouin.solvers.iterate
 import bedouin.solvers.reporting
 from bedouin import Bedouin
 from bedouin.kernels import backend, plans
@@ -72,7 +72,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(JITFunction, "_do_compile", compile_)
     monkeypatch.setattr(backend, "is_cuda_device", lambda device: True)
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: Device(132, 232448, False)))
-    for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
+    for module in (bedouin.solvers.reporting, bedouin.solvers.iterate):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     # nothing that another test has launched, and nothing of these tests for others
     for kernel in _planned():

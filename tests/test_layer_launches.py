@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import bedouin.solvers.direct
+import bedouin.solvers.iterate
 import bedouin.solvers.reporting
 from bedouin import Bedouin, NoMixing
 from bedouin.kernels.operation import OPERATIONS
@@ -87,7 +87,7 @@ def launches_of(
     """Those of forward and backward, on a machine whose device cannot be read."""
     # it fills uninitialized memory, which costs launches
     torch.use_deterministic_algorithms(False)
-    for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
+    for module in (bedouin.solvers.reporting, bedouin.solvers.iterate):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     forward, backward = Launches(), Launches()
     monkeypatch.setattr(PlannedKernel, "launch", lambda *args: forward.launch(*args))
