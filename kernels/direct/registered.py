@@ -11,14 +11,12 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, f those
 feedback, H heads (kernels/heads.py).
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.branches import beside
 from bedouin.kernels.direct.buffers import (
     allocate_memory,
     allocate_reverse,
@@ -31,12 +29,7 @@ from bedouin.kernels.direct.buffers import (
 from bedouin.kernels.direct.limits import takes_heads_together
 from bedouin.kernels.direct.phases.limits import sizes_of, takes_phases
 from bedouin.kernels.direct.phases.operation import phase_reverse, phase_sweep
-from bedouin.kernels.direct.plain import (
-    plain_memory,
-    plain_reverse,
-    plain_summary,
-    plain_sweep,
-)
+from bedouin.kernels.direct.plain import plain_memory, plain_reverse, plain_sweep
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
@@ -51,9 +44,8 @@ The kept h are flattened to one axis, and the plain sweep's begin with the first
 torch.compile specializes on axes of size 0 and 1 and would recompile for sequences of more than
 `keep_every` tokens."""
 
-SweepResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The tensors of MemoryResult, the statistics (4, b, t), and two tensors derived from these:
-residual and smallest pivot (2, b), and converged (b,)."""
+SweepResult = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The tensors of MemoryResult, and the statistics (4, b, t)."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
@@ -73,18 +65,16 @@ def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
 
 @operation(
     "direct_sweep",
-    f"({OPERANDS}, {OPTIONS}, Tensor? lengths=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def sweep_operation(*flat: Any) -> SweepResult:
-    """`lengths` (b,): tokens before the padding."""
-    operands, options, plain, keep_every, *lengths = _parse(*flat)
+    operands, options, plain, keep_every = _parse(*flat)
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
-        return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
+        return y, h, kept.flatten(1), statistics
     if takes_phases(operands, options):
         y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
-        return y, h, kept, statistics, *summarize(statistics, *lengths)
+        return y, h, kept, statistics
     together = takes_heads_together(operands, options)
     if not together:
         operands, options = with_reflection(operands, options)
@@ -102,16 +92,15 @@ def sweep_operation(*flat: Any) -> SweepResult:
             launch_sweep(head, options, keep_every)
         statistics = join_samples([head.statistics for head in heads], 1)
     y, h, kept = buffers.y, buffers.h.mT, buffers.kept
-    return y, h, kept.flatten(1), statistics, *summarize(statistics, *lengths)
+    return y, h, kept.flatten(1), statistics
 
 
 @sweep_operation.register_fake
 def _sweep_fake(*flat: Any) -> SweepResult:
-    operands, options, plain, keep_every, *_ = _parse(*flat)
+    operands, options, plain, keep_every = _parse(*flat)
     A, (b, t, _) = operands.A, operands.x.shape
-    y, statistics, summary = A.new_empty(operands.x.shape), A.new_empty(4, b, t), A.new_empty(2, b)
     memory = _memory_like(operands, options, plain, keep_every, solves=True)
-    return y, *memory, statistics, summary, A.new_empty(b, dtype=torch.bool)
+    return A.new_empty(operands.x.shape), *memory, A.new_empty(4, b, t)
 
 
 @operation(
@@ -160,26 +149,6 @@ def _memory_like(
 def _slots(t: int, plain: bool, keep_every: int) -> int:
     """Number of kept memories; the plain sweep also keeps the first one."""
     return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
-
-
-def summarize(
-    statistics: Tensor,  # (4, b, t)
-    lengths: Tensor | None = None,  # (b,), tokens before the padding; None: there is none
-) -> tuple[Tensor, Tensor]:
-    """Residual and smallest pivot of each sample (2, b), and whether it converged (b,), from the
-    statistics of a sweep, with the definitions of `relative_residual` and `Direct`."""
-    _, b, t_end = statistics.shape
-    summary = statistics.new_empty(2, b)
-    converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
-    if not t_end:
-        summary[0], summary[1] = 0.0, math.inf
-        converged.fill_(True)
-    elif b:
-        from bedouin.kernels.direct.triton_summary import launch_summary
-
-        with beside("statistics", statistics, summary, converged):
-            launch_summary(statistics, summary, converged, lengths)
-    return summary, converged
 
 
 @operation(

@@ -332,14 +332,14 @@ class StructuredMap(FixedPointMap):
         elif unroll:
             swept = direct_sweep_reference(operands, *options)
         else:
-            known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
-            swept = direct_sweep(operands, *options, report=report, **known)
+            swept = direct_sweep(operands, *options, report=report, backend=self.backend)
         self._swept, self._y = swept, unfold(swept.y, self.joined)
         if self.joined == 1:
             return swept
         names = "defect", "scale", "magnitude"
         largest = {name: self._by_head(getattr(swept, name)).amax(0) for name in names}
-        pivot = self._by_head(swept.pivot).amin(0)
+        # NaN after a singular token must not hide its pivot
+        pivot = self._by_head(swept.pivot.nan_to_num(nan=torch.inf)).amin(0)
         return swept._replace(y=self._y, pivot=pivot, **largest)
 
     def _of_samples(self, report: ReportBackward | None) -> ReportBackward | None:
@@ -357,13 +357,13 @@ class StructuredMap(FixedPointMap):
         fed = fed_heads * (b // count_heads(self.operands.A))
         reports = {} if report is None else _of_stages(report, {"fed": fed, "others": b - fed})
 
-        def sweep_once(stage: Stage, part: Operands, lengths: Tensor | None) -> Sweep:
+        def sweep_once(stage: Stage, part: Operands) -> Sweep:
             if unroll:
                 return direct_sweep_reference(part, *options)
-            known: dict[str, Any] = {"lengths": lengths, "backend": self.backend}
-            return direct_sweep(part, *options, report=reports.get(stage), **known)
+            report = reports.get(stage)
+            return direct_sweep(part, *options, report=report, backend=self.backend)
 
-        call = self.operands, self.parameterization, fed_heads, self.lengths, self.backend
+        call = self.operands, self.parameterization, fed_heads, self.backend
         return sweep_in_stages(sweep_once, *call)
 
     def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)

@@ -33,8 +33,8 @@ from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.output import shifted_norm
 
 Stage = Literal["others", "fed"]
-SweepOnce = Callable[[Stage, Operands, Tensor | None], Sweep]
-"""The sweep of the operands of a stage, given the lengths of its samples."""
+SweepOnce = Callable[[Stage, Operands], Sweep]
+"""The sweep of the operands of a stage."""
 
 
 def sweep_in_stages(
@@ -42,7 +42,6 @@ def sweep_in_stages(
     operands: Operands,  # W^y of the heads with feedback
     parameterization: Parameterization,
     fed_heads: int,
-    lengths: Tensor | None,  # (b,)
     backend: Backend,
 ) -> Sweep:
     """The sweep of all heads, of which the first `fed_heads` have feedback, fewer than all."""
@@ -55,10 +54,9 @@ def sweep_in_stages(
 
     (x, x_o), (raw, raw_o) = operands.x.split(sizes), operands.raw.split(sizes)
     (h0, h0_o), (y0, y0_o) = halves(operands.h0), halves(operands.y0)
-    own_lengths, lengths_o = halves(lengths)
     A, A_o = (_of_heads(v) for v in operands.A.split([first, heads - first]))
     others = Operands(x_o, raw_o, None, A_o, h0_o, y0_o)
-    swept_o = sweep_once("others", others, lengths_o)
+    swept_o = sweep_once("others", others)
 
     assert operands.W_y is not None
     W_y, p = operands.W_y, operands.A.shape[-2]
@@ -72,7 +70,7 @@ def sweep_in_stages(
         x, raw, added = (v.to(operands.A.dtype) for v in (x, raw, fold(read, first)))
         x, raw = add_feedback(x, raw, added, parameterization.feeds_x)
     fed = Operands(x, raw, _of_heads(W_y).contiguous(), A, h0, y0)
-    return _join(sweep_once("fed", fed, own_lengths), swept_o)
+    return _join(sweep_once("fed", fed), swept_o)
 
 
 def with_known_feedback(

@@ -138,15 +138,23 @@ def test_values_may_be_read_except_under_a_transform() -> None:
 NO_FRONT = torch.tensor([0, 0, 0]), torch.tensor([0.5, 0.5, 0.5])
 PIVOTS = {"pivot": torch.zeros(3)}
 EXACT = {"frozen": None, "num_steps": None}
-SAMPLES = "did not converge"
+OF_2 = "2 of 3 samples did not converge in 3 steps (worst residual 2.5e-01)"
+OF_1 = "1 of 3 samples did not converge in 1 steps (worst residual 2.5e-01)"
+EXACTLY = "did not converge: their exact solve is not"
+INACCURATE = f"{EXACTLY} accurate (worst residual 5.0e-01): check stats.conditioning"
 
 
 @pytest.mark.parametrize(
     ("residual", "others", "contained", "missing"),
     [
-        ([0.25, 0.0, 0.125], {}, f"2 of 3 samples {SAMPLES} in 3 steps (worst residual 2.5e-01)", ""),
+        (
+            [0.25, 0.0, 0.125],
+            {},
+            OF_2,
+            "",
+        ),
         ([0.25, 0.0, 0.125], {}, "raise max_steps", "does not contract"),
-        ([0.25, 0.0, 0.0], {}, f"1 of 3 samples {SAMPLES} in 1 steps (worst residual 2.5e-01)", ""),
+        ([0.25, 0.0, 0.0], {}, OF_1, ""),
         ([0.5, 0.0, 0.5], {"halfway": NO_FRONT}, "the map does not contract", "raise max_steps"),
         ([0.5, 0.0, 0.4], {"halfway": NO_FRONT}, "the map does not contract", ""),
         ([0.4, 0.0, 0.4], {"halfway": NO_FRONT}, "raise max_steps", "does not contract"),
@@ -155,8 +163,18 @@ SAMPLES = "did not converge"
         ([1e-6, 0.0, NAN], {}, "(worst residual not finite): a sample became NaN or Inf", ""),
         ([0.25, 0.0, NAN], {}, "use Direct or Jacobi, if it", "stats.conditioning"),
         ([0.25, 0.0, NAN], PIVOTS, "stats.conditioning", "bedouin.diagnose"),
-        ([0.0, NAN, 0.0], EXACT, f"{SAMPLES}: their exact solve is not finite: check the l", "steps"),
-        ([0.0, 0.5, 0.0], EXACT | PIVOTS, "not accurate (worst residual 5.0e-01): check stats.c", ""),
+        (
+            [0.0, NAN, 0.0],
+            EXACT,
+            f"{EXACTLY} finite: check the loss",
+            "steps",
+        ),
+        (
+            [0.0, 0.5, 0.0],
+            EXACT | PIVOTS,
+            INACCURATE,
+            "",
+        ),
         ([0.0, NAN, 0.0], EXACT | PIVOTS, "NaN or Inf: check its input and the size", "the loss"),
     ],
 )
