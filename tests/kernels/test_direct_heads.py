@@ -129,10 +129,10 @@ def run(
 
 def reduced(sweep: Sweep) -> dict[str, Tensor]:
     """The statistics of samples that are read from those of tokens."""
-    stats = Measured(sweep.defect, sweep.scale, sweep.pivot, sweep.magnitude).statistics()
-    assert stats.conditioning is not None
-    names = {"residual": stats.residual, "converged": stats.converged}
-    return names | {"pivot": stats.conditioning}
+    stats = Measured(sweep.defect, sweep.scale, None, sweep.magnitude).statistics()
+    pivots = sweep.pivot.masked_fill(sweep.pivot.isnan(), torch.inf)
+    pivot = torch.nn.functional.pad(pivots, (0, 1), value=torch.inf).amin(1)
+    return {"residual": stats.residual, "converged": stats.converged, "pivot": pivot}
 
 
 def launched(

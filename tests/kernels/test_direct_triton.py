@@ -130,8 +130,13 @@ def _run(
     return sweep._replace(pivot=_smallest(sweep.pivot)), list(grads), reports
 
 
-def _smallest(pivots: Tensor) -> Tensor:  # (b, t) or (b,) -> (b,)
-    return pivots.nan_to_num(nan=torch.inf).amin(1) if pivots.dim() == 2 else pivots
+def _smallest(pivots: Tensor) -> Tensor:  # (b, t) of the kernels, or (b,) -> (b,)
+    pivots = pivots.masked_fill(pivots.isnan(), torch.inf)
+    return (
+        torch.nn.functional.pad(pivots, (0, 1), value=torch.inf).amin(1)
+        if pivots.dim() == 2
+        else pivots
+    )
 
 
 def _cotangents(sweep: Sweep) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,8 @@ def run(case: Case, backend: Backend, operands: Operands | None = None) -> dict[
     grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
     found = {"y": sweep.y, "h": sweep.h, "scale": sweep.scale, "pivot": sweep.pivot}
     if sweep.pivot.dim() == 2:
-        found["pivot"] = sweep.pivot.nan_to_num(nan=torch.inf).amin(1)
+        pivots = sweep.pivot.masked_fill(sweep.pivot.isnan(), torch.inf)
+        found["pivot"] = torch.nn.functional.pad(pivots, (0, 1), value=torch.inf).amin(1)
     if reports:
         found["scale of w"] = reports[1]
     if sweep.y.numel():
