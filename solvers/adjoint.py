@@ -5,7 +5,6 @@ once differentiable, and they behave alike in training and in evaluation.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +19,15 @@ from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
 from bedouin.solvers.direct import Direct
 from bedouin.solvers.reporting import Report
 
-Solve = Callable[[Tensor], Tensor]
-
 
 class _Attach(torch.autograd.Function):
-    """The value y_star, whose gradient g is passed on to `tracked`, or with `solve` the solution w
-    of the adjoint equation for it; all tensors are (b, ...)."""
+    """The value y_star, whose gradient g is passed on to `tracked`, or with the function `solve`
+    its result, the solution w of the adjoint equation for g; all tensors are (b, t, c)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tracked: Tensor, y_star: Tensor, solve: Solve | None) -> Tensor:
+    def forward(tracked: Tensor, y_star: Tensor, solve: Any) -> Tensor:
         return y_star.clone()
 
     @staticmethod
@@ -62,7 +59,7 @@ class _AttachEager(_Attach):
         return tangent if ctx.solve is None else refuse_forward_mode(ctx)
 
 
-def _attach(tracked: Tensor, y_star: Tensor, solve: Solve | None = None) -> Tensor:
+def _attach(tracked: Tensor, y_star: Tensor, solve: Any = None) -> Tensor:
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
     value: Tensor = function.apply(tracked, y_star, solve)  # type: ignore[no-untyped-call]
     return value
@@ -199,9 +196,8 @@ def _attach_iterative(problem: Problem, solver: Solver, y_star: Tensor, report: 
         # The map is evaluated once more, for its Jacobian. Each step reads all tensors that this
         # evaluation saves, which hooks such as those of checkpointing would recompute each time.
         y = y_star.clone().requires_grad_()
-        has_blocks = offers(problem.f, "block_transpose")
+        kind = _BlockAdjointMap if offers(problem.f, "block_transpose") else _AdjointMap
         with torch.enable_grad(), autocast:
-            kind = _BlockAdjointMap if has_blocks else _AdjointMap
             adjoint = kind(problem, y, grad_output)
         start = torch.zeros_like(grad_output)
         w, measured = solver.solve(Problem(adjoint, start, problem.max_steps))

@@ -12,9 +12,8 @@ from bedouin.kernels.direct import is_rounding
 
 ATOL = 1e-30
 """The default atol, in units of y. The tolerance is relative by default because the scale of y is
-unknown: cotangents, and layers with small inputs, can be far below any fixed number. This atol only
-lets a sample converge that is exactly zero, which no relative tolerance does. It is a normal number
-in float32."""
+unknown: cotangents, and layers with small inputs, can be far below any fixed number. This atol, a
+normal number in float32, lets a sample of exact zeros converge, as no relative tolerance does."""
 
 
 def holds_so_far(condition: Tensor) -> Tensor:

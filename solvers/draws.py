@@ -11,8 +11,7 @@ from bedouin.solvers.caps import Cap
 MAX_CALLS = 4096
 """Calls of a layer that are remembered for their recomputation; the oldest are dropped first."""
 
-_AMBIGUOUS = -1
-"""Stored instead of a call's number if several calls drew the same key."""
+_AMBIGUOUS = -1  # stored instead of a call's number if several calls drew the same key
 
 
 class Draws:
@@ -49,10 +48,15 @@ class Draws:
             key = int(torch.randint(2**63 - 1, (), device="cpu"))
         if in_backward():
             known = self._numbers.get(key)
-            if known is None:
-                raise RuntimeError(_message("no earlier call drew the same random key"))
-            if known == _AMBIGUOUS:
-                raise RuntimeError(_message("several calls drew the same random key"))
+            if known is None or known == _AMBIGUOUS:
+                raise RuntimeError(
+                    "a random cap (GammaCap) in a backward pass: activation checkpointing "
+                    "recomputes a call, which must get the same cap as the original call, but "
+                    f"{'no earlier call' if known is None else 'several calls'} drew the same "
+                    "random key. Use checkpointing with preserve_rng_state=True (the default), do "
+                    "not reset torch's random state between calls that are recomputed later, or "
+                    "use FixedCap"
+                )
             return known
         index, self.count = self.count, self.count + 1
         self._numbers[key] = _AMBIGUOUS if key in self._numbers else index
@@ -64,12 +68,3 @@ class Draws:
 # The autograd engine and the generator do not exist inside a compiled graph. torch.compiler.disable
 # would import the compiler.
 _identify_eagerly = torch._disable_dynamo(Draws._identify)  # type: ignore[attr-defined]
-
-
-def _message(reason: str) -> str:
-    return (
-        "a random cap (GammaCap) in a backward pass: activation checkpointing recomputes a call, "
-        f"which must get the same cap as the original call, but {reason}. Use checkpointing with "
-        "preserve_rng_state=True (the default), do not reset torch's random state between calls "
-        "that are recomputed later, or use FixedCap"
-    )

@@ -30,8 +30,7 @@ evaluation changes nothing, since converged tokens stay frozen and steps are cou
 A solve of at most this many steps never waits for the device."""
 
 MAX_TRACED_STEPS = 16
-"""Most steps that torch.compile unrolls: each adds some hundred nodes to the graph, and a graph
-cannot stop early."""
+"""Most steps that torch.compile unrolls, each some hundred nodes; a graph cannot stop early."""
 
 
 class IterativeSolver(TolerantSolver):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bedouin.kernels.checks import frozen_options
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import Map, map_name, offers
+from bedouin.solvers.base import map_name, offers
 from bedouin.solvers.iterate import IterativeSolver
 
 
@@ -24,13 +24,11 @@ class Jacobi(IterativeSolver):
     def rule(self) -> IterationRule:
         return IterationRule("jacobi", self.rtol, self.atol)
 
-    def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, f: Any, y: Tensor) -> Any:
         if not offers(f, "block_solve"):
             raise TypeError(
                 "Jacobi needs a map with a method block_solve(y), and time_dim=1, got "
                 f"{map_name(f)}: use Picard, Anderson or Broyden for a plain function or a mixer "
                 "without the form (e, U, M)"
             )
-        blocks: Any = f
-        found: tuple[Tensor, Tensor | None] = blocks.block_solve(y)
-        return found
+        return f.block_solve(y)

@@ -26,8 +26,8 @@ from bedouin.solvers.convergence import front, relative_residual, within_roundin
 OnUnconverged = Literal["warn", "raise", "ignore"]
 
 SKIPPED_PACKAGES = ("bedouin", "torch")
-"""A warning points at the innermost caller outside these packages. torch is one of them because its
-Module.__call__ and backward lie between the user's line and this package."""
+"""A warning points at the innermost caller outside these packages. Module.__call__ and backward of
+torch lie between the user's line and this package."""
 
 
 class ConvergenceError(RuntimeError):
@@ -72,8 +72,7 @@ STALLED = (
 )
 ROUNDED = "the residual is as small as rounding errors allow: loosen rtol, or use a wider dtype"
 
-FLOOR = 100
-"""A residual of so many eps, or less, is the rounding error of an iteration."""
+FLOOR = 100  # eps; a residual of so many, or less, is the rounding error of an iteration
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Measured(NamedTuple):
     pivot: Tensor | None = None  # (q,) or (q, t)
     magnitude: Tensor | None = None  # (q, t); None: as the scale
     frozen: Tensor | None = None  # (q, t)
-    num_steps: Tensor | None = None  # (q,) int64; None: 1
+    num_steps: Tensor | None = None  # (q,) int64; None: 1, of an exact solve
     real: Tensor | None = None  # (q, t), as of a map
     history: Tensor | None = None  # (evaluations, q)
     halfway: tuple[Tensor, Tensor] | None = None  # (q,), (q,)
@@ -141,11 +140,6 @@ class Measured(NamedTuple):
         """Of a solve of nothing, which has converged after 0 steps."""
         norms = torch.zeros(y.shape[0], 0, dtype=y.dtype, device=y.device)
         return Measured(norms, norms, num_steps=torch.zeros_like(norms.sum(1), dtype=torch.int64))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the solve takes one step by definition."""
-        return self.num_steps is None
 
     @property
     def converged(self) -> Tensor:  # (q,)
@@ -179,8 +173,7 @@ class Measured(NamedTuple):
         return SolveStats(steps, residual, converged, pivot, history, adjoint)
 
     def has_stalled(self) -> bool:
-        """Whether a sample did not converge, and came no nearer to that in the second half of its
-        steps; reads the device."""
+        """Whether a sample came no nearer to convergence in the second half of its steps."""
         if self.halfway is None or self.frozen is None:
             return False
         (before, defect_before), (count, defect) = self.halfway, front(self.frozen, self.defect)
@@ -193,13 +186,12 @@ class Outcome:
     adjoint: the outcome of the adjoint solve, if this is that of a forward solve."""
 
     measured: Measured | None = None
-    _stats: SolveStats | None = None
 
     def __init__(self, num_parts: int = 1, adjoint: "Outcome | None" = None) -> None:
         self.num_parts, self.adjoint = num_parts, adjoint
+        self._stats: SolveStats | None = None
 
     def take(self, measured: Measured) -> None:
-        """Set what the solve measured."""
         self.measured, self._stats = measured, None
         # each replay of a graph that is being captured writes other numbers to the same tensors
         may_capture = measured.defect.is_cuda and not torch.compiler.is_compiling()
@@ -247,7 +239,7 @@ def failure_message(measured: Measured, num_parts: int, cut_at: int | None, subj
     worst = residual.max().item()
     found = f"worst residual {worst:.1e}" if finite else "worst residual not finite"
     what = f"{subject}: {count} of {b} samples did not converge"
-    if measured.is_exact:
+    if measured.num_steps is None:  # an exact solve
         fault = f"not accurate ({found})" if finite else "not finite"
         remedy = "check " if finite else f"{Result.nonfinite.message}, and "
         if not has_pivots:
@@ -271,9 +263,7 @@ class DeferredWarning:
     def __init__(self, every: bool = False) -> None:
         self._every = every
         # an outcome, its copy on the host, whose event is None if it came from a CPU, the message
-        self._pending: dict[
-            str, tuple[Tensor, Tensor, torch.cuda.Event | None, Callable[[], str]]
-        ] = {}
+        self._pending: dict[str, tuple[Tensor, Tensor, Any, Callable[[], str]]] = {}
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
 
@@ -333,9 +323,8 @@ def stacklevel(frame: FrameType) -> int:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who runs a solve, by the name used in messages. draw: the number of the training call; None
-    in evaluation. record: receives the outcome before a failure is reported. num_parts: how many of
-    the map's samples are one of the caller's. record_history: as in `solve`."""
+    """Who runs a solve. draw, record_history: as in `solve`. record: receives the outcome before a
+    failure is reported. num_parts: how many of the map's samples are one of the caller's."""
 
     subject: str
     deferred: DeferredWarning
@@ -356,18 +345,15 @@ class Report:
         self.forward = Outcome(caller.num_parts, self.adjoint)
 
     def check_forward(self) -> None:
-        """Report the forward solve, but not again for a call that activation checkpointing
-        recomputes, which would have raised the first time."""
+        """Report the forward solve; that of a recomputed call would have raised the first time."""
         if self.policy == "raise" or not is_recomputation():
             self._check(self.forward, self.subject)
 
     def take_adjoint(self, measured: Measured) -> None:
-        """Keep and report an adjoint solve."""
         self.adjoint.take(measured)
         self._check(self.adjoint, f"{self.subject}, adjoint solve")
 
     def take_reverse_sweep(self, defect: Tensor, scale: Tensor) -> None:  # (q, t), (q, t)
-        """Keep and report an exact adjoint, by the norms of its equation."""
         if can_read_device(defect):
             self.take_adjoint(Measured(defect, scale, backward=True))
 
@@ -375,7 +361,7 @@ class Report:
         measured = outcome.measured
         if self.policy == "ignore" or measured is None or not can_read_device(measured.defect):
             return
-        cut_at = None if measured.is_exact else self.cut_at
+        cut_at = None if measured.num_steps is None else self.cut_at
         message = partial(failure_message, measured, outcome.num_parts, cut_at)
         if self.policy == "warn" and measured.defect.is_cuda and not measured.waited:
             if not self.warnings.is_pending(subject):

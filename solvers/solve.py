@@ -17,8 +17,6 @@ from bedouin.solvers.base import Map, Problem, Solver, TokenMap, TolerantSolver,
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.reporting import Caller, DeferredWarning, OnUnconverged, Report, Solution
 
-TimeDim = Literal[1] | None
-
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
 
@@ -47,9 +45,9 @@ class SolveOptions:
 
     def solve(self, f: Map, y0: Tensor, caller: Caller) -> Solution:
         """Like the function `solve` for a map of tensors (b, t, c), from y0 (b, t, c)."""
-        steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
-        cut_at = steps if steps < self.cap.limit else None
-        report = Report(caller, self.on_unconverged, cut_at)
+        limit = self.cap.limit
+        steps = limit if caller.draw is None else self.cap.draw(caller.draw)
+        report = Report(caller, self.on_unconverged, steps if steps < limit else None)
         history: list[Tensor] | None = [] if caller.record_history else None
         # a compiled graph cannot call it
         heard = None if torch.compiler.is_compiling() else report.take_reverse_sweep
@@ -63,21 +61,21 @@ class SolveOptions:
         report.forward.take(measured)
         if caller.record is not None:
             caller.record(report.forward)
-        if y0.numel():
-            self._tell_of_precision(y0.dtype, caller)
+        self._tell_of_precision(y0, caller)
         report.check_forward()
         return Solution(value, report.forward)
 
-    def _tell_of_precision(self, dtype: torch.dtype, caller: Caller) -> None:
+    def _tell_of_precision(self, y0: Tensor, caller: Caller) -> None:
         """Warn once of tolerances that no solve in this dtype can be expected to reach."""
-        if self.on_unconverged == "ignore" or torch.compiler.is_compiling() or is_recomputation():
+        unheard = torch.compiler.is_compiling() or is_recomputation()
+        if self.on_unconverged == "ignore" or unheard or not y0.numel():
             return
-        unit = torch.finfo(dtype).eps / 2
+        unit = torch.finfo(y0.dtype).eps / 2
         for solver in (self.solver, getattr(self.adjoint, "solver", None)):
             if isinstance(solver, TolerantSolver) and 0 < solver.rtol < unit:
                 caller.deferred.tell(
                     f"{caller.subject}: rtol={solver.rtol:g} of {type(solver).__name__} is below "
-                    f"the precision of {dtype}, {unit:.0e}, so that a solve ends only where its "
+                    f"the precision of {y0.dtype}, {unit:.0e}, so that a solve ends only where its "
                     "rounding errors vanish: use a larger rtol, or a wider dtype"
                 )
 
@@ -90,7 +88,7 @@ def solve(
     max_steps: int | Cap = 100,
     adjoint: Adjoint | None = None,
     on_unconverged: OnUnconverged = "warn",
-    time_dim: TimeDim = None,
+    time_dim: Literal[1] | None = None,
     draw: int | None = None,
     record_history: bool = False,
 ) -> Solution:
@@ -140,12 +138,12 @@ def solve(
     return replace(solution, value=of_parts.unfolded(value) if parts > 1 else value)
 
 
-def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
+def _check_start(y0: Tensor, time_dim: object) -> None:  # y0: (b, ...)
     if not isinstance(y0, Tensor):
         raise TypeError(f"y0 must be a tensor (b, ...), got {type(y0).__name__}: join its tensors")
     if time_dim not in (None, 1):
         raise ValueError(f"time_dim must be None or 1, got {time_dim!r}")
-    least = 2 if time_dim == 1 else 1
+    least = 2 if time_dim else 1
     if y0.dim() < least:
         raise ValueError(f"y0 must have at least {least} axes, batch first, got {tuple(y0.shape)}")
     if not y0.is_floating_point():

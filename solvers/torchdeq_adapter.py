@@ -98,12 +98,10 @@ class _GuardedMap:
         self.smallest = torch.where(better, size, self.smallest)
         self.frozen = self.frozen | done
 
-    def norms(self) -> tuple[Tensor, Tensor]:  # (b, t), (b, t)
-        """Defect and scale of the best iterate."""
+    def norms(self) -> tuple[Tensor, Tensor]:  # (b, t), (b, t), of the best iterate
         return self._size(self.f_best - self.best), self._size(self.f_best)
 
-    def _size(self, v: Tensor) -> Tensor:  # (b, t, c) -> (b, t)
-        """The max norm of every token, 0 for those in `nonfinite`."""
+    def _size(self, v: Tensor) -> Tensor:  # (b, t, c) -> (b, t), 0 where `nonfinite`
         return torch.where(self.nonfinite, 0.0, v.abs().amax(-1))
 
 
