@@ -13,8 +13,23 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import can_read_device
-from bedouin.solvers import ConvergenceWarning, Picard, Result, Solution, SolveStats, solve
-from bedouin.solvers.reporting import DeferredWarning, Measured, Outcome, failure_message
+from bedouin.solvers import (
+    ConvergenceError,
+    ConvergenceWarning,
+    Picard,
+    Result,
+    Solution,
+    SolveStats,
+    solve,
+)
+from bedouin.solvers.reporting import (
+    Caller,
+    DeferredWarning,
+    Measured,
+    Outcome,
+    Report,
+    failure_message,
+)
 
 INF, NAN = torch.inf, torch.nan
 COPIES: list[Callable[[Any], Any]] = [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))]
@@ -225,25 +240,65 @@ def test_no_warning_before_the_copy_is_complete() -> None:
     assert not warning.is_pending("layer")
 
 
-class _Elsewhere(torch.Tensor):
-    """A tensor on a GPU that is not the current one."""
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a GPU, not the current one."""
 
     is_cuda = True
     device = torch.device("cuda", 1)
 
 
-def test_the_copy_is_awaited_on_the_device_of_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The streams on which events were recorded, all of which have completed."""
     recorded: list[object] = []
 
     class Event:
         def record(self, stream: object = None) -> None:
             recorded.append(stream)
 
+        def query(self) -> bool:
+            return True
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
-    outcome = torch.tensor([True, False]).as_subclass(_Elsewhere)
-    DeferredWarning().schedule(outcome, "layer", lambda: "")
-    assert recorded == [torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return recorded
+
+
+def test_on_a_gpu_a_solve_is_reported_one_call_late_unless_it_waited(events: list[object]) -> None:
+    norms = torch.tensor([[0.0], [1.0]]).as_subclass(Elsewhere), torch.ones(2, 1)
+    for policy in ("ignore", "warn", "raise"):
+        warning = DeferredWarning(every=True)
+        report = Report(Caller("layer", warning), policy, None)  # type: ignore[arg-type]
+        report.forward.take(Measured(*norms))
+        if policy == "raise":
+            with pytest.raises(ConvergenceError, match="layer: 1 of 2 samples") as caught:
+                report.check_forward()
+            assert caught.value.stats is report.forward.stats
+            continue
+        report.check_forward()
+        assert warning.is_pending("layer") == (policy == "warn")
+    # awaited on the device of the outcome
+    assert events == [torch.device("cuda", 1)]
+    report = Report(Caller("layer", warning), "warn", None)
+    report.forward.take(Measured(*norms, waited=True))
+    with pytest.warns(ConvergenceWarning, match="layer: 1 of 2 samples"):
+        report.check_forward()
+    report.forward.take(Measured(*norms))
+    report.check_forward()
+    with pytest.warns(ConvergenceWarning, match=r"layer \(an earlier call\): 1 of 2 samples"):
+        warning.flush()
+
+
+def test_statistics_of_a_captured_solve_are_those_of_the_last_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defect, outcome = torch.tensor([[0.5]]), Outcome()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    outcome.take(Measured(defect.as_subclass(Elsewhere), torch.ones(1, 1)))
+    assert outcome.stats.residual.tolist() == [0.5]
+    defect.fill_(0.25)
+    assert outcome.stats.residual.tolist() == [0.25]
 
 
 def test_the_1st_10th_and_100th_outcome_of_a_subject_warn() -> None:
