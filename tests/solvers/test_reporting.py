@@ -162,12 +162,7 @@ INACCURATE = f"{EXACTLY} accurate (worst residual 5.0e-01): check stats.conditio
 @pytest.mark.parametrize(
     ("residual", "others", "contained", "missing"),
     [
-        (
-            [0.25, 0.0, 0.125],
-            {},
-            OF_2,
-            "",
-        ),
+        ([0.25, 0.0, 0.125], {}, OF_2, ""),
         ([0.25, 0.0, 0.125], {}, "raise max_steps", "does not contract"),
         ([0.25, 0.0, 0.0], {}, OF_1, ""),
         ([0.5, 0.0, 0.5], {"halfway": NO_FRONT}, "the map does not contract", "raise max_steps"),
@@ -178,18 +173,8 @@ INACCURATE = f"{EXACTLY} accurate (worst residual 5.0e-01): check stats.conditio
         ([1e-6, 0.0, NAN], {}, "(worst residual not finite): a sample became NaN or Inf", ""),
         ([0.25, 0.0, NAN], {}, "use Direct or Jacobi, if it", "stats.conditioning"),
         ([0.25, 0.0, NAN], PIVOTS, "stats.conditioning", "bedouin.diagnose"),
-        (
-            [0.0, NAN, 0.0],
-            EXACT,
-            f"{EXACTLY} finite: check the loss",
-            "steps",
-        ),
-        (
-            [0.0, 0.5, 0.0],
-            EXACT | PIVOTS,
-            INACCURATE,
-            "",
-        ),
+        ([0.0, NAN, 0.0], EXACT, f"{EXACTLY} finite: check the loss", "steps"),
+        ([0.0, 0.5, 0.0], EXACT | PIVOTS, INACCURATE, ""),
         ([0.0, NAN, 0.0], EXACT | PIVOTS, "NaN or Inf: check its input and the size", "the loss"),
     ],
 )
@@ -269,7 +254,7 @@ def test_on_a_gpu_a_solve_is_reported_one_call_late_unless_it_waited(events: lis
     norms = torch.tensor([[0.0], [1.0]]).as_subclass(Elsewhere), torch.ones(2, 1)
     for policy in ("ignore", "warn", "raise"):
         warning = DeferredWarning(every=True)
-        report = Report(Caller("layer", warning), policy, None)  # type: ignore[arg-type]
+        report = Report(Caller("layer", warning), policy, None)
         report.forward.take(Measured(*norms))
         if policy == "raise":
             with pytest.raises(ConvergenceError, match="layer: 1 of 2 samples") as caught:
