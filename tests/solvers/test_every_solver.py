@@ -10,8 +10,22 @@ import torch
 from tests.toy_map import SweptMap, ToyMap
 from torch import Tensor
 
-from bedouin.solvers import Anderson, Broyden, Direct, Jacobi, Picard, Result, Solution, solve
-from bedouin.solvers.base import Solver
+from bedouin import Bedouin
+from bedouin.kernels.checks import frozen_options
+from bedouin.solvers import (
+    Anderson,
+    Broyden,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    Picard,
+    Result,
+    Solution,
+    Solver,
+    solve,
+)
+from bedouin.solvers.iterate import IterativeSolver
+from bedouin.testing import assert_close, layer_gradients
 
 B, T, NAN = 3, 6, torch.nan
 EXACT: list[Solver] = [Picard(1e-6), Picard(1e-4, stop_rule="paper"), Jacobi(), Direct()]
@@ -97,6 +111,27 @@ def test_structure_needs_no_contraction_and_its_pivots_are_reported(solver: Solv
     torch.testing.assert_close(solution.value, f.loop())
     assert solution.stats.conditioning is not None
     assert solution.stats.conditioning.tolist() == [0.5] * B
+
+
+@frozen_options
+class Averaged(IterativeSolver):
+    """A solver of a user, who writes one method."""
+
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        return (y + f_y) / 2, None
+
+
+def test_a_new_solver_is_one_class_with_one_method() -> None:
+    torch.manual_seed(0)
+    layer, x = Bedouin(4, d_state=2).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    expected = layer_gradients(layer, x)
+    layer.solver, layer.adjoint = Averaged(1e-13), ImplicitAdjoint(Averaged(1e-13))
+    found = layer_gradients(layer, x)
+    for name, gradient in expected.items():
+        assert_close(name, found[name], gradient, 1e-9, atol=1e-12)
+    layer(x)
+    assert layer.stats is not None and layer.stats.converged.all()
+    assert layer.stats.num_steps.min() > 10
 
 
 @pytest.mark.parametrize("time_dim", [None, 1])
