@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-import bedouin.solvers.direct
+import bedouin.solvers.iterate
 import bedouin.solvers.reporting
 from bedouin import Bedouin, NoMixing
 from bedouin.kernels.operation import OPERATIONS
@@ -76,7 +76,7 @@ def launches_of(
     """Those of forward and backward, on a machine whose device cannot be read."""
     # it fills uninitialized memory, which costs launches
     torch.use_deterministic_algorithms(False)
-    for module in (bedouin.solvers.direct, bedouin.solvers.reporting):
+    for module in (bedouin.solvers.reporting, bedouin.solvers.iterate):
         monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
     forward, backward = Launches(), Launches()
     monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: forward.launch(kernel))

@@ -48,6 +48,7 @@ ADJOINTS: list[Adjoint | None] = [
 ]
 NAN = torch.nan
 interpreted = pytest.param("triton", marks=pytest.mark.interpreter)
+on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def make(**options: Any) -> Bedouin:
@@ -157,38 +158,26 @@ def test_the_exact_adjoint_raises_and_warns(kind: Any, solver: Solver, backend: 
     assert layer.stats.backward.converged.tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize("backend", ["reference", interpreted])
+@pytest.mark.parametrize("place", ["reference", interpreted, on_gpu])
 @pytest.mark.parametrize("solver", [Direct(), Picard()])
-@pytest.mark.parametrize("options", [{}, {"feedback": ()}, {"num_heads": 2}])
+@pytest.mark.parametrize("options", [{}, {"feedback": ()}, {"num_heads": 2}, {"d_state": 64}])
 @pytest.mark.parametrize("value", [NAN, torch.inf])
 def test_an_adjoint_without_reflections_is_reported(
-    backend: Any, solver: Solver, options: dict[str, Any], value: float
+    place: str, solver: Solver, options: dict[str, Any], value: float
 ) -> None:
     """Its equation is explicit, so that a cotangent that is not finite leaves a defect of 0."""
-    layer = Bedouin(4, mixer=NoMixing(), solver=solver, backend=backend, **options)
-    x, grad = draw(t=3, dtype=torch.float32), torch.ones(3, 3, 4)
+    kept: dict[str, Any] = {"device": "cuda"} if place == "cuda" else {"backend": place}
+    m, t = (64, 40) if place == "cuda" else (4, 3)
+    kept |= {"mixer": NoMixing(), "on_unconverged": "raise"}
+    layer = Bedouin(m, solver=solver, **kept, **options)
+    grad = torch.ones(3, t, m)
     grad[1, 1] = value
-    with pytest.warns(ConvergenceWarning, match="Bedouin, adjoint solve: 1 of 3 samples"):
+    x, grad = (v.to(layer.D.device) for v in (torch.randn(3, t, m), grad))
+    with pytest.raises(ConvergenceError, match="Bedouin, adjoint solve: 1 of 3 samples.*not fin"):
         layer(x).backward(grad)
     assert layer.stats is not None and layer.stats.backward is not None
     assert layer.stats.backward.converged.tolist() == [True, False, True]
     assert layer.stats.backward.residual.isnan().tolist() == [False, True, False]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"feedback": ()}, {"num_heads": 2}, {"d_state": 64}])
-@pytest.mark.parametrize("value", [NAN, torch.inf])
-def test_an_adjoint_without_reflections_is_reported_on_a_gpu(
-    options: dict[str, Any], value: float
-) -> None:
-    kept = {"mixer": NoMixing(), "device": "cuda", "on_unconverged": "raise"}
-    layer = Bedouin(64, **kept, **options)  # type: ignore[arg-type]
-    x, grad = torch.randn(3, 40, 64, device="cuda"), torch.ones(3, 40, 64, device="cuda")
-    grad[1, 1] = value
-    with pytest.raises(ConvergenceError, match="Bedouin, adjoint solve: 1 of 3.*not finite"):
-        layer(x).backward(grad)
-    assert layer.stats is not None and layer.stats.backward is not None
-    assert layer.stats.backward.converged.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("backend", ["reference", interpreted])

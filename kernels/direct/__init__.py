@@ -67,7 +67,6 @@ def direct_sweep(
     bind_parameters: tuple[Tensor, ...] = (),
     *,
     y_star: Tensor | None = None,  # (b, t, d)
-    lengths: Tensor | None = None,  # (b,)
     report: ReportBackward | None = None,
     backend: Backend = "auto",
 ) -> Sweep:
@@ -76,11 +75,10 @@ def direct_sweep(
     `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
     None: the layout of the parameterization describes it. With `y_star`, a fixed point found
     elsewhere without erase, nothing is solved: the result is y_star with that gradient (the
-    statistics are then zero). With `lengths`, the tokens before the padding of each sample,
-    `residual` and `converged` leave the padding out. `report` gets defect and scale of the adjoint
-    equation, but not under torch.compile, whose graphs call no Python functions. There the sweep is
-    one operation if the parameterization has a layout, else it runs outside of the graph;
-    torch.export writes a single token out.
+    statistics are then zero). `report` gets defect and scale of the adjoint equation, but not under
+    torch.compile, whose graphs call no Python functions. There the sweep is one operation if the
+    parameterization has a layout, else it runs outside of the graph; torch.export writes a single
+    token out.
     With several heads the batch is head by head, as `Operands` says. `limits` says what the Triton
     kernels take; raises ValueError where `backend="triton"` cannot run, or heads and batch do not
     fit.
@@ -106,11 +104,8 @@ def direct_sweep(
     keep_every = CHUNK if plain else choose_chunk(operands)
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
-        y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars, lengths)
-        defect, scale, magnitude, _ = statistics.unbind()
-        residual, pivot = summary.unbind()
-        reduced = (None, None) if plain else (residual, converged)
-        sweep = Sweep(y, h, defect, scale, magnitude, pivot, *reduced)
+        y, h, _, statistics = sweep_operation(*operands, *scalars)
+        sweep = Sweep(y, h, *statistics.unbind())
     else:
         y, h, _ = memory_operation(y_star, *operands, *scalars)
         zeros = operands.A.new_zeros(operands.x.shape[:2])

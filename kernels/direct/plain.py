@@ -3,8 +3,6 @@
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,17 +33,6 @@ def plain_sweep(
     pivot = sweep.pivot.unsqueeze(1).expand(operands.x.shape[:2])
     statistics = torch.stack([sweep.defect, sweep.scale, sweep.magnitude, pivot])
     return sweep.y.contiguous(), state_major(sweep.h).mT, _stack_kept(kept, operands), statistics
-
-
-def plain_summary(
-    statistics: Tensor,  # (4, b, t)
-) -> tuple[Tensor, Tensor]:
-    """A summary with the shapes of the kernels' summary, (2, b) and (b,), in which only the pivot
-    (the second row) is valid; the caller computes the rest from the statistics."""
-    _, b, t_end = statistics.shape
-    unknown = statistics.new_full((b,), math.nan)
-    pivot = statistics[3].amin(1) if t_end else statistics.new_full((b,), math.inf)
-    return torch.stack([unknown, pivot]), unknown > 0
 
 
 def plain_memory(

@@ -65,9 +65,7 @@ class Sweep(NamedTuple):
     defect: Tensor  # (b, t), detached
     scale: Tensor  # (b, t), detached
     magnitude: Tensor  # (b, t), detached
-    pivot: Tensor  # (b,), smallest pivot of the sample's local systems, detached
-    residual: Tensor | None = None  # (b,), of SolveStats, where the kernels have reduced it
-    converged: Tensor | None = None  # (b,), likewise
+    pivot: Tensor  # (b, t) or (b,), smallest pivot of a token's or sample's systems, detached
 
 
 def input_gain(

@@ -10,14 +10,12 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, f those
 feedback, H heads (kernels/heads.py).
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.branches import beside
 from bedouin.kernels.direct.buffers import (
     allocate_memory,
     allocate_reverse,
@@ -25,12 +23,7 @@ from bedouin.kernels.direct.buffers import (
     collect_gradients,
     count_kept,
 )
-from bedouin.kernels.direct.plain import (
-    plain_memory,
-    plain_reverse,
-    plain_summary,
-    plain_sweep,
-)
+from bedouin.kernels.direct.plain import plain_memory, plain_reverse, plain_sweep
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
@@ -44,9 +37,8 @@ The kept h are flattened to one axis, and the plain sweep's begin with the first
 torch.compile specializes on axes of size 0 and 1 and would recompile for sequences of more than
 `keep_every` tokens."""
 
-SweepResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The tensors of MemoryResult, the statistics (4, b, t), and two tensors derived from these:
-residual and smallest pivot (2, b), and converged (b,)."""
+SweepResult = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The tensors of MemoryResult, and the statistics (4, b, t)."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
@@ -66,31 +58,27 @@ def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
 
 @operation(
     "direct_sweep",
-    f"({OPERANDS}, {OPTIONS}, Tensor? lengths=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def sweep_operation(*flat: Any) -> SweepResult:
-    """`lengths` (b,): tokens before the padding."""
-    operands, options, plain, keep_every, *lengths = _parse(*flat)
+    operands, options, plain, keep_every = _parse(*flat)
     if plain:
         y, h, kept, statistics = plain_sweep(operands, options, keep_every)
-        return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
+        return y, h, kept.flatten(1), statistics
     buffers = allocate_sweep(operands.with_head_axis(), options, keep_every)
     if buffers.y.numel():
         from bedouin.kernels.direct.heads.launch import launch_head_sweep
 
         launch_head_sweep(buffers, options, keep_every)
-    y, h, kept, statistics = buffers.y, buffers.h.mT, buffers.kept, buffers.statistics
-    return y, h, kept.flatten(1), statistics, *summarize(statistics, *lengths)
+    return buffers.y, buffers.h.mT, buffers.kept.flatten(1), buffers.statistics
 
 
 @sweep_operation.register_fake
 def _sweep_fake(*flat: Any) -> SweepResult:
-    operands, options, plain, keep_every, *_ = _parse(*flat)
+    operands, options, plain, keep_every = _parse(*flat)
     A, (b, t, _) = operands.A, operands.x.shape
-    y, statistics, summary = A.new_empty(operands.x.shape), A.new_empty(4, b, t), A.new_empty(2, b)
     memory = _memory_like(operands, plain, keep_every)
-    return y, *memory, statistics, summary, A.new_empty(b, dtype=torch.bool)
+    return A.new_empty(operands.x.shape), *memory, A.new_empty(4, b, t)
 
 
 @operation(
@@ -133,26 +121,6 @@ def _memory_like(operands: Operands, plain: bool, keep_every: int) -> tuple[Tens
 def _slots(t: int, plain: bool, keep_every: int) -> int:
     """Number of kept memories; the plain sweep also keeps the first one."""
     return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
-
-
-def summarize(
-    statistics: Tensor,  # (4, b, t)
-    lengths: Tensor | None = None,  # (b,), tokens before the padding; None: there is none
-) -> tuple[Tensor, Tensor]:
-    """Residual and smallest pivot of each sample (2, b), and whether it converged (b,), from the
-    statistics of a sweep, with the definitions of `relative_residual` and `Direct`."""
-    _, b, t_end = statistics.shape
-    summary = statistics.new_empty(2, b)
-    converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
-    if not t_end:
-        summary[0], summary[1] = 0.0, math.inf
-        converged.fill_(True)
-    elif b:
-        from bedouin.kernels.direct.triton_summary import launch_summary
-
-        with beside("statistics", statistics, summary, converged):
-            launch_summary(statistics, summary, converged, lengths)
-    return summary, converged
 
 
 @operation(

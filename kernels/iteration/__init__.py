@@ -1,6 +1,6 @@
 """The parallel iteration: one step of Picard from the projections in a few launches.
 
-The plain version is the map (bedouin.fixed_point_map) in the loop of bedouin.solvers.iterate. A
+The plain version is the map (bedouin.layers.map) in the loop of bedouin.solvers.iterate. A
 step of Jacobi is the local solve in plain torch around a scan (bedouin.kernels.scan).
 
 Letters: b batch, t time, d channels.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.kernels.checks import known_options as known_options
 from bedouin.kernels.checks import one_of as one_of
-from bedouin.solvers.base import known_options as known_options
-from bedouin.solvers.base import positive_int as positive_int
+from bedouin.kernels.checks import positive_int as positive_int
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -10,6 +10,7 @@ Letters: b batch, m d_model, v classes.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from bedouin.checks import check_batch_size, check_tensor, find_method
 from bedouin.kernels.backend import (
     autocast_dtype,
     choose_backend,
+    has_values,
     is_cuda_device,
     is_transformed,
 )
-from bedouin.solvers import SolveStats
-from bedouin.solvers.solution import has_values
+from bedouin.solvers.reporting import Measured, Outcome, failure_message
 from bedouin.state import RecurrentState
 from bedouin.wrapped import ReplacementWatch, is_untouched
 
@@ -202,32 +203,35 @@ class _Buffered(_Stepped):
         super().__init__(layer, state)
         self.solves, self._tokens = hasattr(layer, "solve_options"), 0
         # of the last token of a layer that solves, at fixed addresses, too
-        self._stats: SolveStats | None = None
-        first = state.tensors[0]
-        self._all_converged = first.new_ones(len(first), dtype=torch.bool)
+        self._measured: Measured | None = None
+        first, self._heads = state.tensors[0], layer.num_heads if self.solves else 1
+        self._all_converged = first.new_ones(self._heads * len(first), dtype=torch.bool)
 
     @property
     def state(self) -> Any:
         """A copy of the state; also sets the layer's `stats`."""
         with torch.inference_mode(False), torch.no_grad():
-            if self._stats is not None:
-                self.layer.__dict__["stats"] = self._copied_stats(self._stats.converged)
+            if self._measured is not None:
+                outcome = Outcome(self._heads)
+                outcome.take(self._copied(self._measured.converged))
+                self.layer.__dict__["_outcome"] = outcome
             return self._state.clone()
 
-    def _copied_stats(self, converged: Tensor) -> SolveStats:  # (b,)
-        stats = self._stats
-        assert stats is not None and stats.conditioning is not None
-        kept = stats.num_steps, stats.residual, converged, stats.conditioning
-        steps, residual, converged, pivot = (v.clone() for v in kept)
-        return SolveStats(steps, residual, converged, pivot)
+    def _copied(self, converged: Tensor) -> Measured:  # (b',)
+        """What was measured of the last token, at addresses of its own."""
+        measured = self._measured
+        assert measured is not None and measured.pivot is not None
+        kept = measured.defect, measured.scale, measured.pivot, converged.unsqueeze(1)
+        defect, scale, pivot, frozen = (v.clone() for v in kept)
+        return Measured(defect, scale, pivot, frozen=frozen)
 
     def __call__(self, x_t: Tensor) -> Tensor:  # (b, m) -> (b, m)
         output: Tensor
         output, after = self.step(x_t, self._state)
         self.load(after)
         if self.solves:
-            self._stats = self.layer.stats.plain
-            self._all_converged.logical_and_(self._stats.converged)
+            self._measured = measured = self.layer._outcome.measured
+            self._all_converged.logical_and_(measured.converged)
         return output
 
     def load(self, state: RecurrentState) -> None:
@@ -240,12 +244,12 @@ class _Buffered(_Stepped):
         if not self.solves:
             yield
         else:
-            kept = layer.solve_options, layer.stats, layer.num_calls
+            kept = layer.solve_options, layer._outcome, layer.num_calls
             layer.solve_options = replace(kept[0], on_unconverged="ignore")
             try:
                 yield
             finally:
-                layer.solve_options, layer.stats, layer.num_calls = kept
+                layer.solve_options, layer._outcome, layer.num_calls = kept
         self.load(before)
         self._all_converged.fill_(True)
 
@@ -263,7 +267,9 @@ class _Buffered(_Stepped):
             return
         layer, subject = self.layer, type(self.layer).__name__
         if layer.on_unconverged == "warn" and not layer.deferred.is_pending(subject):
-            layer.deferred.schedule(self._copied_stats(self._all_converged), subject)
+            measured, named = self._copied(self._all_converged), f"{subject} (an earlier call)"
+            message = partial(failure_message, measured, self._heads, None, named)
+            layer.deferred.schedule(measured.converged, subject, message)
             self._all_converged.fill_(True)
 
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.heads import fold
 from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.map import MapOfHeads, StructuredMap
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -25,7 +27,6 @@ from bedouin.solvers import (
     Solver,
     SolveStats,
 )
-from bedouin.solvers.base import TransposedBlockMap, check_number
 from bedouin.testing import (
     check_layer,
     compare_gradients,
@@ -290,8 +291,8 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     if not probe.is_structured:
         return None
     found = find_fixed_point(probe, x, solver=Direct())
-    f = found.f.joining(1)
-    assert isinstance(f, TransposedBlockMap)
+    f = found.f.apart() if isinstance(found.f, MapOfHeads) else found.f
+    assert isinstance(f, StructuredMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(found.y.shape, generator=generator, dtype=torch.float64).to(found.y)

@@ -20,9 +20,9 @@ from bedouin.checks import (
     positive_int,
 )
 from bedouin.generation import Sampling, generate
+from bedouin.kernels.checks import check_number
 from bedouin.layers import common
 from bedouin.packing import find_packing
-from bedouin.solvers.base import check_number
 from bedouin.state import SequenceCall
 
 CallKind = Literal["whole", "chunk", "token"]

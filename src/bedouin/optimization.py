@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from bedouin.solvers.base import check_number
+from bedouin.kernels.checks import check_number
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

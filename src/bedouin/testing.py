@@ -15,7 +15,7 @@ from torch import Tensor
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.heads import unfold
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.map import FixedPointMap
+from bedouin.layers.map import FixedPointMap, MapOfHeads, of_all_heads
 from bedouin.layers.stages import gated, project, solving, state_before
 from bedouin.packing import find_packing
 from bedouin.solvers import Adjoint, Direct, Picard, Solver, SolveStats
@@ -63,7 +63,7 @@ def distance(a: Tensor, e: Tensor) -> Tensor:  # any shape, the same for all
 class FixedPoint:
     """A fixed point that a solver found, with its map."""
 
-    f: FixedPointMap
+    f: FixedPointMap | MapOfHeads
     y: Tensor  # (b, t, d)
     output: Tensor  # (b, t, m), the layer's output
     stats: SolveStats
@@ -105,12 +105,12 @@ def find_fixed_point(
     projected = project(probe, x, before, None)
     with without_autocast(x.device):
         options, f = probe.solve_options, projected.f
-        y = options.solve(f, *solving(probe, f, options, None)).value
+        y = options.solve(f, *solving(probe, f, options)).value
         hidden = gated(probe, projected, y)
     assert probe.stats is not None
     heads = probe.num_heads
-    f = f if heads == 1 else f.joining(heads)
-    return FixedPoint(f, unfold(y, heads), probe.out_proj(hidden), probe.stats)
+    f_of_heads = of_all_heads(f, heads)
+    return FixedPoint(f_of_heads, unfold(y, heads), probe.out_proj(hidden), probe.stats)
 
 
 @torch.no_grad()

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.backend import has_values, is_transformed
 from bedouin.kernels.linear import apply_weight, padding
 from bedouin.layers.heads import HeadLinear, HeadNorm
-from bedouin.solvers.solution import has_values
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""

@@ -28,12 +28,12 @@ from bedouin.kernels.direct.buffers import (
 from bedouin.kernels.direct.heads.blocks import SCRATCH, head_blocks
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.limits import choose_sweep
-from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan_reference
 from bedouin.solvers.convergence import relative_residual
+from bedouin.solvers.reporting import Measured
 from bedouin.testing import assert_close
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
@@ -105,6 +105,18 @@ def cotangents(sweep: Sweep) -> list[Tensor]:
     return [torch.randn(v.shape, generator=generator).to(v) for v in (sweep.y, sweep.h)]
 
 
+def values_of(sweep: Sweep) -> dict[str, Tensor]:
+    """The values of a sweep, with what a solver reports of it."""
+    found = {name: v.detach() for name, v in sweep._asdict().items()}
+    if not sweep.defect.numel():
+        return found
+    norms = (found[name] for name in ("defect", "scale", "pivot", "magnitude"))
+    stats = Measured(*norms).statistics()
+    assert stats.conditioning is not None
+    reported = {"residual": stats.residual, "converged": stats.converged}
+    return found | reported | {"pivot": stats.conditioning}
+
+
 def run(
     case: Case,
     backend: Backend,
@@ -129,7 +141,7 @@ def run(
     weights = weights or cotangents(sweep)
     outputs = (sweep.y, sweep.h)[: len(weights)]
     grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
-    found = {name: v.detach() for name, v in sweep._asdict().items() if v is not None}
+    found = values_of(sweep)
     found |= {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
     return found | {f"report {i}": v for i, v in enumerate(reports)}
 
@@ -145,16 +157,13 @@ def launched(
     chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
     with patch.object(launch, "choose_rows", return_value=chosen):
         launch.launch_head_sweep(buffers, options, keep_every)
-    summary, converged = summarize(buffers.statistics)
-    *statistics, _ = buffers.statistics
-    values = (buffers.y, buffers.h.mT, *statistics, summary[1], summary[0], converged)
-    sweep = Sweep(*values)
+    sweep = Sweep(buffers.y, buffers.h.mT, *buffers.statistics)
     grad_y, grad_h = cotangents(sweep)
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
     with patch.object(launch, "choose_rows", return_value=chosen):
         normed = launch.launch_head_reverse(known, grads, buffers.W_y, options, keep_every)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
-    found = dict(zip(Sweep._fields, values, strict=True))
+    found = values_of(sweep)
     for name, v, operand in zip(NAMES, every, operands, strict=True):
         if operand is not None:
             found[f"gradient of {name}"] = v
@@ -674,11 +683,11 @@ def test_the_residual_is_that_of_an_evaluation_of_the_map(k: int) -> None:
     )
     defect, size = (F - sweep.y).abs().amax(-1), F.abs().amax(-1)
     expected = relative_residual(defect, size)
-    assert sweep.residual is not None and sweep.converged is not None
-    ratio = sweep.residual.double() / expected
+    stats = Measured(sweep.defect, sweep.scale, sweep.pivot, sweep.magnitude).statistics()
+    ratio = stats.residual.double() / expected
     # both are roundings of one token or another
     assert bool((ratio > 0.1).all()) and bool((ratio < 10).all()), ratio
-    assert bool((expected > 1e-8).all()) and bool(sweep.converged.all())
+    assert bool((expected > 1e-8).all()) and bool(stats.converged.all())
 
 
 @needs_triton

@@ -65,15 +65,6 @@ def test_each_sample_stops_at_its_own_step_and_keeps_the_measured_value() -> Non
     assert torch.equal(solution.value, values)
 
 
-def test_the_residual_is_that_of_the_returned_value() -> None:
-    for max_steps in (1, 4, 100):
-        f = _rates(0.3, 0.8)
-        solution = _run(f, torch.zeros(2, 3, dtype=torch.float64), Picard(), max_steps)
-        f_y = f(solution.value)
-        residual = (f_y - solution.value).abs().amax(1) / f_y.abs().amax(1)
-        torch.testing.assert_close(solution.stats.residual, residual, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("max_steps", [1, 2, 7])
 def test_without_convergence_there_are_exactly_max_steps_updates(max_steps: int) -> None:
     f, y = _rates(0.5), torch.zeros(1, 1, dtype=torch.float64)
@@ -83,13 +74,6 @@ def test_without_convergence_there_are_exactly_max_steps_updates(max_steps: int)
     assert torch.equal(solution.value, y)
     assert solution.stats.num_steps.tolist() == [max_steps]
     assert solution.result is Result.max_steps_reached
-
-
-def test_zero_tolerances_never_stop_early_even_at_the_exact_fixed_point() -> None:
-    solution = _run(lambda y: y, torch.ones(2, 3), NEVER, 17)
-    assert solution.stats.num_steps.tolist() == [17, 17]
-    assert solution.stats.residual.tolist() == [0.0, 0.0]
-    assert not bool(solution.stats.converged.any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -134,13 +118,15 @@ def _oscillating(y: Tensor) -> Tensor:
 
 
 def test_adaptive_damping_tames_an_oscillation_where_plain_picard_diverges() -> None:
-    y0 = torch.zeros(2, 3, dtype=torch.float64)
-    plain = _run(_oscillating, y0, Picard(), 60)
-    assert not bool(plain.stats.converged.any())
-    assert plain.value.abs().min() > 1e3
-    adaptive = _run(_oscillating, y0, Picard(patience=2, shrink=0.5), 60)
+    """A sample that improves is not touched."""
+    rates, y0 = (0.5, -1.2), torch.zeros(2, 1, dtype=torch.float64)
+    f, plain = _rates(*rates), _run(_rates(*rates), y0, Picard(1e-6))
+    assert plain.stats.converged.tolist() == [True, False]
+    assert plain.value[1].abs() > 1e3
+    adaptive = _run(f, y0, Picard(1e-6, patience=2, shrink=0.5))
     assert adaptive.result is Result.converged
-    torch.testing.assert_close(adaptive.value, torch.full_like(y0, 0.5), rtol=1e-3, atol=0)
+    assert torch.equal(adaptive.value[0], plain.value[0])
+    assert adaptive.value[1].item() == pytest.approx(1 / 2.2, rel=1e-5)
 
 
 def test_adaptive_damping_shrinks_after_patience_steps_without_a_new_low() -> None:
@@ -153,14 +139,6 @@ def test_adaptive_damping_shrinks_after_patience_steps_without_a_new_low() -> No
     torch.testing.assert_close(_run(_oscillating, y0, solver, 4).value, y)
 
 
-def test_adaptive_damping_does_not_touch_a_sample_that_improves() -> None:
-    rates, y0 = (0.5, -1.2), torch.zeros(2, 1, dtype=torch.float64)
-    adaptive = Picard(1e-6, 0.0, patience=2, shrink=0.5)
-    together = _run(_rates(*rates), y0, adaptive)
-    assert together.result is Result.converged
-    assert torch.equal(together.value[:1], _run(_rates(rates[0]), y0[:1], Picard(1e-6, 0.0)).value)
-
-
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 99),
@@ -169,33 +147,20 @@ def test_adaptive_damping_does_not_touch_a_sample_that_improves() -> None:
         [Picard(0.1), Picard(1e-3), Picard(1e-6), Picard(1e-6, damping=0.7), NEVER]
     ),
 )
-def test_a_longer_sequence_does_not_change_its_beginning(
+def test_neither_neighbours_nor_the_future_change_a_token(
     seed: int, cut: int, solver: Picard
 ) -> None:
     x = torch.randn(2, 10, 3, generator=torch.Generator().manual_seed(seed))
-    whole = _solve_causal(x, solver).value
-    assert torch.equal(whole[:, :cut], _solve_causal(x[:, :cut], solver).value)
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 99), rtol=st.sampled_from([1e-1, 1e-3, 1e-6]))
-def test_a_sample_does_not_see_its_neighbours(seed: int, rtol: float) -> None:
-    x = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(seed))
-    together = _solve_causal(x, Picard(rtol))
-    for i in range(4):
-        alone = _solve_causal(x[i : i + 1], Picard(rtol))
-        assert torch.equal(together.value[i : i + 1], alone.value)
-        assert together.stats.num_steps[i] == alone.stats.num_steps[0]
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 99))
-def test_solving_again_from_the_solution_changes_nothing(seed: int) -> None:
-    x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(seed))
-    first = _solve_causal(x)
-    again = _run(_causal_map(x), first.value, Picard(1e-6), time_dim=1)
-    assert torch.equal(again.value, first.value)
-    assert again.stats.num_steps.tolist() == [1, 1]
+    whole = _solve_causal(x, solver)
+    assert torch.equal(whole.value[:, :cut], _solve_causal(x[:, :cut], solver).value)
+    for i in range(2):
+        alone = _solve_causal(x[i : i + 1], solver)
+        assert torch.equal(whole.value[i : i + 1], alone.value)
+        assert whole.stats.num_steps[i] == alone.stats.num_steps[0]
+    if solver is not NEVER:  # solving again from the solution changes nothing
+        again = _run(_causal_map(x), whole.value, solver, time_dim=1)
+        assert torch.equal(again.value, whole.value)
+        assert again.stats.num_steps.tolist() == [1, 1]
 
 
 def test_a_token_waits_for_all_tokens_before_it() -> None:
@@ -292,28 +257,6 @@ def test_the_one_step_gradient_of_the_paper_is_taken_at_the_returned_value() -> 
     (ours,) = torch.autograd.grad(solution.value.sum(), x)
     (theirs,) = torch.autograd.grad(_causal_map(x)(solution.value.detach()).sum(), x)
     assert torch.equal(ours, theirs)
-
-
-def test_paper_stop_rule_keeps_what_comes_before_a_nan() -> None:
-    x = torch.randn(2, 6, 2)
-    x[0, 4] = torch.nan
-    solution = _solve_causal(x, Picard(1e-4, stop_rule="paper"))
-    assert bool(solution.value[0, :4].isfinite().all())
-    assert bool(solution.value[0, 4:].isnan().all())
-    assert solution.stats.converged.tolist() == [False, True]
-
-
-def test_a_nan_fails_its_sample_from_its_token_on() -> None:
-    x = torch.randn(3, 6, 2)
-    clean = _solve_causal(x)
-    x[1, 2] = torch.nan
-    solution = _solve_causal(x)
-    assert torch.equal(solution.value[[0, 2]], clean.value[[0, 2]])
-    assert torch.equal(solution.value[1, :2], clean.value[1, :2])
-    assert bool(solution.value[1, 2:].isnan().all())
-    assert solution.stats.converged.tolist() == [True, False, True]
-    assert solution.stats.residual.isnan().tolist() == [False, True, False]
-    assert solution.result is Result.nonfinite
 
 
 def test_an_infinity_on_the_way_does_not_fail_a_later_token() -> None:

@@ -30,6 +30,7 @@ from bedouin.checks import (
 )
 from bedouin.graphed import Graphed
 from bedouin.kernels.backend import Backend, without_autocast
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import (
     NO_LAYOUT,
@@ -52,7 +53,7 @@ from bedouin.layers.heads import (
     HeadNorm,
     make_linear,
 )
-from bedouin.layers.map import FixedPointMap, ScanInputs, split_by_layout
+from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads, split_by_layout
 from bedouin.layers.mixers import ChannelMixer, kernel_gap
 from bedouin.layers.options import (
     FEEDBACK_NORM_EPS,
@@ -76,10 +77,9 @@ from bedouin.layers.options import (
 from bedouin.layers.stages import gated, project, solving, state_after, state_before
 from bedouin.packing import find_packing
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, Solver, SolveStats
-from bedouin.solvers.base import check_number
 from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
-from bedouin.solvers.reporting import DeferredWarning, OnUnconverged
+from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
 from bedouin.wrapped import (
@@ -141,12 +141,8 @@ class FixedPointLayer(nn.Module, ABC):
 
     record_history = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
-    stats: SolveStats | None
-    """Statistics of the last call, also of one that raised a ConvergenceError; None before any. A
-    sample's are the worst of its heads. A state_dict contains none, and neither loading one, nor
-    the recomputation of non-reentrant checkpointing, nor torch.export changes them. Under
-    torch.func transforms they are tensors of the transform, which the transformed function may
-    return; copies and pickles have None then. Under torch.compile nothing reads them."""
+    _outcome: Outcome | None = None
+    """That of the last call."""
     _stats_have_graph = False
     """Whether the call that `stats` describes recorded gradients."""
 
@@ -207,7 +203,7 @@ class FixedPointLayer(nn.Module, ABC):
         options = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
         self.solve_options = check_structure(mixer, p, options)
         warn_of_singular_systems(mixer, self.decay, self.input_scale)
-        self.stats, self.draws, self.deferred = None, Draws(), DeferredWarning()
+        self.draws, self.deferred = Draws(), DeferredWarning()
 
         factory = factory_options(device, dtype)
         sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
@@ -289,7 +285,7 @@ class FixedPointLayer(nn.Module, ABC):
         options = self._options_of_token() if one_token else self.solve_options
         projected = project(self, packing.take(x), before, lengths)  # x, z and F of raw
         with without_autocast(x.device):
-            y = options.solve(projected.f, *solving(self, projected.f, options, lengths)).value
+            y = options.solve(projected.f, *solving(self, projected.f, options)).value
             hidden = gated(self, projected, y)  # SiLU(gate + z) * norm(y + D * x)
         output = packing.put(self.out_proj(hidden), x.shape)
         if not return_state:
@@ -336,7 +332,7 @@ class FixedPointLayer(nn.Module, ABC):
         where it does not fit the layer."""
         return check_state(state, b, self.state_size, self.init_state(0).y)
 
-    def map(self, x: Tensor) -> FixedPointMap:  # x: (b, t, m)
+    def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
         """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
         parameters.
 
@@ -345,8 +341,7 @@ class FixedPointLayer(nn.Module, ABC):
         product of v with its Jacobian. Raises the errors of a call.
         """
         self.check_input(x, rank=3)
-        f = project(self, x, None, None).f
-        return f if self.num_heads == 1 else f.joining(self.num_heads)
+        return of_all_heads(project(self, x, None, None).f, self.num_heads)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
@@ -440,6 +435,19 @@ class FixedPointLayer(nn.Module, ABC):
         return common.number_options(self) | {"mixer": type_name(mixer)} | of_mixer
 
     @property
+    def stats(self) -> SolveStats | None:
+        """Statistics of the last call, also of one that raised a ConvergenceError; None before any.
+
+        A sample's are the worst of its heads. They are reduced when they are first read. A
+        state_dict contains none, and neither loading one, nor the recomputation of non-reentrant
+        checkpointing, nor torch.export changes them. Under torch.func transforms they are tensors
+        of the transform, which the transformed function may return; copies and pickles have None
+        then. Under torch.compile nothing reads them.
+        """
+        stats: SolveStats | None = None if self._outcome is None else self._outcome.stats
+        return stats
+
+    @property
     def num_calls(self) -> int:
         """The number of training calls, on which random caps depend."""
         return self.draws.count
@@ -451,8 +459,9 @@ class FixedPointLayer(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without statistics of a torch.func transform."""
         state = dict(vars(self))
-        if self.stats is not None and is_functorch_wrapped_tensor(self.stats.verdict):
-            state["stats"] = None
+        measured = None if self._outcome is None else self._outcome.measured
+        if measured is not None and is_functorch_wrapped_tensor(measured.defect):
+            state["_outcome"] = None
         return state
 
     def reset_parameters(self) -> None:

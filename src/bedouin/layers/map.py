@@ -9,17 +9,14 @@ Letters: b batch, t time, d channels, n state per channel, r raw values. A layer
 folds them into the batch (layers/heads.py); d are then the channels of a head.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.kernels.backend import Backend
+from bedouin.kernels.backend import Backend, has_values
 from bedouin.kernels.direct import (
-    ROUNDING,
     LocalFactors,
     ReportBackward,
     Sweep,
@@ -41,18 +38,6 @@ from bedouin.kernels.operands import Coefficients, Operands, Parameterization, R
 from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.layers.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.solvers.base import Steps
-from bedouin.solvers.convergence import relative_residual, within_rounding
-from bedouin.solvers.solution import (
-    BackwardStats,
-    SolveStats,
-    can_read_device,
-    has_values,
-    join_parts,
-)
-
-NORMS = "defect", "scale", "magnitude"
-"""Those of a sweep's tokens."""
 
 
 class ScanInputs(NamedTuple):
@@ -84,9 +69,7 @@ class FixedPointMap:
 
     `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
     before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
-    padding, so that the memory passes through it. With `joined` heads, y and F(y) are
-    (b / joined, t, joined d), the channels of the heads side by side, each judged by itself
-    (`parts`).
+    padding, so that the memory passes through it.
     """
 
     def __init__(
@@ -97,33 +80,20 @@ class FixedPointMap:
         split: Callable[[Tensor], ScanInputs],
         backend: Backend,
         lengths: Tensor | None = None,  # (b,)
-        joined: int = 1,
     ) -> None:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
-        self.lengths, self.joined = lengths, joined
+        self.lengths = lengths
         # these are computed when they are first read: the kernels need none of them
         self._real: Tensor | None = None
         self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
 
-    def joining(self, num_heads: int) -> Self:
-        """The same map, with so many heads joined."""
-        found = copy.copy(self)
-        found.joined, found._real = num_heads, None
-        return found
-
     @property
-    def parts(self) -> int:
-        """The parts of a token that solvers judge each by itself."""
-        return self.joined
-
-    @property
-    def real(self) -> Tensor | None:  # (b / joined, t)
+    def real(self) -> Tensor | None:  # (b, t)
         """Which tokens come before the padding; None: all."""
         if self._real is None and self.lengths is not None:
-            b, t = self.operands.x.shape[:2]
-            self._real = tokens_before(self.lengths[: b // self.joined], t)
+            self._real = tokens_before(self.lengths, self.operands.x.shape[1])
         return self._real
 
     @property
@@ -158,17 +128,16 @@ class FixedPointMap:
         token is that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
 
-    def __call__(self, y: Tensor) -> Tensor:  # of joined heads -> of joined heads
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """F(y)."""
-        tensors, options = self._scan_arguments(fold(y, self.joined))
-        return self._unfolded(selective_scan(*tensors, **options)[0])
+        tensors, options = self._scan_arguments(y)
+        return self._without_padding(selective_scan(*tensors, **options)[0])
 
-    def _unfolded(self, v: Tensor) -> Tensor:  # (b, t, d) -> of joined heads
+    def _without_padding(self, v: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """v, where the values of the padding are 0: solvers that combine all tokens see these."""
-        v = unfold(v, self.joined)
         return v if self.real is None else zero_outside(self.real, v)
 
-    def memory(self, y: Tensor) -> Tensor:  # (b, t, d), of no joined heads -> (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y."""
         tensors, options = self._scan_arguments(y)
         return selective_scan(*tensors, **options)[1]
@@ -259,25 +228,6 @@ class MixerBind:
         return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), no_erase)
 
 
-def _make_reporter(cell: BackwardStats, joined: int) -> ReportBackward:
-    """A function that puts the statistics of a reverse sweep into the cell when they are read, one
-    entry for each sample of so many heads."""
-
-    @torch.no_grad()
-    def stats(defect: Tensor, scale: Tensor) -> SolveStats:
-        # flipped, because the reverse sweep begins with the last token
-        residual = relative_residual(defect.flip(1), scale.flip(1))
-        converged = residual < ROUNDING * torch.finfo(residual.dtype).eps
-        steps = torch.ones_like(residual, dtype=torch.int64)
-        return join_parts(SolveStats(steps, residual, converged), joined)
-
-    def report(defect: Tensor, scale: Tensor) -> None:  # defect: (b, t), scale: (b, t)
-        if can_read_device(defect):
-            cell.defer(partial(stats, defect, scale))
-
-    return report
-
-
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
@@ -301,86 +251,62 @@ class StructuredMap(FixedPointMap):
         sigma, gap = self._input_gain(found.delta, found.B, found.C)
         return x, found, diagonal, sigma, factor_local(sigma, diagonal, found.U, found.M, gap)
 
-    def sweep(self, unroll: bool, cell: BackwardStats) -> Sweep:
+    def sweep(self, unroll: bool, report: ReportBackward | None = None) -> Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         options = self.operands, self.parameterization, self.bind, self.mixer_values
         if unroll:
-            swept = direct_sweep_reference(*options)
+            self._swept = direct_sweep_reference(*options)
         else:
-            known: dict[str, Any] = {"lengths": self.lengths, "backend": self.backend}
-            report = _make_reporter(cell, self.joined)
-            swept = direct_sweep(*options, report=report, **known)
-        if swept.residual is None and self.lengths is not None:
-            # the defects of the padding are left to the solver to reduce
-            real = tokens_before(self.lengths, swept.y.shape[1])
-            norms = {n: zero_outside(real, getattr(swept, n)) for n in NORMS}
-            swept = swept._replace(**norms)
-        self._swept = self._of_samples(swept) if self.joined > 1 else swept
+            self._swept = direct_sweep(*options, report=report, backend=self.backend)
         return self._swept
 
-    def _of_samples(self, swept: Sweep) -> Sweep:
-        """The sweep of joined heads, with the statistics of each sample's worst head."""
-        residual, converged = swept.residual, swept.converged
-        if residual is None or converged is None:
-            residual = relative_residual(swept.defect, swept.scale)
-            converged = within_rounding(swept.defect, swept.scale, swept.magnitude)
-        worst = {
-            "residual": self._by_head(residual).amax(0),
-            "converged": self._by_head(converged).all(0),
-            "pivot": self._by_head(swept.pivot).amin(0),
-        }
-        return swept._replace(y=unfold(swept.y, self.joined), **worst)
-
-    def _by_head(self, v: Tensor) -> Tensor:  # (b, ...) -> (joined, b / joined, ...)
-        return v.reshape(self.joined, v.shape[0] // self.joined, *v.shape[1:])
-
-    def memory(self, y: Tensor) -> Tensor:  # (b, t, d), of no joined heads -> (b, d, n)
+    def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y, without another scan if y is the result of the last
         sweep."""
         swept = self._swept
         return swept.h if swept is not None and swept.y is y else super().memory(y)
 
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # of joined heads, likewise
+    def attach(
+        self,
+        y_star: Tensor,  # (b, t, d)
+        report: ReportBackward | None = None,
+    ) -> Tensor:  # (b, t, d)
         """y_star with the exact implicit gradient."""
-        y_star = fold(y_star, self.joined)
         arguments = self.operands, self.parameterization, self.bind, self.mixer_values
-        report = _make_reporter(cell, self.joined)
         options: dict[str, Any] = {"report": report, "backend": self.backend}
-        return unfold(direct_sweep(*arguments, y_star=y_star, **options).y, self.joined)
+        return direct_sweep(*arguments, y_star=y_star, **options).y
 
-    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:  # y: (b, t, d)
-        """Steps in kernels, or None if these do not support the rule or this map, whose mixer must
-        be a HouseholderProduct, for joined heads and for tensors without values. Raises
-        ValueError if backend="triton" cannot run."""
-        if self.joined > 1 or not has_values(y):
+    def fuse(self, y: Tensor, rule: IterationRule) -> Any:  # y: (b, t, d)
+        """An iteration in kernels, or None if these do not support the rule or this map, whose
+        mixer must be a HouseholderProduct, and for tensors without values. Raises ValueError if
+        backend="triton" cannot run."""
+        if not has_values(y):
             return None
         arguments = self.operands, y, self.parameterization, self.mixer_values, rule
         return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: of joined heads
-        """G(y), as y, and the smallest pivot (b / joined,). G solves the local equation of each
-        token, with its memory and its feedback computed from y."""
-        y = fold(y, self.joined)
+    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
+        """G(y) (b, t, d), and the smallest pivot (b,). G solves the local equation of each token,
+        with its memory and its feedback computed from y."""
         x, (delta, B, C, _, U, M, _), diagonal, _, factors = self._local(y)
         mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
         options = self._scan_options()
         p, _ = selective_scan(mixed, delta, A, B, C, exclusive=True, **options)
         # the pivots of padding are 1, the largest that a pivot is
-        pivot = self._by_head(smallest_pivot(factors).amin(1)).amin(0)
-        return self._unfolded(solve_local(p, factors, x)), pivot
+        pivot = smallest_pivot(factors).amin(1)
+        return self._without_padding(solve_local(p, factors, x)), pivot
 
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """The functions w -> L^T w and r -> (I - L^T)^-1 r of values like y_star, (b, t, d) or of
-        joined heads, L_t = diag(sigma_t) (I - Q_t) at y_star."""
+        """The functions w -> L^T w and r -> (I - L^T)^-1 r of values like y_star (b, t, d),
+        L_t = diag(sigma_t) (I - Q_t) at y_star."""
         with torch.no_grad():
-            _, found, diagonal, sigma, factors = self._local(fold(y_star, self.joined))
+            _, found, diagonal, sigma, factors = self._local(y_star)
 
         def apply(w: Tensor) -> Tensor:
-            w = sigma * fold(w, self.joined)
-            return unfold(apply_complement_transposed(w, diagonal, found.U, found.M), self.joined)
+            return apply_complement_transposed(sigma * w, diagonal, found.U, found.M)
 
         def invert(r: Tensor) -> Tensor:
-            return unfold(solve_local_transposed(fold(r, self.joined), factors), self.joined)
+            return solve_local_transposed(r, factors)
 
         return apply, invert
 
@@ -401,3 +327,34 @@ class StructuredMap(FixedPointMap):
         decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
         gap = gain_gap(decay, B, C, options) if options.layout is None else None
         return input_gain(s, B, C), gap
+
+
+class MapOfHeads:
+    """F of all heads, (b, t, H d) -> (b, t, H d), with their channels side by side.
+
+    No head reads another, so that solvers take them apart: each is a sample of the map `apart()`.
+    """
+
+    def __init__(self, of_samples: FixedPointMap, num_heads: int) -> None:
+        self.of_samples, self.parts = of_samples, num_heads
+
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, H d) -> (b, t, H d)
+        """F(y)."""
+        return self.unfolded(self.of_samples(self.folded(y)))
+
+    def apart(self) -> FixedPointMap:
+        """The map of which each head is a sample."""
+        return self.of_samples
+
+    def folded(self, y: Tensor) -> Tensor:  # (b, t, H d) -> (H b, t, d)
+        """y of each head."""
+        return fold(y, self.parts)
+
+    def unfolded(self, y: Tensor) -> Tensor:  # (H b, t, d) -> (b, t, H d)
+        """The inverse of `folded`."""
+        return unfold(y, self.parts)
+
+
+def of_all_heads(f: FixedPointMap, num_heads: int) -> FixedPointMap | MapOfHeads:
+    """The map of a layer of so many heads, from that of its folded samples."""
+    return f if num_heads == 1 else MapOfHeads(f, num_heads)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import known_options, positive_int
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
-from bedouin.solvers.base import check_number
 from bedouin.wrapped import is_untouched
 
 MAX_DENSE = 128

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import positive_int
+from bedouin.kernels.checks import check_number, strict_options
 from bedouin.kernels.scan import InputScale
 from bedouin.layers.common import REMOVED, inverse_softplus
 from bedouin.layers.mixers import (
@@ -23,7 +24,6 @@ from bedouin.layers.mixers import (
     kernel_gap,
 )
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
-from bedouin.solvers.base import check_number, strict_options
 from bedouin.solvers.solve import SolveOptions
 
 Decay = Literal["mamba", "griffin", "sigmoid"]

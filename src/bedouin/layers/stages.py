@@ -4,15 +4,19 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, H num_heads, p = d / 
 values of a head, w width of a convolution. b' = H b are folded samples (layers/heads.py).
 """
 
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import autocast_dtype, choose_backend, without_autocast
+from bedouin.kernels.backend import (
+    autocast_dtype,
+    choose_backend,
+    is_recomputation,
+    without_autocast,
+)
 from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import apply_weight, padding
@@ -23,9 +27,8 @@ from bedouin.layers.heads import HeadNorm, by_head, fold_state, project_heads, u
 from bedouin.layers.map import FixedPointMap, StructuredMap
 from bedouin.layers.mixers import HouseholderProduct
 from bedouin.packing import Packing, last_token, tokens_before
-from bedouin.solvers import SolveStats
-from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.solve import Caller, SolveOptions
+from bedouin.solvers.reporting import Caller, Outcome
+from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, check_state, zero_state
 from bedouin.wrapped import calls_norm, is_plain, is_untouched, norm_parameters, tell_of_hooks
 
@@ -144,38 +147,30 @@ def solving(
     layer: Layer,
     f: FixedPointMap,
     options: SolveOptions,
-    lengths: Tensor | None,  # (b,)
-) -> tuple[Tensor, Literal[1], Caller]:
-    """What `SolveOptions.solve` takes beside the map: the start (b', t, p), the axis of time
-    and the caller."""
+) -> tuple[Tensor, Caller]:
+    """What `SolveOptions.solve` takes beside the map: the start (b', t, p) and the caller."""
     x, dtype = f.operands.x, f.operands.A.dtype
     # an exact solve does not read where it starts
     start = x.new_empty((), dtype=dtype).expand(x.shape)
     if not options.solver.is_exact:
         start = torch.zeros_like(start, memory_format=torch.contiguous_format)
-    draw, record = None, partial(_keep_stats, layer, lengths)
+    draw, record = None, partial(_keep_outcome, layer)
     # a compiled graph holds the count as a constant and would be recompiled for each call
     if layer.training and (layer.cap.is_random or not torch.compiler.is_compiling()):
         draw = layer.draws.next(layer.cap)
     name, history = type(layer).__name__, layer.record_history
     caller = Caller(name, layer.deferred, draw, record, layer.num_heads, history)
-    return start, 1, caller
+    return start, caller
 
 
-def _keep_stats(
-    layer: Layer,
-    lengths: Tensor | None,  # (b,)
-    stats: SolveStats,
-) -> None:
-    if lengths is not None:  # an empty sequence takes no steps
-        stats = replace(stats.plain, num_steps=stats.num_steps * (lengths > 0))
+def _keep_outcome(layer: Layer, outcome: Outcome) -> None:
     # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
     if is_recomputation() and layer._stats_have_graph:
         return
-    # The flag is read itlayer: in torch 2.11 is_exporting() is also True under torch.compile.
+    # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
     if not torch.compiler._is_exporting_flag:
         # not by nn.Module's setattr, which tests all kinds of attributes first
-        layer.__dict__["stats"] = stats
+        layer.__dict__["_outcome"] = outcome
         layer.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
 

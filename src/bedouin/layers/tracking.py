@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
+from bedouin.kernels.checks import check_number, positive_int
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.heads import fold, unfold
@@ -37,7 +38,6 @@ from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.layers.options import FEEDBACK_NORM_EPS
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, last_token, tokens_before
-from bedouin.solvers.base import check_number, positive_int
 from bedouin.state import BedouinState, RecurrentState
 from bedouin.wrapped import effective_weight, side_by_side
 

@@ -14,12 +14,12 @@ from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
+from bedouin.kernels.checks import check_count, check_number, unknown_option
 from bedouin.layers.bedouin import Bedouin
 from bedouin.layers.common import REMOVED, convolved_error
 from bedouin.layers.mixers import ChannelMixer, NoMixing
 from bedouin.layers.options import Initialization, choose_num_heads
 from bedouin.solvers import Adjoint, Cap, Solver
-from bedouin.solvers.base import check_count, check_number, unknown_option
 
 _OPTIONS = [
     name

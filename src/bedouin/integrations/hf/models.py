@@ -32,13 +32,13 @@ from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.integrations.masks import row_mask
+from bedouin.kernels.checks import unknown_option
 from bedouin.layers.common import RecurrentLayer
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import ResidualBlock
 from bedouin.noise import without_noise
 from bedouin.packing import check_bounds
-from bedouin.solvers.base import unknown_option
 from bedouin.wrapped import is_untouched
 
 _LOGGER: Any = logging.get_logger(__name__)

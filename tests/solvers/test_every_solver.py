@@ -1,0 +1,145 @@
+"""Laws that hold for every solver: what is reported, and how far a NaN reaches.
+
+Letters: b batch, t tokens, c values of a token.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.toy_map import SweptMap, ToyMap
+from torch import Tensor
+
+from bedouin import Bedouin
+from bedouin.kernels.checks import frozen_options
+from bedouin.solvers import (
+    Anderson,
+    Broyden,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    Picard,
+    Result,
+    Solution,
+    Solver,
+    solve,
+)
+from bedouin.solvers.iterate import IterativeSolver
+from bedouin.testing import assert_close, layer_gradients
+
+B, T, NAN = 3, 6, torch.nan
+EXACT: list[Solver] = [Picard(1e-6), Picard(1e-4, stop_rule="paper"), Jacobi(), Direct()]
+MIXING: list[Solver] = [Anderson(1e-10, 0.0), Broyden(1e-10, 0.0)]
+ALL = EXACT + MIXING
+
+
+def make(gain: float = 0.3, dtype: torch.dtype = torch.float64) -> SweptMap:
+    return SweptMap(
+        torch.tensor(gain, dtype=dtype), torch.tensor(0.5), torch.randn(B, T, 2).to(dtype)
+    )
+
+
+def run(f: ToyMap, solver: Solver, **options: Any) -> Solution:
+    y0 = options.pop("y0", torch.zeros_like(f.x))
+    return solve(f, y0, solver, time_dim=1, on_unconverged="ignore", **options)
+
+
+def evaluation(f: ToyMap, solver: Solver, y: Tensor) -> Tensor:
+    """Of the map that is iterated."""
+    return f.block_solve(y)[0] if isinstance(solver, Jacobi) else f(y)
+
+
+@pytest.mark.parametrize("solver", ALL, ids=str)
+@pytest.mark.parametrize(("place", "value"), [("x", NAN), ("x", torch.inf), ("y0", NAN)])
+def test_what_is_not_finite_fails_its_sample_from_its_token_on(
+    solver: Solver, place: str, value: float
+) -> None:
+    f = make()
+    clean, y0 = run(f, solver), torch.zeros_like(f.x)
+    if place == "y0" and isinstance(solver, Jacobi | Direct):
+        return  # which need no start
+    (y0 if place == "y0" else f.x)[1, 2] = value
+    solution = run(f, solver, y0=y0)
+    exact = isinstance(solver, tuple(map(type, EXACT)))
+    rtol = 0.0 if exact else 1e-8
+    torch.testing.assert_close(solution.value[[0, 2]], clean.value[[0, 2]], rtol=rtol, atol=rtol)
+    if exact or place == "x":  # what mixes tokens ends with a start that is not finite
+        # under the paper's rule later tokens decide when earlier ones stop
+        rtol = 1e-3 if solver == EXACT[1] else rtol
+        torch.testing.assert_close(solution.value[1, :2], clean.value[1, :2], rtol=rtol, atol=rtol)
+    assert not bool(solution.value[1, 2:].isfinite().any())
+    assert solution.stats.converged.tolist() == [True, False, True]
+    assert solution.stats.residual.isnan().tolist() == [False, True, False]
+    assert clean.result is Result.converged and solution.result is Result.nonfinite
+
+
+@pytest.mark.parametrize("solver", ALL, ids=str)
+@pytest.mark.parametrize("max_steps", [1, 2, 7, 100])
+def test_the_residual_is_that_of_the_returned_value(solver: Solver, max_steps: int) -> None:
+    f = make()
+    solution = run(f, solver, max_steps=max_steps)
+    y = solution.value
+    f_y = evaluation(f, solver, y)
+    if solver == EXACT[1]:
+        return  # of the last step; test_picard
+    ratio = (f_y - y).abs().amax(-1) / f_y.abs().amax(-1).cummax(1).values
+    torch.testing.assert_close(solution.stats.residual, ratio.amax(1), rtol=1e-7, atol=1e-16)
+
+
+@pytest.mark.parametrize("kind", [Picard, Jacobi, Anderson, Broyden])
+@pytest.mark.parametrize("at_fixed_point", [False, True])
+def test_zero_tolerances_never_stop_early(kind: Any, at_fixed_point: bool) -> None:
+    f = make()
+    y0 = f.loop() if at_fixed_point else torch.zeros_like(f.x)
+    solution = run(f, kind(0.0, 0.0), y0=y0, max_steps=17)
+    assert solution.stats.num_steps.tolist() == [17] * B
+    assert solution.stats.residual.max() < 1e-5 and not bool(solution.stats.converged.any())
+
+
+@pytest.mark.parametrize("solver", ALL, ids=str)
+def test_any_start_leads_to_the_same_point(solver: Solver) -> None:
+    f = make()
+    found = run(f, solver, y0=1e2 * torch.randn_like(f.x)).value
+    torch.testing.assert_close(found, f.loop(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("solver", [Jacobi(1e-12), Direct()])
+def test_structure_needs_no_contraction_and_its_pivots_are_reported(solver: Solver) -> None:
+    f = make(gain=1.5)
+    assert not bool(run(f, Picard()).stats.converged.any())
+    solution = run(f, solver)
+    torch.testing.assert_close(solution.value, f.loop())
+    assert solution.stats.conditioning is not None
+    assert solution.stats.conditioning.tolist() == [0.5] * B
+
+
+@frozen_options
+class Averaged(IterativeSolver):
+    """A solver of a user, who writes one method."""
+
+    def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        return (y + f_y) / 2, None
+
+
+def test_a_new_solver_is_one_class_with_one_method() -> None:
+    torch.manual_seed(0)
+    layer, x = Bedouin(4, d_state=2).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    expected = layer_gradients(layer, x)
+    layer.solver, layer.adjoint = Averaged(1e-13), ImplicitAdjoint(Averaged(1e-13))
+    found = layer_gradients(layer, x)
+    for name, gradient in expected.items():
+        assert_close(name, found[name], gradient, 1e-9, atol=1e-12)
+    layer(x)
+    assert layer.stats is not None and layer.stats.converged.all()
+    assert layer.stats.num_steps.min() > 10
+
+
+@pytest.mark.parametrize("time_dim", [None, 1])
+@pytest.mark.parametrize(
+    ("solver", "needs"),
+    [(Jacobi(), r"block_solve\(y\), and time_dim=1,"), (Direct(), "sweep,")],
+)
+def test_a_plain_function_is_refused_by_name(solver: Solver, needs: str, time_dim: Any) -> None:
+    message = f"{type(solver).__name__} needs a map with a method {needs} got function: use Picard"
+    with pytest.raises(TypeError, match=message):
+        solve(lambda y: 0.5 * y, torch.ones(2, 3, 1), solver, time_dim=time_dim)
