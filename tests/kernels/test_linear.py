@@ -10,7 +10,6 @@ from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import (
     ALIGNMENT,
     apply_weight,
-    in_eights,
     padding,
     weight_gradient,
 )
@@ -47,12 +46,3 @@ def test_padded_rows_are_zeros_below_the_matrix(r: int) -> None:
     assert torch.equal(padded_rows(W.expand(3, r, 2), rows), padded.expand(3, *padded.shape))
     assert padded.shape == (rows, 2)
     assert torch.equal(padded[:r], W) and not padded[r:].any()
-
-
-@given(sizes, st.sampled_from([0, 1]))
-def test_parts_in_eights_are_the_whole(size: int, axis: int) -> None:
-    v = torch.arange(2.0 * size).view((2, size) if axis else (size, 2))
-    parts = in_eights(v, axis)
-    found = [part.shape[axis] for part in parts]
-    assert found == ([size] if size < 8 or size % 8 == 0 else [size - size % 8, size % 8])
-    assert torch.equal(torch.cat(parts, axis), v)
