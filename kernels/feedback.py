@@ -52,6 +52,17 @@ def feedback_weight_gradient(
     return weight_gradient(grad.to(W_y.dtype), normed.to(W_y.dtype), W_y)
 
 
+def project_feedback_vjp(
+    grad: Tensor,  # (b, ..., f), the cotangent of W^y norm(y)
+    y: Tensor,  # (b, ..., d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
+    eps: float | None,
+) -> Tensor:  # (b, ..., d)
+    """The cotangent of y."""
+    normed = apply_weight(grad.to(W_y.dtype), W_y.mT).to(y.dtype)
+    return normalize_feedback_vjp(normed, y, eps)
+
+
 def add_feedback(
     x: Tensor,  # (..., d)
     raw: Tensor,  # (..., r), what x determines
@@ -115,47 +126,3 @@ def with_feedback(
     assert y0 is not None
     fed = project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)
     return add_feedback(x, raw, fed, parameterization.feeds_x)
-
-
-class FeedbackVjp:
-    """The adjoint of norm(y_{t-1}) and of its product with W^y."""
-
-    def __init__(
-        self,
-        y: Tensor,  # (b, t, d)
-        operands: Operands,  # as `Operands.wide` gives them
-        options: Parameterization,
-    ) -> None:
-        assert operands.y0 is not None
-        self.W_y, self.feeds_x = operands.W_y, options.feeds_x
-        self.normed, self.factor = shifted(y, operands.y0), None
-        if options.feedback_norm_eps is not None:
-            squares = self.normed.square().mean(-1, keepdim=True)
-            self.factor = inverse_norm(squares, options.feedback_norm_eps)
-            self.normed = self.normed * self.factor
-
-    def __call__(
-        self,
-        t: int,
-        grad_x: Tensor,  # (b, 1, d)
-        grad_raw: Tensor,  # (b, 1, r)
-    ) -> Tensor:  # (b, 1, d)
-        """The cotangent of y_{t-1}."""
-        assert self.W_y is not None
-        fed = fed_cotangent(grad_x, grad_raw, self.W_y.shape[-2], self.feeds_x)
-        grad = apply_weight(fed.to(self.W_y.dtype), self.W_y.mT).to(grad_x.dtype)
-        if self.factor is None:
-            return grad
-        normed, factor = self.normed[:, t : t + 1], self.factor[:, t : t + 1]
-        along = (grad * normed).mean(-1, keepdim=True)
-        return torch.addcmul(grad, normed, along, value=-1).mul_(factor)
-
-    def weight(
-        self,
-        grad_x: Tensor,  # (b, t, d)
-        grad_raw: Tensor,  # (b, t, r)
-    ) -> Tensor:  # as W_y
-        """The gradient of W^y."""
-        assert self.W_y is not None
-        fed = fed_cotangent(grad_x, grad_raw, self.W_y.shape[-2], self.feeds_x)
-        return feedback_weight_gradient(fed, self.normed, self.W_y)

@@ -42,8 +42,9 @@ class _LoopSweep(torch.autograd.Function):
         operands = Operands(*tensors[:6])
         options = parameterization, bind, tensors[6:], CHUNK
         if y_star is None:
-            (y, h, *statistics), kept = sweep_tokens(operands, *options)
-            return y, h, kept, *statistics[:4]
+            swept, kept = sweep_tokens(operands, *options)
+            y, h, defect, scale, magnitude, pivot, *_ = swept
+            return y, h, kept, defect, scale, magnitude, pivot
         h, kept = memory_of(y_star, operands, *options)
         x = operands.x
         norm, pivot = x.new_zeros(x.shape[:2]), x.new_zeros(x.shape[:1])

@@ -1,36 +1,37 @@
 """The exact sweep and its adjoint in plain torch, for Householder layouts: few calls a token.
 
 Same results as reference.py and reverse.py, which serve every mixer and transform. Of the mixer
-only k numbers a token are part of the recurrence (DESIGN, "What crosses channels is k numbers"):
-with a = lambda * h_{t-1} (I - beta^e B B^T), p = a C, the strict upper triangle R of U U^T and
-S = U diag(sigma) U^T, the fixed point of a token is y = p + sigma * x~, x~ = x + U^T e, where
+only k numbers a token are part of the recurrence: with a = lambda * h_{t-1} (I - beta^e B B^T),
+p = a C, the strict upper triangle R of U U^T and S = U diag(sigma) U^T, the fixed point of a token
+is y = p + sigma * x~, x~ = x + U^T e, where
 
     E e = diag(beta) U (p + sigma * x - x),    E = I + diag(beta) (R - S).
 
 E has the determinant of the matrix I - S T of local.py, whose pivots the statistics report. For
 k > 1 its inverse is computed in float64, so that in float32 e is as accurate as after an
-elimination with pivots. For a y that is known, e = T U (y - x) instead.
+elimination with pivots. For a y that is known, e = T U (y - x).
 
-The adjoint is taken at the y that is known. With g_t the cotangent of y_t, from the loss and from
-the feedback of the next token, H_t that of h_t from the future, w_t that of F(y)_t, m_t that of
+The adjoint is taken at a y that is known. With g_t the cotangent of y_t, from the loss and from the
+feedback of the next token, H_t that of h_t from the future, w_t that of F(y)_t and m_t that of
 x~_t, again k numbers, q, couple the channels:
 
     m = s * (H B) + sigma * g;    q = E^-T U m;    z = U^T (beta * q)
     w = g + z;    m <- m + sigma * z;    H <- H + w C^T
 
-Then H is the cotangent of h after the token, m - z that of x, and with v = y - x, f = beta * q
+Then m - z is the cotangent of x, and with f = beta * q and G the strict upper triangle of f e^T
 
-    of U:      e m^T + f v^T - (G + G^T) U,  G the strict upper triangle of f e^T
-    of beta:   q * e / beta
-    of lambda: H' * h_{t-1}, with H' = H (I - beta^e B B^T), that of a before it is read.
+    of U:        e m^T + f (y - x)^T - (G + G^T) U
+    of beta:     q * e / beta
+    of lambda:   H (I - beta^e B B^T) * h_{t-1}
 
-What x alone determines, in the adjoint all that cotangents do not enter, is computed for a chunk of
-tokens at once. The memory is stored as (b, n, d), so that sums over the n states run along
-contiguous channels. Nothing here synchronizes with the host, so that a CUDA graph can capture it.
+What x alone determines, and of the adjoint all that cotangents do not enter, is computed for a
+chunk of tokens at once. Autograd through these few formulas takes more than twice as long: it has
+three times as many calls a token. The memory is stored as (b, n, d), so that sums over the n states
+run along contiguous channels. Nothing synchronizes with the host: a CUDA graph can capture it all.
 
 Letters: b batch, t time, c tokens of a chunk, i rows (one for each sample of a token, token by
-token), d channels, n state per channel, k reflections, r raw values, H heads (kernels/heads.py).
-Vectors have an axis of size 1, so that products of matrices need no views.
+token), d channels, n state per channel, k reflections, r raw values. Vectors have an axis of size
+1, so that products of matrices need no views.
 """
 
 import math
@@ -41,10 +42,18 @@ from torch import Tensor
 
 from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.layout import activate_delta, activation_slope
-from bedouin.kernels.feedback import FeedbackVjp, add_feedback, project_feedback, with_feedback
+from bedouin.kernels.feedback import (
+    add_feedback,
+    fed_cotangent,
+    feedback_weight_gradient,
+    normalize_feedback,
+    project_feedback,
+    project_feedback_vjp,
+    shifted,
+    with_feedback,
+)
 from bedouin.kernels.heads import count_heads, sum_samples
-from bedouin.kernels.householder import UNIT_EPS, wy_factor_of
-from bedouin.kernels.norms import inverse_norm
+from bedouin.kernels.householder import unit_and_factor, unit_vjp, wy_factor_of
 from bedouin.kernels.operands import Operands, Parameterization
 
 LOG2E = 1 / math.log(2)
@@ -59,7 +68,7 @@ class Rows(NamedTuple):
     s: Tensor  # (i, 1, d), or for "one_minus_decay" (i, n, d)
     decay: Tensor  # (i, n, d), lambda
     pair: Tensor  # (i, 2, n), B and C
-    pair_factor: Tensor  # (i, 2, 1), by which their raw values are multiplied
+    pair_factor: Tensor  # (i, 2, 1), by which their raw values are multiplied, if they have some
     B: Tensor  # (i, 1, n), a view of the pair, as C
     C: Tensor  # (i, 1, n)
     sigma: Tensor  # (i, 1, d)
@@ -77,6 +86,7 @@ class Known(NamedTuple):
 
     v: Tensor  # (i, 1, d), y - x
     e: Tensor  # (i, 1, k)
+    T: Tensor  # (i, k, k)
     mixed: Tensor  # (i, 1, d), x~
     slope: Tensor  # (i, 1, d), of Delta's activation
     slope_s: Tensor  # (i, 1, d), the derivative of s by the raw value of Delta
@@ -129,32 +139,16 @@ def _combine(
     return (a.mT * rows).sum(1, keepdim=True)
 
 
-def _unit(
-    v: Tensor,  # (i, j, l)
-) -> tuple[Tensor, Tensor]:  # (i, j, l), (i, j, 1)
-    """`unit` of kernels/householder.py, and the factor by which it multiplies v."""
-    factor = inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * UNIT_EPS)
-    return v * factor, factor
-
-
-def _unit_vjp(
-    grad: Tensor,  # (i, j, l)
-    unit: Tensor,  # (i, j, l)
-    factor: Tensor,  # (i, j, 1)
-) -> Tensor:  # (i, j, l)
-    along = (grad * unit).sum(-1, keepdim=True)
-    return torch.addcmul(grad, unit, along, value=-1).mul_(factor)
-
-
 class Equations:
     """The equations of all rows of a token or of a chunk."""
 
     def __init__(self, operands: Operands, options: Parameterization, count: int) -> None:
         """`operands` as `Operands.wide` gives them, `count` the most rows at once."""
         self.options, self.layout = options, options.known_layout()
-        self.A, self.W_y = operands.A_rows(), operands.W_y  # A: (n, d) or (b, n, d)
+        A = operands.A_rows()
+        self.A = A if A.dim() == 3 else A.unsqueeze(0)  # (b or 1, n, d)
         self.exponents, self.k = self.A * LOG2E, self.layout.num_householder
-        self.n, self.d = self.A.shape[-2:]
+        self.n, self.d = A.shape[-2:]
         self.erases, self.is_full = self.layout.erase > 0, options.eigenvalues == "full"
         self.coupled = options.input_scale == "one_minus_decay"
         # the largest tensor, whose allocation for every chunk would take longer than its values
@@ -173,10 +167,9 @@ class Equations:
         raw_delta, raw_pair, u, alpha, erase = raw.split(sizes, -1)
         delta = activate_delta(self.layout, raw_delta)
         s, decay = self._discretize(delta)
+        pair, pair_factor = raw.new_ones(i, 2, self.n), raw_pair
         if self.layout.selective:
-            pair, pair_factor = _unit(raw_pair.view(i, 2, self.n))
-        else:
-            pair, pair_factor = raw.new_ones(i, 2, self.n), raw.new_ones(i, 2, 1)
+            pair, pair_factor = unit_and_factor(raw_pair.view(i, 2, self.n))
         B, C = pair.split(1, 1)
         sigma = torch.bmm(B * C, s) if self.coupled else s * torch.bmm(B, C.mT)
         if self.erases:
@@ -195,7 +188,7 @@ class Equations:
             return u, u[..., :1], alpha, alpha, u[..., :0], u[..., :0]
         gate = torch.sigmoid(alpha)
         beta = gate if self.layout.beta_max == 1 else self.layout.beta_max * gate
-        U, factor = _unit(u)
+        U, factor = unit_and_factor(u)
         R = torch.bmm(U, U.mT) * self.above
         E = torch.addcmul(self.identity, beta.mT, R - torch.bmm(U * sigma, U.mT))
         inverse = torch.linalg.inv_ex(E.double())[0].to(E.dtype).mT if self.k > 1 else 1 / E
@@ -206,13 +199,12 @@ class Equations:
         delta: Tensor,  # (i, 1, d)
     ) -> tuple[Tensor, Tensor]:  # (i, 1, d) or (i, n, d), (i, n, d)
         """s and lambda."""
-        exponents, out = self.exponents, self.decay[: len(delta)]
-        if exponents.dim() == 3 and len(exponents) != len(delta):
-            exponents = exponents.repeat(len(delta) // len(exponents), 1, 1)
-        torch.mul(delta, exponents, out=out)
-        s = (out / LOG2E).expm1_().neg_() if self.coupled else delta
+        power, by_token = self.decay[: len(delta)], (-1, len(self.exponents))
+        steps = delta.unflatten(0, by_token)
+        torch.mul(steps, self.exponents, out=power.unflatten(0, by_token))
+        s = (power / LOG2E).expm1_().neg_() if self.coupled else delta
         # torch computes exp by a library that takes three times as long on some processors
-        power = out.exp2_()
+        power.exp2_()
         if self.coupled and self.is_full:
             s = torch.minimum(s, power).mul_(2)  # 1 - |lambda|
         elif self.options.input_scale == "bounded_delta":
@@ -329,14 +321,13 @@ class Reverse(Equations):
         raw: Tensor,  # (i, 1, r), with its feedback, as x
         x: Tensor,  # (i, 1, d)
         y: Tensor,  # (i, 1, d)
-    ) -> tuple[Known, Tensor]:  # (i, k, k)
-        """And T."""
+    ) -> Known:
         v, T = y - x, wy_factor_of(rows.R, rows.beta.squeeze(1))
         e = torch.bmm(torch.bmm(v, rows.U.mT), T.mT)
         slope = slope_s = activation_slope(self.layout, raw[..., : self.d])
         if self.options.input_scale == "bounded_delta":
             slope_s = slope / (1 + rows.delta).square()
-        return Known(v, e, x + _combine(e, rows.U), slope, slope_s), T
+        return Known(v, e, T, x + _combine(e, rows.U), slope, slope_s)
 
     def remember(
         self,
@@ -433,13 +424,12 @@ class Reverse(Equations):
         grads: Cotangents,
     ) -> Tensor:  # (i, 1, r)
         """The cotangent of the raw values."""
-        pair = _unit_vjp(grads.pair, rows.pair, rows.pair_factor).reshape(len(rows.pair), 1, -1)
-        memory, u = [pair] * self.layout.selective, grads.U
+        parts = [grads.delta]
+        if self.layout.selective:
+            parts.append(unit_vjp(grads.pair, rows.pair, rows.pair_factor).flatten(1).unsqueeze(1))
         if self.k:
-            u = _unit_vjp(u, rows.U, rows.u_factor)
-        return torch.cat(
-            [grads.delta, *memory, u.flatten(1).unsqueeze(1), grads.alpha, grads.erase], -1
-        )
+            parts.append(unit_vjp(grads.U, rows.U, rows.u_factor).flatten(1).unsqueeze(1))
+        return torch.cat([*parts, grads.alpha, grads.erase], -1)
 
 
 def cpu_reverse(
@@ -460,21 +450,17 @@ def cpu_reverse(
     H = x.new_zeros(b, *A.mT.shape[-2:])
     if grad_h is not None:
         H.copy_(grad_h.mT)
-    reverse, feedback = (
-        Reverse(wide, parameterization, H, c),
-        FeedbackVjp(y, wide, parameterization),
-    )
+    reverse, before = Reverse(wide, parameterization, H, c), shifted(y, y0)
+    given = *with_feedback(y, wide, parameterization), y, grad_y
     grad_x, grad_raw = x.new_empty(x.shape), raw.new_empty(raw.shape)
-    statistics = x.new_empty(2, b, t_end)
-    of_feedback, given = (
-        torch.zeros_like(y0).unsqueeze(1),
-        (*with_feedback(y, wide, parameterization), y, grad_y),
-    )
+    statistics, of_feedback = x.new_empty(2, b, t_end), torch.zeros_like(y0).unsqueeze(1)
+    eps, feeds_x = parameterization.feedback_norm_eps, parameterization.feeds_x
+    past = before.unsqueeze(2).unbind(1)
     for start in reversed(range(0, t_end if b else 0, keep_every)):
         tokens = slice(start, min(start + keep_every, t_end))
         x_rows, raw_rows, y_rows, g_rows = (rows_of(v, tokens) for v in given)
         rows = reverse.rows(raw_rows)
-        known, T = reverse.known(rows, raw_rows, x_rows, y_rows)
+        known = reverse.known(rows, raw_rows, x_rows, y_rows)
         each = list(zip(split_tokens(rows, b), split_tokens(known, b), strict=True))
         reverse.remember(each, kept[:, start // keep_every])
         found, gs = [], g_rows.split(b)
@@ -484,14 +470,18 @@ def cpu_reverse(
             if W_y is not None:
                 of_raw = reverse.raw(each[j][0], token)
                 grad_raw[:, start + j] = of_raw.squeeze(1)
-                of_feedback = feedback(start + j, token.x, of_raw)
+                fed = fed_cotangent(token.x, of_raw, W_y.shape[-2], feeds_x)
+                of_feedback = project_feedback_vjp(fed, past[start + j], W_y, eps)
         grads = Cotangents(*(torch.cat(v[::-1]) for v in zip(*found, strict=True)))
         if W_y is None:
             grad_raw[:, tokens] = of_samples(reverse.raw(rows, grads), b)
         grad_x[:, tokens] = of_samples(grads.x, b)
-        gap = _combine(torch.bmm(torch.bmm(grads.m, rows.U.mT), T), rows.U) - grads.z
+        gap = _combine(torch.bmm(torch.bmm(grads.m, rows.U.mT), known.T), rows.U) - grads.z
         norms = gap.abs().amax((1, 2)), (grads.w + gap).abs().amax((1, 2))
         statistics[..., tokens] = torch.stack(norms).unflatten(1, (-1, b)).mT
-    grad_W_y = None if W_y is None else feedback.weight(grad_x, grad_raw)
+    grad_W_y = None
+    if W_y is not None:
+        fed = fed_cotangent(grad_x, grad_raw, W_y.shape[-2], feeds_x)
+        grad_W_y = feedback_weight_gradient(fed, normalize_feedback(before, eps), W_y)
     grad_A = sum_samples(reverse.grad_A, count_heads(A)).mT.reshape(A.shape)
     return grad_x, grad_raw, grad_W_y, grad_A, reverse.H.mT, of_feedback.squeeze(1), statistics

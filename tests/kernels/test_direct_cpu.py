@@ -265,15 +265,14 @@ def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> 
 @pytest.mark.parametrize("feedback", [True, False])
 def test_inputs_that_are_not_contiguous(feedback: bool, heads: int) -> None:
     operands, options = draw(2, 18, feedback=feedback, heads=heads)
-    strided = [None if v is None else v.mT.contiguous().mT for v in operands[:5]]
-    there = Operands(*strided, operands.y0)  # type: ignore[arg-type]
+    strided: Any = [None if v is None else v.mT.contiguous().mT for v in operands[:5]]
+    there = Operands(*[*strided, operands.y0])
     assert not there.x.is_contiguous()
     results = []
     for given_operands in (operands, there):
-        inputs = [v.detach().requires_grad_() for v in given_operands if v is not None]
-        leaves = iter(inputs)
-        own = Operands(*(None if v is None else next(leaves) for v in given_operands))  # type: ignore[arg-type]
-        sweep = direct_sweep(own, options)
+        own: Any = [None if v is None else v.detach().requires_grad_() for v in given_operands]
+        inputs = [v for v in own if v is not None]
+        sweep = direct_sweep(Operands(*own), options)
         results.append([sweep.y, sweep.h, *gradients(sweep, inputs)])
     for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
         assert_near(f"result {i}", ours, theirs, 1e-13)
@@ -319,10 +318,13 @@ def test_h_is_kept_at_every_sixteenth_token_only() -> None:
     _, _, kept, _ = cpu_sweep(operands, options, 16)
     assert kept.shape == (2, 4, 3, D)
     saved: list[int] = []
+
+    def pack(v: Tensor) -> Tensor:
+        saved.append(v.numel())
+        return v
+
     operands.x.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda v: saved.append(v.numel()) or v, lambda v: v
-    ):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
         direct_sweep(operands, options)
     others = sum(v.numel() for v in operands if v is not None)
     assert sum(saved) <= others + operands.x.numel() + kept.numel()
