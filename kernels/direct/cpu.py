@@ -25,7 +25,7 @@ Then m - z is the cotangent of x, and with f = beta * q and G the strict upper t
     of lambda:   H (I - beta^e B B^T) * h_{t-1}
 
 What x alone determines, and of the adjoint all that cotangents do not enter, is computed for a
-chunk of tokens at once. Autograd through these few formulas takes more than twice as long: it has
+chunk of tokens at once. Autograd through these formulas takes about twice as long, because it has
 three times as many calls a token. The memory is stored as (b, n, d), so that sums over the n states
 run along contiguous channels. Nothing synchronizes with the host: a CUDA graph can capture it all.
 
@@ -157,10 +157,7 @@ class Equations:
         self.identity = self.A.new_ones(self.k).diag()
         self.above = self.A.new_ones(self.k, self.k).triu(1)
 
-    def rows(
-        self,
-        raw: Tensor,  # (i, 1, r), with its feedback
-    ) -> Rows:
+    def rows(self, raw: Tensor) -> Rows:  # raw: (i, 1, r), with its feedback
         """Valid until the next call, which overwrites the decay."""
         i, memory = len(raw), 2 * self.n if self.layout.selective else 0
         sizes = [self.d, memory, self.k * self.d, self.k, int(self.erases)]
@@ -194,11 +191,8 @@ class Equations:
         inverse = torch.linalg.inv_ex(E.double())[0].to(E.dtype).mT if self.k > 1 else 1 / E
         return U, factor, gate, beta, R, inverse
 
-    def _discretize(
-        self,
-        delta: Tensor,  # (i, 1, d)
-    ) -> tuple[Tensor, Tensor]:  # (i, 1, d) or (i, n, d), (i, n, d)
-        """s and lambda."""
+    def _discretize(self, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """s and lambda of Delta (i, 1, d), with the shapes of `Rows`."""
         power, by_token = self.decay[: len(delta)], (-1, len(self.exponents))
         steps = delta.unflatten(0, by_token)
         torch.mul(steps, self.exponents, out=power.unflatten(0, by_token))
@@ -229,7 +223,7 @@ class Equations:
         x: Tensor,  # (b, 1, d), with its feedback
         p: Tensor,  # (b, 1, d)
     ) -> Tensor:  # (b, 1, d)
-        """x~."""
+        """x~, which is x without reflections."""
         if not self.k:
             return x
         right = torch.bmm(torch.addcmul(p - x, rows.sigma, x), rows.U.mT) * rows.beta
@@ -418,11 +412,7 @@ class Reverse(Equations):
         grad = product.mul_(self.A).sum(-2, keepdim=True).mul_(known.slope)
         return grad if self.coupled else grad.addcmul_(grad_s, known.slope_s)
 
-    def raw(
-        self,
-        rows: Rows,
-        grads: Cotangents,
-    ) -> Tensor:  # (i, 1, r)
+    def raw(self, rows: Rows, grads: Cotangents) -> Tensor:  # (i, 1, r)
         """The cotangent of the raw values."""
         parts = [grads.delta]
         if self.layout.selective:
