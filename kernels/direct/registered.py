@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.branches import beside
 from bedouin.kernels.direct.buffers import (
     allocate_memory,
@@ -180,7 +180,7 @@ def _sweep_backward(
 ) -> Gradients:
     operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
     (x, raw, _, A, *_), wants_y0 = operands, flat[6]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             found = cpu_reverse(grad_y, grad_h, y, kept, operands, options, keep_every)
