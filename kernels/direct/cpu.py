@@ -5,11 +5,11 @@ only k numbers a token are part of the recurrence: with a = lambda * h_{t-1} (I 
 p = a C, the strict upper triangle R of U U^T and S = U diag(sigma) U^T, the fixed point of a token
 is y = p + sigma * x~, x~ = x + U^T e, where
 
-    E e = diag(beta) U (p + sigma * x - x),    E = I + diag(beta) (R - S).
+    E e = diag(beta) U (p + (sigma - 1) * x),    E = I + diag(beta) (R - S).
 
-E has the determinant of the matrix I - S T of local.py, whose pivots the statistics report. For
-k > 1 its inverse is computed in float64, so that in float32 e is as accurate as after an
-elimination with pivots. For a y that is known, e = T U (y - x).
+E has the determinant of the matrix I - S T of local.py, whose pivots the statistics report. It and
+its inverse are computed in float64, so that in float32 e is as accurate as after an elimination
+with pivots. For a y that is known, e = T U (y - x).
 
 The adjoint is taken at a y that is known. With g_t the cotangent of y_t, from the loss and from the
 feedback of the next token, H_t that of h_t from the future, w_t that of F(y)_t and m_t that of
@@ -67,6 +67,7 @@ class Rows(NamedTuple):
     delta: Tensor  # (i, 1, d)
     s: Tensor  # (i, 1, d), or for "one_minus_decay" (i, n, d)
     decay: Tensor  # (i, n, d), lambda
+    slope: Tensor  # (i, n, d), the derivative of lambda by A Delta, without cancellation
     pair: Tensor  # (i, 2, n), B and C
     pair_factor: Tensor  # (i, 2, 1), by which their raw values are multiplied, if they have some
     B: Tensor  # (i, 1, n), a view of the pair, as C
@@ -152,18 +153,18 @@ class Equations:
         self.erases, self.is_full = self.layout.erase > 0, options.eigenvalues == "full"
         self.coupled = options.input_scale == "one_minus_decay"
         # the largest tensor, whose allocation for every chunk would take longer than its values
-        self.decay = self.A.new_empty(count, self.n, self.d)
+        self.power = self.A.new_empty(count, self.n, self.d)
         # filled in where they are: a copy to a GPU cannot be captured
         self.identity = self.A.new_ones(self.k).diag()
         self.above = self.A.new_ones(self.k, self.k).triu(1)
 
     def rows(self, raw: Tensor) -> Rows:  # raw: (i, 1, r), with its feedback
-        """Valid until the next call, which overwrites the decay."""
+        """Valid until the next call, which overwrites decay and slope."""
         i, memory = len(raw), 2 * self.n if self.layout.selective else 0
         sizes = [self.d, memory, self.k * self.d, self.k, int(self.erases)]
         raw_delta, raw_pair, u, alpha, erase = raw.split(sizes, -1)
         delta = activate_delta(self.layout, raw_delta)
-        s, decay = self._discretize(delta)
+        s, *decays = self._discretize(delta)
         pair, pair_factor = raw.new_ones(i, 2, self.n), raw_pair
         if self.layout.selective:
             pair, pair_factor = unit_and_factor(raw_pair.view(i, 2, self.n))
@@ -171,7 +172,7 @@ class Equations:
         sigma = torch.bmm(B * C, s) if self.coupled else s * torch.bmm(B, C.mT)
         if self.erases:
             erase = self.layout.erase * torch.sigmoid(erase)
-        of_memory = delta, s, decay, pair, pair_factor, B, C, sigma, erase
+        of_memory = delta, s, *decays, pair, pair_factor, B, C, sigma, erase
         return Rows(*of_memory, *self._mixer(u.view(i, self.k, self.d), alpha, sigma))
 
     def _mixer(
@@ -187,13 +188,14 @@ class Equations:
         beta = gate if self.layout.beta_max == 1 else self.layout.beta_max * gate
         U, factor = unit_and_factor(u)
         R = torch.bmm(U, U.mT) * self.above
-        E = torch.addcmul(self.identity, beta.mT, R - torch.bmm(U * sigma, U.mT))
-        inverse = torch.linalg.inv_ex(E.double())[0].to(E.dtype).mT if self.k > 1 else 1 / E
-        return U, factor, gate, beta, R, inverse
+        S = torch.bmm((U * sigma).double(), U.double().mT)
+        E = self.identity + beta.mT * (R - S)
+        inverse = torch.linalg.inv_ex(E)[0].mT if self.k > 1 else 1 / E
+        return U, factor, gate, beta, R, inverse.to(U.dtype)
 
-    def _discretize(self, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """s and lambda of Delta (i, 1, d), with the shapes of `Rows`."""
-        power, by_token = self.decay[: len(delta)], (-1, len(self.exponents))
+    def _discretize(self, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """s, lambda and its slope of Delta (i, 1, d), with the shapes of `Rows`."""
+        power, by_token = self.power[: len(delta)], (-1, len(self.exponents))
         steps = delta.unflatten(0, by_token)
         torch.mul(steps, self.exponents, out=power.unflatten(0, by_token))
         s = (power / LOG2E).expm1_().neg_() if self.coupled else delta
@@ -203,7 +205,8 @@ class Equations:
             s = torch.minimum(s, power).mul_(2)  # 1 - |lambda|
         elif self.options.input_scale == "bounded_delta":
             s = delta / (1 + delta)
-        return s, power.mul_(2).sub_(1) if self.is_full else power
+        slope = power.mul_(2) if self.is_full else power
+        return s, slope - 1 if self.is_full else slope, slope
 
     def forget(
         self,
@@ -226,7 +229,7 @@ class Equations:
         """x~, which is x without reflections."""
         if not self.k:
             return x
-        right = torch.bmm(torch.addcmul(p - x, rows.sigma, x), rows.U.mT) * rows.beta
+        right = torch.bmm(torch.addcmul(p, rows.sigma - 1, x), rows.U.mT) * rows.beta
         return x + _combine(torch.bmm(right, rows.inverse), rows.U)
 
     def statistics(
@@ -405,8 +408,7 @@ class Reverse(Equations):
         if self.coupled:
             # s is 1 - |lambda|
             product.sub_(grad_s.mul_(rows.decay.sign()))
-        # the derivative of lambda by A Delta
-        product.mul_(rows.decay + 1 if self.is_full else rows.decay)
+        product.mul_(rows.slope)
         self.H.mul_(rows.decay)
         self.grad_A.addcmul_(product, rows.delta)
         grad = product.mul_(self.A).sum(-2, keepdim=True).mul_(known.slope)
