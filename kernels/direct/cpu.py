@@ -262,7 +262,7 @@ def cpu_sweep(
     """y (b, t, d), the last h (b, d, n), the h before tokens 0, keep_every, 2 keep_every, ...
     (b, ceil(t / keep_every), n, d), and the statistics (4, b, t): defect, scale, magnitude and
     pivot."""
-    x, raw, W_y, A, h0, y0 = operands.wide()
+    x, raw, W_y, A, h0, y0 = wide = operands.wide()
     assert h0 is not None and y0 is not None
     (b, t_end, d), slots = x.shape, -(-x.shape[1] // keep_every)
     ys, kept = x.new_empty(b, t_end, d), x.new_empty(b, slots, *A.mT.shape[-2:])
@@ -271,7 +271,7 @@ def cpu_sweep(
         return ys, h.mT, kept, statistics
     # all tokens of a chunk at once, unless they have feedback
     count = b if W_y is not None else b * min(keep_every, t_end)
-    equations = Equations(operands.wide(), parameterization, count)
+    equations = Equations(wide, parameterization, count)
     y, memories = y0.unsqueeze(1), (h, torch.empty_like(h))
     for start in range(0, t_end, keep_every):
         kept[:, start // keep_every] = h
@@ -435,8 +435,7 @@ def cpu_reverse(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, raw, W_y, A, h0 and y0, and the statistics (2, b, t) of the adjoint equation:
     defect and scale."""
-    wide = operands.wide()
-    x, raw, W_y, A, _, y0 = wide
+    x, raw, W_y, A, _, y0 = wide = operands.wide()
     assert y0 is not None
     (b, t_end, _), c = x.shape, min(keep_every, x.shape[1])
     H = x.new_zeros(b, *A.mT.shape[-2:])
