@@ -52,6 +52,17 @@ def feedback_weight_gradient(
     return weight_gradient(grad.to(W_y.dtype), normed.to(W_y.dtype), W_y)
 
 
+def project_feedback_vjp(
+    grad: Tensor,  # (b, ..., f), the cotangent of W^y norm(y)
+    y: Tensor,  # (b, ..., d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
+    eps: float | None,
+) -> Tensor:  # (b, ..., d)
+    """The cotangent of y."""
+    normed = apply_weight(grad.to(W_y.dtype), W_y.mT).to(y.dtype)
+    return normalize_feedback_vjp(normed, y, eps)
+
+
 def add_feedback(
     x: Tensor,  # (..., d)
     raw: Tensor,  # (..., r), what x determines

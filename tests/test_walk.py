@@ -19,7 +19,7 @@ from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = 11
 NOT_COUNTED = ("bedouin.kernels.operation",)
-LOOPS = ("sweep_tokens", "buffered_sweep", "selective_scan_reference")
+LOOPS = ("sweep_tokens", "cpu_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 
 heads = pytest.mark.parametrize("num_heads", [1, 2])

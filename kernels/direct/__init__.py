@@ -3,8 +3,9 @@
 `local`         the equation of one token
 `reference`     the sweep over all tokens in plain torch, for every mixer: the specification
 `reverse`       its adjoint, likewise
-`buffered`      both for Householder layouts, with few calls of torch for each token
-`registered`    both as operations of torch.library
+`autograd`      both as a differentiable function, for custom mixers and transforms of torch.func
+`cpu`           both for Householder layouts in plain torch, with few calls for each token
+`registered`    `cpu` and the kernels as operations of torch.library
 `heads`         Triton kernels for heads of at most 128 channels with 64 states, in programs that
                 hold the rows of a sample
 `triton_*.py`   Triton kernels for what y alone determines, and for the statistics
@@ -15,8 +16,8 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend
-from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
+from bedouin.kernels.backend import Backend, is_transformed
+from bedouin.kernels.direct.autograd import loop_sweep, uncompiled_sweep
 from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.direct.limits import choose_sweep
@@ -82,9 +83,9 @@ def direct_sweep(
     With several heads the batch is head by head, as `Operands` says. `limits` says what the Triton
     kernels take; raises ValueError where `backend="triton"` cannot run, or heads and batch do not
     fit.
-    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or in plain torch, for
-    a layout and a sequence of at most CHUNK tokens, h at each of them. Without a layout, and under
-    transforms of torch.func, the backward is autograd through one chunk of tokens after the other.
+    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token. Without a layout, and
+    under transforms of torch.func, the backward is autograd through one chunk of tokens after the
+    other.
     """
     operands.check(parameterization.feeds_x)
     layout = parameterization.layout
@@ -93,14 +94,13 @@ def direct_sweep(
     call = backend, operands, parameterization, bind_parameters
     plain = choose_sweep(*call) == "reference"
     if plain:
-        arguments = (operands, parameterization, bind, bind_parameters, y_star, report)
-        if not torch.compiler.is_compiling():
-            return eager_sweep(*arguments)
         if torch.compiler.is_exporting() and operands.x.shape[1] == 1 and y_star is None:
             # in elementary operations, so that other runtimes can decode
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
-        if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
-            return uncompiled_sweep(*arguments)
+        covered = is_covered(layout, operands.raw, operands.A, bind_parameters)
+        if not covered or is_transformed():
+            sweep_by_loop = uncompiled_sweep if torch.compiler.is_compiling() else loop_sweep
+            return sweep_by_loop(operands, parameterization, bind, bind_parameters, y_star, report)
     keep_every = CHUNK if plain else choose_chunk(operands)
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:

@@ -181,8 +181,8 @@ def sweep_tokens(
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
-) -> tuple[Sweep, list[Tensor]]:
-    """The sweep, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, and so on."""
+) -> tuple[Sweep, Tensor]:
+    """The sweep, and h before tokens 0, keep_every, 2 keep_every, and so on, (b, slots, n, d)."""
     x, raw, W_y, A, h, y = operands
     assert h is not None and y is not None
     ys, defects, scales, sizes, kept = [], [], [], [], []
@@ -206,9 +206,10 @@ def sweep_tokens(
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])
-        return Sweep(torch.zeros_like(x), h, empty, empty, empty, pivot), kept
+        none_kept = h.mT.unsqueeze(1)[:, :0].clone()
+        return Sweep(torch.zeros_like(x), h.clone(), empty, empty, empty, pivot), none_kept
     defect, scale, size = (torch.stack(values, 1) for values in (defects, scales, sizes))
-    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot), kept
+    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot), torch.stack(kept, 1)
 
 
 def memory_of(
@@ -218,9 +219,9 @@ def memory_of(
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor]:
     """For a known y and without erase, the last h (b, d, n), and the memories that `sweep_tokens`
-    would keep."""
+    would keep, (b, slots, n, d)."""
     x, raw = with_feedback(y, operands, parameterization)
     delta, B, C, e, U, M, _ = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     mixed, kept = mix_channels(x, y, parameterization.diagonal(e), U, M), []
@@ -236,4 +237,6 @@ def memory_of(
             eigenvalues=eigenvalues,
             exclusive=False,
         )
-    return h, kept
+    if not kept:
+        return h.clone(), h.mT.unsqueeze(1)[:, :0].clone()
+    return h, torch.stack(kept, 1)

@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.direct.buffers import (
     allocate_memory,
     allocate_reverse,
     allocate_sweep,
     collect_gradients,
     count_kept,
+    state_major,
 )
-from bedouin.kernels.direct.plain import plain_memory, plain_reverse, plain_sweep
+from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
+from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.reference import memory_of
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
@@ -63,7 +67,7 @@ def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
 def sweep_operation(*flat: Any) -> SweepResult:
     operands, options, plain, keep_every = _parse(*flat)
     if plain:
-        y, h, kept, statistics = plain_sweep(operands, options, keep_every)
+        y, h, kept, statistics = cpu_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics
     buffers = allocate_sweep(operands.with_head_axis(), options, keep_every)
     if buffers.y.numel():
@@ -91,8 +95,9 @@ def memory_operation(
     operands, options, plain, keep_every = _parse(*flat)
     y = y_star.clone(memory_format=torch.contiguous_format)
     if plain:
-        h, kept = plain_memory(y_star, operands, options, keep_every)
-        return y, h, kept.flatten(1)
+        bind = choose_bind(None, options, operands.A)
+        h, kept = memory_of(y, operands.wide(), options, bind, (), keep_every)
+        return y, state_major(h).mT, kept.flatten(1)
     buffers, state = allocate_memory(y, operands.with_head_axis(), options, keep_every)
     if y.numel():
         from bedouin.kernels.direct.triton_launch import launch_memory
@@ -137,11 +142,11 @@ def _sweep_backward(
 ) -> Gradients:
     operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
     (x, raw, _, A, *_), wants_y0 = operands, flat[6]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
-            given = (grad_y, grad_h, y, kept, operands, options)
-            return plain_reverse(*given, keep_every, wants_y0=wants_y0)
+            found = cpu_reverse(grad_y, grad_h, y, kept, operands, options, keep_every)
+            return _in_layout(found, operands, wants_y0=wants_y0)
         operands = operands.with_head_axis()
         buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
         grad_normed = None
@@ -159,6 +164,28 @@ def _sweep_backward(
         if A.dim() == 2:
             grad_A, grad_W_y = grad_A[0], grad_W_y if operands.W_y is None else grad_W_y[0]
         return grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0, grads.statistics
+
+
+def _in_layout(
+    found: tuple[Tensor | None, ...],  # the result of `cpu_reverse`
+    operands: Operands,
+    *,
+    wants_y0: bool,
+) -> Gradients:
+    """The gradients with the dtypes and the strides of the operation."""
+    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0, statistics = found
+    assert grad_x is not None and grad_raw is not None and grad_A is not None
+    assert grad_h0 is not None and grad_y0 is not None and statistics is not None
+    r = grad_raw.shape[2]
+    rows = pad(grad_raw.to(operands.raw.dtype), (0, padding(r)))[..., :r]
+    if grad_W_y is None:
+        grad_W_y = grad_A.new_empty(0)
+    elif grad_W_y.dim() == 3:
+        f = grad_W_y.shape[1]
+        grad_W_y = pad(grad_W_y, (0, 0, 0, padding(f)))[:, :f]
+    first = grad_x.to(operands.x.dtype), rows, grad_W_y
+    grad_y0 = grad_y0[: None if wants_y0 else 0]
+    return *first, state_major(grad_A).mT, grad_h0, grad_y0, statistics
 
 
 @_sweep_backward.register_fake

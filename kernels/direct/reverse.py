@@ -49,9 +49,6 @@ class SolvedSweep(NamedTuple):
     parameterization: Parameterization
     bind: Bind
     bind_parameters: tuple[Tensor, ...]
-    memory: tuple[Tensor, ...] = ()
-    """What the sweep has left to its adjoint, from `allocate_steps`."""
-    h: Tensor | None = None  # (b, d, n), the last, if the memory is that of a single chunk
 
     @staticmethod
     def of(
@@ -60,18 +57,9 @@ class SolvedSweep(NamedTuple):
         parameterization: Parameterization,
         bind: Bind,
         bind_parameters: tuple[Tensor, ...],  # any shapes
-        memory: tuple[Tensor, ...] = (),
-        h: Tensor | None = None,  # (b, d, n)
     ) -> "SolvedSweep":
-        """`full_x` and `full_raw` are computed where the memory does not contain them."""
-        if memory:
-            r, full = operands.raw.shape[-1], memory[0].transpose(0, 1)
-            full_x = full[..., r:] if parameterization.feeds_x else operands.x
-            full_raw = full[..., :r]
-        else:
-            full_x, full_raw = with_feedback(y, operands, parameterization)
-        known = y, full_x, full_raw, operands, parameterization, bind, bind_parameters
-        return SolvedSweep(*known, memory, h)
+        full = with_feedback(y, operands, parameterization)
+        return SolvedSweep(y, *full, operands, parameterization, bind, bind_parameters)
 
 
 def _vjp(

@@ -76,7 +76,7 @@ def test_the_sweep_in_buffers(f: int, dtype: torch.dtype, heads: int) -> None:
 @rows_of_W_y
 @all_heads
 def test_the_plain_loop(f: int, heads: int) -> None:
-    """Without a layout no sweep is in buffers."""
+    """Without a layout the sweep is that of the plain loop."""
     operands = draw(f, heads, torch.float64)
     bind = choose_bind(None, OPTIONS, operands.A)
     options = Parameterization(None, "bounded_delta", "positive", 1e-5)

@@ -1,8 +1,9 @@
-"""The sweep in buffers: the values, statistics and gradients of the plain loop over tokens.
+"""The sweep of cpu.py: the values, statistics and gradients of the plain loop over tokens.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
 """
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
-from bedouin.kernels.direct.buffered import buffered_reverse, buffered_sweep, takes_buffers
-from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
+from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.direct.reference import sweep_tokens
 from bedouin.kernels.direct.reverse import SolvedSweep, reverse_sweep
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
@@ -77,8 +78,8 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 @settings(max_examples=40)
 @given(
     b=st.integers(1, 3),
-    t=st.sampled_from([1, 2, 15, 16, 17, 33]),
-    k=st.sampled_from([0, 1, 2, 3, 8]),
+    t=st.sampled_from([1, 2, 15, 16, 17, 63, 64, 100]),
+    k=st.sampled_from([0, 1, 2, 3, 4, 8]),
     heads=st.integers(1, 2),
     feedback=st.sampled_from([False, True, 1, D, D + 2]),
     activation=st.sampled_from(get_args(Activation)),
@@ -93,7 +94,6 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 def test_all_is_that_of_autograd_through_the_loop(b: int, t: int, **options: Any) -> None:
     operands, parameterization = draw(b, t, **options)
     inputs = [v.requires_grad_() for v in operands if v is not None]
-    assert takes_buffers(operands, parameterization, ())
     expected = direct_sweep_reference(operands, parameterization)
     actual = direct_sweep(operands, parameterization)
     # a near-singular token, or growth over time, amplifies the difference of two roundings
@@ -127,7 +127,6 @@ def test_on_a_gpu_and_in_its_graphs(k: int, dtype: torch.dtype, more: dict[str, 
     expected = run(operands)
     moved: Any = [None if v is None else v.detach().cuda() for v in operands]
     there = Operands(*moved)
-    assert takes_buffers(there, options, ())
     run(there)  # the libraries of linear algebra set themselves up
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -149,34 +148,36 @@ def test_dtypes_are_those_of_the_plain_loops(
     operands, parameterization = draw(2, 18, dtype=torch.float32, **options)
     if operands.W_y is not None:
         operands = operands._replace(W_y=operands.W_y.to(low))
-    operands, bind = operands.wide(), choose_bind(None, parameterization, operands.A)
-    ours, kept = buffered_sweep(operands, parameterization, 16)
+    operands, bind = operands.wide(), bind_by_layout(parameterization.known_layout(), operands.A)
+    y, _, kept, _ = cpu_sweep(operands, parameterization, 16)
     theirs, others = sweep_tokens(operands, parameterization, bind, (), 16)
     tolerance = 1e-5 if low == torch.float32 else 1e-2
-    assert_near("y", ours.y, theirs.y, tolerance)
-    assert_near("kept", torch.stack(kept), torch.stack(others), tolerance)
+    assert_near("y", y, theirs.y, tolerance)
+    assert_near("kept", kept, others, tolerance)
     solved = SolvedSweep.of(theirs.y, operands, parameterization, bind, ())
-    given = torch.randn_like(ours.y), torch.randn_like(ours.h), torch.stack(others, 1), 16, solved
+    grad_y, grad_h = torch.randn_like(y), torch.randn_like(theirs.h)
+    *ours, (defect, scale) = cpu_reverse(
+        grad_y, grad_h, theirs.y, others, operands, parameterization, 16
+    )
     found: list[tuple[Tensor, Tensor]] = []
     report = lambda *values: found.append(values)  # noqa: E731
-    grads = buffered_reverse(*given, report), reverse_sweep(*given, report)
-    for i, (a, e) in enumerate(zip(*grads, strict=True)):
+    grads = reverse_sweep(grad_y, grad_h, others, 16, solved, report)
+    for i, (a, e) in enumerate(zip(ours, grads, strict=True)):
         assert (a is None) == (e is None)
         if a is not None and e is not None:
             assert_near(f"gradient {i}", a, e, tolerance)
-    assert_near("scale", found[0][1], found[1][1], tolerance)
-    assert (found[0][0] / found[0][1]).max() < 1e-5
+    assert_near("scale", scale, found[0][1], tolerance)
+    assert (defect / scale).max() < 1e-5
 
 
 @pytest.mark.parametrize("t", [16, 17])
 @pytest.mark.parametrize("feedback", [True, False, D])
 @pytest.mark.parametrize("input_scale", ["delta", "one_minus_decay"])
 @ERASES_AND_FEEDS_X
-def test_the_memory_of_a_single_chunk_serves_every_backward_pass(
+def test_a_second_backward_pass_and_batched_cotangents(
     t: int, feedback: int, input_scale: str, more: dict[str, Any]
 ) -> None:
-    """Gradients from what the sweep leaves are those of a sweep that leaves nothing, also for the
-    second backward pass, and for cotangents that are batched, which buffers do not take."""
+    """Every backward pass of one sweep gives the same numbers, also for batched cotangents."""
     operands, options = draw(3, t, feedback=feedback, input_scale=input_scale, **more)
     inputs = [v.requires_grad_() for v in operands if v is not None]
     sweep = direct_sweep(operands, options)
@@ -196,8 +197,8 @@ def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on() -> Non
     operands, parameterization = draw(3, 20)
     raw = operands.raw.clone()
     raw[1, 17, 0] = torch.nan
-    clean, _ = buffered_sweep(operands, parameterization, 16)
-    spoilt, _ = buffered_sweep(operands._replace(raw=raw), parameterization, 16)
+    clean = direct_sweep(operands, parameterization)
+    spoilt = direct_sweep(operands._replace(raw=raw), parameterization)
     for name in ("y", *STATISTICS):
         assert torch.equal(getattr(spoilt, name)[[0, 2]], getattr(clean, name)[[0, 2]])
     assert torch.equal(spoilt.y[1, :17], clean.y[1, :17])
@@ -212,7 +213,7 @@ def test_an_exactly_singular_token_is_contained_and_its_pivot_kept() -> None:
     raw[..., 2], raw[1, 2, 2] = -1.0, 0.0
     state = torch.zeros(3, 1, 1), torch.zeros(3, 1)
     operands = Operands(torch.ones(3, 4, 1), raw, None, -torch.ones(1, 1), *state)
-    swept, _ = buffered_sweep(operands, options, 16)
+    swept = direct_sweep(operands, options)
     assert swept.pivot[1] == 0 and bool((swept.pivot[[0, 2]] > 0.4).all())
     assert swept.y[[0, 2]].isfinite().all() and swept.y[1, :2].isfinite().all()
     assert not swept.y[1, 2:].isfinite().any()
@@ -233,19 +234,97 @@ def test_the_gradient_of_a_given_fixed_point_is_that_of_the_sweep() -> None:
         direct_sweep(operands, options, y_star=sweep.y.detach())
 
 
-def test_what_buffers_cannot_compute() -> None:
-    operands, parameterization = draw(2, 3)
-    assert takes_buffers(operands, parameterization, ())
-    other = Parameterization(None, "delta", "positive", None)
-    assert not takes_buffers(operands, other, ())
-    assert not takes_buffers(operands, parameterization, (operands.A,))
-    assert not takes_buffers(operands._replace(x=operands.x[:, :0]), parameterization, ())
-    assert not takes_buffers(operands._replace(x=operands.x.to("meta")), parameterization, ())
-    seen: list[bool] = []
+def by_loop(operands: Operands, options: Parameterization, **known: Any) -> Sweep:
+    """The sweep of the plain loops, which a parameterization without a layout takes."""
+    bind = bind_by_layout(options.known_layout(), operands.A)
+    return direct_sweep(operands, replace(options, layout=None), bind, **known)
 
-    def inside(x: Tensor) -> Tensor:
-        seen.append(takes_buffers(operands._replace(x=x), parameterization, ()))
-        return x
 
-    torch.func.vmap(inside)(operands.x.unsqueeze(0))
-    assert seen == [False]
+@settings(max_examples=20)
+@given(
+    t=st.sampled_from([1, 16, 17, 40]),
+    k=st.integers(0, 4),
+    heads=st.integers(1, 2),
+    feedback=st.sampled_from([False, True, D]),
+    input_scale=st.sampled_from(["delta", "bounded_delta", "one_minus_decay"]),
+    eigenvalues=st.sampled_from(["positive", "full"]),
+    feeds_x=st.booleans(),
+)
+def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> None:
+    """A solver's y that is not the fixed point is differentiated where it is."""
+    operands, parameterization = draw(2, t, **options)
+    inputs = [v.requires_grad_() for v in operands if v is not None]
+    y_star = torch.randn(operands.x.shape, dtype=torch.float64)
+    found = [sweep(operands, parameterization, y_star=y_star) for sweep in (direct_sweep, by_loop)]
+    grads = [gradients(sweep, inputs) for sweep in found]
+    for i, (ours, theirs) in enumerate(zip(*grads, strict=True)):
+        assert_near(f"gradient {i}", ours, theirs, 1e-9)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_inputs_that_are_not_contiguous(feedback: bool, heads: int) -> None:
+    operands, options = draw(2, 18, feedback=feedback, heads=heads)
+    strided: Any = [None if v is None else v.mT.contiguous().mT for v in operands[:5]]
+    there = Operands(*[*strided, operands.y0])
+    assert not there.x.is_contiguous()
+    results = []
+    for given_operands in (operands, there):
+        own: Any = [None if v is None else v.detach().requires_grad_() for v in given_operands]
+        inputs = [v for v in own if v is not None]
+        sweep = direct_sweep(Operands(*own), options)
+        results.append([sweep.y, sweep.h, *gradients(sweep, inputs)])
+    for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        assert_near(f"result {i}", ours, theirs, 1e-13)
+
+
+@pytest.mark.parametrize(("b", "t"), [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_no_samples_and_no_tokens(b: int, t: int, feedback: bool) -> None:
+    operands, options = draw(b, t, feedback=feedback)
+    inputs = [v.requires_grad_() for v in operands if v is not None]
+    results = []
+    for sweep in (direct_sweep(operands, options), by_loop(operands, options)):
+        results.append([*sweep[:6], *gradients(sweep, inputs)])
+    for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        torch.testing.assert_close(ours, theirs, msg=f"result {i}")
+
+
+def test_the_adjoint_reports_its_defect_once_per_token() -> None:
+    operands, options = draw(3, 19)
+    operands.x.requires_grad_()
+    reports: list[tuple[Tensor, Tensor]] = []
+    direct_sweep(operands, options, report=lambda *r: reports.append(r)).y.sum().backward()
+    ((defect, scale),) = reports
+    assert defect.shape == scale.shape == (3, 19)
+    assert (defect / scale).max() < 1e-12
+
+
+def test_transforms_take_the_plain_loop() -> None:
+    operands, options = draw(2, 18)
+    assert operands.W_y is not None
+    stacked = torch.stack([operands.W_y, 0 * operands.W_y])
+
+    def loss(W_y: Tensor) -> Tensor:
+        return direct_sweep(operands._replace(W_y=W_y), options).y.square().sum()
+
+    vmapped = torch.func.vmap(torch.func.grad(loss))(stacked)
+    looped = [torch.autograd.functional.jacobian(loss, W_y) for W_y in stacked]
+    torch.testing.assert_close(vmapped, torch.stack(looped))
+
+
+def test_h_is_kept_at_every_sixteenth_token_only() -> None:
+    operands, options = draw(2, 64)
+    _, _, kept, _ = cpu_sweep(operands, options, 16)
+    assert kept.shape == (2, 4, 3, D)
+    saved: list[int] = []
+
+    def pack(v: Tensor) -> Tensor:
+        saved.append(v.numel())
+        return v
+
+    operands.x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
+        direct_sweep(operands, options)
+    others = sum(v.numel() for v in operands if v is not None)
+    assert sum(saved) <= others + operands.x.numel() + kept.numel()
