@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.batch import IGNORE, Batch, LengthTask, as_text
 from bedouin.tasks.checks import whole_number
 from bedouin.tasks.expressions import (
+    SYMBOLS,
     Kind,
     Layout,
     bracketed_layout,
@@ -19,13 +20,12 @@ from bedouin.tasks.expressions import (
     flat_layout,
     flat_value,
 )
-from bedouin.tasks.lengths import draw_lengths
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
 
 
 @dataclass(frozen=True)
-class ModularArithmetic:
-    """The value of an expression modulo m, asked for at the `=` that ends it.
+class ModularArithmetic(LengthTask):
+    """The value of an expression modulo m, the label of the `=` that ends it.
 
     Two rows of `ModularArithmetic(length=10, min_length=4)`; `_` is padding, `.` is ignored:
 
@@ -98,52 +98,9 @@ class ModularArithmetic:
         """Number of classes, m."""
         return self.modulus
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of uniform guessing, for `scaled_accuracy`."""
-        return 1 / self.modulus
-
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        length: int | None = None,
-        split: Split | None = None,
-    ) -> Batch:
-        """Draw rows, on the generator's device and without waiting for it.
-
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from
-                all rows, or from the `split` that is named.
-            device: where the result is moved to, if not where it was made.
-            length: number of tokens in every row, without padding; None for the lengths of the
-                task.
-            split: None for the stream's own; naming another one raises.
-
-        Returns:
-            tokens and labels (b, t), t the largest possible length.
-
-        Raises:
-            ValueError: a negative batch size, an impossible length, or not the stream's split.
-            TypeError: a batch size or length that is no int, or no generator.
-        """
-        if length is None:
-            least, most = self.min_length or self.length, self.length
-        else:
-            least = most = whole_number("length", length, 2)
-        possible = self._possible_lengths(least, most)
-        batch_size = whole_number("batch_size", batch_size, 0)
-        split = resolve_split(generator, split)
-        lengths = draw_lengths(batch_size, possible, generator).unsqueeze(-1)
-        return self._rows(lengths - 1, possible[-1] - 1, split, generator).to(device)
-
     def decode(self, tokens: Tensor) -> list[str]:
-        """Rows as text: (b, t) -> b strings. `IGNORE` is shown as a dot. Reads the device."""
-        symbols = self.symbols
-        return ["".join("." if i == IGNORE else symbols[i] for i in row) for row in tokens.tolist()]
+        """Rows (b, t) as text, with a dot for `IGNORE`. Synchronizes with the device."""
+        return as_text(tokens, self.symbols, ignored=".")
 
     def _possible_lengths(self, least: int, most: int) -> range:
         """Lengths from `least` to `most` that a row can have; raises ValueError for none."""
@@ -157,28 +114,27 @@ class ModularArithmetic:
             )
         return possible
 
-    def _rows(
-        self,
-        lengths: Tensor,  # (b, 1), of the expressions, "=" not counted
-        width: int,
-        split: Split,
-        rng: torch.Generator,
-    ) -> Batch:
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        most = self.length if length is None else whole_number("length", length, 2)
+        least = most if length is not None or self.min_length is None else self.min_length
+        possible = self._possible_lengths(least, most)
+        lengths = draw_lengths(b, possible, rng) - 1  # (b, 1), without the "="
+        width = possible[-1] - 1
         layout = (
             bracketed_layout(lengths, width, rng) if self.brackets else flat_layout(lengths, width)
         )
-        shape, is_digit = layout.kind.shape, layout.kind == Kind.DIGIT
-        digits = torch.randint(self.modulus, shape, generator=rng, device=rng.device)
-        most = 3 if self.multiplication else 2
-        operators = torch.randint(most, shape, generator=rng, device=rng.device)
+        digits = integers(0, self.modulus, (b, width), rng)
+        operators = integers(0, 3 if self.multiplication else 2, (b, width), rng)
+        is_digit = layout.kind == Kind.DIGIT
         last = (is_digit * torch.arange(width, device=rng.device)).amax(-1, keepdim=True)  # (b, 1)
         prefix = self._expression(digits.scatter(-1, last, 0), operators, layout)
-        # Without the padding, so that a row is in the same split whatever it is padded to.
+        # without the padding, so that a row is in the same split whatever it is padded to
         prefix = prefix.masked_fill(layout.kind == Kind.NOTHING, 0)
         drawn = draw_last(row_hash(prefix), self.modulus, split, rng)
         digits = digits.scatter(-1, last, drawn.unsqueeze(-1))
-        evaluate = bracketed_value if self.brackets else flat_value
-        value = evaluate(digits, operators, layout, self.modulus)
+        value = (bracketed_value if self.brackets else flat_value)(
+            digits, operators, layout, self.modulus
+        )
         tokens = pad(self._expression(digits, operators, layout), (0, 1), value=self._id("_"))
         labels = torch.full_like(tokens, IGNORE)
         return Batch(
@@ -191,17 +147,13 @@ class ModularArithmetic:
         digits: Tensor,  # (b, t)
         operators: Tensor,  # (b, t)
         layout: Layout,
-    ) -> Tensor:
-        """Tokens (b, t) of expressions, padding behind them."""
-        kind = layout.kind
-        tokens = digits.masked_fill(kind != Kind.DIGIT, self._id("_"))
-        tokens = torch.where(kind == Kind.OPERATOR, self.modulus + operators, tokens)
-        if not self.brackets:
-            return tokens
-        tokens = tokens.masked_fill(kind == Kind.NEGATION, self._id("-"))
-        opens = (kind == Kind.BRACKET) | (kind == Kind.BINARY_BRACKET)
-        tokens = tokens.masked_fill(opens, self._id("("))
-        return tokens.masked_fill(kind == Kind.CLOSING, self._id(")"))
+    ) -> Tensor:  # (b, t)
+        """Tokens of expressions, padding behind them."""
+        tokens = torch.where(layout.kind == Kind.DIGIT, digits, self.modulus + operators)
+        for kind, symbol in SYMBOLS.items():
+            if symbol in self.symbols:
+                tokens = tokens.masked_fill(layout.kind == kind, self._id(symbol))
+        return tokens
 
     def _id(self, symbol: str) -> int:
         return self.symbols.index(symbol)

@@ -9,18 +9,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.checks import whole_number
-from bedouin.tasks.group import Group
-from bedouin.tasks.lengths import draw_lengths
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.group import Group, check_group
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
 
 NUM_NAMES: Final = 26
 _USE, _REBIND = 0.8, 0.1
 
 
 @dataclass(frozen=True)
-class BoundPermutations:
+class BoundPermutations(Task):
     """m definitions `name g`, then L operations on what the names are bound to.
 
     With probability 0.8 an operation is `name .`: the running product is multiplied, from the
@@ -58,10 +57,7 @@ class BoundPermutations:
     max_operations: int = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.group, Group):
-            raise TypeError(
-                f"group must be a Group, got {self.group!r}: parse names with Group.from_name"
-            )
+        check_group("group", self.group)
         if self.group.order < 2:
             raise ValueError(f"group must have at least two elements, got {self.group.name}")
         whole_number("max_definitions", self.max_definitions, 1, NUM_NAMES + 1)
@@ -89,22 +85,12 @@ class BoundPermutations:
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw rows on the generator's device, without synchronization.
+        """Draw rows of `definitions` and `operations`, m and L; None: drawn from their ranges.
 
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from
-                the uniform distribution over all rows, or from `split`.
-            definitions, operations: m and L of every row; None: drawn from their ranges.
-            device: the device of the result; None: the generator's.
-            split: None: the stream's own. Another one than the stream's raises an error.
+        The other arguments and the errors are those of `WordProblem.sample`.
 
         Returns:
             tokens and labels (b, t), t = 2 m + 3 L with the largest m and L.
-
-        Raises:
-            ValueError: a number out of its range, or a split that is not the stream's.
-            TypeError: a number that is not an int, or a generator that is not one.
         """
         defined = range(self.min_definitions, self.max_definitions + 1)
         if definitions is not None:
@@ -114,9 +100,7 @@ class BoundPermutations:
         if operations is not None:
             L = whole_number("operations", operations, 1)
             operated = range(L, L + 1)
-        batch_size = whole_number("batch_size", batch_size, 0)
-        split = resolve_split(generator, split)
-        return self._draw(batch_size, defined, operated, split, generator).to(device)
+        return self._sample(batch_size, generator, device, split, defined, operated)
 
     def products(
         self,
@@ -141,50 +125,43 @@ class BoundPermutations:
         n, device = self.group.order, rng.device
         rebind_symbol, ask_symbol, use_symbol, padding = (NUM_NAMES + n + i for i in range(4))
         most, width = defined[-1], 2 * defined[-1] + 3 * operated[-1]
-        m = draw_lengths(b, defined, rng).unsqueeze(1)  # (b, 1)
-        L = draw_lengths(b, operated, rng).unsqueeze(1)
+        m, L = draw_lengths(b, defined, rng), draw_lengths(b, operated, rng)  # (b, 1)
         # rows do not depend on the default dtype
         drawn: dict[str, Any] = {"dtype": torch.float32, "device": device, "generator": rng}
         names = torch.rand(b, NUM_NAMES, **drawn).argsort(-1)[:, :most]
-        bound = torch.randint(n, (b, most), generator=rng, device=device)
+        bound = integers(0, n, (b, most), rng)
         shape = (b, operated[-1])
         kind, which = torch.rand(2, *shape, **drawn)
-        rebound = torch.randint(n, shape, generator=rng, device=device)
+        rebound = integers(0, n, shape, rng)
         uses, asks = kind < _USE, kind >= _USE + _REBIND
         rebinds = ~uses & ~asks
         slot = (which * m).long().clamp(max=m - 1)  # the definition of an operation's name
         name = names.gather(1, slot)
+        bound = bound.scatter(1, m - 1, 0)  # the last definition follows from the others
 
-        definition = torch.arange(most, device=device).expand(b, -1)
-        operation = torch.arange(operated[-1], device=device).expand(b, -1)
-        size = 2 + rebinds.long()
+        symbol = torch.where(rebinds, rebind_symbol, ask_symbol)
+        first = torch.cat([names, torch.where(uses, name, symbol)], dim=-1)  # (b, most + L)
+        second = torch.cat([NUM_NAMES + bound, torch.where(uses, use_symbol, name)], dim=-1)
+        third = NUM_NAMES + torch.cat([bound, rebound], dim=-1)  # read where an operation rebinds
+        index = torch.arange(first.shape[1], device=device)
+        exists = (index < m) | ((index >= most) & (index < most + L))
+        rebinding = torch.cat([torch.zeros_like(bound, dtype=torch.bool), rebinds], dim=-1)
+        written = torch.stack([exists, exists, exists & rebinding], dim=-1).flatten(1)
         # what a row does not have is written behind its end
-        first = (2 * definition).masked_fill(definition >= m, width)
-        start = (2 * m + size.cumsum(-1) - size).masked_fill(operation >= L, width)
-        third = (start + 2).masked_fill(~rebinds, width)
-        places = torch.cat([first, first + 1, start, start + 1, third], dim=-1)
-        row = torch.full((b, width + 3), padding, device=device)
+        place = (written.cumsum(-1) - 1).masked_fill(~written, width)
+        row = torch.full((b, width + 1), padding, device=device)
+        tokens = row.scatter(1, place, torch.stack([first, second, third], dim=-1).flatten(1))
+        tokens = tokens[:, :width]
 
-        def write(bound: Tensor) -> Tensor:
-            """The rows whose definitions have these elements."""
-            symbol = torch.where(rebinds, rebind_symbol, ask_symbol)
-            written = [
-                *(names, NUM_NAMES + bound),
-                *(torch.where(uses, name, symbol), torch.where(uses, use_symbol, name)),
-                NUM_NAMES + rebound,
-            ]
-            return row.scatter(1, places, torch.cat(written, dim=-1))[:, :width]
-
-        tokens = write(bound.scatter(1, m - 1, 0))
         # zeros at the end of a row do not change its hash
         others = row_hash(tokens.masked_fill(tokens == padding, 0))
-        bound = bound.scatter(1, m - 1, draw_last(others, n, split, rng).unsqueeze(1))
-
+        last = draw_last(others, n, split, rng).unsqueeze(1)
+        bound = bound.scatter(1, m - 1, last)
         current = _current(bound, slot, rebinds, rebound)
         product = self.group.prefix_products(current.masked_fill(~uses, 0))  # 0 is the identity
         answer = torch.where(uses, product, current).masked_fill(rebinds, IGNORE)
-        labels = torch.full_like(row, IGNORE).scatter(1, start + 1, answer)
-        return Batch(write(bound), labels[:, :width])
+        labels = torch.full_like(row, IGNORE).scatter(1, place[:, 3 * most + 1 :: 3], answer)
+        return Batch(tokens.scatter(1, 2 * m - 1, NUM_NAMES + last), labels[:, :width])
 
 
 def _current(

@@ -3,24 +3,24 @@
 Letters: b batch, t time, v vocabulary; J strings packed into a row, L letters in a string.
 """
 
-import string
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Literal, get_args
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
+from bedouin.tasks.batch import IGNORE, Batch, Task, as_text
 from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.metrics import sequence_accuracy, token_accuracy
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash
 
 Protocol = Literal["plain", "official"]
 
 
 @dataclass(frozen=True)
-class Copying:
+class Copying(Task):
     """Repeat a string: `$` starts a sample, `|` requests the copy, `.` ends it, `*` is padding.
 
     A training row with `context_len=24, min_length=2, max_length=4` consists of packed samples, of
@@ -79,24 +79,19 @@ class Copying:
                 f"context_len must hold a whole sample, 2·max_length + 3 = "
                 f"{2 * self.max_length + 3}, got {self.context_len}: raise it or lower max_length"
             )
-        if not 2 <= self.num_letters <= len(string.ascii_lowercase):
+        if not 2 <= self.num_letters <= len(ascii_lowercase):
             raise ValueError(f"num_letters must be in [2, 26], got {self.num_letters}")
         one_of("protocol", self.protocol, get_args(Protocol))
 
     @property
     def symbols(self) -> str:
         """The character of every id: the letters, then `$ | . *`."""
-        return string.ascii_lowercase[: self.num_letters] + "$|.*"
+        return ascii_lowercase[: self.num_letters] + "$|.*"
 
     @property
     def vocab_size(self) -> int:
         """Number of input ids: letters and four symbols, 30 by default."""
-        return self.num_letters + 4
-
-    @property
-    def output_size(self) -> int:
-        """Number of classes, the vocabulary."""
-        return self.vocab_size
+        return len(self.symbols)
 
     @property
     def chance(self) -> float:
@@ -111,34 +106,11 @@ class Copying:
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw packed training rows on the generator's device, without synchronization.
+        """Draw packed training rows: tokens and labels (b, context_len).
 
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from all
-                strings, or from `split`.
-            device: the device of the result; None: the generator's.
-            split: None: the stream's own. Another one than the stream's raises an error.
-
-        Returns:
-            tokens and labels (b, context_len).
-
-        Raises:
-            ValueError: a negative batch size, or a split that is not the stream's.
-            TypeError: a batch size that is not an int, or a generator that is not one.
+        Arguments and errors are those of `WordProblem.sample`.
         """
-        split = resolve_split(generator, split)
-        num_strings = -(-self.context_len // (2 * self.min_length + 3))  # J, if all are short
-        shape = (whole_number("batch_size", batch_size, 0), num_strings)
-        lengths = torch.randint(
-            self.min_length,
-            self.max_length + 1,
-            shape,
-            generator=generator,
-            device=generator.device,
-        )
-        letters = self._draw_strings(lengths, self.max_length, split, generator)
-        return self._render(letters, lengths, self.context_len).to(device)
+        return self._sample(batch_size, generator, device, split, None)
 
     def sample_eval(
         self,
@@ -149,80 +121,53 @@ class Copying:
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw evaluation rows, each one string of exactly `length` letters.
+        """Draw evaluation rows, each one string of exactly `length` letters, 1 or more.
 
-        Args:
-            length: number of letters, 1 or more; the other arguments are those of `sample`.
+        The other arguments and the errors are those of `WordProblem.sample`.
 
         Returns:
             tokens and labels (b, 2·length + 3), padded to `context_len` in the official protocol.
-
-        Raises:
-            ValueError: as `sample`, or a length below 1.
-            TypeError: as `sample`, or a length that is not an int.
         """
         length = whole_number("length", length, 1)
-        split = resolve_split(generator, split)
-        shape = (whole_number("batch_size", batch_size, 0), 1)
-        lengths = torch.full(shape, length, device=generator.device)
-        letters = self._draw_strings(lengths, length, split, generator)
-        tokens, labels = self._render(letters, lengths, 2 * length + 3)
-        if self.protocol == "official":
-            missing = max(0, self.context_len - tokens.shape[-1])
-            tokens = pad(tokens, (0, missing), value=self.symbols.index("."))
-            labels = pad(labels, (0, missing), value=IGNORE)
-        return Batch(tokens, labels).to(device)
+        tokens, labels = self._sample(batch_size, generator, device, split, length)
+        missing = self.context_len - tokens.shape[-1] if self.protocol == "official" else 0
+        if missing <= 0:
+            return Batch(tokens, labels)
+        filled = pad(tokens, (0, missing), value=self.symbols.index("."))
+        return Batch(filled, pad(labels, (0, missing), value=IGNORE))
 
-    def character_accuracy(
-        self,
-        prediction: Tensor,  # logits (b, t, v) or ids (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # ()
-        """Fraction of the answer letters that are right. Raises the errors of `token_accuracy`."""
+    def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Fraction of the answer letters that are right; arguments and errors are those of
+        `token_accuracy`."""
         return token_accuracy(prediction, self._letters_only(labels))
 
-    def string_accuracy(
-        self,
-        prediction: Tensor,  # logits (b, t, v) or ids (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # ()
-        """Fraction of the rows of `sample_eval` whose answer letters are all right.
-
-        Raises the errors of `token_accuracy`.
-        """
+    def string_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Fraction of the rows of `sample_eval` whose answer letters are all right; arguments and
+        errors are those of `token_accuracy`."""
         return sequence_accuracy(prediction, self._letters_only(labels))
 
-    def decode(
-        self,
-        tokens: Tensor,  # (b, t)
-    ) -> list[str]:
-        """Each row as text, with a blank for `IGNORE`. Synchronizes with the device."""
-        rows = tokens.tolist()
-        return ["".join(" " if i == IGNORE else self.symbols[i] for i in row) for row in rows]
+    def decode(self, tokens: Tensor) -> list[str]:
+        """Rows (b, t) as text, with a blank for `IGNORE`. Synchronizes with the device."""
+        return as_text(tokens, self.symbols, ignored=" ")
 
-    def _letters_only(
-        self,
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t)
+    def _letters_only(self, labels: Tensor) -> Tensor:  # (b, t) -> (b, t)
         """The labels with IGNORE in place of symbols."""
         return labels.masked_fill(labels >= self.num_letters, IGNORE)
 
-    def _draw_strings(
-        self,
-        lengths: Tensor,  # (b, J)
-        width: int,
-        split: Split,
-        rng: torch.Generator,
-    ) -> Tensor:  # (b, J, width)
-        """Random letters, of which the first `lengths` are used; the last one of these is drawn so
-        that the string belongs to `split`."""
-        shape = (*lengths.shape, width)
-        letters = torch.randint(self.num_letters, shape, generator=rng, device=rng.device)
-        last = rearrange(lengths - 1, "b j -> b j 1")
-        is_prefix = torch.arange(width, device=rng.device) < last
-        prefix = letters.masked_fill(~is_prefix, 0)
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        """Training rows for None, else evaluation rows of this length."""
+        if length is None:
+            shape = (b, -(-self.context_len // (2 * self.min_length + 3)))  # J, if all are short
+            width, row_len = self.max_length, self.context_len
+            lengths = integers(self.min_length, self.max_length + 1, shape, rng)  # (b, J)
+        else:
+            width, row_len = length, 2 * length + 3
+            lengths = torch.full((b, 1), length, device=rng.device)
+        letters = integers(0, self.num_letters, (*lengths.shape, width), rng)  # (b, J, width)
+        last = lengths.unsqueeze(-1) - 1
+        prefix = letters.masked_fill(torch.arange(width, device=rng.device) >= last, 0)
         drawn = draw_last(row_hash(prefix), self.num_letters, split, rng)
-        return letters.scatter(-1, last, rearrange(drawn, "b j -> b j 1"))
+        return self._render(letters.scatter(-1, last, drawn.unsqueeze(-1)), lengths, row_len)
 
     def _render(
         self,
@@ -233,14 +178,14 @@ class Copying:
         """Write `$string|string.` J times into each row and cut the rows off at `context_len`."""
         ends = (2 * lengths + 3).cumsum(-1)  # (b, J)
         position = torch.arange(context_len, device=letters.device)
-        has_ended = rearrange(position, "t -> t 1") >= rearrange(ends, "b j -> b 1 j")
-        which = has_ended.sum(-1)  # (b, t): index of the sample at a position
+        which = (position.unsqueeze(-1) >= ends.unsqueeze(1)).sum(
+            -1
+        )  # (b, t): sample at a position
         length, end = lengths.gather(-1, which), ends.gather(-1, which)
         local = position - end + 2 * length + 3  # (b, t): position inside the sample
         offset = torch.where(local <= length, local - 1, local - length - 2)
         offset = offset.clamp(0, letters.shape[-1] - 1)
-        flat_letters = rearrange(letters, "b j width -> b (j width)")
-        tokens = flat_letters.gather(-1, which * letters.shape[-1] + offset)
+        tokens = letters.flatten(1).gather(-1, which * letters.shape[-1] + offset)
         for symbol, place in (("$", 0), ("|", length + 1), (".", 2 * length + 2)):
             tokens = tokens.masked_fill(local == place, self.symbols.index(symbol))
         answered = (local >= length + 2) & (end <= context_len)

@@ -8,13 +8,11 @@ Letters: b batch, t time.
 
 import random
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Final
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from bedouin.tasks.checks import whole_number
@@ -91,13 +89,20 @@ class Group:
     @cached_property
     def table(self) -> Tensor:
         """Multiplication table (order, order) int64 on the CPU: `table[g, h]` is g · h."""
-        permutations = torch.tensor(self.permutations)  # (order, degree)
-        base = _base(self.permutations)
-        radix = torch.tensor([self.degree**i for i in range(len(base))])
-        codes, numbers = (permutations[:, base] * radix).sum(-1).sort()
-        images = permutations[:, permutations[:, base]]  # (h, g, base): h(g(i)) for base points i
-        product_codes = rearrange((images * radix).sum(-1), "h g -> g h").contiguous()
-        return numbers[torch.searchsorted(codes, product_codes)]
+        number = {p: i for i, p in enumerate(self.permutations)}
+        times = {  # the column of each generator
+            s: torch.tensor([number[compose(g, s)] for g in self.permutations])
+            for s in self.generators
+        }
+        identity = self.permutations[0]
+        columns, found = {identity: torch.arange(self.order)}, [identity]
+        for h in found:
+            for s, column in times.items():
+                product = compose(h, s)
+                if product not in columns:
+                    columns[product] = column[columns[h]]  # g · (h · s) = (g · h) · s
+                    found.append(product)
+        return torch.stack([columns[p] for p in self.permutations], dim=-1)
 
     def table_on(self, device: torch.device) -> Tensor:
         """`table` on a device, which keeps its copy."""
@@ -108,10 +113,7 @@ class Group:
         """The number of points that each element moves (2 for a transposition)."""
         return tuple(sum(i != image for i, image in enumerate(p)) for p in self.permutations)
 
-    def prefix_products(
-        self,
-        elements: Tensor,  # (..., t) int64
-    ) -> Tensor:  # (..., t) int64
+    def prefix_products(self, elements: Tensor) -> Tensor:  # (..., t) int64 -> (..., t) int64
         """Running products g_0 · g_1 · … · g_t on the device of `elements`.
 
         A parallel scan of about log2(t) table look-ups, because products are associative.
@@ -140,17 +142,11 @@ class Group:
         """
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
-        factors = re.split(r"_x_|x|\*", name)
-        matches = [re.fullmatch(r"([SAZD])(\d{1,5})", factor) for factor in factors]
-        group: Group | None = None
-        for match in matches:
-            if match is None:
-                raise ValueError(f"group name must be of the form {_FORMS}, got {name!r}")
-            factor = _CONSTRUCTORS[match[1]](int(match[2]))
-            group = factor if group is None else direct_product(group, factor)
-        if group is None:
+        factor = r"([SAZD])(\d{1,5})"
+        if not re.fullmatch(rf"{factor}((_x_|x|\*){factor})*", name):
             raise ValueError(f"group name must be of the form {_FORMS}, got {name!r}")
-        return group
+        made = (_CONSTRUCTORS[letter](int(n)) for letter, n in re.findall(factor, name))
+        return reduce(direct_product, made)
 
 
 def compose(first: Permutation, second: Permutation) -> Permutation:
@@ -213,11 +209,12 @@ def dihedral(n: int) -> Group:
 
 
 def direct_product(g: Group, h: Group) -> Group:
-    """G x H on disjoint points; (a, b) has the number a·|H| + b. Raises TypeError unless both are
-    groups."""
-    for name, group in (("g", g), ("h", h)):
-        if not isinstance(group, Group):
-            raise TypeError(f"{name} must be a Group, got {group!r}")
+    """G x H on disjoint points; (a, b) has the number a·|H| + b.
+
+    Raises TypeError unless both are groups.
+    """
+    check_group("g", g)
+    check_group("h", h)
     left_points = tuple(range(g.degree))
     right_points = tuple(range(g.degree, g.degree + h.degree))
     left = [(*p, *right_points) for p in g.generators]
@@ -225,12 +222,13 @@ def direct_product(g: Group, h: Group) -> Group:
     return Group(f"{g.name}x{h.name}", (*left, *right))
 
 
-_CONSTRUCTORS: Final[dict[str, Callable[[int], Group]]] = {
-    "S": symmetric,
-    "A": alternating,
-    "Z": cyclic,
-    "D": dihedral,
-}
+_CONSTRUCTORS: Final = {"S": symmetric, "A": alternating, "Z": cyclic, "D": dihedral}
+
+
+def check_group(name: str, group: Group) -> None:
+    """Raise TypeError unless `group` is a Group."""
+    if not isinstance(group, Group):
+        raise TypeError(f"{name} must be a Group, got {group!r}: parse names with Group.from_name")
 
 
 def _rotation(n: int) -> Permutation:
@@ -238,9 +236,7 @@ def _rotation(n: int) -> Permutation:
 
 
 def _three_cycle(n: int, last: int) -> Permutation:
-    images = list(range(n))
-    images[0], images[1], images[last] = 1, last, 0
-    return tuple(images)
+    return tuple({0: 1, 1: last, last: 0}.get(i, i) for i in range(n))
 
 
 def _check_n(constructor: str, n: int, least: int) -> None:
@@ -255,17 +251,6 @@ def _check_tuples(generators: tuple[Permutation, ...]) -> None:
     nested = isinstance(generators, tuple) and all(isinstance(g, tuple) for g in generators)
     if not nested or any(type(image) is not int for g in generators for image in g):
         raise TypeError(f"generators must be a tuple of tuples of ints, got {generators!r}")
-
-
-def _base(permutations: Sequence[Permutation]) -> list[int]:
-    """Points whose images determine an element (a base of the permutation group)."""
-    base: list[int] = []
-    distinct = 1
-    for point in range(len(permutations[0])):
-        refined = len({tuple(p[i] for i in (*base, point)) for p in permutations})
-        if refined > distinct:
-            base, distinct = [*base, point], refined
-    return base
 
 
 @lru_cache(maxsize=64)

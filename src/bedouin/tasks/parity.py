@@ -4,14 +4,13 @@ Letters: b batch, t time.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.batch import IGNORE, Batch, LengthTask
 from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.lengths import draw_lengths
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
 
 LabelAt = Literal["last", "every"]
 
@@ -19,7 +18,7 @@ _PAD = 2
 
 
 @dataclass(frozen=True)
-class Parity:
+class Parity(LengthTask):
     """Whether the number of ones is odd.
 
     Two rows of `Parity(length=6, min_length=3)`; the padding is token 2, `.` is ignored:
@@ -50,6 +49,9 @@ class Parity:
         TypeError: a number that is no int.
     """
 
+    vocab_size: ClassVar[int] = 3  # the two bits and the padding
+    output_size: ClassVar[int] = 2  # even and odd
+
     length: int = 40
     min_length: int | None = None
     label_at: LabelAt = "last"
@@ -60,62 +62,17 @@ class Parity:
             whole_number("min_length", self.min_length, 1, self.length + 1)
         one_of("label_at", self.label_at, get_args(LabelAt))
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of input ids: the two bits and the padding."""
-        return 3
-
-    @property
-    def output_size(self) -> int:
-        """Number of classes: even and odd."""
-        return 2
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of guessing, for `scaled_accuracy`."""
-        return 1 / 2
-
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        length: int | None = None,
-        split: Split | None = None,
-    ) -> Batch:
-        """Draw rows, on the generator's device and without waiting for it.
-
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from
-                the uniform distribution over all rows, or from the `split` that is named.
-            device: where the result is moved to, if not where it was made.
-            length: number of bits in every row, without padding; None for the lengths of the task.
-            split: None for the stream's own; naming another one raises.
-
-        Returns:
-            tokens and labels (b, t), t = `length`.
-
-        Raises:
-            ValueError: a negative batch size, a length below 1, or not the stream's split.
-            TypeError: a batch size or length that is no int, or no generator.
-        """
-        if length is None:
-            least, most = self.min_length or self.length, self.length
-        else:
-            least = most = whole_number("length", length, 1)
-        batch_size = whole_number("batch_size", batch_size, 0)
-        split = resolve_split(generator, split)
-        lengths = draw_lengths(batch_size, range(least, most + 1), generator).unsqueeze(-1)  # (b,1)
-        shape = (batch_size, most)
-        bits = torch.randint(2, shape, generator=generator, device=generator.device)
-        position = torch.arange(most, device=generator.device)
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        most = self.length if length is None else whole_number("length", length, 1)
+        least = most if length is not None or self.min_length is None else self.min_length
+        lengths = draw_lengths(b, range(least, most + 1), rng)  # (b, 1)
+        bits = integers(0, 2, (b, most), rng)
+        position = torch.arange(most, device=rng.device)
         bits = bits.masked_fill(position >= lengths - 1, 0)
-        last = draw_last(row_hash(bits), self.output_size, split, generator)
+        last = draw_last(row_hash(bits), 2, split, rng)
         bits = bits.scatter(-1, lengths - 1, last.unsqueeze(-1))
-        asked = position < lengths if self.label_at == "every" else position == lengths - 1
+        labeled = position < lengths if self.label_at == "every" else position == lengths - 1
         return Batch(
             bits.masked_fill(position >= lengths, _PAD),
-            (bits.cumsum(-1) % 2).masked_fill(~asked, IGNORE),
-        ).to(device)
+            (bits.cumsum(-1) % 2).masked_fill(~labeled, IGNORE),
+        )

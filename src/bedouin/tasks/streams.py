@@ -75,32 +75,28 @@ class Stream(torch.Generator):
 
         Raises ValueError for a state of the other split.
         """
-        before = self.clone_state()
+        source = torch.Generator(self.device)
+        source.set_state(new_state)
+        self._check_split("new_state", source.initial_seed())
         super().set_state(new_state)
-        seed = self.initial_seed()
-        if not before._allows(seed):
-            super().set_state(before.get_state())
-            raise ValueError(self._foreign("new_state", seed))
         return self
 
     def graphsafe_set_state(self, state: torch.Generator) -> Self:
         """Share another generator's state; CUDA only. Raises ValueError for the other split."""
-        if not self._allows(state.initial_seed()):
-            raise ValueError(self._foreign("state", state.initial_seed()))
+        self._check_split("state", state.initial_seed())
         if isinstance(state, Stream):
             state = super(Stream, state).graphsafe_get_state()  # torch rejects subclasses here
         super().graphsafe_set_state(state)
         return self
 
-    def _allows(self, seed: int) -> bool:
-        """Whether a seed belongs to this split, or is this stream's own (after `manual_seed`)."""
-        if self.split == "all" or seed == self.initial_seed():
-            return True
-        return seed % 2 == (self.split == "test")
-
-    def _foreign(self, name: str, seed: int) -> str:
+    def _check_split(self, name: str, seed: int) -> None:
+        """Raise ValueError for a seed of the other split, unless it is this stream's own, which
+        `manual_seed` may have set."""
+        own = self.split == "all" or seed % 2 == (self.split == "test")
+        if own or seed == self.initial_seed():
+            return
         parity = "odd" if self.split == "test" else "even"
-        return (
+        raise ValueError(
             f"{name} must come from a stream of split {self.split!r} (a generator with an {parity} "
             f"seed), got one with seed {seed}: keep the states of train and test apart"
         )
@@ -167,15 +163,23 @@ def draw_last(
     held_out = max(1, num_values // _HELD_OUT)
     low = held_out if split == "train" else 0
     high = held_out if split == "test" else num_values
-    offset = torch.randint(
-        low, high, prefix_hash.shape, generator=generator, device=generator.device
-    )
-    return (prefix_hash + offset) % num_values
+    return (prefix_hash + integers(low, high, prefix_hash.shape, generator)) % num_values
 
 
-def row_hash(
-    tokens: Tensor,  # (..., t) int64
-) -> Tensor:  # (...) int64
+def draw_lengths(batch_size: int, allowed: range, generator: torch.Generator) -> Tensor:  # (b, 1)
+    """Lengths uniform over `allowed`, which is not empty; a single one draws no random number."""
+    if len(allowed) == 1:
+        return torch.full((batch_size, 1), allowed[0], device=generator.device)
+    which = integers(0, len(allowed), (batch_size, 1), generator)
+    return allowed.start + allowed.step * which
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform int64 numbers in [low, high) on the generator's device."""
+    return torch.randint(low, high, shape, generator=generator, device=generator.device)
+
+
+def row_hash(tokens: Tensor) -> Tensor:  # (..., t) int64 -> (...) int64
     """A hash of each row, in [0, 2**31).
 
     A weighted sum modulo 2**64 with a pseudorandom weight for each position, mixed at the end.
@@ -185,9 +189,7 @@ def row_hash(
     return _mix64((tokens * weights).sum(dim=-1)) & 0x7FFF_FFFF
 
 
-def _mix64(
-    x: Tensor,  # (...) int64
-) -> Tensor:  # (...) int64
+def _mix64(x: Tensor) -> Tensor:  # (...) int64
     """SplitMix64's finalizer (Steele, Lea and Flood, 2014), modulo 2**64."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)

@@ -3,6 +3,7 @@
 Letters: b batch, t time, v vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, get_args
@@ -12,10 +13,10 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.batch import IGNORE, Batch, LengthTask
 from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.group import Group, generating_set
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.group import Group, check_group, generating_set
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash
 
 Elements = Literal["all", "swaps", "3-permutations"]
 Protocol = Literal["plain", "official"]
@@ -24,10 +25,11 @@ LabelAt = Literal["transition", "every", "last"]
 _MOST_MOVED: Final[dict[Elements, int]] = {"swaps": 2, "3-permutations": 3}
 _NUM_SPECIALS: Final = 7  # PAD, BOS, UNK, EOS, SEP, CLS, MASK, in this order
 _BOS: Final = 1
+_JOIN: Final = "b t r -> b (t r)"
 
 
 @dataclass(frozen=True)
-class WordProblem:
+class WordProblem(LengthTask):
     """Prefix products in a finite group: label_t = g_0 · g_1 · … · g_t, read from left to right.
 
     A row of Z5, `length=6` (g · h = g + h mod 5):
@@ -105,55 +107,51 @@ class WordProblem:
     generator_seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.group, Group):
-            raise TypeError(
-                f"group must be a Group, got {self.group!r}: parse names with Group.from_name"
-            )
+        check_group("group", self.group)
         one_of("elements", self.elements, get_args(Elements))
         one_of("protocol", self.protocol, get_args(Protocol))
         one_of("label_at", self.label_at, get_args(LabelAt))
         whole_number("length", self.length, 1)
         whole_number("tokens_per_transition", self.tokens_per_transition, 1)
-        self._check_restrictions()
-        self._check_alphabet()
+        if self.generators is not None:
+            whole_number("generators", self.generators, 2, self.group.order)
+            whole_number("generator_seed", self.generator_seed, 0)
+        for forbidden, message in self._rules():
+            if forbidden:
+                raise ValueError(message)
 
-    def _check_restrictions(self) -> None:
-        if self.include_identity and self.elements == "all":
-            raise ValueError(
-                'include_identity=True needs elements="swaps" or "3-permutations": '
-                'elements="all" draws the identity anyway'
-            )
-        if self.generators is None:
-            if self.generator_seed != 0:
-                raise ValueError(
-                    f"generator_seed must be 0 without generators, got {self.generator_seed}: "
-                    "it chooses the set of generators"
-                )
-            return
-        whole_number("generators", self.generators, 2, self.group.order)
-        whole_number("generator_seed", self.generator_seed, 0)
-        if self.elements != "all":
-            raise ValueError(
-                f'generators needs elements="all", got {self.elements!r}: both restrict what is '
-                "drawn"
-            )
-
-    def _check_alphabet(self) -> None:
-        if len(self.alphabet) < 2:
-            raise ValueError(
-                f"elements={self.elements!r} must leave at least two elements of {self.group.name} "
-                f'to draw from, got {len(self.alphabet)}: use elements="all" or a larger group'
-            )
-        if self.protocol == "official" and self.tokens_per_transition != 1:
-            raise ValueError(
-                "tokens_per_transition must be 1 with protocol='official', which has no fillers, "
-                f"got {self.tokens_per_transition}: use protocol='plain'"
-            )
-        if self.protocol == "official" and self.label_at != "transition":
-            raise ValueError(
-                "label_at must be 'transition' with protocol='official', which labels every token, "
-                f"got {self.label_at!r}: use protocol='plain'"
-            )
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """Combinations of fields that exclude each other, and what to do about them."""
+        yield (
+            self.include_identity and self.elements == "all",
+            'include_identity=True needs elements="swaps" or "3-permutations": '
+            'elements="all" draws the identity anyway',
+        )
+        yield (
+            self.generators is None and self.generator_seed != 0,
+            f"generator_seed must be 0 without generators, got {self.generator_seed}: "
+            "it chooses the set of generators",
+        )
+        yield (
+            self.generators is not None and self.elements != "all",
+            f'generators needs elements="all", got {self.elements!r}: both restrict what is drawn',
+        )
+        yield (
+            len(self.alphabet) < 2,
+            f"elements={self.elements!r} must leave at least two elements of {self.group.name} "
+            f'to draw from, got {len(self.alphabet)}: use elements="all" or a larger group',
+        )
+        official = self.protocol == "official"
+        yield (
+            official and self.tokens_per_transition != 1,
+            "tokens_per_transition must be 1 with protocol='official', which has no fillers, "
+            f"got {self.tokens_per_transition}: use protocol='plain'",
+        )
+        yield (
+            official and self.label_at != "transition",
+            "label_at must be 'transition' with protocol='official', which labels every token, "
+            f"got {self.label_at!r}: use protocol='plain'",
+        )
 
     @property
     def alphabet(self) -> tuple[int, ...]:
@@ -183,50 +181,13 @@ class WordProblem:
         """Accuracy of guessing an element."""
         return 1 / self.group.order
 
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        length: int | None = None,
-        split: Split | None = None,
-    ) -> Batch:
-        """Draw rows on the generator's device, without synchronization.
-
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from
-                the uniform distribution over all rows, or from `split`.
-            device: the device of the result; None: the generator's.
-            length: number of group elements; None: `self.length`.
-            split: None: the stream's own. Another one than the stream's raises an error.
-
-        Returns:
-            tokens and labels (b, t), t = length · tokens_per_transition, plus 1 for the official
-            BOS.
-
-        Raises:
-            ValueError: a negative batch size, a length below 1, or a split that is not the
-                stream's.
-            TypeError: a batch size or length that is not an int, or a generator that is not one.
-        """
-        length = whole_number("length", self.length if length is None else length, 1)
-        batch_size = whole_number("batch_size", batch_size, 0)
-        split = resolve_split(generator, split)
-        elements = self._draw(batch_size, length, split, generator)
-        return self._add_specials(elements, self.group.prefix_products(elements)).to(device)
-
-    def _draw(
-        self, batch_size: int, length: int, split: Split, rng: torch.Generator
-    ) -> Tensor:  # (b, length)
-        """Random elements whose rows belong to `split`."""
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        t = whole_number("length", self.length if length is None else length, 1)
         alphabet = _alphabet_on(self, rng.device)
-        size = len(alphabet)
-        shape = (batch_size, length - 1)
-        prefix = torch.randint(size, shape, generator=rng, device=rng.device)
-        last = draw_last(row_hash(prefix), size, split, rng)
-        return alphabet[torch.cat([prefix, rearrange(last, "b -> b 1")], dim=-1)]
+        prefix = integers(0, len(alphabet), (b, t - 1), rng)
+        last = draw_last(row_hash(prefix), len(alphabet), split, rng)
+        elements = alphabet[torch.cat([prefix, last.unsqueeze(-1)], dim=-1)]
+        return self._add_specials(elements, self.group.prefix_products(elements))
 
     def _add_specials(
         self,
@@ -235,21 +196,16 @@ class WordProblem:
     ) -> Batch:
         """Add BOS (official protocol) or fillers, if there are any."""
         if self.protocol == "official":
-            bos = tokens.new_full((len(tokens), 1), self.group.order + _BOS)
-            return Batch(torch.cat([bos, tokens], dim=-1), torch.cat([bos, labels], dim=-1))
+            bos = self.group.order + _BOS
+            return Batch(*(pad(row, (1, 0), value=bos) for row in (tokens, labels)))
+        r, t = self.tokens_per_transition, tokens.shape[-1]
+        tokens = rearrange(pad(tokens.unsqueeze(-1), (0, r - 1), value=self.group.order), _JOIN)
+        if self.label_at == "every":  # element 0 is the identity
+            return Batch(tokens, pad(repeat(labels, "b t -> b (t r)", r=r), (r - 1, 0))[:, : t * r])
         if self.label_at == "last":
-            labels = pad(labels[:, -1:], (labels.shape[-1] - 1, 0), value=IGNORE)
-        if self.tokens_per_transition == 1:
-            return Batch(tokens, labels)
-        fillers = (*tokens.shape, self.tokens_per_transition - 1)
-        filler = tokens.new_full(fillers, self.group.order)
-        previous = torch.full_like(labels, IGNORE)
-        if self.label_at == "every":
-            previous = pad(labels[:, :-1], (1, 0))  # element 0 is the identity
-        before = repeat(previous, "b t -> b t step", step=fillers[-1])
-        tokens = torch.cat([rearrange(tokens, "b t -> b t 1"), filler], dim=-1)
-        labels = torch.cat([before, rearrange(labels, "b t -> b t 1")], dim=-1)
-        return Batch(*(rearrange(row, "b t step -> b (t step)") for row in (tokens, labels)))
+            labels = pad(labels[:, -1:], (t - 1, 0), value=IGNORE)
+        labels = pad(labels.unsqueeze(-1), (r - 1, 0), value=IGNORE)
+        return Batch(tokens, rearrange(labels, _JOIN))
 
 
 @lru_cache(maxsize=64)
