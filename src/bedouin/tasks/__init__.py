@@ -1,10 +1,7 @@
 """Synthetic tasks, generated with torch on the training device, without files or downloads.
 
-from bedouin.tasks import Group, WordProblem, stream, token_accuracy
-
 task = WordProblem(Group.from_name("A5"), length=16)
-train, test = stream("train", seed=0), stream("test", seed=0)
-tokens, labels = task.sample(128, train)       # two (b, t) int64 tensors
+tokens, labels = task.sample(128, stream("train", seed=0))  # two (b, t) int64 tensors
 """
 
 from bedouin.tasks.arithmetic import ModularArithmetic

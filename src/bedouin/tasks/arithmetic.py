@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.tasks.batch import IGNORE, Batch, LengthTask, as_text
+from bedouin.tasks.batch import IGNORE, Batch, Task, as_text
 from bedouin.tasks.checks import whole_number
 from bedouin.tasks.expressions import (
     SYMBOLS,
@@ -24,7 +24,7 @@ from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_
 
 
 @dataclass(frozen=True)
-class ModularArithmetic(LengthTask):
+class ModularArithmetic(Task):
     """The value of an expression modulo m, the label of the `=` that ends it.
 
     Two rows of `ModularArithmetic(length=10, min_length=4)`; `_` is padding, `.` is ignored:
@@ -37,23 +37,19 @@ class ModularArithmetic(LengthTask):
         tokens  ((-4)*(2+3))=
         labels  ............0
 
-    Without brackets, `*` binds more tightly than `+` and `-`; digits (uniform from 0 to m - 1) and
-    operators (uniform) alternate. With brackets, an expression of 1, 2, 3 or 4 tokens is `d`, `-d`,
-    `(d)` or `(-d)` with a uniform digit d; one of n >= 5 tokens is `(left operator right)` with a
-    uniform operator, a left part of uniform length from 1 to n - 4 and a right part that takes the
-    remaining tokens, both drawn in the same way. This is the distribution of Neural Networks and
-    the Chomsky Hierarchy (arXiv 2207.02098), except that the last digit keeps the row in its
-    stream's split (see `bedouin.tasks.streams`). A row takes about length / 4 rounds to build and
-    as many to evaluate, on the device and for all rows at once.
+    Digits and operators are uniform. Without brackets they alternate, and `*` binds more tightly
+    than `+` and `-`. With brackets, an expression of 1, 2, 3 or 4 tokens is `d`, `-d`, `(d)` or
+    `(-d)`; one of n >= 5 tokens is `(left operator right)`, a left part of uniform length from 1 to
+    n - 4 and a right part that takes the remaining tokens, both drawn in the same way. This is the
+    distribution of Neural Networks and the Chomsky Hierarchy (arXiv 2207.02098), except that the
+    last digit keeps the row in its stream's split (see `bedouin.tasks.streams`).
 
-    Protocol. Published (xLSTM, arXiv 2405.04517; Unlocking State-Tracking in Linear RNNs Through
-    Negative Eigenvalues, arXiv 2411.12537; Fixed-Point RNNs): m = 5, lengths uniform from 3 to 40
-    in training and from 40 to 256 in the test (`min_length=3, length=40`, then
-    `min_length=40, length=256`), scaled accuracy with `chance=1/m`. The lengths of their code
-    count the answer, which is no token here, and with brackets a padding token.
-
-    With brackets and multiplication the values are not uniform: for m = 5, lengths 40 to 256, 0 has
-    probability 0.30, so an answer that is always 0 has a scaled accuracy of 0.12.
+    Protocol. Published (xLSTM, arXiv 2405.04517; arXiv 2411.12537; Fixed-Point RNNs): m = 5,
+    lengths uniform from 3 to 40 in training and from 40 to 256 in the test (`min_length=3,
+    length=40`, then `min_length=40, length=256`), scaled accuracy. The lengths of their code count
+    the answer, which is no token here, and with brackets a padding token. With brackets and
+    multiplication the values are not uniform: for m = 5, lengths 40 to 256, 0 has probability 0.30,
+    so an answer that is always 0 has a scaled accuracy of 0.12.
 
     Args:
         modulus: m, at least 2. The digits are 0 to m - 1, one token each, also above 10.
@@ -64,9 +60,7 @@ class ModularArithmetic(LengthTask):
             `length`, both included, and fill rows with padding. None: every row has `length`.
         multiplication: whether `*` is drawn; its token exists in any case.
 
-    Raises:
-        ValueError: a field out of its range, or no possible length.
-        TypeError: a number that is no int.
+    Raises ValueError for a field out of its range and TypeError for a number that is no int.
     """
 
     modulus: int = 5
@@ -115,14 +109,17 @@ class ModularArithmetic(LengthTask):
         return possible
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
-        most = self.length if length is None else whole_number("length", length, 2)
-        least = most if length is not None or self.min_length is None else self.min_length
-        possible = self._possible_lengths(least, most)
+        if length is not None:
+            whole_number("length", length, 2)
+        possible = self._possible_lengths(
+            length or self.min_length or self.length, length or self.length
+        )
         lengths = draw_lengths(b, possible, rng) - 1  # (b, 1), without the "="
         width = possible[-1] - 1
-        layout = (
-            bracketed_layout(lengths, width, rng) if self.brackets else flat_layout(lengths, width)
-        )
+        if self.brackets:
+            layout, evaluate = bracketed_layout(lengths, width, rng), bracketed_value
+        else:
+            layout, evaluate = flat_layout(lengths, width), flat_value
         digits = integers(0, self.modulus, (b, width), rng)
         operators = integers(0, 3 if self.multiplication else 2, (b, width), rng)
         is_digit = layout.kind == Kind.DIGIT
@@ -132,9 +129,7 @@ class ModularArithmetic(LengthTask):
         prefix = prefix.masked_fill(layout.kind == Kind.NOTHING, 0)
         drawn = draw_last(row_hash(prefix), self.modulus, split, rng)
         digits = digits.scatter(-1, last, drawn.unsqueeze(-1))
-        value = (bracketed_value if self.brackets else flat_value)(
-            digits, operators, layout, self.modulus
-        )
+        value = evaluate(digits, operators, layout, self.modulus)
         tokens = pad(self._expression(digits, operators, layout), (0, 1), value=self._id("_"))
         labels = torch.full_like(tokens, IGNORE)
         return Batch(

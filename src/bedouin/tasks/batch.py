@@ -28,9 +28,9 @@ class Batch(NamedTuple):
 
 
 class Task:
-    """Sizes of a task, and the part of its `sample` that is the same in all."""
+    """The sizes of a task and its `sample`."""
 
-    _draw: Callable[..., Batch]  # (b, ..., split, generator), arguments that are already checked
+    _draw: Callable[..., Batch]  # (b, *sizes, split, generator)
 
     @property
     def vocab_size(self) -> int:
@@ -39,28 +39,13 @@ class Task:
 
     @property
     def output_size(self) -> int:
-        """Number of classes; the vocabulary if a task has no other."""
+        """Number of classes."""
         return self.vocab_size
 
     @property
     def chance(self) -> float:
         """Accuracy of guessing, for `scaled_accuracy`."""
         return 1 / self.output_size
-
-    def _sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        device: torch.device | str | None,
-        split: Split | None,
-        *sizes: object,
-    ) -> Batch:
-        b = whole_number("batch_size", batch_size, 0)
-        return self._draw(b, *sizes, resolve_split(generator, split), generator).to(device)
-
-
-class LengthTask(Task):
-    """A task whose rows have one length or a range of lengths."""
 
     def sample(
         self,
@@ -78,8 +63,7 @@ class LengthTask(Task):
             generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from the
                 distribution over all rows, or from `split`.
             device: the device of the result; None: the generator's.
-            length: the length of every row, counted as in the task's field `length`; None: as the
-                task's fields say.
+            length: of every row, in the unit of the field `length`; None: as the fields say.
             split: None: the stream's own. Another one than the stream's raises an error.
 
         Returns:
@@ -90,6 +74,18 @@ class LengthTask(Task):
             TypeError: a number that is not an int, or a generator that is not one.
         """
         return self._sample(batch_size, generator, device, split, length)
+
+    def _sample(
+        self,
+        batch_size: int,
+        generator: torch.Generator,
+        device: torch.device | str | None,
+        split: Split | None,
+        *sizes: object,
+    ) -> Batch:
+        """`sample` for the sizes of a row that `_draw` takes."""
+        b = whole_number("batch_size", batch_size, 0)
+        return self._draw(b, *sizes, resolve_split(generator, split), generator).to(device)
 
 
 def as_text(tokens: Tensor, symbols: Sequence[str], ignored: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.checks import whole_number
@@ -35,10 +36,9 @@ class BoundPermutations(Task):
     distinct and drawn uniformly, as are elements.
 
     Protocol. m and L are uniform over their ranges. Train with at most 4 operations first and more
-    later (`dataclasses.replace(task, max_operations=8)`). The element of the last definition is
-    drawn from those that the stream's split allows (see `bedouin.tasks.streams`), so that no row of
-    a training stream is a row of a test stream. Report the accuracy of products and of answers
-    separately (`products`, `answers`).
+    later (`dataclasses.replace(task, max_operations=8)`). The element of the last definition keeps
+    the row in its stream's split (see `bedouin.tasks.streams`). Report the accuracy of products and
+    of answers separately (`products`, `answers`).
 
     Args:
         group: the group, for instance `Group.from_name("S3")`.
@@ -75,7 +75,7 @@ class BoundPermutations(Task):
         """Number of classes, the elements."""
         return self.group.order
 
-    def sample(
+    def sample(  # type: ignore[override]
         self,
         batch_size: int,
         generator: torch.Generator,
@@ -87,10 +87,8 @@ class BoundPermutations(Task):
     ) -> Batch:
         """Draw rows of `definitions` and `operations`, m and L; None: drawn from their ranges.
 
-        The other arguments and the errors are those of `WordProblem.sample`.
-
-        Returns:
-            tokens and labels (b, t), t = 2 m + 3 L with the largest m and L.
+        Returns tokens and labels (b, t), t = 2 m + 3 L with the largest m and L. The other
+        arguments and the errors are those of `WordProblem.sample`.
         """
         defined = range(self.min_definitions, self.max_definitions + 1)
         if definitions is not None:
@@ -102,77 +100,56 @@ class BoundPermutations(Task):
             operated = range(L, L + 1)
         return self._sample(batch_size, generator, device, split, defined, operated)
 
-    def products(
-        self,
-        labels: Tensor,  # (b, t)
-        tokens: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t)
+    def products(self, labels: Tensor, tokens: Tensor) -> Tensor:  # (b, t), (b, t) -> (b, t)
         """The labels at `.` alone, with IGNORE elsewhere."""
         return labels.masked_fill(tokens != NUM_NAMES + self.group.order + 2, IGNORE)
 
-    def answers(
-        self,
-        labels: Tensor,  # (b, t)
-        tokens: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t)
+    def answers(self, labels: Tensor, tokens: Tensor) -> Tensor:  # (b, t), (b, t) -> (b, t)
         """The labels after `?` alone, with IGNORE elsewhere."""
         return labels.masked_fill(tokens == NUM_NAMES + self.group.order + 2, IGNORE)
 
     def _draw(
         self, b: int, defined: range, operated: range, split: Split, rng: torch.Generator
     ) -> Batch:
-        """Random rows that belong to `split`."""
         n, device = self.group.order, rng.device
         rebind_symbol, ask_symbol, use_symbol, padding = (NUM_NAMES + n + i for i in range(4))
         most, width = defined[-1], 2 * defined[-1] + 3 * operated[-1]
         m, L = draw_lengths(b, defined, rng), draw_lengths(b, operated, rng)  # (b, 1)
         # rows do not depend on the default dtype
         drawn: dict[str, Any] = {"dtype": torch.float32, "device": device, "generator": rng}
-        names = torch.rand(b, NUM_NAMES, **drawn).argsort(-1)[:, :most]
-        bound = integers(0, n, (b, most), rng)
-        shape = (b, operated[-1])
-        kind, which = torch.rand(2, *shape, **drawn)
-        rebound = integers(0, n, shape, rng)
-        uses, asks = kind < _USE, kind >= _USE + _REBIND
-        rebinds = ~uses & ~asks
-        slot = (which * m).long().clamp(max=m - 1)  # the definition of an operation's name
-        name = names.gather(1, slot)
-        bound = bound.scatter(1, m - 1, 0)  # the last definition follows from the others
+        names = torch.rand(b, NUM_NAMES, **drawn).argsort(-1)
+        defined_elements = integers(0, n, (b, most), rng)
+        kind, which = torch.rand(2, b, operated[-1], **drawn)
+        rebound_elements = integers(0, n, (b, operated[-1]), rng)
 
-        symbol = torch.where(rebinds, rebind_symbol, ask_symbol)
-        first = torch.cat([names, torch.where(uses, name, symbol)], dim=-1)  # (b, most + L)
-        second = torch.cat([NUM_NAMES + bound, torch.where(uses, use_symbol, name)], dim=-1)
-        third = NUM_NAMES + torch.cat([bound, rebound], dim=-1)  # read where an operation rebinds
-        index = torch.arange(first.shape[1], device=device)
-        exists = (index < m) | ((index >= most) & (index < most + L))
-        rebinding = torch.cat([torch.zeros_like(bound, dtype=torch.bool), rebinds], dim=-1)
-        written = torch.stack([exists, exists, exists & rebinding], dim=-1).flatten(1)
+        # from here on a definition is an operation that binds a name: (b, most + L)
+        index = torch.arange(most + operated[-1], device=device)
+        defines, exists = index < most, (index < m) | ((index >= most) & (index < most + L))
+        uses, asks = pad(kind < _USE, (most, 0)), pad(kind >= _USE + _REBIND, (most, 0))
+        binds = ~uses & ~asks
+        used = (which * m).long().clamp(max=m - 1)
+        slot = torch.cat([index[:most].expand(b, -1), used], dim=-1)  # the definition of the name
+        name = names.gather(1, slot)
+        element = torch.cat([defined_elements.scatter(1, m - 1, 0), rebound_elements], dim=-1)
+
+        symbol = torch.where(binds, rebind_symbol, ask_symbol)
+        first = torch.where(uses | defines, name, symbol)
+        second = torch.where(defines, NUM_NAMES + element, torch.where(uses, use_symbol, name))
+        tokens = torch.stack([first, second, NUM_NAMES + element], dim=-1).flatten(1)
+        written = torch.stack([exists, exists, exists & binds & ~defines], dim=-1).flatten(1)
         # what a row does not have is written behind its end
         place = (written.cumsum(-1) - 1).masked_fill(~written, width)
         row = torch.full((b, width + 1), padding, device=device)
-        tokens = row.scatter(1, place, torch.stack([first, second, third], dim=-1).flatten(1))
-        tokens = tokens[:, :width]
-
+        tokens = row.scatter(1, place, tokens)[:, :width]
         # zeros at the end of a row do not change its hash
         others = row_hash(tokens.masked_fill(tokens == padding, 0))
         last = draw_last(others, n, split, rng).unsqueeze(1)
-        bound = bound.scatter(1, m - 1, last)
-        current = _current(bound, slot, rebinds, rebound)
+
+        element = element.scatter(1, m - 1, last)
+        same = (slot.unsqueeze(1) == slot.unsqueeze(2)) & binds.unsqueeze(1)
+        binding = (index * same.tril(-1)).amax(-1)  # the last one before each operation
+        current = element.gather(1, binding)
         product = self.group.prefix_products(current.masked_fill(~uses, 0))  # 0 is the identity
-        answer = torch.where(uses, product, current).masked_fill(rebinds, IGNORE)
-        labels = torch.full_like(row, IGNORE).scatter(1, place[:, 3 * most + 1 :: 3], answer)
-        return Batch(tokens.scatter(1, 2 * m - 1, NUM_NAMES + last), labels[:, :width])
-
-
-def _current(
-    bound: Tensor,  # (b, m), the elements of the definitions
-    slot: Tensor,  # (b, L), the definition of an operation's name
-    rebinds: Tensor,  # (b, L) bool
-    rebound: Tensor,  # (b, L), the elements that rebinding operations bind
-) -> Tensor:  # (b, L)
-    """The element to which the name of each operation is bound before it."""
-    operation = torch.arange(slot.shape[1], device=slot.device)
-    same = (slot.unsqueeze(1) == slot.unsqueeze(2)) & rebinds.unsqueeze(1)  # (b, L, L)
-    earlier = same & (operation < operation.unsqueeze(1))
-    last = operation.masked_fill(~earlier, -1).amax(-1)
-    return torch.where(last < 0, bound.gather(1, slot), rebound.gather(1, last.clamp(min=0)))
+        answer = torch.where(uses, product, current).masked_fill(binds, IGNORE)
+        labels = torch.full_like(row, IGNORE).scatter(1, place[:, 1::3], answer)[:, :width]
+        return Batch(tokens.scatter(1, 2 * m - 1, NUM_NAMES + last), labels)

@@ -24,9 +24,8 @@ class Copying(Task):
     """Repeat a string: `$` starts a sample, `|` requests the copy, `.` ends it, `*` is padding.
 
     A training row with `context_len=24, min_length=2, max_length=4` consists of packed samples, of
-    which the last is cut off. Labels are shifted by one: each is written below the token after
-    which it must be predicted. A blank stands for `IGNORE`: prompts, a sample that is cut off, and
-    the last position have no labels:
+    which the last is cut off. Each label is written below the token after which it must be
+    predicted. A blank stands for `IGNORE`: prompts and a sample that is cut off have no labels:
 
         tokens  $bat|bat.$node|node.$ox|
         labels      bat.      node.
@@ -39,11 +38,8 @@ class Copying(Task):
     Protocol (Repeat After Me, arXiv 2402.01032, and Fixed-Point RNNs, arXiv 2503.10799). Lengths
     are uniform in [min_length, max_length], letters uniform and independent. Predictions are
     teacher-forced argmaxes, *not* generated: after a wrong letter the model reads the right one.
-    Character accuracy is the fraction of answer letters that are right, string accuracy the
-    fraction of answers without an error; the final `.` counts in the loss but in neither accuracy.
-    Train and test strings of equal length never coincide, because the last letter of a string is
-    drawn from those that its split allows (see `bedouin.tasks.streams`). The official code has no
-    such split: it draws training and test strings from the same distribution.
+    The final `.` counts in the loss but in neither accuracy. The last letter keeps a string in its
+    stream's split (see `bedouin.tasks.streams`); the official code has no such split.
 
     `protocol="official"` fills evaluation rows with `.` up to `context_len`, as the code of
     Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they cost
@@ -55,9 +51,7 @@ class Copying(Task):
         num_letters: size of the alphabet, 2 to 26; the vocabulary has 4 more symbols.
         protocol: `"plain"` or `"official"`.
 
-    Raises:
-        ValueError: a field out of its range.
-        TypeError: a number that is not an int.
+    Raises ValueError for a field out of its range and TypeError for a number that is no int.
     """
 
     context_len: int = 32
@@ -98,20 +92,6 @@ class Copying(Task):
         """Accuracy of guessing a letter."""
         return 1 / self.num_letters
 
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        split: Split | None = None,
-    ) -> Batch:
-        """Draw packed training rows: tokens and labels (b, context_len).
-
-        Arguments and errors are those of `WordProblem.sample`.
-        """
-        return self._sample(batch_size, generator, device, split, None)
-
     def sample_eval(
         self,
         batch_size: int,
@@ -121,29 +101,21 @@ class Copying(Task):
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw evaluation rows, each one string of exactly `length` letters, 1 or more.
+        """Evaluation rows, each one string of exactly `length` letters, 1 or more.
 
-        The other arguments and the errors are those of `WordProblem.sample`.
-
-        Returns:
-            tokens and labels (b, 2·length + 3), padded to `context_len` in the official protocol.
+        They have 2·length + 3 tokens, padded to `context_len` in the official protocol. The other
+        arguments and the errors are those of `sample`, which draws packed training rows of
+        `context_len` tokens and, with `length`, evaluation rows too.
         """
-        length = whole_number("length", length, 1)
-        tokens, labels = self._sample(batch_size, generator, device, split, length)
-        missing = self.context_len - tokens.shape[-1] if self.protocol == "official" else 0
-        if missing <= 0:
-            return Batch(tokens, labels)
-        filled = pad(tokens, (0, missing), value=self.symbols.index("."))
-        return Batch(filled, pad(labels, (0, missing), value=IGNORE))
+        whole_number("length", length, 1)
+        return self.sample(batch_size, generator, device=device, length=length, split=split)
 
     def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Fraction of the answer letters that are right; arguments and errors are those of
-        `token_accuracy`."""
+        """`token_accuracy` of the letters: the fraction of answer letters that are right."""
         return token_accuracy(prediction, self._letters_only(labels))
 
     def string_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Fraction of the rows of `sample_eval` whose answer letters are all right; arguments and
-        errors are those of `token_accuracy`."""
+        """`sequence_accuracy` of the letters: the fraction of evaluation rows without an error."""
         return sequence_accuracy(prediction, self._letters_only(labels))
 
     def decode(self, tokens: Tensor) -> list[str]:
@@ -155,39 +127,40 @@ class Copying(Task):
         return labels.masked_fill(labels >= self.num_letters, IGNORE)
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
-        """Training rows for None, else evaluation rows of this length."""
         if length is None:
-            shape = (b, -(-self.context_len // (2 * self.min_length + 3)))  # J, if all are short
-            width, row_len = self.max_length, self.context_len
-            lengths = integers(self.min_length, self.max_length + 1, shape, rng)  # (b, J)
-        else:
-            width, row_len = length, 2 * length + 3
-            lengths = torch.full((b, 1), length, device=rng.device)
+            num_strings = -(-self.context_len // (2 * self.min_length + 3))  # J, if all are short
+            lengths = integers(self.min_length, self.max_length + 1, (b, num_strings), rng)
+            return self._rows(lengths, self.max_length, self.context_len, split, rng)
+        width = whole_number("length", length, 1)
+        lengths = torch.full((b, 1), width, device=rng.device)
+        tokens, labels = self._rows(lengths, width, 2 * width + 3, split, rng)
+        missing = max(0, self.context_len - 2 * width - 3) if self.protocol == "official" else 0
+        filled = pad(tokens, (0, missing), value=self.symbols.index("."))
+        return Batch(filled, pad(labels, (0, missing), value=IGNORE))
+
+    def _rows(
+        self,
+        lengths: Tensor,  # (b, J)
+        width: int,
+        row_len: int,
+        split: Split,
+        rng: torch.Generator,
+    ) -> Batch:
+        """`$string|string.` J times in every row, which is cut off at its end; strings of `split`."""
         letters = integers(0, self.num_letters, (*lengths.shape, width), rng)  # (b, J, width)
         last = lengths.unsqueeze(-1) - 1
         prefix = letters.masked_fill(torch.arange(width, device=rng.device) >= last, 0)
         drawn = draw_last(row_hash(prefix), self.num_letters, split, rng)
-        return self._render(letters.scatter(-1, last, drawn.unsqueeze(-1)), lengths, row_len)
-
-    def _render(
-        self,
-        letters: Tensor,  # (b, J, width)
-        lengths: Tensor,  # (b, J)
-        context_len: int,
-    ) -> Batch:
-        """Write `$string|string.` J times into each row and cut the rows off at `context_len`."""
+        letters = letters.scatter(-1, last, drawn.unsqueeze(-1)).flatten(1)
         ends = (2 * lengths + 3).cumsum(-1)  # (b, J)
-        position = torch.arange(context_len, device=letters.device)
-        which = (position.unsqueeze(-1) >= ends.unsqueeze(1)).sum(
-            -1
-        )  # (b, t): sample at a position
+        position = torch.arange(row_len, device=rng.device)
+        which = (position.unsqueeze(-1) >= ends.unsqueeze(1)).sum(-1)  # (b, t): index of the sample
         length, end = lengths.gather(-1, which), ends.gather(-1, which)
         local = position - end + 2 * length + 3  # (b, t): position inside the sample
-        offset = torch.where(local <= length, local - 1, local - length - 2)
-        offset = offset.clamp(0, letters.shape[-1] - 1)
-        tokens = letters.flatten(1).gather(-1, which * letters.shape[-1] + offset)
+        offset = torch.where(local <= length, local - 1, local - length - 2).clamp(0, width - 1)
+        tokens = letters.gather(-1, which * width + offset)
         for symbol, place in (("$", 0), ("|", length + 1), (".", 2 * length + 2)):
             tokens = tokens.masked_fill(local == place, self.symbols.index(symbol))
-        answered = (local >= length + 2) & (end <= context_len)
+        answered = (local >= length + 2) & (end <= row_len)
         labels = tokens.masked_fill(~answered, IGNORE)
         return Batch(tokens, pad(labels[:, 1:], (0, 1), value=IGNORE))

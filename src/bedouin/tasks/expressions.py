@@ -104,13 +104,13 @@ def flat_value(
     operators: Tensor,  # (b, t), 0, 1, 2 for + - *, read where the layout has an operator
     layout: Layout,
     modulus: int,
-) -> Tensor:
-    """Values (b,) modulo `modulus` of flat expressions, `*` before `+` and `-`.
+) -> Tensor:  # (b,), modulo `modulus`
+    """Values of flat expressions, `*` before `+` and `-`.
 
     Reading from left to right keeps a sum s of finished products and the running product p. An
     operator and the digit behind it are the map (s, p) -> (s + a p + c, u p + e): "+ d" is
     a = 1, e = d; "- d" is a = 1, e = -d; "* d" is u = d; what is not named is 0. Such maps are
-    closed under composition, so neighbours are composed in about log2(t) rounds.
+    closed under composition, so neighbors are composed in about log2(t) rounds.
     """
     count = (digits.shape[-1] + 1) // 2
     missing = 2 ** (count - 1).bit_length() - count
@@ -134,8 +134,8 @@ def bracketed_value(
     operators: Tensor,  # (b, t), 0, 1, 2 for + - *, read where the layout has an operator
     layout: Layout,
     modulus: int,
-) -> Tensor:
-    """Values (b,) modulo `modulus` of bracketed expressions.
+) -> Tensor:  # (b,), modulo `modulus`
+    """Values of bracketed expressions.
 
     The value at a position is that of the part which begins there: with v the value one position
     further and w that of the right part, it is a v + c w + e v w + d. Repeating this in all places

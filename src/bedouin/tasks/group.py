@@ -2,8 +2,6 @@
 
 Products are read from left to right, like a sequence of tokens: `g · h` is "first g, then h",
 (g · h)(i) = h(g(i)). The opposite convention gives other labels but an equally hard task.
-
-Letters: b batch, t time.
 """
 
 import random
@@ -50,7 +48,14 @@ class Group:
     generators: tuple[Permutation, ...]
 
     def __post_init__(self) -> None:
-        _check_tuples(self.generators)
+        # a group is a key of the cache of tables and must be hashable
+        nested = isinstance(self.generators, tuple) and all(
+            isinstance(g, tuple) for g in self.generators
+        )
+        if not nested or any(type(image) is not int for g in self.generators for image in g):
+            raise TypeError(
+                f"generators must be a tuple of tuples of ints, got {self.generators!r}"
+            )
         if not self.generators:
             raise ValueError("generators must hold at least one permutation, got none")
         for generator in self.generators:
@@ -73,12 +78,12 @@ class Group:
     @cached_property
     def permutations(self) -> tuple[Permutation, ...]:
         """All elements in lexicographic order, so the identity is the first."""
-        seen = {tuple(range(self.degree))}
-        frontier = list(seen)
-        while frontier:
-            products = {compose(g, s) for g in frontier for s in self.generators}
-            frontier = list(products - seen)
-            seen |= products
+        found = [tuple(range(self.degree))]
+        seen = set(found)
+        for g in found:
+            new = {compose(g, s) for s in self.generators} - seen
+            found += new
+            seen |= new
             if len(seen) > MAX_ORDER:
                 raise ValueError(
                     f"group {self.name} must have at most {MAX_ORDER} elements, "
@@ -94,8 +99,8 @@ class Group:
             s: torch.tensor([number[compose(g, s)] for g in self.permutations])
             for s in self.generators
         }
-        identity = self.permutations[0]
-        columns, found = {identity: torch.arange(self.order)}, [identity]
+        found = [self.permutations[0]]
+        columns = {found[0]: torch.arange(self.order)}
         for h in found:
             for s, column in times.items():
                 product = compose(h, s)
@@ -136,9 +141,8 @@ class Group:
     def from_name(cls, name: str) -> "Group":
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
 
-        Raises:
-            ValueError: a name of another form, or an n for which the constructor raises.
-            TypeError: a name that is not a string.
+        Raises ValueError for a name of another form, or an n for which the constructor raises, and
+        TypeError for a name that is not a string.
         """
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
@@ -161,13 +165,8 @@ def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
     Drawn uniformly among all such sets; the same (group, size, seed) gives the same set on every
     machine. Sets that do not generate the group are drawn anew, at most 1000 times.
 
-    Args:
-        group: the group, of at least 3 elements.
-        size: number of elements, at least 2 and less than the order of the group.
-        seed: 0 or more.
-
     Raises:
-        ValueError: a number out of its range, or no set found: the group needs more generators.
+        ValueError: a size outside of [2, order), a seed below 0, or no set found.
         TypeError: a number that is no int.
     """
     whole_number("size", size, 2, group.order)
@@ -193,7 +192,8 @@ def symmetric(n: int) -> Group:
 def alternating(n: int) -> Group:
     """A_n: the n!/2 even permutations of n >= 3 points. A5 is the smallest non-solvable group."""
     _check_n("alternating", n, 3)
-    return Group(f"A{n}", tuple(_three_cycle(n, i) for i in range(2, n)))
+    cycles = ({0: 1, 1: last, last: 0} for last in range(2, n))
+    return Group(f"A{n}", tuple(tuple(c.get(i, i) for i in range(n)) for c in cycles))
 
 
 def cyclic(n: int) -> Group:
@@ -209,16 +209,11 @@ def dihedral(n: int) -> Group:
 
 
 def direct_product(g: Group, h: Group) -> Group:
-    """G x H on disjoint points; (a, b) has the number a·|H| + b.
-
-    Raises TypeError unless both are groups.
-    """
+    """G x H on disjoint points; (a, b) has the number a·|H| + b. TypeError for no group."""
     check_group("g", g)
     check_group("h", h)
-    left_points = tuple(range(g.degree))
-    right_points = tuple(range(g.degree, g.degree + h.degree))
-    left = [(*p, *right_points) for p in g.generators]
-    right = [(*left_points, *(g.degree + i for i in p)) for p in h.generators]
+    left = [(*p, *range(g.degree, g.degree + h.degree)) for p in g.generators]
+    right = [(*range(g.degree), *(g.degree + i for i in p)) for p in h.generators]
     return Group(f"{g.name}x{h.name}", (*left, *right))
 
 
@@ -235,22 +230,11 @@ def _rotation(n: int) -> Permutation:
     return tuple((i + 1) % n for i in range(n))
 
 
-def _three_cycle(n: int, last: int) -> Permutation:
-    return tuple({0: 1, 1: last, last: 0}.get(i, i) for i in range(n))
-
-
 def _check_n(constructor: str, n: int, least: int) -> None:
     """Raise an error unless least <= n <= MAX_ORDER; a group on more points would be too large."""
     name = f"n of {constructor}(n)"
     if whole_number(name, n, least) > MAX_ORDER:
         raise ValueError(f"{name} must be at most {MAX_ORDER}, the largest order, got {n}")
-
-
-def _check_tuples(generators: tuple[Permutation, ...]) -> None:
-    """Raise TypeError for lists: a group is a key of the cache of tables and must be hashable."""
-    nested = isinstance(generators, tuple) and all(isinstance(g, tuple) for g in generators)
-    if not nested or any(type(image) is not int for g in generators for image in g):
-        raise TypeError(f"generators must be a tuple of tuples of ints, got {generators!r}")
 
 
 @lru_cache(maxsize=64)

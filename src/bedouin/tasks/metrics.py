@@ -55,17 +55,11 @@ def last_position_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def scale_accuracy(accuracy: Accuracy, chance: float) -> Accuracy:
-    """An accuracy on the scale of guessing: (accuracy - chance) / (1 - chance).
+    """(accuracy - chance) / (1 - chance): 0 for guessing, 1 for no error, negative below chance.
 
     Args:
-        accuracy: a number or a tensor of any shape.
-        chance: accuracy of guessing, in [0, 1): 1/2 for parity, 1/m for arithmetic modulo m.
-
-    Returns:
-        The same type and shape: 0 for guessing, 1 for no error, negative below chance.
-
-    Raises:
-        ValueError: a chance outside of [0, 1).
+        accuracy: a number or a tensor of any shape, which the result has too.
+        chance: accuracy of guessing, in [0, 1), else ValueError: 1/2 for parity, 1/m modulo m.
     """
     if not 0 <= chance < 1:
         raise ValueError(f"chance must be in [0, 1), got {chance}")
@@ -73,8 +67,7 @@ def scale_accuracy(accuracy: Accuracy, chance: float) -> Accuracy:
 
 
 def scaled_accuracy(prediction: Tensor, labels: Tensor, *, chance: float) -> Tensor:
-    """`scale_accuracy` of `token_accuracy`, whose arguments and errors it has; the metric of parity
-    and modular arithmetic with `chance=task.chance`."""
+    """`scale_accuracy` of `token_accuracy`, the metric of parity and modular arithmetic."""
     return scale_accuracy(token_accuracy(prediction, labels), chance)
 
 

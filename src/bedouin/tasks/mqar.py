@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from bedouin.tasks.batch import IGNORE, Batch, LengthTask
+from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.checks import whole_number
 from bedouin.tasks.streams import Split, draw_last, integers, row_hash
 
 
 @dataclass(frozen=True)
-class MQAR(LengthTask):
+class MQAR(Task):
     """Pairs of a key and a value, then the keys again, each at a random place: what was its value?
 
     A row with `vocab_size=12, length=16, num_pairs=2`, in which keys are 1 to 5 and values 6 to 11.
@@ -35,12 +35,11 @@ class MQAR(LengthTask):
         length: t, even. num_pairs: r.
         power: of the distribution of distances; 1 is uniform.
 
-    Raises:
-        ValueError: a field out of its range, or a length that 4 r exceeds.
-        TypeError: a number that is no int.
+    Raises ValueError for a field out of its range or a length that 4 r exceeds and TypeError for a
+    number that is no int.
     """
 
-    vocab_size: int = 8192  # type: ignore[misc]
+    vocab_size: int = 8192
     length: int = 256
     num_pairs: int = 32
     power: float = 0.01
@@ -66,10 +65,7 @@ class MQAR(LengthTask):
         num_pairs: int | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw rows of `num_pairs` pairs; None: as many as the task says.
-
-        The other arguments, the result and the errors are those of `Parity.sample`.
-        """
+        """`WordProblem.sample` with `num_pairs` pairs in a row; None: as many as the task says."""
         given = {"length": length, "num_pairs": num_pairs}
         task = replace(self, **{name: v for name, v in given.items() if v is not None})
         return super(MQAR, task).sample(batch_size, generator, device=device, split=split)

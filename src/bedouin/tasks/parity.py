@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bedouin.tasks.batch import IGNORE, Batch, LengthTask
+from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.checks import one_of, whole_number
 from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
 
@@ -18,7 +18,7 @@ _PAD = 2
 
 
 @dataclass(frozen=True)
-class Parity(LengthTask):
+class Parity(Task):
     """Whether the number of ones is odd.
 
     Two rows of `Parity(length=6, min_length=3)`; the padding is token 2, `.` is ignored:
@@ -32,11 +32,10 @@ class Parity(LengthTask):
 
     Protocol. Bits are uniform and independent, except that the last one keeps the row in its
     stream's split (see `bedouin.tasks.streams`): of the two rows that differ in the last bit only,
-    one is a train row and one is a test row. Published (xLSTM, arXiv 2405.04517; Unlocking
-    State-Tracking in Linear RNNs Through Negative Eigenvalues, arXiv 2411.12537): a label at the
-    last position, lengths uniform from 3 to 40 in training and from 40 to 256 in the test
-    (`min_length=3, length=40`, then `min_length=40, length=256`), scaled accuracy with
-    `chance=1/2`. The lengths of their code count the answer, which is no token here.
+    one is a train row and one is a test row. Published (xLSTM, arXiv 2405.04517; arXiv 2411.12537):
+    a label at the last position, lengths uniform from 3 to 40 in training and from 40 to 256 in the
+    test (`min_length=3, length=40`, then `min_length=40, length=256`), scaled accuracy. The lengths
+    of their code count the answer, which is no token here.
 
     Args:
         length: number of bits in a row, the largest one if `min_length` is given.
@@ -44,9 +43,7 @@ class Parity(LengthTask):
             both included, and fill rows with padding up to `length`. None: every row has `length`.
         label_at: `"last"`: at the last bit; `"every"`: at every bit, the parity up to it.
 
-    Raises:
-        ValueError: a field out of its range.
-        TypeError: a number that is no int.
+    Raises ValueError for a field out of its range and TypeError for a number that is no int.
     """
 
     vocab_size: ClassVar[int] = 3  # the two bits and the padding

@@ -7,10 +7,8 @@ Two independent rules:
    torch's CPU generator reads.
 2. *Sequences.* A hash of all elements but the last selects max(1, n // 16) of the n possible last
    elements for the test split; the others belong to the training split. Every sequence is therefore
-   in exactly one split. The elements before the last one are uniform in both splits and the last
-   one is uniform over what its split allows, so each split is the uniform distribution over its own
-   sequences. There is no rejection sampling, so a draw takes constant time and does not
-   synchronize with the device.
+   in exactly one split, and each split is the uniform distribution over its own sequences. There is
+   no rejection sampling, so a draw takes constant time and does not synchronize with the device.
 
 The splits are disjoint for sequences of *equal length*; a long test sequence may begin with a short
 training sequence.
@@ -36,7 +34,7 @@ class Stream(torch.Generator):
     All copies have the same split: copy, deepcopy, pickle, `torch.save`, `clone_state` and
     `graphsafe_get_state`. The tensor that `get_state` returns has no split, so `set_state` and
     `graphsafe_set_state` raise ValueError if its seed belongs to the other one. `manual_seed` and
-    `seed` accept any seed: the first rule above then no longer holds, but the second one does.
+    `seed` accept any seed, which breaks the first rule above but not the second one.
     """
 
     _split: Split
@@ -71,10 +69,7 @@ class Stream(torch.Generator):
         return handle
 
     def set_state(self, new_state: Tensor) -> Self:
-        """Continue where `get_state` was called; `new_state` is its uint8 vector.
-
-        Raises ValueError for a state of the other split.
-        """
+        """Continue where `get_state` returned this uint8 vector. ValueError for the other split."""
         source = torch.Generator(self.device)
         source.set_state(new_state)
         self._check_split("new_state", source.initial_seed())
@@ -105,15 +100,13 @@ class Stream(torch.Generator):
 def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank: int = 0) -> Stream:
     """A random stream of a split: `sample(batch_size, stream)` draws from that split only.
 
+    Checkpoint it with `get_state` and `set_state`.
+
     Args:
         split: `"train"`, `"test"`, or `"all"` for the distribution over all sequences.
         seed: 0 <= seed < 2**20.
         device: the device of the stream and of the batches drawn with it.
         rank: 0 <= rank < 2**11, for processes that must draw different data with the same seed.
-
-    Returns:
-        A generator; checkpoint it with `get_state` and `set_state`. That state does not include the
-        split, but every copy of the stream does.
 
     Raises:
         ValueError: unknown split, or seed or rank out of range.
@@ -127,12 +120,7 @@ def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank:
 
 
 def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
-    """The split to draw from: the stream's own, or for a plain generator `split` (None: "all").
-
-    Raises:
-        ValueError: an unknown split, or one that differs from the stream's.
-        TypeError: a generator that is not a torch.Generator.
-    """
+    """The split to draw from: the stream's own, or for a plain generator `split` (None: "all")."""
     if not isinstance(generator, torch.Generator):
         raise TypeError(
             f"generator must be a torch.Generator, got {generator!r}: "
@@ -141,8 +129,8 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
     if split is not None:
         one_of("split", split, get_args(Split))
     if not isinstance(generator, Stream):
-        return "all" if split is None else split
-    if split is not None and split != generator.split:
+        return split or "all"
+    if split not in (None, generator.split):
         raise ValueError(
             f"split must be that of the stream ({generator.split!r}), got {split!r}: "
             f"make another one with stream({split!r}, seed)"
@@ -151,15 +139,12 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
 
 
 def draw_last(
-    prefix_hash: Tensor,  # (...) int64
+    prefix_hash: Tensor,  # (...) int64, the `row_hash` of the elements before
     num_values: int,
     split: Split,
     generator: torch.Generator,
 ) -> Tensor:  # (...) int64
-    """Draw the last elements of sequences, uniform over those that the split allows.
-
-    prefix_hash: the `row_hash` of the elements before.
-    """
+    """Draw the last elements of sequences, uniform over those that the split allows."""
     held_out = max(1, num_values // _HELD_OUT)
     low = held_out if split == "train" else 0
     high = held_out if split == "test" else num_values
