@@ -15,7 +15,7 @@ from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
-from bedouin.mixers import ChannelMixer, NoMixing
+from bedouin.mixers import ChannelMixer
 from bedouin.parameterization import Initialization
 from bedouin.solvers import Adjoint, Cap, Solver
 from bedouin.solvers.base import check_count, check_number, unknown_option
@@ -276,27 +276,21 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         what the layer raises."""
         if isinstance(self.layer, dict):
             return self._make_other(**self.layer, layer_idx=layer_idx)
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        options |= {name: restore(name, options[name]) for name in _OBJECTS}
-        reflections = {name: options.pop(name) for name in ("num_householder", "beta_max")}
-        if options["mixer"] is not None:
-            for name, value in reflections.items():
-                if value != getattr(BedouinConfig, name):
-                    raise ValueError(
-                        f"{name} must be {getattr(BedouinConfig, name)} beside a mixer, got "
-                        f"{value}: it is an option of the mixer"
-                    )
-        elif self.num_householder:
-            options |= reflections
-        elif self.beta_max != 1:
-            raise ValueError(
-                f"beta_max must be 1 with num_householder=0, got {self.beta_max}: there are no "
-                "reflections"
-            )
-        else:
-            options["mixer"] = NoMixing()
-        options["layer_idx"] = layer_idx
-        return make_layer("Bedouin", self.hidden_size, "conv_kernel", **options)
+        options = {name: restore(name, getattr(self, name)) for name in _OPTIONS}
+        unread, beside = [], ""
+        if self.mixer is not None:
+            unread, beside = ["num_householder", "beta_max"], "beside a mixer"
+        elif self.num_householder == 0:
+            unread, beside = ["beta_max"], "with num_householder=0"
+        for name in unread:
+            usual, value = getattr(BedouinConfig, name), options.pop(name)
+            if value != usual:
+                raise ValueError(
+                    f"{name} must be {usual} {beside}, got {value}: it is an option of reflections"
+                )
+        return make_layer(
+            "Bedouin", self.hidden_size, "conv_kernel", layer_idx=layer_idx, **options
+        )
 
     def _make_other(self, type: str, **options: Any) -> Any:
         """The layer of this type, of which no option of `Bedouin` is one."""
