@@ -146,7 +146,7 @@ class Copying(Task):
         split: Split,
         rng: torch.Generator,
     ) -> Batch:
-        """`$string|string.` J times in every row, which is cut off at its end; strings of `split`."""
+        """Rows of `$string|string.` J times, cut off at their ends, with strings of `split`."""
         letters = integers(0, self.num_letters, (*lengths.shape, width), rng)  # (b, J, width)
         last = lengths.unsqueeze(-1) - 1
         prefix = letters.masked_fill(torch.arange(width, device=rng.device) >= last, 0)
