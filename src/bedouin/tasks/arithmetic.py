@@ -3,7 +3,7 @@
 Letters: b batch, t time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,7 +74,11 @@ class ModularArithmetic(Task):
         whole_number("length", self.length, 2)
         if self.min_length is not None:
             whole_number("min_length", self.min_length, 2, self.length + 1)
-        self._possible_lengths(self.min_length or self.length, self.length)
+        if not self._lengths:
+            raise ValueError(
+                f"length must be even without brackets, got {self.length}: "
+                "digits and operators alternate, and = ends the row"
+            )
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -96,26 +100,16 @@ class ModularArithmetic(Task):
         """Rows (b, t) as text, with a dot for `IGNORE`. Synchronizes with the device."""
         return as_text(tokens, self.symbols, ignored=".")
 
-    def _possible_lengths(self, least: int, most: int) -> range:
-        """Lengths from `least` to `most` that a row can have; raises ValueError for none."""
-        if self.brackets:
-            return range(least, most + 1)
-        possible = range(least + least % 2, most + 1, 2)
-        if not possible:
-            raise ValueError(
-                f"length must be even without brackets, got {most}: "
-                "digits and operators alternate, and = ends the row"
-            )
-        return possible
+    @property
+    def _lengths(self) -> range:
+        """The lengths that a row can have."""
+        least, step = self.min_length or self.length, 1 if self.brackets else 2
+        return range(least + least % step, self.length + 1, step)
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         if length is not None:
-            whole_number("length", length, 2)
-        possible = self._possible_lengths(
-            length or self.min_length or self.length, length or self.length
-        )
-        lengths = draw_lengths(b, possible, rng) - 1  # (b, 1), without the "="
-        width = possible[-1] - 1
+            return replace(self, length=length, min_length=None)._draw(b, None, split, rng)
+        lengths, width = draw_lengths(b, self._lengths, rng) - 1, self._lengths[-1] - 1  # no "="
         if self.brackets:
             layout, evaluate = bracketed_layout(lengths, width, rng), bracketed_value
         else:

@@ -3,7 +3,7 @@
 Letters: b batch, t time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -29,8 +29,6 @@ class Batch(NamedTuple):
 
 class Task:
     """The sizes of a task and its `sample`."""
-
-    _draw: Callable[..., Batch]  # (b, *sizes, split, generator)
 
     @property
     def vocab_size(self) -> int:
@@ -66,26 +64,16 @@ class Task:
             length: of every row, in the unit of the field `length`; None: as the fields say.
             split: None: the stream's own. Another one than the stream's raises an error.
 
-        Returns:
-            tokens and labels (b, t), t the largest length in tokens.
-
-        Raises:
-            ValueError: a number out of its range, or a split that is not the stream's.
-            TypeError: a number that is not an int, or a generator that is not one.
+        Returns tokens and labels (b, t), t the largest length in tokens. Raises ValueError for a
+        number out of its range and a split that is not the stream's, and TypeError for a number
+        that is not an int and a generator that is not one.
         """
-        return self._sample(batch_size, generator, device, split, length)
-
-    def _sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        device: torch.device | str | None,
-        split: Split | None,
-        *sizes: object,
-    ) -> Batch:
-        """`sample` for the sizes of a row that `_draw` takes."""
         b = whole_number("batch_size", batch_size, 0)
-        return self._draw(b, *sizes, resolve_split(generator, split), generator).to(device)
+        return self._draw(b, length, resolve_split(generator, split), generator).to(device)
+
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        """Random rows that belong to `split`; `length` is not checked yet."""
+        raise NotImplementedError
 
 
 def as_text(tokens: Tensor, symbols: Sequence[str], ignored: str) -> list[str]:

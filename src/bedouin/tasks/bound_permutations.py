@@ -3,7 +3,7 @@
 Letters: b batch, t time; m definitions and L operations of a row, n elements of the group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -90,15 +90,16 @@ class BoundPermutations(Task):
         Returns tokens and labels (b, t), t = 2 m + 3 L with the largest m and L. The other
         arguments and the errors are those of `WordProblem.sample`.
         """
-        defined = range(self.min_definitions, self.max_definitions + 1)
+        task = self
         if definitions is not None:
             m = whole_number("definitions", definitions, 1, NUM_NAMES + 1)
-            defined = range(m, m + 1)
-        operated = range(self.min_operations, self.max_operations + 1)
+            task = replace(task, min_definitions=m, max_definitions=m)
         if operations is not None:
             L = whole_number("operations", operations, 1)
-            operated = range(L, L + 1)
-        return self._sample(batch_size, generator, device, split, defined, operated)
+            task = replace(task, min_operations=L, max_operations=L)
+        return super(BoundPermutations, task).sample(
+            batch_size, generator, device=device, split=split
+        )
 
     def products(self, labels: Tensor, tokens: Tensor) -> Tensor:  # (b, t), (b, t) -> (b, t)
         """The labels at `.` alone, with IGNORE elsewhere."""
@@ -108,22 +109,22 @@ class BoundPermutations(Task):
         """The labels after `?` alone, with IGNORE elsewhere."""
         return labels.masked_fill(tokens == NUM_NAMES + self.group.order + 2, IGNORE)
 
-    def _draw(
-        self, b: int, defined: range, operated: range, split: Split, rng: torch.Generator
-    ) -> Batch:
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         n, device = self.group.order, rng.device
         rebind_symbol, ask_symbol, use_symbol, padding = (NUM_NAMES + n + i for i in range(4))
-        most, width = defined[-1], 2 * defined[-1] + 3 * operated[-1]
-        m, L = draw_lengths(b, defined, rng), draw_lengths(b, operated, rng)  # (b, 1)
+        most, longest = self.max_definitions, self.max_operations
+        width = 2 * most + 3 * longest
+        m = draw_lengths(b, range(self.min_definitions, most + 1), rng)  # (b, 1)
+        L = draw_lengths(b, range(self.min_operations, longest + 1), rng)
         # rows do not depend on the default dtype
         drawn: dict[str, Any] = {"dtype": torch.float32, "device": device, "generator": rng}
         names = torch.rand(b, NUM_NAMES, **drawn).argsort(-1)
         defined_elements = integers(0, n, (b, most), rng)
-        kind, which = torch.rand(2, b, operated[-1], **drawn)
-        rebound_elements = integers(0, n, (b, operated[-1]), rng)
+        kind, which = torch.rand(2, b, longest, **drawn)
+        rebound_elements = integers(0, n, (b, longest), rng)
 
         # from here on a definition is an operation that binds a name: (b, most + L)
-        index = torch.arange(most + operated[-1], device=device)
+        index = torch.arange(most + longest, device=device)
         defines, exists = index < most, (index < m) | ((index >= most) & (index < most + L))
         uses, asks = pad(kind < _USE, (most, 0)), pad(kind >= _USE + _REBIND, (most, 0))
         binds = ~uses & ~asks

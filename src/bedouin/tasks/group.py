@@ -6,6 +6,7 @@ Products are read from left to right, like a sequence of tokens: `g · h` is "fi
 
 import random
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import Final
@@ -29,19 +30,13 @@ class Group:
     """A finite permutation group, given by generators.
 
     Elements are numbered in lexicographic order of their permutations, so 0 is the identity,
-    element i of Z_n is the rotation by i, and (a, b) of G x H has the number a·|H| + b.
+    element i of Z_n is the rotation by i, and (a, b) of G x H has the number a·|H| + b. S3 in this
+    order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2). `table[1, 2]` is 3, because 021
+    followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
 
-    Example: S3 in this order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2). `table[1, 2]` is
-    3, because 021 followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
-
-    Args:
-        name: the name of the group in messages and results.
-        generators: permutations of 0 … degree - 1, each the tuple of its images.
-
-    Raises:
-        ValueError: no generator, a generator that is not a permutation, different degrees, or a
-            group of more than 1024 elements.
-        TypeError: generators that are not tuples of ints.
+    generators: permutations of 0 … degree - 1, each the tuple of its images. Raises ValueError for
+    no generator, one that is not a permutation, different degrees, or more than 1024 elements, and
+    TypeError for generators that are not tuples of ints.
     """
 
     name: str
@@ -111,7 +106,7 @@ class Group:
 
     def table_on(self, device: torch.device) -> Tensor:
         """`table` on a device, which keeps its copy."""
-        return _table_on(self, device)
+        return on_device(self, "table", device)
 
     @cached_property
     def num_moved(self) -> tuple[int, ...]:
@@ -119,11 +114,7 @@ class Group:
         return tuple(sum(i != image for i, image in enumerate(p)) for p in self.permutations)
 
     def prefix_products(self, elements: Tensor) -> Tensor:  # (..., t) int64 -> (..., t) int64
-        """Running products g_0 · g_1 · … · g_t on the device of `elements`.
-
-        A parallel scan of about log2(t) table look-ups, because products are associative.
-        Raises TypeError for another dtype.
-        """
+        """Running products g_0 · g_1 · … · g_t, a parallel scan of about log2(t) table look-ups."""
         if elements.dtype != torch.int64:
             raise TypeError(f"elements must be of dtype torch.int64, got {elements.dtype}")
         table, span, products = self.table_on(elements.device), 1, elements
@@ -141,8 +132,7 @@ class Group:
     def from_name(cls, name: str) -> "Group":
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
 
-        Raises ValueError for a name of another form, or an n for which the constructor raises, and
-        TypeError for a name that is not a string.
+        Raises ValueError for another name, and what the constructors raise.
         """
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
@@ -163,11 +153,8 @@ def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
     """Numbers of `size` elements, the identity excluded, that generate the group, ascending.
 
     Drawn uniformly among all such sets; the same (group, size, seed) gives the same set on every
-    machine. Sets that do not generate the group are drawn anew, at most 1000 times.
-
-    Raises:
-        ValueError: a size outside of [2, order), a seed below 0, or no set found.
-        TypeError: a number that is no int.
+    machine. Raises ValueError for a size outside of [2, order), a seed below 0, or if 1000 draws
+    give no such set, and TypeError for a number that is no int.
     """
     whole_number("size", size, 2, group.order)
     draws = random.Random(whole_number("seed", seed, 0))
@@ -238,5 +225,6 @@ def _check_n(constructor: str, n: int, least: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _table_on(group: Group, device: torch.device) -> Tensor:
-    return group.table.to(device)
+def on_device(owner: Hashable, name: str, device: torch.device) -> Tensor:
+    """An attribute as a tensor on a device, which keeps its copy for the next calls."""
+    return torch.as_tensor(getattr(owner, name), device=device)

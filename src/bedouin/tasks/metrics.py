@@ -21,13 +21,9 @@ def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
             position at which any logit is NaN counts as wrong.
         labels: (b, t) integers; positions with `IGNORE` do not count.
 
-    Returns:
-        A float32 scalar (); NaN if every label is `IGNORE`.
-
-    Raises:
-        ValueError: the shape of `prediction` is that of neither logits nor class ids for `labels`,
-            or v is 0.
-        TypeError: labels or class ids that are not integers, logits that are complex or bool.
+    Returns a float32 scalar (), NaN if every label is `IGNORE`. Raises ValueError for shapes that
+    do not fit and v = 0, and TypeError for labels or class ids that are not integers and logits
+    that are not real numbers.
     """
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) & counted

@@ -3,7 +3,7 @@
 Letters: b batch, t time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -60,9 +60,10 @@ class Parity(Task):
         one_of("label_at", self.label_at, get_args(LabelAt))
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
-        most = self.length if length is None else whole_number("length", length, 1)
-        least = most if length is not None or self.min_length is None else self.min_length
-        lengths = draw_lengths(b, range(least, most + 1), rng)  # (b, 1)
+        if length is not None:
+            return replace(self, length=length, min_length=None)._draw(b, None, split, rng)
+        most = self.length
+        lengths = draw_lengths(b, range(self.min_length or most, most + 1), rng)  # (b, 1)
         bits = integers(0, 2, (b, most), rng)
         position = torch.arange(most, device=rng.device)
         bits = bits.masked_fill(position >= lengths - 1, 0)

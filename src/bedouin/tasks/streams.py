@@ -108,9 +108,7 @@ def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank:
         device: the device of the stream and of the batches drawn with it.
         rank: 0 <= rank < 2**11, for processes that must draw different data with the same seed.
 
-    Raises:
-        ValueError: unknown split, or seed or rank out of range.
-        TypeError: a seed or rank that is not an int.
+    Raises ValueError for a value out of its range and TypeError for a number that is not an int.
     """
     number = whole_number("seed", seed, 0, MAX_SEED) * MAX_RANK
     number += whole_number("rank", rank, 0, MAX_RANK)
@@ -165,11 +163,8 @@ def integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Gener
 
 
 def row_hash(tokens: Tensor) -> Tensor:  # (..., t) int64 -> (...) int64
-    """A hash of each row, in [0, 2**31).
-
-    A weighted sum modulo 2**64 with a pseudorandom weight for each position, mixed at the end.
-    Zeros appended to a row do not change its hash.
-    """
+    """A hash in [0, 2**31) of each row: a sum modulo 2**64 with a pseudorandom weight for each
+    position, mixed at the end. Zeros appended to a row do not change it."""
     weights = _mix64(torch.arange(1, tokens.shape[-1] + 1, device=tokens.device))
     return _mix64((tokens * weights).sum(dim=-1)) & 0x7FFF_FFFF
 

@@ -4,7 +4,6 @@ Letters: b batch, t time; r tokens of an element.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final, Literal, get_args
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.group import Group, check_group, generating_set
+from bedouin.tasks.group import Group, check_group, generating_set, on_device
 from bedouin.tasks.streams import Split, draw_last, integers, row_hash
 
 Elements = Literal["all", "swaps", "3-permutations"]
@@ -49,18 +48,16 @@ class WordProblem(Task):
         labels  6 3 3 2 3 4 1
 
     Protocol. Elements are uniform and independent, except that the last one keeps the row in its
-    stream's split (see `bedouin.tasks.streams`). There are so few rows of lengths 1 and 2 that a
-    test split of them says little. Report token and sequence accuracy, at the training length and
-    beyond. Published variants: arXiv 2411.12537 (section 5.2), S5 trained at length 32, accuracy of
-    whole sequences, `"swaps"` and `"3-permutations"` with `include_identity=True`, and
-    `tokens_per_transition=4, label_at="every"` at 16 elements; PD-SSM (arXiv 2509.22284), trained
-    up to 40 and tested from 40 to 256, `label_at="last"`, `generators=12` on A5 and 8 and 32 on S5,
-    whose sets are not published: the sets here are others of the same size.
+    stream's split (see `bedouin.tasks.streams`). Report token and sequence accuracy, at the
+    training length and beyond. Published variants: arXiv 2411.12537 (section 5.2), S5 trained at
+    length 32, accuracy of whole sequences, `"swaps"` and `"3-permutations"` with
+    `include_identity=True`, and `tokens_per_transition=4, label_at="every"` at 16 elements; PD-SSM
+    (arXiv 2509.22284), trained up to 40 and tested from 40 to 256, `label_at="last"`,
+    `generators=12` on A5 and 8 and 32 on S5, whose sets are not published: others of the same size.
 
     `protocol="official"` is that of the code of Fixed-Point RNNs (word_problem_exp): 7 special
-    tokens after the elements in input *and* output (67 ids for A5). BOS counts in loss and accuracy
-    and improves both: predicting BOS alone gives an accuracy of 1/(length + 1). By default that
-    code also mixes all lengths from 2 on; pass `length` to `sample` for that.
+    tokens after the elements in input *and* output (67 ids for A5), and BOS in loss and accuracy,
+    of which it is 1/(length + 1). By default that code also mixes all lengths from 2 on.
 
     Args:
         group: the group, for instance `Group.from_name("A5")`.
@@ -78,11 +75,8 @@ class WordProblem(Task):
             `bedouin.tasks.generating_set`); None: from all.
         generator_seed: which of these sets.
 
-    Raises:
-        ValueError: a field out of its range; fewer than two elements to draw from; fillers or
-            another `label_at` in the official protocol, which has neither; `include_identity` with
-            `elements="all"`, which has it; `generators` together with restricted `elements`.
-        TypeError: a group that is no `Group`, a number that is no int.
+    Raises ValueError for a field out of its range, fields that exclude each other and fewer than
+    two elements to draw from, and TypeError for another type of a field.
     """
 
     group: Group
@@ -163,7 +157,7 @@ class WordProblem(Task):
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         t = whole_number("length", self.length if length is None else length, 1)
-        alphabet = _alphabet_on(self, rng.device)
+        alphabet = on_device(self, "alphabet", rng.device)
         prefix = integers(0, len(alphabet), (b, t - 1), rng)
         last = draw_last(row_hash(prefix), len(alphabet), split, rng)
         elements = alphabet[torch.cat([prefix, last.unsqueeze(-1)], dim=-1)]
@@ -188,8 +182,3 @@ class WordProblem(Task):
                 labels = pad(labels[:, -1:], (t - 1, 0), value=IGNORE)
             labels = pad(labels.unsqueeze(-1), (r - 1, 0), value=IGNORE)
         return Batch(*(rearrange(row, "b t r -> b (t r)") for row in (tokens, labels)))
-
-
-@lru_cache(maxsize=64)
-def _alphabet_on(task: WordProblem, device: torch.device) -> Tensor:  # (size of the alphabet,)
-    return torch.tensor(task.alphabet, device=device)
