@@ -11,7 +11,7 @@ Tested with mamba-ssm 2.3 (pip install ".[mamba]"), which it does not import.
 Letters: b batch, t time, m d_model.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,6 @@ from bedouin.state import RecurrentState
 
 States = tuple[Tensor, ...]
 """The tensors of the layer's state."""
-
-
-class InferenceParams(Protocol):
-    """What is read of mamba_ssm.utils.generation.InferenceParams."""
-
-    seqlen_offset: int
-    batch_size_offset: int
-    key_value_memory_dict: dict[int, Any]
 
 
 class BedouinMixer(nn.Module):
@@ -74,7 +66,7 @@ class BedouinMixer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,  # (b, t, m)
-        inference_params: InferenceParams | None = None,
+        inference_params: Any = None,  # mamba_ssm.utils.generation.InferenceParams
         *,
         mask: Tensor | None = None,  # (b, t)
         seq_idx: Tensor | None = None,  # (b, t)
@@ -132,7 +124,7 @@ class BedouinMixer(nn.Module):
         # autograd may save it, and `_write` overwrites it
         return state.clone() if torch.is_grad_enabled() else state
 
-    def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
+    def _get_states_from_cache(self, params: Any, batch_size: int) -> States:
         """This layer's states of the batch at batch_size_offset, which are made if there are none;
         a new sequence may be a larger batch than the last one."""
         if self.layer_idx is None:
