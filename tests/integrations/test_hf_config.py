@@ -21,8 +21,8 @@ from tests.integrations.hf_models import (  # noqa: E402
     VOCAB,
     make_config,
     mixers,
-    same,
 )
+from tests.integrations.mixings import same  # noqa: E402
 
 import bedouin  # noqa: E402
 from bedouin import (  # noqa: E402
