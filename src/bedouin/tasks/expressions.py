@@ -107,26 +107,21 @@ def flat_value(
 ) -> Tensor:  # (b,), modulo `modulus`
     """Values of flat expressions, `*` before `+` and `-`.
 
-    Reading from left to right keeps a sum s of finished products and the running product p. An
-    operator and the digit behind it are the map (s, p) -> (s + a p + c, u p + e): "+ d" is
-    a = 1, e = d; "- d" is a = 1, e = -d; "* d" is u = d; what is not named is 0. Such maps are
-    closed under composition, so neighbors are composed in about log2(t) rounds.
+    With a product p in front of it, the rest of an expression from an operator on makes the value
+    a p + c. From right to left, "* d" turns a into a d, and "+ d" or "- d" adds a d to c or
+    subtracts it, and makes a 1.
     """
-    count = (digits.shape[-1] + 1) // 2
-    missing = 2 ** (count - 1).bit_length() - count
-    digit = pad(digits[:, ::2], (0, missing))  # (b, j)
-    before = pad(operators[:, 1::2], (1, missing))[:, : digit.shape[-1]]  # "+" before the first
-    present = pad(layout.kind[:, ::2] == Kind.DIGIT, (0, missing))
-    times = present & (before == 2)
-    adds = present & ~times
-    a, c = adds.long(), torch.zeros_like(digit)
-    u = torch.where(times, digit, (~present).long())  # a missing digit changes nothing
-    e = torch.where(before == 1, -digit, digit).masked_fill(~adds, 0)
-    while a.shape[-1] > 1:
-        (a1, a2), (c1, c2), (u1, u2), (e1, e2) = ((x[:, ::2], x[:, 1::2]) for x in (a, c, u, e))
-        a, c = (a1 + a2 * u1) % modulus, (c1 + a2 * e1 + c2) % modulus
-        u, e = (u2 * u1) % modulus, (u2 * e1 + e2) % modulus
-    return (c + e).squeeze(-1) % modulus
+    present = layout.kind == Kind.DIGIT
+    digit = torch.where(present, digits, 1)  # with "*", a missing digit changes nothing
+    before = pad(operators, (1, 0))[:, :-1]
+    times = ~present | (before == 2)
+    sign = ((before == 0).long() - (before == 1).long()).masked_fill(~present, 0)
+    a, c = torch.ones_like(digits[:, 0]), torch.zeros_like(digits[:, 0])
+    for place in range((digits.shape[-1] - 1) // 2 * 2, 0, -2):  # the digits, last one first
+        product = a * digit[:, place] % modulus
+        a = torch.where(times[:, place], product, 1)
+        c = (c + sign[:, place] * product) % modulus
+    return (a * digit[:, 0] + c) % modulus
 
 
 def bracketed_value(
