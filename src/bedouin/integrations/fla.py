@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_bool, one_of
-from bedouin.integrations.layers import make_layer, row_mask
+from bedouin.integrations.layers import make_layer, mix, row_mask
 from bedouin.noise import without_noise
 from bedouin.state import RecurrentState
 
@@ -98,35 +98,14 @@ class BedouinLayer(nn.Module):
             raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
         mask = row_mask(attention_mask, hidden_states)
         state = self._read(past_key_values)
-        if state is not None and hidden_states.shape[1] == 1 and cu_seqlens is None:
-            output, after = self._step(hidden_states, state, mask)
-        else:
-            # with gradients a cache serves truncated backpropagation, without them a generation
-            generates = past_key_values is not None and not torch.is_grad_enabled()
-            with without_noise() if generates else nullcontext():
-                output, after = self.layer(
-                    hidden_states, state, True, mask=mask, cu_seqlens=cu_seqlens
-                )
+        # with gradients a cache serves truncated backpropagation, without them a generation
+        generates = past_key_values is not None and not torch.is_grad_enabled()
+        with without_noise() if generates else nullcontext():
+            output, after = mix(self.layer, hidden_states, state, mask, cu_seqlens=cu_seqlens)
         if use_cache and past_key_values is not None:
             new = {"recurrent_state": after.tensors, "offset": hidden_states.shape[1]}
             past_key_values.update(**new, layer_idx=self.layer_idx)
         return output, None, past_key_values
-
-    def _step(
-        self,
-        x: Tensor,  # (b, 1, m)
-        state: RecurrentState,
-        mask: Tensor | None,  # (b, 1)
-    ) -> tuple[Tensor, RecurrentState]:  # (b, 1, m) and the state
-        """One token; where the mask is False the output is 0 and the state stays."""
-        output, after = self.layer.step(x.squeeze(1), state)
-        if mask is not None:
-            output = torch.where(mask, output, 0.0)
-            pairs = zip(after.tensors, state.tensors, strict=True)
-            after = state._make(
-                torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old) for new, old in pairs
-            )
-        return output.unsqueeze(1), after
 
     def _read(self, cache: Any) -> RecurrentState | None:
         """The state before the tokens; None: zeros."""

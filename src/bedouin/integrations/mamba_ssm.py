@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bedouin.integrations.layers import make_layer
+from bedouin.integrations.layers import make_layer, mix
 from bedouin.noise import without_noise
 from bedouin.state import RecurrentState
 
@@ -81,19 +81,16 @@ class BedouinMixer(nn.Module):
         Raises ValueError for inference_params without a layer_idx, with cu_seqlens, or with states
         of fewer rows than a sequence that goes on.
         """
-        packing: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx}
         if inference_params is None:
-            output: Tensor = self.layer(hidden_states, cu_seqlens=cu_seqlens, **packing)
+            packing = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            output: Tensor = self.layer(hidden_states, **packing)
             return output
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens must be None with inference_params: use seq_idx")
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
-        is_first = inference_params.seqlen_offset == 0
-        if not is_first and hidden_states.shape[1] == 1 and mask is None and seq_idx is None:
-            return self.step(hidden_states, *states)[0]
+        before = self._read(states) if inference_params.seqlen_offset else None
         with without_noise():
-            before = None if is_first else self._read(states)
-            output, after = self.layer(hidden_states, before, True, **packing)
+            output, after = mix(self.layer, hidden_states, before, mask, seq_idx=seq_idx)
         _write(states, after)
         return output
 

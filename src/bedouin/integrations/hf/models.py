@@ -22,7 +22,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.utils import can_return_tuple, logging
 
-from bedouin.checks import find_method
 from bedouin.integrations.hf.attention import (
     BedouinAttention,
     attention_config,
@@ -30,7 +29,7 @@ from bedouin.integrations.hf.attention import (
 )
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
-from bedouin.integrations.layers import row_mask
+from bedouin.integrations.layers import mix, row_mask
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.layer import FixedPointLayer
 from bedouin.layers.recurrent import RecurrentLayer
@@ -90,18 +89,11 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         mask: Tensor | None,  # (b, t)
         seq_idx: Tensor | None,  # (b, t)
     ) -> Tensor:  # (b, t, m)
-        output: Tensor
         if cache is None:
-            output = self.mixer(x, mask=mask, seq_idx=seq_idx)
+            output: Tensor = self.mixer(x, mask=mask, seq_idx=seq_idx)
             return output
         kept = cache_layer(cache, self.layer_idx)
-        state = kept.state
-        if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
-            output = output.unsqueeze(1)
-        else:
-            packing = {"mask": mask, "seq_idx": seq_idx}
-            output, state = self.mixer(x, state=state, return_state=True, **packing)
+        output, state = mix(self.mixer, x, kept.state, mask, seq_idx=seq_idx)
         kept.write(state, x.shape[1])
         return output
 
