@@ -1,6 +1,6 @@
-"""Time of the layers on a CPU, as a multiple of an LSTM's, in a minute or two.
+"""Time of the layers on a CPU, as a multiple of an LSTM's.
 
-    python examples/benchmarks/cpu.py                                   # prints the table
+    python examples/benchmarks/cpu.py                                   # five minutes
     python examples/benchmarks/cpu.py --out examples/results/cpu.json
 
 Forward + backward of one layer in one thread, float32, 16 samples of 128 tokens. The LSTM is
@@ -29,7 +29,8 @@ from common.checks import Count, check_types
 
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "Bedouin": Bedouin,
-    "Bedouin, 4 heads": lambda m: Bedouin(m, num_heads=4),
+    "Bedouin, 1 head": lambda m: Bedouin(m, num_heads=1),
+    "Bedouin, compiled": lambda m: torch.compile(Bedouin(m), fullgraph=True),  # type: ignore[dict-item]
     "Bedouin.from_paper": lambda m: Bedouin.from_paper(m, on_unconverged="ignore"),
     "FixedPointRNN": FixedPointRNN,
     "TrackingDeltaNet": TrackingDeltaNet,
@@ -46,7 +47,7 @@ class Config:
     """The d_model of the layers."""
     batch: Count = 16
     tokens: Count = 128
-    rounds: Count = 15
+    rounds: Count = 11
     """How often each layer is timed, after one call that is not."""
     out: Path | None = None
     """A JSON file for the numbers."""
