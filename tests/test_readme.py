@@ -446,14 +446,17 @@ def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
         "Bedouin": "; ".join(map(shown_ratio, heads)),
         "Bedouin.from_paper": f"{shown_ratio(picard / lstm)}; –",
     }
-    for layer in ("Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"):
-        cells = line(README, f"`{layer}(d_model)`")
-        on_cpu = "; ".join(shown_ratio(of[layer, m]["of_lstm"]) for m in (64, 256))
-        shown = [f"{of[layer, 256]['state_size']:,}", on_cpu, on_gpu.get(layer, "not timed")]
-        assert cells[5:8] == shown
+    layers = [name.strip("`").removesuffix("(d_model)") for name in line(README, "| `")[1:]]
+    assert layers == ["Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"]
+    sizes = [f"{of[layer, 256]['state_size']:,}" for layer in layers]
+    assert line(README, "state |")[1:] == sizes
+    on_cpu = [[shown_ratio(of[layer, m]["of_lstm"]) for m in (64, 256)] for layer in layers]
+    assert line(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
+    assert line(README, "time on a GPU")[1:] == [on_gpu.get(name, "not timed") for name in layers]
+    for layer in layers:
         made = bedouin.Bedouin.from_paper if "." in layer else getattr(bedouin, layer)
         assert of[layer, 256]["parameters"] == sum(p.numel() for p in made(256).parameters())
-    assert f"(an LSTM: {of['LSTM', 256]['state_size']:,})" in PROSE
+    assert f"where an LSTM has {of['LSTM', 256]['state_size']:,}." in PROSE
     compiled = [of["Bedouin, compiled", m]["ms"] / of["Bedouin", m]["ms"] for m in (64, 256)]
     assert "takes {:.1f} (d_model 64) and {:.1f} times (256) as long.".format(*compiled) in PROSE
 
