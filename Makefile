@@ -74,10 +74,8 @@ bench: $(STAMP)
 experiments: $(STAMP)
 	$(ENV_PYTHON) examples/research/experiment.py $(ARGS)
 
-# pdoc is installed when the pages are first built; nothing else needs it.
 docs: $(STAMP)
 	@echo "== docs: build/docs/index.html"
-	$(ENV_PYTHON) -m pip install $(PIP_OPTIONS) --editable ".[docs]"
 	$(ENV_PYTHON) -P -W error docs/reference.py build/docs
 
 # A worker without tests takes some of the other's, which may have been given all of the long ones.

@@ -30,7 +30,7 @@ from common.checks import Count, check_types
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "Bedouin": Bedouin,
     "Bedouin, 1 head": lambda m: Bedouin(m, num_heads=1),
-    "Bedouin, compiled": lambda m: torch.compile(Bedouin(m), fullgraph=True),  # type: ignore[dict-item]
+    "Bedouin, compiled": lambda m: torch.compile(Bedouin(m), fullgraph=True),  # type: ignore[return-value]
     "Bedouin.from_paper": lambda m: Bedouin.from_paper(m, on_unconverged="ignore"),
     "FixedPointRNN": FixedPointRNN,
     "TrackingDeltaNet": TrackingDeltaNet,
