@@ -140,6 +140,38 @@ def test_every_name_can_be_imported() -> None:
     assert all(hasattr(bedouin.Bedouin(8), name) for name in attributes)
 
 
+def test_the_script_of_iterations_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["iterations"], re.DOTALL)
+    assert "STEPS = 1000\n" in block
+    run(block.replace("STEPS = 1000", "STEPS = 0"))
+    assert capsys.readouterr().out.startswith("Jacobi 32 ")
+
+
+def test_the_long_description_is_taken_from_the_readme() -> None:
+    text = (ROOT / ".ci" / "pypi.md").read_text(encoding="utf-8")
+    paragraphs = [part for part in text.split("\n\n") if "the README of the repository" not in part]
+    assert len(paragraphs) > 5 and all(part.rstrip() in README for part in paragraphs)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PROSE.split()) <= 1100
+
+
+def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
+    assert len(TEXTS["examples"].split()) <= 200
+    folders = [path.parent for path in (ROOT / "examples").glob("*/*.py")]
+    assert all(path.name in TEXTS["examples"] for path in folders)
+    script = (ROOT / "examples" / "train_a5.py").read_text(encoding="utf-8")
+    assert len(script.splitlines()) <= 150  # the page tells to copy it
+
+
+def test_the_index_is_short_and_leads_to_every_experiment() -> None:
+    assert len(TEXTS["index"].split()) <= 1500
+    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    assert folders == PAGES.keys() - {"README", "examples", "index"}
+    assert all(f"({folder}/README.md)" in TEXTS["index"] for folder in folders)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_row_says_skipped(page: str) -> None:
     assert "skipped" not in TEXTS[page]
