@@ -45,36 +45,52 @@ MEMORY_RATES, MEMORY_DELTA, MEMORY_NOISE = (0.01, 0.0001), 10.0, 0.1
 """Of `Bedouin.recall`: the channels of a head, the factors on the decay rates of the first and the
 last head where all have feedback, and the d_model from which on memories share keys; where not all
 heads have feedback, those factors of the heads without, the factor on their Delta, and the noise of
-feedback; chosen by the trials (examples/results/README.md)."""
+feedback; chosen by the trials (examples/results/history)."""
 
 
 class Bedouin(FixedPointLayer):
     """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
 
-    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0, and for
-    padded rows (`mask`) and packed documents (`cu_seqlens`, `seq_idx`).
+        layer = Bedouin(d_model)                          # in the place of Mamba(d_model)
+        out = layer(u)                                    # (b, t, m) -> (b, t, m)
+        out, state = layer(u, return_state=True)          # continue with layer(later, state)
+        out_t, state = layer.step(u_t, state)             # one token, (b, m) -> (b, m)
+        layer.stats                                       # of the last solve, for each sample
 
-        x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
-        x~_t = Q_t (x_t - y_t) + y_t
-        a_t  = lambda_t * h_{t-1};   a'_t = a_t - beta^e_t (a_t B_t) B_t^T      with `erase`
-        h_t  = a'_t + (s_t * x~_t) B_t^T;   y_t = h_t C_t
-        out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
+    With x, z = in_proj(u), the sequence y is the fixed point of
+
+        x~_t = Q_t (x_t - y_t) + y_t                      mix the channels
+        h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T    scan over time, h: (d, n)
+        y_t  = h_t C_t
+
+    where Q, lambda, s, B, C and gate follow from raw_t = W^x x_t + W^y norm(y_{t-1}), and the layer
+    returns out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t)). Lengths b, t >= 0 are free; `mask`
+    marks padding, `cu_seqlens` and `seq_idx` mark packed documents.
+
+    Begin with num_heads (speed), d_state (size of the memory), num_householder (expressivity) and
+    solver; d_model alone gives one sweep over time with the exact gradient.
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
     exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
-    the worst seeds at the training length and the conditioning of the local systems; "delta" has
-    the better medians at eight times that length (examples/results/history).
+    the worst seeds at the training length and the conditioning of the local systems; the input
+    scale "delta" has the better medians at eight times that length (examples/results/history).
 
-    Args:
-        d_model: m. d_state: n. expand: d = expand * m.
+    Size:
+        d_model: m, the width of input and output.
+        d_state: n, the states of a channel. Parameters and time grow with it.
+        expand: d = expand * m inner channels.
         num_heads: H, a divisor of d. The channels are H groups, each with Q_t, B_t, C_t, gate and
             both norms of its own, projected from its own x and y alone; the products with W^x and
             W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
             heads. A layer of H heads is H layers of one head side by side; each converges by
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: heads of 128 channels if d is a multiple of 128 and at least 512, else 1.
-        num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max), by default 2 and 1.0; 0 reflections are NoMixing().
+
+    Recurrence:
+        num_householder: k, the reflections of Q_t; short for mixer=HouseholderProduct(k, beta_max).
+            None: 2; 0: NoMixing().
+        beta_max: the largest beta of a reflection I - beta u u^T. None: 1; 2 allows eigenvalues of
+            Q down to -1.
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
             parameters are used in the dtype of the solve, at least float32, and all heads share
             them.
@@ -85,15 +101,6 @@ class Bedouin(FixedPointLayer):
             training (SolveStats.conditioning), since Delta is unbounded: the constructor issues a
             UserWarning, unless k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
-        erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
-            share of what the memory holds under the token's key B that it gives up before the token
-            is written, as in the delta rule. Above 1 it may be negated. It begins near 0.05 erase,
-            with bias=False at 0.5 erase. 0: none, and no raw value. Kernels for erase and for
-            feedback of x are those of the exact sweep of heads with at most 64 channels (without
-            feedback 256 with a memory of at most 4,096 values) and 128 states, k <= 4, another
-            input scale than "one_minus_decay" and feedback of nothing but Delta and x, and with
-            feedback_scope="layer" without reflections; other layers with these options run in
-            plain PyTorch on a GPU, too.
         projection: "inner": the raw values and the gate are projected from x of the head, as in the
             paper and in Mamba-1. "input": x, the raw values and the gate are one product of the
             layer's input, `in_proj`, whose parts are in `projected_sizes`, as in Mamba-2; there is
@@ -101,9 +108,17 @@ class Bedouin(FixedPointLayer):
         d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x, or
             with projection="input" over x, B and C; feedback is added after it. 1: SiLU alone.
             None: neither.
+        output: "norm" as above, or "paper": gate * SiLU(y + D * x) without z and norm.
+        bias: whether the projections of x other than that to Delta have a bias.
+        initialization: other initial values of Delta, the decay rates, D and W^y; None:
+            Initialization().
+
+    Feedback:
         feedback: which of "delta", "B", "C", "mixer", "erase" and "x" depend on y_{t-1}; ()
             switches all feedback off, also that of the gate. "x": x_t + W^y norm(y_{t-1}) takes the
             place of x_t in mixing and scan.
+        feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
+        feedback_init: factor on W^y at initialization.
         feedback_scope: "head": W^y of a head reads the y_{t-1} of that head; "layer": those of all
             heads, so that a sample's heads converge together.
         feedback_heads: how many heads, the first ones, have feedback; None: all. The others have no
@@ -112,38 +127,49 @@ class Bedouin(FixedPointLayer):
             the others, too, times feedback_heads / num_heads and at first with weights of zero:
             without the factor associative recall is often not learned
             (examples/results/feedback-heads).
-        num_groups: in how many groups the heads without feedback share B and C, and with erase
-            their keys, as Mamba-2's ngroups; None: every head has its own. It needs
-            projection="input". A memory of 64 channels and 128 states then costs about as many
-            parameters as one of 64 channels and 64 states with keys of its own.
-        bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
-            Without it errors in the state that such a head tracks were found neither to grow nor to
-            fade, so that they add up beyond the training length. With it they faded on S3, while
-            A5 needed feedback_noise, too (examples/results/feedback-heads).
         feedback_noise: standard deviation of Gaussian noise that training calls of `forward` add,
             in heads with feedback, to x and the raw values that have it, which stands for an error
             in what is fed back. `step`, `Decoder` and `generate`, its prompt included, draw none.
             With bounded_x and two heads of seven, models of A5 were then right at 128 times the
             training length (examples/results/feedback-heads). The noise comes from torch's default
             generator, so that activation checkpointing needs preserve_rng_state=True.
-        feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
-        feedback_init: factor on W^y at initialization.
-        initialization: other initial values of Delta, the decay rates, D and W^y; None:
-            Initialization().
-        norm_eps: eps of the output norm.
-        solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
-            Picard.
-        adjoint: an adjoint object; None: ImplicitAdjoint(), the exact gradient.
-        max_steps: an int or a Cap. backend: "auto", "triton" or "reference". On a GPU "auto" warns
-            of a layer whose sweep has no Triton kernel.
+        bounded_x: whether x of heads with feedback of x becomes tanh(x_t + W^y norm(y_{t-1})).
+            Without it errors in the state that such a head tracks were found neither to grow nor to
+            fade, so that they add up beyond the training length. With it they faded on S3, while
+            A5 needed feedback_noise, too (examples/results/feedback-heads).
+
+    Memories:
+        erase: the largest beta^e = erase sigmoid(raw), in [0, 2], one number a head and token: the
+            share of what the memory holds under the token's key B that it gives up before the token
+            is written, as in the delta rule. a_t - beta^e_t (a_t B_t) B_t^T then takes the place of
+            a_t = lambda_t * h_{t-1}. Above 1 it may be negated. It begins near 0.05 erase, with
+            bias=False at 0.5 erase. 0: none, and no raw value. Kernels for erase and for feedback
+            of x are those of the exact sweep of heads with at most 64 channels (without feedback
+            256 with a memory of at most 4,096 values) and 128 states, k <= 4, another input scale
+            than "one_minus_decay" and feedback of nothing but Delta and x, and with
+            feedback_scope="layer" without reflections; other layers with these options run in plain
+            PyTorch on a GPU, too.
+        num_groups: in how many groups the heads without feedback share B and C, and with erase
+            their keys, as Mamba-2's ngroups; None: every head has its own. It needs
+            projection="input". A memory of 64 channels and 128 states then costs about as many
+            parameters as one of 64 channels and 64 states with keys of its own.
+
+    Solve:
+        solver: a solver object such as Picard(rtol=1e-4), or "auto": Direct where the mixer has the
+            form (e, U, M), else Picard.
+        adjoint: the gradient, such as OneStepAdjoint(); None: ImplicitAdjoint(), the exact one.
+        max_steps: an int or a Cap. Direct needs none.
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
             layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither.
             Applies to the forward solve and to the adjoint solve in the backward pass (see
             ImplicitAdjoint).
-        output: "norm" as above, or "paper": gate * SiLU(y + D * x) without z and norm.
-        bias: whether the projections of x other than that to Delta have a bias.
+        backend: "auto", "triton" or "reference". On a GPU "auto" warns of a layer whose sweep has
+            no Triton kernel.
+
+    Precision:
+        dtype, device: of the parameters; the solve and the state are at least float32.
+        norm_eps: eps of the output norm.
         layer_idx: stored for callers that keep a cache per layer.
-        device, dtype: of the parameters.
 
     Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
     not fit.
