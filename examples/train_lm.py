@@ -4,7 +4,6 @@
     python examples/train_lm.py --preset cpu --out runs/lm  # six minutes on two cores
     python examples/train_lm.py --text book.txt             # or a folder
     python examples/train_lm.py --resume                    # after Ctrl-C or a kill: continues
-    python examples/train_lm.py --mixer-layer mamba --match-parameters 25000000
     accelerate launch examples/train_lm.py                  # several GPUs (--shard: FSDP2)
     torchrun --nproc-per-node 2 examples/train_lm.py        # the same, also on CPUs
     python examples/generate.py --run runs/lm               # text from the checkpoint
@@ -14,17 +13,53 @@ state is reset at the begin of each (`seq_idx`). metrics.json has the bits per b
 files, cut into pieces of --length and of --eval-lengths, which are packed (`cu_seqlens`), and the
 tokens per second in training, the median over the intervals between evaluations, of all processes;
 bits_per_byte.png shows the former against the steps; sample.txt is a text from the model.
-The step is not captured as a CUDA graph, because the host reads where documents begin.
 `--help` lists all options.
 """
 
-from dataclasses import replace
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
 
-from common.lm_options import LanguageConfig
-from common.lm_training import train
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
+from common.options import MakeLayer, RunConfig, layer_options, layer_sizes, parse_config
+from common.run import Run
 from common.script import run_script
+from flags import Count, Positive
+from language.evaluation import bits_by_length, curve, describe, write_sample
+from language.sharded import accelerator_options, check_processes
+from language.text import VOCABULARY, TextOptions, read_corpora
 
-# `Bedouin`: `Bedouin.recall` needs as many bits here and takes longer (results/copying-cpu).
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig(TextOptions, RunConfig):
+    """Train a language model of bytes on files of text."""
+
+    mlp_expand: Positive | None = None
+    """Width of a gated MLP after each layer, as a multiple of d_model; None: no MLP."""
+    batch_size: Count = 64
+    """Rows of an optimizer step, those of all processes together."""
+    accumulate: Count = 1
+    """Parts of a batch, whose gradients are added up: more of them need less memory."""
+    shard: bool = False
+    """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2);
+    otherwise every process has all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preset == "paper":
+            raise ValueError("--preset must be auto, cpu or gpu, got paper: it has no such task")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"--accumulate must divide --batch-size = {self.batch_size}, got {self.accumulate}"
+            )
+
+
 CPU = LanguageConfig(
     preset="cpu",
     device="cpu",
@@ -48,12 +83,10 @@ CPU = LanguageConfig(
     eval_tokens=2**12,
 )
 
-# `Bedouin.recall` needs the fewest bits of all layers in examples/results/language.
 GPU = replace(
     CPU,
     preset="gpu",
     device="auto",
-    mixer_layer="recall",
     autocast="bf16",
     steps=5000,
     batch_size=64,
@@ -64,9 +97,6 @@ GPU = replace(
     d_model=512,
     num_layers=6,
     num_heads=None,
-    num_householder=2,
-    feedback=("delta", "B", "C", "mixer"),
-    d_conv=None,
     eval_every=500,
     checkpoint_every=500,
     log_every=20,
@@ -79,10 +109,70 @@ GPU = replace(
 PRESETS = {"cpu": CPU, "gpu": GPU}
 
 
-def main(config: LanguageConfig) -> None:
-    """Train and write the results."""
-    train(config)
+def make_layer(config: RunConfig) -> nn.Module:
+    """One mixing layer, (b, t, m) -> (b, t, m)."""
+    if config.layer == "tracking":
+        return TrackingDeltaNet(config.d_model)
+    if config.layer == "paper":
+        return Bedouin.from_paper(config.d_model, **layer_sizes(config))
+    return Bedouin(config.d_model, **layer_options(config))
+
+
+def make_model(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:
+    """Embedding, residual blocks with MLPs, head, (b, t) -> (b, t, v), made from the seed."""
+    torch.manual_seed(config.seed)
+    layers = [make_layer(config) for _ in range(config.num_layers)]
+    return SequenceModel(VOCABULARY, config.d_model, layers, mlp_expand=config.mlp_expand)
+
+
+def main(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> dict[str, Any]:
+    """Train and write the results; returns the content of metrics.json."""
+    corpora = read_corpora(config)
+    model, options = make_model(config, make_layer), accelerator_options(shard=config.shard)
+    # all processes draw the same rows and each takes its part, so that the update depends neither
+    # on their number nor on that of the parts, but for rounding
+    run = Run("lm", config, model, same_rows=True, **options)
+    accelerator, parts = run.accelerator, config.accumulate * run.accelerator.num_processes
+    check_processes(accelerator, shard=config.shard, rows=config.batch_size, parts=parts)
+    training, held_out = (corpus.to(accelerator.device) for corpus in corpora)
+    for step in run.steps():
+        if step == 0 or run.due(config.eval_every):
+            began, first = time.perf_counter(), step
+        drawn = training.draw(config.batch_size, config.length, run.rows)
+        own = drawn.view(config.accumulate, accelerator.num_processes, -1)
+        total = torch.zeros((), device=accelerator.device)
+        for index, part in enumerate(own[:, accelerator.process_index]):
+            tokens, labels, document = training.rows(part, config.length)
+            is_last = index == config.accumulate - 1  # processes add up their gradients once
+            with nullcontext() if is_last else accelerator.no_sync(run.model):
+                with accelerator.autocast():  # which a sharded model does not call itself
+                    logits = run.model(tokens, seq_idx=document)
+                loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+                accelerator.backward(loss / config.accumulate)
+            total += loss.detach() / config.accumulate
+        run.update(total)
+        if run.due(config.eval_every):
+            tokens_taken = (run.step - first) * config.batch_size * config.length
+            speed = tokens_taken / (time.perf_counter() - began)
+            bits = bits_by_length(run, held_out, config, config.eval_bytes)
+            scores = {"bits_per_byte": bits, "tokens_per_second": {"training": speed}}
+            run.record(scores, f"{describe(bits)}  {speed:,.0f} tokens/s")
+    bits = bits_by_length(run, held_out, config, config.final_bytes)
+    speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
+    found = {"bits_per_byte": bits, "tokens_per_second": median(speeds)}
+    metrics = run.finish(
+        {
+            **found,
+            "text": training.sizes("training") | held_out.sizes("held_out"),
+            "processes": accelerator.num_processes,
+        },
+        {"bits_per_byte.png": lambda: curve(run.history)},
+    )
+    if accelerator.is_main_process:
+        print(describe(bits))
+        write_sample(run)
+    return metrics
 
 
 if __name__ == "__main__":
-    run_script(main, PRESETS)
+    run_script(main, parse_config(PRESETS))

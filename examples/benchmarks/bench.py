@@ -53,10 +53,8 @@ from benchmarks import agreement, cases, figure, speed, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
-from common.checks import Count, check_types
-from common.device import choose_device
-from common.errors import UsageError
-from common.runs import read_run
+from flags import Count, UsageError, check_types, choose_device
+from research.runs import read_run
 
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "speed.json"
 """The times of the layers that are in the repository."""

@@ -21,7 +21,7 @@ from bedouin.baselines import LSTM, Mamba
 from bedouin.integrations.linear_cross_entropy import linear_cross_entropy
 from benchmarks.measure import Numbers
 from benchmarks.timing import capture, median_ms, peak_gib
-from common.layers import count
+from research.baselines import count
 
 MIXERS: dict[str, Callable[..., nn.Module]] = {
     "bedouin": Bedouin.recall,

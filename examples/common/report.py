@@ -1,11 +1,10 @@
-"""The results of a training run: a table, metrics.json and a figure."""
+"""The results of a training run: JSON and a figure."""
 
+import io
 import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -16,6 +15,7 @@ import bedouin
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 Scores = dict[str, dict[str, float]]
@@ -36,48 +36,24 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({torch.get_num_threads()} threads)"
 
 
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent (NaN, Inf) by None, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+def as_json(metrics: Mapping[str, Any]) -> bytes:
+    """Numbers as JSON; those that JSON cannot represent (NaN, Inf) become null."""
+    plain = json.loads(json.dumps(metrics), parse_constant=lambda name: None)
+    return (json.dumps(plain, indent=1) + "\n").encode()
 
 
-def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Write metrics.json; a number that is not finite becomes null."""
-    text = json.dumps(finite(metrics), indent=1, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+def png(figure: Figure) -> bytes:
+    """The picture of a figure, which is closed."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150)
+    plt.close(figure)
+    return buffer.getvalue()
 
 
-def evaluation_line(step: int, loss: float, scores: Scores) -> str:
-    """One line: step, loss, accuracy by length, median num_steps, worst residual, conditioning."""
-    accuracy = "  ".join(f"{length}: {value:.4f}" for length, value in scores["accuracy"].items())
-    line = f"step {step}  loss {loss:.4f}  accuracy {accuracy}"
-    if scores["num_steps"]:  # not of a baseline
-        line += f"  num_steps {max(scores['num_steps'].values()):g}"
-        line += f"  residual {max(scores['residual'].values()):.1e}"
-    conditioning = scores["conditioning"].values()
-    return f"{line}  conditioning {min(conditioning):.1e}" if conditioning else line
-
-
-def table(scores: Scores, names: Sequence[str]) -> str:
-    """Accuracy by length as text; `names` are the titles of the two accuracies."""
-    lines = [f"{'length':>6}  {names[0]:>18}  {names[1]:>18}  {'median num_steps':>16}"]
-    for length, accuracy in scores["accuracy"].items():
-        sequence = scores["sequence_accuracy"][length]
-        steps = f"{scores['num_steps'][length]:g}" if scores["num_steps"] else "-"
-        lines.append(f"{length:>6}  {accuracy:>18.4f}  {sequence:>18.4f}  {steps:>16}")
-    return "\n".join(lines)
-
-
-def save_figure(
-    path: Path, runs: Sequence[Scores], *, title: str, train_length: int, chance: float
-) -> None:
-    """Plot token and sequence accuracy against length; runs are those of different seeds.
+def accuracy_figure(
+    runs: Sequence[Scores], *, title: str, train_length: int, chance: float
+) -> bytes:
+    """Token and sequence accuracy against length; runs are those of different seeds.
 
     A line is the median of the runs and the band around it their range. A dashed line marks the
     (longest) training length, a dotted one the token accuracy of guessing, `chance`. Where some
@@ -103,22 +79,7 @@ def save_figure(
         handles = [*handles, *right.get_lines()]
     # beside the axes, since curves may be anywhere in them
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def save_curve(path: Path, history: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the bits per byte of held-out text against the steps, a line for each length of the
-    pieces."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    steps = [entry["step"] for entry in history]
-    for length in history[0]["bits_per_byte"]:
-        values = [entry["bits_per_byte"][length] for entry in history]
-        axes.plot(steps, values, marker="o", label=f"pieces of {length} bytes")
-    axes.set(xlabel="training steps", ylabel="bits per byte of held-out text")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return png(figure)
 
 
 def _draw(axes: Axes, runs: Sequence[Scores], name: str, **style: Any) -> None:

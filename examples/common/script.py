@@ -3,30 +3,31 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable
 
 from torch import distributed
 
-from common.errors import Interrupted, UsageError
-from common.options import ConfigT, parse_config
+from common.interrupt import Interrupted
+from common.options import ConfigT
+from flags import UsageError
 
 
-def run_script(main: Callable[[ConfigT], None], presets: Mapping[str, ConfigT]) -> None:
-    """Read the command line and train.
+def run_script(main: Callable[[ConfigT], object], config: ConfigT) -> None:
+    """Train.
 
     Exit status: 2 for invalid flags; 1 for errors that the user can correct (checkpoint, folder,
     disk, loss); 130 and 143 after Ctrl-C and SIGTERM, with the command that continues the run.
     Other errors are bugs and keep their traceback.
     """
-    config = parse_config(presets)
     try:
         main(config)
-    except Interrupted as stop:
-        _leave(f"{stop}; continue with\n    {resume_command()}", 128 + stop.signum)
-    except KeyboardInterrupt:
-        lost = "stopped at once: what came after the last checkpoint, if there is one, is lost"
-        _leave(f"{lost}; continue with\n    {resume_command()}", 130)
+    except KeyboardInterrupt as stop:
+        if not isinstance(stop, Interrupted):
+            lost = "stopped at once: what came after the last checkpoint, if there is one, is lost"
+            stop = Interrupted(lost, 2)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\n{stop}; continue with\n    {resume_command()}", file=sys.stderr)
+        sys.exit(128 + stop.signum)
     except (UsageError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     leave_process_group()
@@ -48,9 +49,3 @@ def resume_command() -> str:
     words = ["accelerate", "launch", "...", *sys.argv] if several else sys.orig_argv
     kept = [word for word in words if word not in ("--resume", "--no-resume")]
     return shlex.join([*kept, "--resume"])
-
-
-def _leave(message: str, status: int) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"\n{message}", file=sys.stderr)
-    raise SystemExit(status)

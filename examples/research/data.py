@@ -29,9 +29,9 @@ from bedouin.tasks import (
     stream,
     token_accuracy,
 )
-from common.checks import Share, flag
-from common.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
-from common.tasks import Task, WordOptions, limited, word_options
+from flags import Share, flag
+from research.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
+from research.tasks import Task, WordOptions, limited, word_options
 
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
 Point = int | tuple[int, int]

@@ -42,15 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 
 from bedouin import SequenceModel
 from bedouin.tasks import MQAR, Copying
-from common.device import choose_device
-from common.errors import UsageError
-from common.folder import refuse_to_replace
-from common.layers import count
-from common.skipping import has_failed
-from common.trackers import log_run, tracked_scores
+from flags import UsageError, choose_device
+from research.baselines import count
 from research.data import Data, eval_points
+from research.skipping import has_failed
 from research.stack import Ensemble, stepper
 from research.study import GRID, PRESETS, Config, matched, model_seeds
+from research.trackers import log_run, tracked_scores
 
 RESULTS = "results.json"
 
@@ -212,8 +210,11 @@ def tracked_entries(row: dict[str, Any], i: int) -> list[tuple[int, dict[str, fl
 def main(config: Config) -> None:
     device = choose_device(config.device)
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    if not config.overwrite:
-        refuse_to_replace(config.out, RESULTS)
+    if not config.overwrite and (config.out / RESULTS).exists():
+        raise UsageError(
+            f"--out must be a folder without an earlier run, got {config.out / RESULTS}: name "
+            "another one, or replace that run with --overwrite"
+        )
     config.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     points = [

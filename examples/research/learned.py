@@ -49,11 +49,10 @@ from bedouin.solvers import Direct, FixedCap, Jacobi, Picard
 from bedouin.state import BedouinState
 from bedouin.tasks import WordProblem, stream
 from bedouin.testing import lyapunov
-from common.device import Device, choose_device
-from common.errors import UsageError
-from common.runs import add_runs, read_runs
+from flags import Device, UsageError, choose_device
 from research.data import Data, eval_points
 from research.ensemble import RESULTS
+from research.runs import add_runs, read_runs
 from research.study import Config, make_model, model_seeds
 
 CHUNK = 500

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import Bedouin
-from common.checks import Count, check_heads, check_types
-from common.layers import BASELINES, count
-from common.report import device_name, versions, write_metrics
+from common.report import as_json, device_name, versions
+from flags import Count, check_heads, check_types
+from research.baselines import BASELINES, count
 
 EXPAND = 2
 KIB = 1024
@@ -144,7 +144,7 @@ def main(config: Config) -> None:
         "seconds": time.perf_counter() - begin,
         "layers": [asdict(row) for row in rows],
     }
-    write_metrics(config.out, report)
+    config.out.write_bytes(as_json(report))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,14 @@ import torch
 from torch import nn
 
 from bedouin import Bedouin, Initialization, Kronecker, Monarch, SequenceModel
-from common.checks import Count, Natural, Positive, Range
-from common.device import Device
-from common.layers import (
-    BASELINES,
-    TAKES,
-    Baseline,
-    SolverOptions,
-    count,
-    fixed_point_options,
-    mixer_options,
-)
-from common.matching import matching_width
+from common.options import SolverOptions, fixed_point_options, mixer_options
 from common.schedule import Schedule
-from common.trackers import TrackerOptions
+from flags import Count, Device, Natural, Positive, Range
+from research.baselines import BASELINES, TAKES, Baseline, count
 from research.data import TaskOptions, make_task
+from research.matching import matching_width
 from research.models import MODELS
+from research.trackers import TrackerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin.tasks import Group
-from common.report import Scores, save_figure
-from common.runs import read_run
+from common.report import Scores, accuracy_figure
+from research.runs import read_run
 
 NEAR_SINGULAR = 0.05
 
@@ -95,13 +95,13 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     task = runs[0].get("task") or task_of_options(config)
     seeds = ", ".join(str(run["seed"]) for run in runs)
     device = runs[0]["device"].partition(" (")[0]
-    save_figure(
-        path,
+    content = accuracy_figure(
         [scores(run) for run in runs],
         title=f"{task['title']}: seed {seeds}, {device}",
         train_length=task["train_length"],
         chance=task["chance"],
     )
+    path.write_bytes(content)
 
 
 def task_of_options(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
 
-from common.runs import read_runs  # noqa: E402
 from research.experiments.table import (  # noqa: E402
     RATES_OF,
     REPORTED_RUNS,
@@ -20,6 +19,7 @@ from research.experiments.table import (  # noqa: E402
     rows_of,
     tuning_rows,
 )
+from research.runs import read_runs  # noqa: E402
 
 Models = dict[str, dict[str, Any]]
 """By model: measures, each a list over the seeds, and its number of tuning runs."""

@@ -41,12 +41,6 @@ def tracked_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float
     return {f"{name}/{n}": value for name, values in scores.items() for n, value in values.items()}
 
 
-def close_trackers(trackers: Iterable[GeneralTracker]) -> None:
-    """Write what the trackers hold; `end_training` would leave the process group as well."""
-    for tracker in trackers:
-        tracker.finish()
-
-
 def log_run(
     names: Iterable[str],
     project: str,

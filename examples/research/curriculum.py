@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from common.checks import Count, Share, check_types
+from flags import Count, Share, check_types
 
 Kind = Literal["none", "uniform", "double", "quadruple"]
 FACTORS = {"double": 2, "quadruple": 4}
