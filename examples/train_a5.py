@@ -10,8 +10,7 @@
 
 The model is trained on products of one length and evaluated on longer ones. The table printed at
 the end, metrics.json and accuracy.png show the accuracy by length; model.safetensors holds the
-weights. `--help` lists all options. examples/README.md says how to make a copy train on a task of
-your own.
+weights. `--help` lists all options. For a task of your own change `WordProblemConfig` and `main`.
 """
 
 from dataclasses import dataclass
@@ -24,14 +23,7 @@ from torch.nn.functional import cross_entropy
 from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
 from bedouin.tasks import Group, Stream, WordProblem, sequence_accuracy, token_accuracy
 from common.evaluation import Evaluation
-from common.options import (
-    MakeLayer,
-    RunConfig,
-    TrainConfig,
-    layer_options,
-    layer_sizes,
-    parse_config,
-)
+from common.options import MakeLayer, RunConfig, TrainConfig, layer_options, parse_config
 from common.run import Run
 from common.script import run_script
 from flags import Count, naming_flags
@@ -41,10 +33,8 @@ from flags import Count, naming_flags
 class WordProblemConfig(TrainConfig):
     """Train a Bedouin model on the word problem of a finite group."""
 
-    group: str = "A5"
-    """The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5."""
-    length: Count = 6
-    """Length of the training sequences."""
+    group: str = "A5"  # The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5.
+    length: Count = 6  # Length of the training sequences.
     curriculum: Literal["none", "uniform"] = "none"
     """uniform: in the first third of the steps a length from 2 to --length is drawn."""
     protocol: Literal["plain", "official"] = "plain"
@@ -115,9 +105,8 @@ def make_layer(config: RunConfig) -> nn.Module:
     """One mixing layer, (b, t, m) -> (b, t, m)."""
     if config.layer == "tracking":
         return TrackingDeltaNet(config.d_model)
-    if config.layer == "paper":
-        return Bedouin.from_paper(config.d_model, **layer_sizes(config))
-    return Bedouin(config.d_model, **layer_options(config))
+    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
+    return kind(config.d_model, **layer_options(config))
 
 
 def make_model(config: WordProblemConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:

@@ -22,14 +22,7 @@ from torch.nn.functional import cross_entropy
 from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
 from bedouin.tasks import Copying
 from common.evaluation import Evaluation
-from common.options import (
-    MakeLayer,
-    RunConfig,
-    TrainConfig,
-    layer_options,
-    layer_sizes,
-    parse_config,
-)
+from common.options import MakeLayer, RunConfig, TrainConfig, layer_options, parse_config
 from common.run import Run
 from common.script import run_script
 from flags import naming_flags
@@ -41,14 +34,10 @@ _TASK_FIELDS = ("context_len", "min_length", "max_length", "num_letters", "proto
 class CopyingConfig(TrainConfig):
     """Train a Bedouin model to copy strings."""
 
-    min_length: int = 4
-    """Letters in the shortest training string."""
-    max_length: int = 8
-    """Letters in the longest training string."""
-    context_len: int = 32
-    """Tokens in a training row, which holds several samples."""
-    num_letters: int = 26
-    """Size of the alphabet."""
+    min_length: int = 4  # Letters in the shortest training string.
+    max_length: int = 8  # Letters in the longest training string.
+    context_len: int = 32  # Tokens in a training row, which holds several samples.
+    num_letters: int = 26  # Size of the alphabet.
     protocol: Literal["plain", "official"] = "plain"
     """official: test rows are padded to context_len, as in the code of Fixed-Point RNNs."""
 
@@ -123,9 +112,8 @@ def make_layer(config: RunConfig) -> nn.Module:
     """One mixing layer, (b, t, m) -> (b, t, m)."""
     if config.layer == "tracking":
         return TrackingDeltaNet(config.d_model)
-    if config.layer == "paper":
-        return Bedouin.from_paper(config.d_model, **layer_sizes(config))
-    return Bedouin(config.d_model, **layer_options(config))
+    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
+    return kind(config.d_model, **layer_options(config))
 
 
 def make_model(config: CopyingConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:

@@ -2,7 +2,7 @@
 
     python examples/train_lm.py                             # on a GPU if there is one, else the CPU
     python examples/train_lm.py --preset cpu --out runs/lm  # six minutes on two cores
-    python examples/train_lm.py --text book.txt             # or a folder
+    python examples/train_lm.py --text book.txt --layer tracking    # or a folder
     python examples/train_lm.py --resume                    # after Ctrl-C or a kill: continues
     accelerate launch examples/train_lm.py                  # several GPUs (--shard: FSDP2)
     torchrun --nproc-per-node 2 examples/train_lm.py        # the same, also on CPUs
@@ -11,15 +11,12 @@
 A row of a batch is a place in the files, one after the other: it holds parts of several, and the
 state is reset at the begin of each (`seq_idx`). metrics.json has the bits per byte of held-out
 files, cut into pieces of --length and of --eval-lengths, which are packed (`cu_seqlens`), and the
-tokens per second in training, the median over the intervals between evaluations, of all processes;
-bits_per_byte.png shows the former against the steps; sample.txt is a text from the model.
-`--help` lists all options.
+tokens per second in training; bits_per_byte.png is a curve, sample.txt a text from the model.
 """
 
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,11 +24,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
-from common.options import MakeLayer, RunConfig, layer_options, layer_sizes, parse_config
+from common.options import MakeLayer, RunConfig, layer_options, parse_config
 from common.run import Run
 from common.script import run_script
 from flags import Count, Positive
-from language.evaluation import bits_by_length, curve, describe, write_sample
+from language.evaluation import bits_by_length, describe, finish
 from language.sharded import accelerator_options, check_processes
 from language.text import VOCABULARY, TextOptions, read_corpora
 
@@ -40,24 +37,20 @@ from language.text import VOCABULARY, TextOptions, read_corpora
 class LanguageConfig(TextOptions, RunConfig):
     """Train a language model of bytes on files of text."""
 
-    mlp_expand: Positive | None = None
-    """Width of a gated MLP after each layer, as a multiple of d_model; None: no MLP."""
-    batch_size: Count = 64
-    """Rows of an optimizer step, those of all processes together."""
+    mlp_expand: Positive | None = None  # Width of MLPs as a multiple of d_model; None: no MLPs.
+    batch_size: Count = 64  # Rows of an optimizer step, those of all processes together.
     accumulate: Count = 1
     """Parts of a batch, whose gradients are added up: more of them need less memory."""
     shard: bool = False
-    """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2);
-    otherwise every process has all of them."""
+    """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.preset == "paper":
             raise ValueError("--preset must be auto, cpu or gpu, got paper: it has no such task")
         if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"--accumulate must divide --batch-size = {self.batch_size}, got {self.accumulate}"
-            )
+            rows = f"--batch-size = {self.batch_size}"
+            raise ValueError(f"--accumulate must divide {rows}, got {self.accumulate}")
 
 
 CPU = LanguageConfig(
@@ -87,6 +80,7 @@ GPU = replace(
     CPU,
     preset="gpu",
     device="auto",
+    layer="tracking",
     autocast="bf16",
     steps=5000,
     batch_size=64,
@@ -97,6 +91,9 @@ GPU = replace(
     d_model=512,
     num_layers=6,
     num_heads=None,
+    num_householder=2,
+    feedback=RunConfig.feedback,
+    d_conv=None,
     eval_every=500,
     checkpoint_every=500,
     log_every=20,
@@ -113,9 +110,8 @@ def make_layer(config: RunConfig) -> nn.Module:
     """One mixing layer, (b, t, m) -> (b, t, m)."""
     if config.layer == "tracking":
         return TrackingDeltaNet(config.d_model)
-    if config.layer == "paper":
-        return Bedouin.from_paper(config.d_model, **layer_sizes(config))
-    return Bedouin(config.d_model, **layer_options(config))
+    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
+    return kind(config.d_model, **layer_options(config))
 
 
 def make_model(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:
@@ -135,8 +131,9 @@ def main(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> dict[str
     accelerator, parts = run.accelerator, config.accumulate * run.accelerator.num_processes
     check_processes(accelerator, shard=config.shard, rows=config.batch_size, parts=parts)
     training, held_out = (corpus.to(accelerator.device) for corpus in corpora)
+    began, first = time.perf_counter(), run.step
     for step in run.steps():
-        if step == 0 or run.due(config.eval_every):
+        if step % config.eval_every == 0:
             began, first = time.perf_counter(), step
         drawn = training.draw(config.batch_size, config.length, run.rows)
         own = drawn.view(config.accumulate, accelerator.num_processes, -1)
@@ -152,26 +149,12 @@ def main(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> dict[str
             total += loss.detach() / config.accumulate
         run.update(total)
         if run.due(config.eval_every):
-            tokens_taken = (run.step - first) * config.batch_size * config.length
-            speed = tokens_taken / (time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            speed = (run.step - first) * config.batch_size * config.length / seconds
             bits = bits_by_length(run, held_out, config, config.eval_bytes)
             scores = {"bits_per_byte": bits, "tokens_per_second": {"training": speed}}
             run.record(scores, f"{describe(bits)}  {speed:,.0f} tokens/s")
-    bits = bits_by_length(run, held_out, config, config.final_bytes)
-    speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
-    found = {"bits_per_byte": bits, "tokens_per_second": median(speeds)}
-    metrics = run.finish(
-        {
-            **found,
-            "text": training.sizes("training") | held_out.sizes("held_out"),
-            "processes": accelerator.num_processes,
-        },
-        {"bits_per_byte.png": lambda: curve(run.history)},
-    )
-    if accelerator.is_main_process:
-        print(describe(bits))
-        write_sample(run)
-    return metrics
+    return finish(run, config, training, held_out)
 
 
 if __name__ == "__main__":

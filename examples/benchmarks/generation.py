@@ -32,7 +32,7 @@ from benchmarks.bench import time_limit, write
 from benchmarks.measure import Numbers, first_line
 from benchmarks.timing import release_memory
 from benchmarks.whole_models import TASKS, Sizes, measure
-from common.report import device_name, versions
+from common.run import device_name, versions
 from flags import Range, UsageError, check_types, choose_device
 
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "models.json"

@@ -19,17 +19,22 @@ from accelerate import Accelerator
 from flags import UsageError, flag
 
 METRICS, WEIGHTS, MANIFEST = "metrics.json", "model.safetensors", "manifest.json"
-_MAY_CHANGE = frozenset(
-    ("out", "resume", "overwrite", "preset", "log_every", "checkpoint_every")
-) | {"final_lengths", "final_rows", "final_bytes"}
+_MAY_CHANGE = {
+    *("out", "resume", "overwrite", "preset", "log_every", "checkpoint_every"),
+    *("final_lengths", "final_rows", "final_bytes"),
+}
 """Options that a resumed run may change, because they affect neither parameters nor history."""
 
 
-def refusal(folder: Path, *, replaces: bool) -> str | None:
-    """Why the results of a run cannot be written to a folder, which is made if there is none.
+def find_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint of a run."""
+    found = (path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}"))
+    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
-    replaces: whether an earlier run may be replaced.
-    """
+
+def refusal(folder: Path, *, replaces: bool) -> str | None:
+    """Why the results of a run, which replaces an earlier one or does not, cannot be written to a
+    folder, which is made if there is none."""
     found = find_checkpoint(folder)
     if not replaces and (found is not None or (folder / METRICS).exists()):
         resume = "" if found is None else "continue that run with --resume, "
@@ -51,17 +56,17 @@ def writing(path: Path) -> Iterator[None]:
     """Turn the errors of a full disk or a missing folder into an OSError that says what to do."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # torch hides one behind the other
         raise OSError(
             f"{path} could not be written: {error.__context__ or error}; free some space or repair "
             "the folder, then --resume continues from the last checkpoint"
         ) from error
 
 
-def find_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint of a run."""
-    found = [path for path in folder.glob("checkpoint-*") if (path / MANIFEST).is_file()]
-    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
+def checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file but the manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {f"{p.relative_to(folder)}": hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def write_checkpoint(
@@ -69,47 +74,36 @@ def write_checkpoint(
 ) -> Path:
     """Write the state of everything that accelerate knows, and remove earlier checkpoints."""
     unfinished, path = folder / "unfinished", folder / f"checkpoint-{step}"
-    # not safetensors, which would write one of the weights that are parts of one buffer
-    accelerator.save_state(str(unfinished), safe_serialization=False)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        content = {"config": options, "sha256": checksums(unfinished)}
-        (unfinished / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
-        earlier = list(folder.glob("checkpoint-*"))
-        if path in earlier:
-            shutil.rmtree(path)
-        os.replace(unfinished, path)
-        for other in set(earlier) - {path}:
-            shutil.rmtree(other)
+    with writing(unfinished):
+        # not safetensors, which would write one of the weights that are parts of one buffer
+        accelerator.save_state(str(unfinished), safe_serialization=False)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            content = {"config": options, "sha256": checksums(unfinished)}
+            (unfinished / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+            earlier = [other for other in folder.glob("checkpoint-*") if other != path]
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(unfinished, path)
+            for other in earlier:
+                shutil.rmtree(other)
     accelerator.wait_for_everyone()
     return path
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file but the manifest."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(files)
-    }
-
-
 def read_options(folder: Path, option: str = "--resume") -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint of a run, whose files are checked, and the options of the run.
-
-    option: the flag that asked for it. Raises FileNotFoundError without a checkpoint, UsageError
-    for a damaged one.
-    """
+    """The last checkpoint of a run, whose files are checked, and the options of the run; `option`
+    asked for it. Raises FileNotFoundError without a checkpoint, UsageError for a damaged one."""
     path = find_checkpoint(folder)
     if path is None:
         raise FileNotFoundError(f"{option}: there is no checkpoint in {folder}: train one first")
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        found, wanted, options = checksums(path), content["sha256"], dict(content["config"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        differing = checksums(path).items() ^ content["sha256"].items()
+        options = dict(content["config"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise unusable(path, f"one whose manifest cannot be read ({error})", option) from error
-    if differing := [name for name, _ in sorted(found.items() ^ wanted.items())]:
-        raise unusable(path, f"a damaged one: {differing[0]} is not as it was written", option)
+    if differing:
+        raise unusable(path, f"a damaged one: {min(differing)[0]} is not as written", option)
     return path, options
 
 
@@ -133,8 +127,7 @@ def unusable(path: Path, got: str, option: str = "--resume") -> UsageError:
 def check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise UsageError unless the options allow to continue the run that was saved."""
     if foreign := sorted(saved.keys() ^ now.keys()):
-        got = f"one of another script or version, which do not share the options {foreign}"
-        raise unusable(path, got)
+        raise unusable(path, f"one of another script or version, without or with {foreign}")
     for name in sorted(saved.keys() - _MAY_CHANGE):
         if saved[name] != now[name]:
             raise UsageError(

@@ -1,21 +1,24 @@
-"""Accuracy and solver statistics by length, over all processes."""
+"""Accuracy and solver statistics by length, over all processes, and their figure."""
 
+import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from bedouin import SequenceModel
 from bedouin.solvers import SolveStats
 from bedouin.tasks import Batch, Stream
 from common.options import TrainConfig
-from common.report import Scores, accuracy_figure
-from common.run import Run
+from common.run import Run, Scores
 
 MEASURES = ("accuracy", "sequence_accuracy", "num_steps", "residual", "conditioning")
+Accuracy = Callable[[Tensor, Tensor], Tensor]  # from logits (b, t, v) and labels (b, t)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,24 +26,18 @@ class Evaluation:
     """The test of a task, by length, and what the files and the figure say of it."""
 
     config: TrainConfig
-    title: str
-    train_length: int
-    """The longest training length, at which every evaluation tests."""
-    chance: float
-    """Token accuracy of guessing, a line of the figure."""
-    sample: Callable[[int, Stream], Batch]
-    """Test rows of one length."""
-    accuracies: tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
-    """Of tokens and of sequences, from logits (b, t, v) and labels (b, t)."""
+    title: str  # of the figure
+    train_length: int  # the longest, at which every evaluation tests
+    chance: float  # the token accuracy of guessing
+    sample: Callable[[int, Stream], Batch]  # test rows of one length
+    accuracies: tuple[Accuracy, Accuracy]  # of tokens and of sequences
     names: tuple[str, str] = ("accuracy", "sequence_accuracy")
     """The names of the two accuracies in the literature, which metrics.json uses as well."""
 
     @torch.no_grad()
     def scores(self, run: Run, *, final: bool) -> Scores:
-        """By metric and length, on the same test rows at every call.
-
-        The evaluation after training (`final`) draws other rows than those during training.
-        """
+        """By metric and length, on the same test rows at every call; the evaluation after training
+        (`final`) draws others than those during training."""
         lengths = {*self.config.eval_lengths, self.train_length}
         lengths |= set(self.config.final_lengths) if final else set()
         rows = self.config.final_rows if final else self.config.eval_rows
@@ -52,7 +49,7 @@ class Evaluation:
                 tokens, labels = self.sample(length, generator)
                 logits = run.model(tokens)
                 accuracies.append(torch.stack([own(logits, labels) for own in self.accuracies]))
-                stats += layer_stats(run)
+                stats += run.accelerator.unwrap_model(run.model).stats
             mean = run.accelerator.reduce(torch.stack(accuracies).mean(0), reduction="mean")
             values = dict(zip(MEASURES, mean.tolist(), strict=False)) | solve_scores(run, stats)
             for name, value in values.items():
@@ -75,27 +72,19 @@ class Evaluation:
         if run.accelerator.is_main_process:
             print(f"{'length':>6}  {token:>18}  {sequence:>18}  {'median num_steps':>16}")
             for n, accuracy in scores["accuracy"].items():
-                whole, steps = scores["sequence_accuracy"][n], scores["num_steps"].get(n, "-")
-                print(f"{n:>6}  {accuracy:>18.4f}  {whole:>18.4f}  {steps:>16}")
-        said = {"title": self.title, "train_length": self.train_length, "chance": self.chance}
+                whole, steps = scores["sequence_accuracy"][n], scores["num_steps"].get(n)
+                shown = "-" if steps is None else f"{steps:g}"
+                print(f"{n:>6}  {accuracy:>18.4f}  {whole:>18.4f}  {shown:>16}")
+        said: dict[str, Any] = {"title": self.title, "chance": self.chance}
+        said |= {"train_length": self.train_length}
         named = {token: scores["accuracy"], sequence: scores["sequence_accuracy"]}
         found = {"task": {"name": run.name, **said}, **scores, **named}
         return run.finish(found, {"accuracy.png": lambda: accuracy_figure([scores], **said)})
 
 
-def layer_stats(run: Run) -> list[SolveStats]:
-    """Statistics of the last solve of every layer."""
-    model = run.accelerator.unwrap_model(run.model)
-    if not isinstance(model, SequenceModel):
-        raise TypeError(f"the model must be a SequenceModel, got {type(model).__name__}")
-    return list(model.stats)
-
-
-def solve_scores(run: Run, stats: list[SolveStats]) -> dict[str, float]:
-    """Median num_steps, largest residual, smallest conditioning over samples and processes.
-
-    The residual is NaN if any sample has failed. A layer without a solve has no scores.
-    """
+def solve_scores(run: Run, stats: Sequence[SolveStats]) -> dict[str, float]:
+    """Median num_steps, largest residual (NaN if any sample has failed) and smallest conditioning
+    over samples and processes; nothing of a layer without a solve."""
     if not stats:
         return {}
     gather = run.accelerator.gather
@@ -104,3 +93,48 @@ def solve_scores(run: Run, stats: list[SolveStats]) -> dict[str, float]:
     scores = {"num_steps": float(num_steps), "residual": float(residual)}
     pivots = [item.conditioning for item in stats if item.conditioning is not None]
     return scores | ({"conditioning": float(gather(torch.cat(pivots)).min())} if pivots else {})
+
+
+def accuracy_figure(
+    runs: Sequence[Scores], *, title: str, train_length: int, chance: float
+) -> bytes:
+    """Token and sequence accuracy against length: of runs with different seeds the median as a line
+    and the range as a band. Where some solve took more than one step, a second axis holds the
+    median number of iterations. Raises ValueError if there are no runs or their lengths differ."""
+    if len({tuple(run["accuracy"]) for run in runs}) != 1:
+        raise ValueError("runs must be at least one, all evaluated at the same lengths")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    left = figure.subplots()
+    _draw(left, runs, "accuracy", marker="o", label="token accuracy")
+    _draw(left, runs, "sequence_accuracy", marker="s", label="sequence accuracy")
+    left.axvline(train_length, color="black", linestyle="--", linewidth=1, label="training length")
+    left.axhline(chance, color="black", linestyle=":", linewidth=1, label="chance, one token")
+    left.set(xlabel="sequence length", ylabel="accuracy", ylim=(-0.03, 1.03), title=title)
+    handles = left.get_lines()
+    most = max((steps for run in runs for steps in run["num_steps"].values()), default=1)
+    if most > 1:  # an exact sweep always takes one
+        right = left.twinx()
+        _draw(right, runs, "num_steps", label="median iterations", color="tab:gray", marker=".")
+        right.yaxis.set_major_locator(MaxNLocator(integer=True))
+        right.set(ylabel="median fixed-point iterations", ylim=(0, 1.2 * most))
+        handles = [*handles, *right.get_lines()]
+    # beside the axes, since curves may be anywhere in them
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
+    return png(figure)
+
+
+def _draw(axes: Axes, runs: Sequence[Scores], name: str, **style: Any) -> None:
+    """The median of one metric over the runs as a line, their range as a band."""
+    lengths = [int(length) for length in runs[0][name]]
+    values = torch.tensor([list(run[name].values()) for run in runs])  # (run, length)
+    (line,) = axes.plot(lengths, values.quantile(0.5, dim=0).tolist(), **style)
+    if len(runs) > 1:
+        low, high = values.amin(0).tolist(), values.amax(0).tolist()
+        axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def png(figure: Figure) -> bytes:
+    """The picture of a figure."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150)
+    return buffer.getvalue()

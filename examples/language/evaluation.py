@@ -5,16 +5,17 @@ Letters: t time, v classes.
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from common.checkpoint import writing
-from common.report import png
+from common.evaluation import png
 from common.run import Run
 from language.text import END, Corpus, TextOptions
 
@@ -75,7 +76,8 @@ def describe(bits: Mapping[str, float]) -> str:
 
 def curve(history: Sequence[Mapping[str, Any]]) -> bytes:
     """Bits per byte of held-out text against the steps, a line for each length of the pieces."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
     steps = [entry["step"] for entry in history]
     for length in history[0]["bits_per_byte"]:
         values = [entry["bits_per_byte"][length] for entry in history]
@@ -83,6 +85,20 @@ def curve(history: Sequence[Mapping[str, Any]]) -> bytes:
     axes.set(xlabel="training steps", ylabel="bits per byte of held-out text")
     axes.legend(fontsize="small")
     return png(figure)
+
+
+def finish(run: Run, options: TextOptions, training: Corpus, held_out: Corpus) -> dict[str, Any]:
+    """Evaluate after training, print a text from the model, and write all results."""
+    bits = bits_by_length(run, held_out, options, options.final_bytes)
+    speeds = [entry["tokens_per_second"]["training"] for entry in run.history]
+    sizes = training.sizes("training") | held_out.sizes("held_out")
+    found = {"bits_per_byte": bits, "tokens_per_second": median(speeds), "text": sizes}
+    found["processes"] = run.accelerator.num_processes
+    metrics = run.finish(found, {"bits_per_byte.png": lambda: curve(run.history)})
+    if run.accelerator.is_main_process:
+        print(describe(bits))
+        write_sample(run)
+    return metrics
 
 
 @torch.no_grad()

@@ -34,16 +34,12 @@ class TextOptions:
     Python's library, without its tests."""
     pattern: str | None = None
     """Names of the files in the folder; None: all that are not hidden, or *.py without --text."""
-    length: Count = 1024
-    """Tokens of a training row; documents in a row are kept apart."""
+    length: Count = 1024  # Tokens of a training row; documents in a row are kept apart.
     eval_lengths: tuple[Count, ...] = ()
     """Lengths of the pieces into which held-out files are cut; --length is always one of them."""
-    eval_bytes: Count = 2**17
-    """Held-out bytes of an evaluation during training."""
-    final_bytes: Count = 2**22
-    """Held-out bytes of the evaluation after training."""
-    eval_tokens: Count = 2**16
-    """Tokens of an evaluation batch, at least one piece."""
+    eval_bytes: Count = 2**17  # Held-out bytes of an evaluation during training.
+    final_bytes: Count = 2**22  # Held-out bytes of the evaluation after training.
+    eval_tokens: Count = 2**16  # Tokens of an evaluation batch, at least one piece.
 
 
 @dataclass(frozen=True)

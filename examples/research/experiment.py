@@ -126,7 +126,11 @@ def _train(script: ModuleType, arguments: Sequence[str]) -> None:
     script.main(*baselines.parse(script, arguments))
 
 
-TRAINING = {"train_a5": train_a5, "train_copy": train_copy, "train_lm": train_lm}
+TRAINING: dict[Script, ModuleType] = {
+    "train_a5": train_a5,
+    "train_copy": train_copy,
+    "train_lm": train_lm,
+}
 SCRIPTS: dict[Script, tuple[Callable[[Sequence[str]], None], str]] = {
     "ensemble": (_ensemble, "results.json"),
     **{name: (partial(_train, script), "metrics.json") for name, script in TRAINING.items()},

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import Bedouin
-from common.report import as_json, device_name, versions
+from common.run import as_json, device_name, versions
 from flags import Count, check_heads, check_types
 from research.baselines import BASELINES, count
 

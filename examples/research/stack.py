@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, MQAR, token_accuracy
-from common.schedule import decay
+from common.options import decay
 from research.data import DRAWN_AHEAD, Data, Point, metrics
 from research.positions import by_pair, by_position
 from research.skipping import skip_unless

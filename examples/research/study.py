@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from bedouin import Bedouin, Initialization, Kronecker, Monarch, SequenceModel
-from common.options import SolverOptions, fixed_point_options, mixer_options
-from common.schedule import Schedule
+from common.options import Schedule, SolverOptions, fixed_point_options, mixer_options
 from flags import Count, Device, Natural, Positive, Range
 from research.baselines import BASELINES, TAKES, Baseline, count
 from research.data import TaskOptions, make_task

@@ -23,7 +23,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin.tasks import Group
-from common.report import Scores, accuracy_figure
+from common.evaluation import accuracy_figure
+from common.run import Scores
 from research.runs import read_run
 
 NEAR_SINGULAR = 0.05
