@@ -57,8 +57,9 @@ class WordProblemConfig(TrainConfig):
 CPU = WordProblemConfig(
     preset="cpu",
     device="cpu",
+    num_heads=2,
     steps=4500,
-    lr=1.5e-3,
+    lr=2e-3,
     schedule="hold",
     curriculum="uniform",  # with seed 1 the loss leaves its plateau earlier
     feedback=("delta",),  # extrapolates further than feedback of B, C and the mixer as well

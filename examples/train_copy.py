@@ -12,7 +12,7 @@ twice as long. Answers are read by teacher-forced argmax. The table printed at t
 and accuracy.png show character and string accuracy by length. `--help` lists all options.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -68,19 +68,17 @@ CPU = CopyingConfig(
     final_lengths=(5, 6, 7, 10, 12, 14),
 )
 
-# The lengths of the paper, and the recipe of examples/results/heads.
-GPU = CopyingConfig(
+# The lengths of the paper.
+GPU = replace(
+    CPU,
     preset="gpu",
+    device="auto",
     autocast="bf16",
     d_model=256,
-    num_heads=4,
-    input_scale="delta",
-    rate_scale=(0.01, 0.01),
     min_length=5,
     max_length=50,
     context_len=256,
     steps=5000,
-    batch_size=64,
     lr=2e-3,
     eval_lengths=(5, 25, 50, 100, 200),
     final_lengths=(10, 15, 20, 30, 35, 40, 45, 60, 70, 80, 90),

@@ -39,8 +39,7 @@ class LanguageConfig(TextOptions, RunConfig):
 
     mlp_expand: Positive | None = None  # Width of MLPs as a multiple of d_model; None: no MLPs.
     batch_size: Count = 64  # Rows of an optimizer step, those of all processes together.
-    accumulate: Count = 1
-    """Parts of a batch, whose gradients are added up: more of them need less memory."""
+    accumulate: Count = 1  # Parts of a batch, whose gradients are added up, to need less memory.
     shard: bool = False
     """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2)."""
 

@@ -57,6 +57,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch hides one behind the other
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # to free the space
         raise OSError(
             f"{path} could not be written: {error.__context__ or error}; free some space or repair "
             "the folder, then --resume continues from the last checkpoint"

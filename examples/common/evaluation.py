@@ -31,8 +31,7 @@ class Evaluation:
     chance: float  # the token accuracy of guessing
     sample: Callable[[int, Stream], Batch]  # test rows of one length
     accuracies: tuple[Accuracy, Accuracy]  # of tokens and of sequences
-    names: tuple[str, str] = ("accuracy", "sequence_accuracy")
-    """The names of the two accuracies in the literature, which metrics.json uses as well."""
+    names: tuple[str, str] = ("accuracy", "sequence_accuracy")  # those of the literature
 
     @torch.no_grad()
     def scores(self, run: Run, *, final: bool) -> Scores:

@@ -28,10 +28,8 @@ from common.options import RunConfig, decay
 from common.script import Interrupted, StopRequest
 from flags import UsageError
 
-Scores = dict[str, dict[str, float]]
-"""Number by metric name and length, e.g. scores["accuracy"]["6"]."""
-FAILED_SHARE = 0.01
-"""A run with a larger share of skipped steps has failed."""
+Scores = dict[str, dict[str, float]]  # by metric and length, e.g. scores["accuracy"]["6"]
+FAILED_SHARE = 0.01  # a run with a larger share of skipped steps has failed
 _COUNTERS = ("step", "seconds", "skipped", "history")
 
 
@@ -141,8 +139,8 @@ class Run:
         self.step += 1
         if self.due(self.config.log_every):
             texts = {name: f"{float(value):.3f}" for name, value in shown.items()}
-            rate, loss = f"{self.schedule.get_last_lr()[0]:.1e}", f"{self._mean_loss():.3f}"
-            self.bar.set_postfix({"lr": rate, "loss": loss, **texts})
+            own = {"lr": f"{self.optimizer.param_groups[0]['lr']:.1e}"}
+            self.bar.set_postfix({**own, "loss": f"{self._mean_loss():.3f}", **texts})
 
     def _mean_loss(self) -> float:
         return sum(self.losses) / max(1, len(self.losses))

@@ -78,8 +78,7 @@ def run_script(main: Callable[[ConfigT], object], config: ConfigT) -> None:
 
 
 def leave_process_group() -> None:
-    """Leave the group of processes, if there is one: a thread of it can abort a process that ends,
-    with an exit status that is not 0."""
+    """Leave the group of processes, whose threads can abort a process that ends with it."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 

@@ -69,7 +69,8 @@ def parse(script: ModuleType, args: Sequence[str]) -> tuple[Any, MakeLayer]:
         return parse_config(script.PRESETS, args), script.make_layer
     refused = sorted(OF_BEDOUIN - set(TAKES[name]))
     defaults = {option: getattr(RunConfig, option) for option in refused}
-    presets = {key: replace(preset, **defaults) for key, preset in script.PRESETS.items()}
+    own = {"layer": "bedouin", **defaults}
+    presets = {key: replace(preset, **own) for key, preset in script.PRESETS.items()}
     config = parse_config(presets, others)
     for option in refused:
         if getattr(config, option) != defaults[option]:

@@ -15,7 +15,7 @@ from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
 from benchmarks.timing import kept_gib, median_ms, peak_gib
-from common.runs import read_run
+from research.runs import read_run
 
 CPU = torch.device("cpu")
 PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bedouin.tasks import IGNORE, MQAR, Copying, WordProblem, stream
 from bedouin.testing import assert_close
-from common.errors import UsageError
-from common.layers import count
-from common.matching import WIDTH_STEP
-from common.schedule import decay
-from common.skipping import has_failed
+from common.options import decay
+from flags import UsageError
 from research import ensemble, stack, study
+from research.baselines import count
 from research.data import Data, eval_points, metrics
+from research.matching import WIDTH_STEP
 from research.positions import by_pair, by_position
+from research.skipping import has_failed
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},

@@ -5,13 +5,14 @@ from research.experiments.plan import Experiment, Run, Script
 _OLD = "--num-heads 1 --eval-rows 256"
 _SCALES = "bounded_delta delta one_minus_decay"
 _CPU = "--preset cpu --num-heads 1"
-_DELTA_A5 = "--preset cpu --feedback delta --threads 1"
-_CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer"
+_DELTA_A5 = "--preset cpu --feedback delta --threads 1 --num-heads None --lr 0.0015"
+_CPU_A5 = f"{_CPU} --input-scale bounded_delta --feedback delta B C mixer --lr 0.0015"
 
 A5_CPU = Experiment(
     "a5-cpu",
     "How far does one layer track A5, trained at length 6 on a CPU?",
     (
+        Run("a5_cpu_heads_seed0", "--preset cpu --seed 0", "train_a5"),
         *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
         *(
             Run(
@@ -54,7 +55,8 @@ COPYING_ONE_HEAD = Experiment(
     (
         Run(
             "copy_cpu_seed0",
-            f"{_CPU} --mixer-layer bedouin --d-model 128 --lr 0.001 --schedule cosine",
+            f"{_CPU} --mixer-layer bedouin --d-model 128 --lr 0.001 --schedule cosine "
+            "--feedback delta B C mixer --d-conv None --rate-scale 1 1",
             "train_copy",
         ),
         Run(
@@ -69,7 +71,7 @@ COPYING_CPU = Experiment(
     "copying-cpu",
     "How far does the model of make copy copy, trained on two CPU cores?",
     tuple(
-        Run(f"copy_cpu_recall_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
+        Run(f"copy_cpu_heads_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
         for seed in range(3)
     ),
 )
