@@ -113,9 +113,9 @@ def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
     """Let everything that accelerate knows continue from a checkpoint. Raises UsageError."""
     try:
         accelerator.load_state(str(path))
-    except UsageError:
-        raise
     except Exception as error:  # libraries raise errors of many types
+        if isinstance(error, UsageError):
+            raise
         reason = " ".join(str(error).split())
         raise unusable(path, f"one that does not fit the model or device: {reason}") from error
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -106,9 +107,13 @@ def accuracy_figure(
     left = figure.subplots()
     _draw(left, runs, "accuracy", marker="o", label="token accuracy")
     _draw(left, runs, "sequence_accuracy", marker="s", label="sequence accuracy")
-    left.axvline(train_length, color="black", linestyle="--", linewidth=1, label="training length")
-    left.axhline(chance, color="black", linestyle=":", linewidth=1, label="chance, one token")
-    left.set(xlabel="sequence length", ylabel="accuracy", ylim=(-0.03, 1.03), title=title)
+    thin: dict[str, Any] = {"color": rcParams["axes.edgecolor"], "linewidth": 1}
+    left.axvline(train_length, **thin, linestyle="--", label="training length")
+    left.axhline(chance, **thin, linestyle=":", label="chance, one token")
+    highest = max(value for run in runs for value in run["accuracy"].values())
+    top = 1.0 if highest > 0.3 else 1.5 * max(highest, chance)
+    limits = (-0.03 * top, 1.03 * top)
+    left.set(xlabel="sequence length", ylabel="accuracy", title=title, ylim=limits)
     handles = left.get_lines()
     most = max((steps for run in runs for steps in run["num_steps"].values()), default=1)
     if most > 1:  # an exact sweep always takes one
@@ -117,7 +122,6 @@ def accuracy_figure(
         right.yaxis.set_major_locator(MaxNLocator(integer=True))
         right.set(ylabel="median fixed-point iterations", ylim=(0, 1.2 * most))
         handles = [*handles, *right.get_lines()]
-    # beside the axes, since curves may be anywhere in them
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
     return png(figure)
 

@@ -70,8 +70,7 @@ class LayerOptions(SolverOptions):
 
 _SIZES = ("d_state", "expand", "num_householder")
 OF_BEDOUIN = {field.name for field in fields(LayerOptions)}
-NOT_TAKEN = {"tracking": OF_BEDOUIN, "paper": OF_BEDOUIN - set(_SIZES)}
-"""The options of Bedouin that another layer does not take."""
+NOT_TAKEN = {"tracking": OF_BEDOUIN, "paper": OF_BEDOUIN - set(_SIZES)}  # by other layers
 
 
 @dataclass(frozen=True, kw_only=True)

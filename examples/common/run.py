@@ -76,8 +76,7 @@ class Run:
         self.schedule = LambdaLR(optimizer, self._factor)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.rows = self.stream("train", same=same_rows)
-        self.losses: list[float] = []
-        """Of the steps since the last evaluation, without those that were skipped."""
+        self.losses: list[float] = []  # since the last evaluation, of steps that were not skipped
         self.step, self.seconds, self.skipped = 0, 0.0, 0
         self.history: list[dict[str, Any]] = []
         self.accelerator.register_for_checkpointing(self.schedule, self)
@@ -105,8 +104,7 @@ class Run:
         """The numbers of the steps to take, each of which ends with `update`. Shows the progress
         and writes checkpoints; raises Interrupted between two steps after Ctrl-C or SIGTERM."""
         config, started = self.config, time.perf_counter() - self.seconds
-        # None shows the bar on a terminal only
-        hidden = None if self.accelerator.is_main_process else True
+        hidden = None if self.accelerator.is_main_process else True  # None: but on a terminal
         self.bar = tqdm(total=config.steps, initial=self.step, disable=hidden, unit="step")
         stop = StopRequest(self.accelerator)
         try:

@@ -24,9 +24,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Records the first signal; a second one has its usual effect, as has one after `restore`.
-    Signals that the process ignores (nohup, a background job) stay ignored, and all do in other
-    threads than the main one, which alone may handle them."""
+    """Records the first signal; a second one has its usual effect, as has one after `restore`. What
+    the process ignores stays ignored; only the main thread may handle signals."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.signum: int | None = None

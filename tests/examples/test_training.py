@@ -124,9 +124,12 @@ def test_a_script_writes_metrics_figure_and_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     draw, shown = evaluation.accuracy_figure, []
-    monkeypatch.setattr(
-        evaluation, "accuracy_figure", lambda runs, **how: shown.append(how) or draw(runs, **how)
-    )
+
+    def drawing(runs: Any, **how: Any) -> bytes:
+        shown.append(how)
+        return draw(runs, **how)
+
+    monkeypatch.setattr(evaluation, "accuracy_figure", drawing)
     found = script.main(config(tmp_path, seed=3))
     metrics = read_metrics(tmp_path)
     assert metrics == json.loads(json.dumps(found)) and list(metrics["residual"]) == lengths
@@ -186,8 +189,9 @@ def test_weights_in_one_buffer_and_tied_weights_are_saved(tmp_path: Path) -> Non
 def test_an_error_of_the_figure_costs_neither_weights_nor_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    nothing: dict[str, bytes] = {}
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "accuracy_figure", lambda *args, **how: {}["num_letters"])
+        patch.setattr(evaluation, "accuracy_figure", lambda *args, **how: nothing["num_letters"])
         with pytest.raises(KeyError, match="num_letters"):
             train_a5.main(a5_config(tmp_path))
     weights, numbers = load_file(tmp_path / "model.safetensors"), read_metrics(tmp_path)
@@ -303,7 +307,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped(
             moments = [v for state in run.optimizer.state.values() for v in state.values()]
             values = [*run.model.state_dict().values(), *moments]
             around.append((values, [v.detach().clone() for v in values]))
-            next(run.model.parameters()).grad[0].fill_(torch.nan)  # type: ignore[index]
+            next(run.model.parameters()).grad[0].fill_(torch.nan)
             loss = loss * torch.nan
         rate = run.schedule.get_last_lr()
         update(run, loss, **shown)
