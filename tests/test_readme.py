@@ -735,7 +735,7 @@ def test_the_model_of_make_lm_needs_fewer_bits_than_an_lstm_of_its_size() -> Non
 def test_controls_on_a_cpu_are_those_of_the_page() -> None:
     parts = ("no_mixing", "no_feedback", "mixer_feedback", "lstm")
     paths = {part: f"controls-cpu/{part}-seed{{}}" for part in parts}
-    for name, path in ({"make a5, `delta`": "a5-cpu/a5_cpu_delta_seed{}"} | paths).items():
+    for name, path in ({"a5_cpu_delta": "a5-cpu/a5_cpu_delta_seed{}"} | paths).items():
         runs = [raw(path.format(seed)) for seed in range(3)]
         assert [(run["seed"], device(run)) for run in runs] == [(s, "CPU") for s in range(3)]
         shown = []
@@ -771,12 +771,11 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
         shown = [f"{token[n]:.3f} / {sequence[n]:.3f}" for n in ("6", "12", "24")]
         end = " with 5,500 steps |" if name.endswith("same") else " |"
         assert line(TEXTS["a5-cpu"], name + end)[1:] == [*shown, f"{content['seconds']:.0f}"]
-    of_make = [raw(f"a5-cpu/a5_cpu_bounded_delta_seed{n}")["sequence_accuracy"] for n in range(3)]
-    shown = [" ".join(f"{of[n]:.2f}" for of in of_make) for n in ("12", "24")]
-    expected = "sequences at 12: {}; at 24: {}".format(*shown)
+    of_make = raw("a5-cpu/a5_cpu_heads_seed0")["sequence_accuracy"]
+    expected = f"sequences at 12: {of_make['12']:.3f}; at 24: {of_make['24']:.3f} (seed 0)"
     assert line(TEXTS["index"], "`make a5` tracks")[1] == expected
-    worst = min(of["12"] for of in of_make)
-    assert f"trained at length 6; {worst:.2f} of the sequences right at 12" in TEXTS["examples"]
+    worst = f"{of_make['24']:.2f}"
+    assert f"trained at length 6; {worst} of the sequences right at 24" in TEXTS["examples"]
     (row,) = raw("a5-one-head/a5_five_seeds")["rows"]
     accuracies = row["accuracy"].values()
     for seed in range(5):
@@ -790,8 +789,16 @@ def test_tables_of_a5_and_copying_are_those_of_the_raw_results() -> None:
         assert line(TEXTS["copying-cpu"], f"{seed} |")[1:] == [*shown, seconds]
     values = [content["character_accuracy"]["16"] for content in copies]
     shown = ["characters: " + " ".join(f"{value:.2f}" for value in values)]
-    assert line(TEXTS["index"], "`make copy`, `recall`")[1:2] == shown
-    assert f"{fmean(values):.2f} of the characters right at 16" in TEXTS["examples"]
+    assert line(TEXTS["index"], "Copying with `recall`")[1:2] == shown
+    token, string = (
+        raw("copying-cpu/copy_cpu_heads_seed0")[f"{kind}_accuracy"]
+        for kind in ("character", "string")
+    )
+    shown = [f"{token[n]:.3f} / {string[n]:.3f}" for n in ("4", "8", "12", "16")]
+    assert line(TEXTS["copying-cpu"], "`make copy`, 0 |")[1:5] == shown
+    expected = f"characters at 12: {token['12']:.2f}; at 16: {token['16']:.2f} (seed 0)"
+    assert line(TEXTS["index"], "`make copy`: ")[1] == expected
+    assert f"letters; {token['12']:.2f} of the characters right at 12" in TEXTS["examples"]
     for row in raw("copying-one-head/copy_parameterizations")["rows"]:
         accuracy, point = row["accuracy"], row["point"]
         shown = [" ".join(f"{v:.3f}" for v in accuracy[n]["token"]) for n in ("8", "16")]
