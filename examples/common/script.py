@@ -37,9 +37,8 @@ class StopRequest:
                     self._before[signum] = signal.signal(signum, self._remember)
 
     def agreed(self, *, meeting: bool) -> bool:
-        """Whether to stop before the next step. Signals reach several processes at different times,
-        but all must stop before the same step: they therefore exchange them in calls with
-        `meeting`, and stop in no others."""
+        """Whether to stop before the next step, which must be the same one for several processes:
+        they therefore exchange their signals in calls with `meeting`, and stop in no others."""
         asked = self.signum is not None
         if self._accelerator.num_processes == 1 or not meeting:
             return asked and self._accelerator.num_processes == 1

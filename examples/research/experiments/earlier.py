@@ -70,10 +70,7 @@ COPYING_ONE_HEAD = Experiment(
 COPYING_CPU = Experiment(
     "copying-cpu",
     "How far does the model of make copy copy, trained on two CPU cores?",
-    tuple(
-        Run(f"copy_cpu_heads_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
-        for seed in range(3)
-    ),
+    (Run("copy_cpu_heads_seed0", "--preset cpu --seed 0", "train_copy"),),
 )
 
 _SCRIPTS: dict[str, Script] = {"a5": "train_a5", "copy": "train_copy"}
