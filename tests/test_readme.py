@@ -728,6 +728,10 @@ def test_the_model_of_make_lm_needs_fewer_bits_than_an_lstm_of_its_size() -> Non
         assert " ".join(f"{value:.2f}" for value in bits) in TEXTS["index"]
         means.append(sum(bits) / 3)
     assert means[0] < means[1]
+    own = found["make_lm-seed0"]
+    cells = [f"{own['parameters']:,}", f"{own['bits_per_byte']['128']:.3f} (seed 0)"]
+    page = TEXTS["language-model-cpu"]
+    assert line(page, "`make lm`, ")[1:] == [*cells, f"{own['seconds']:.0f}"]
     shown = " of the layer is {:.3f}, that of the LSTM {:.3f};".format(*means)
     assert shown in TEXTS["language-model-cpu"]
 

@@ -23,7 +23,7 @@ from research.study import GRID, make_layer
 from research.summary import figure_of_both, summarize
 
 ALL = experiment.experiments()
-SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
+SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("table", "table-wide", "table-controls", "table-languages")
 TUNING = ("heads", "table-tuning")
