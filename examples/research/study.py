@@ -15,11 +15,10 @@ from research.baselines import BASELINES, TAKES, Baseline, count
 from research.data import TaskOptions, make_task
 from research.matching import matching_width
 from research.models import MODELS
-from research.trackers import TrackerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TaskOptions, SolverOptions, TrackerOptions):
+class Config(TaskOptions, SolverOptions):
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
@@ -101,7 +100,6 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)
         SolverOptions.__post_init__(self)
-        TrackerOptions.__post_init__(self)
         if self.model is not None and (self.model not in MODELS or self.num_layers != 1):
             raise ValueError(
                 f"--model must be among {tuple(MODELS)}, which have their own --num-layers, got "

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.logging import get_logger
-from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -97,46 +95,6 @@ def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
     with pytest.raises(ValueError, match="--concurrent must be off with --stacked"):
         small(stacked=True, concurrent=True)
-
-
-class LineTracker(GeneralTracker):  # type: ignore[misc]
-    """Writes a line for each call to a file of its run; refuses a second run beside an open one."""
-
-    name = "tensorboard"
-    requires_logging_directory = True
-    is_open = False
-
-    def __init__(self, run_name: str, logging_dir: Path) -> None:
-        super().__init__()
-        self.path = logging_dir / run_name / "lines.json"
-
-    @property
-    def tracker(self) -> Path:
-        return self.path
-
-    def start(self) -> None:
-        assert not LineTracker.is_open
-        get_logger(__name__).debug("Trackers of accelerate write such a line.")
-        LineTracker.is_open = True
-        self.path.parent.mkdir(parents=True)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._write(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._write({"step": step, **values})
-
-    def finish(self) -> None:
-        LineTracker.is_open = False
-
-    def _write(self, values: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
-
-
-def test_a_tracker_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ValueError, match="--trackers must be among the installed .*, got 'paper'"):
-        small(trackers=("paper",))
 
 
 def fail_at(one: stack.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
