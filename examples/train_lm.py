@@ -146,7 +146,7 @@ def main(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> dict[str
                 loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten())
                 accelerator.backward(loss / config.accumulate)
             total += loss.detach() / config.accumulate
-        run.update(total)
+        run.update(total, accuracy=(logits.argmax(-1) == labels).float().mean())
         if run.due(config.eval_every):
             seconds = time.perf_counter() - began
             speed = (run.step - first) * config.batch_size * config.length / seconds

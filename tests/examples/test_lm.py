@@ -222,10 +222,10 @@ def interrupting(step: int) -> Iterator[None]:
     """KeyboardInterrupt in the update of a step."""
     update = Run.update
 
-    def interrupted(run: Run, *args: Any) -> None:
+    def interrupted(run: Run, *args: Any, **shown: Any) -> None:
         if run.step == step:
             raise KeyboardInterrupt
-        update(run, *args)
+        update(run, *args, **shown)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "update", interrupted)
@@ -306,9 +306,9 @@ def run_process(text: Path, folder: Path) -> None:
 
     update, seen = Run.update, []
 
-    def updating(run: Run, *args: Any) -> None:
+    def updating(run: Run, *args: Any, **shown: Any) -> None:
         seen.append(all(hasattr(p, "full_tensor") for p in run.model.parameters()))
-        update(run, *args)
+        update(run, *args, **shown)
 
     config = small(text, folder / "sharded", accumulate=2, shard=True, **PARALLEL)
     with pytest.MonkeyPatch.context() as patch:
