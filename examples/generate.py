@@ -36,20 +36,14 @@ class Config:
 
     run: Path
     """Folder of a run of `train_lm.py`."""
-    prompt: str = ""
-    """The text that is continued; without one a document begins."""
-    length: Count = 1000
-    """Bytes at most."""
+    prompt: str = ""  # The text that is continued; without one a document begins.
+    length: Count = 1000  # Bytes at most.
     temperature: float = 0.8
     """0 takes the most probable byte; otherwise logits are divided by it, and a byte is drawn."""
-    top_k: int | None = None
-    """Draw from the k most probable bytes."""
-    top_p: float | None = None
-    """Draw from the fewest bytes that have this probability together."""
-    seed: Natural = 0
-    """Seed of the draws."""
-    device: Device = "auto"
-    """auto: the GPU if there is one."""
+    top_k: int | None = None  # Draw from the k most probable bytes.
+    top_p: float | None = None  # Draw from the fewest bytes that have this probability together.
+    seed: Natural = 0  # Seed of the draws.
+    device: Device = "auto"  # auto: the GPU if there is one.
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -45,22 +45,14 @@ Seconds = Annotated[float, Range(0, brackets="(]")]
 class Config:
     """What to measure."""
 
-    models: tuple[str, ...] = ()
-    """Among bedouin, mamba, lstm, attention, mamba-ssm; none: all."""
-    tasks: tuple[str, ...] = ()
-    """Such as train or decode-1; none: all of each model."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where to measure; on a CPU with --tiny."""
-    tiny: bool = False
-    """Toy sizes, to check that every row runs; the times are meaningless."""
-    task_limit: Seconds = 90
-    """Seconds after which a row is given up."""
-    model_limit: Seconds = 150
-    """Seconds after which the process of a model is ended."""
-    budget: Seconds = 450
-    """Seconds for all processes together."""
-    out: Path = Path("runs/generation.json")
-    """The numbers of all rows."""
+    models: tuple[str, ...] = ()  # Among bedouin, mamba, lstm, attention, mamba-ssm; none: all.
+    tasks: tuple[str, ...] = ()  # Such as train or decode-1; none: all of each model.
+    device: Literal["cuda", "cpu"] = "cuda"  # Where to measure; on a CPU with --tiny.
+    tiny: bool = False  # Toy sizes, to check that every row runs; the times are meaningless.
+    task_limit: Seconds = 90  # Seconds after which a row is given up.
+    model_limit: Seconds = 150  # Seconds after which the process of a model is ended.
+    budget: Seconds = 450  # Seconds for all processes together.
+    out: Path = Path("runs/generation.json")  # The numbers of all rows.
     in_process: bool = False
     """Measure here, and print a row a line; the script starts itself with this option."""
 

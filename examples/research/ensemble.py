@@ -43,8 +43,7 @@ from bedouin.tasks import MQAR, Copying
 from flags import UsageError, choose_device
 from research.baselines import count
 from research.data import Data, eval_points
-from research.skipping import has_failed
-from research.stack import Ensemble, stepper
+from research.stack import Ensemble, has_failed, stepper
 from research.study import GRID, PRESETS, Config, matched, model_seeds
 
 RESULTS = "results.json"

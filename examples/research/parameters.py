@@ -39,16 +39,11 @@ KIB = 1024
 class Config:
     """The sizes of the layers."""
 
-    d_model: tuple[Count, ...] = (256, 512, 1024)
-    """Widths of every layer."""
-    num_householder: Count = 4
-    """Reflections of Bedouin."""
-    num_heads: tuple[Count, ...] = (1, 8, 16)
-    """Numbers of heads of Bedouin."""
-    length: Count = 256
-    """Tokens of the sequence."""
-    out: Path | None = None
-    """Also write the numbers to this JSON file."""
+    d_model: tuple[Count, ...] = (256, 512, 1024)  # Widths of every layer.
+    num_householder: Count = 4  # Reflections of Bedouin.
+    num_heads: tuple[Count, ...] = (1, 8, 16)  # Numbers of heads of Bedouin.
+    length: Count = 256  # Tokens of the sequence.
+    out: Path | None = None  # Also write the numbers to this JSON file.
 
     def __post_init__(self) -> None:
         check_types(self)

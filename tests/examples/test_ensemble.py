@@ -17,9 +17,7 @@ from flags import UsageError
 from research import ensemble, stack, study
 from research.baselines import count
 from research.data import Data, eval_points, metrics
-from research.matching import WIDTH_STEP
 from research.positions import by_pair, by_position
-from research.skipping import has_failed
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
@@ -179,7 +177,7 @@ def test_a_run_with_too_many_skipped_steps_has_failed(
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert row["skipped"] == [0, 1] and row["failed"] == [False, True]
     assert "FAILED: no update in 1 of model 1 of 4 steps" in capsys.readouterr().out
-    assert not has_failed(10, 1000) and has_failed(11, 1000)
+    assert not stack.has_failed(10, 1000) and stack.has_failed(11, 1000)
 
 
 def test_positions_of_errors_of_a_copied_string() -> None:
@@ -346,7 +344,7 @@ def test_a_longer_length_begins_with_the_step_after_the_log_entry() -> None:
 def test_a_width_is_found_for_a_number_of_parameters() -> None:
     point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     config = study.matched(small(match_parameters=200_000), point)
-    assert config.d_model % WIDTH_STEP == 0
+    assert config.d_model % study.WIDTH_STEP == 0
     sizes = [
         count(study.make_model(dataclasses.replace(config, d_model=width), point)) - 200_000
         for width in (config.d_model + shift for shift in (-32, 0, 32))
