@@ -57,12 +57,9 @@ class Sizes:
     m: int = 768
     b: int = 8
     t: int = 2048
-    depth: int | None = None
-    """Layers of every model; None: those of DEPTHS."""
-    tokens: int = 64
-    """Tokens decoded in a timed call."""
-    repeats: int = 8
-    """Timed training steps."""
+    depth: int | None = None  # Layers of every model; None: those of DEPTHS.
+    tokens: int = 64  # Tokens decoded in a timed call.
+    repeats: int = 8  # Timed training steps.
 
     @classmethod
     def tiny(cls, device: torch.device) -> "Sizes":

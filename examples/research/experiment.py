@@ -81,16 +81,12 @@ Minutes = Annotated[float, Range(0, brackets="(]")]
 class Config:
     """What to run."""
 
-    names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Experiments to run; none: list all."""
+    names: tyro.conf.Positional[tuple[str, ...]] = ()  # Experiments to run; none: list all.
     only: tuple[str, ...] = ()
     """Run only the runs of these names, which may be patterns as "*-lstm_l1", in their order."""
-    again: bool = False
-    """Also make runs that have been made."""
-    extra: str = ""
-    """Flags appended to every command, for trials; written --extra="--flag value"."""
-    out: Path = RESULTS
-    """Folder with a folder for each experiment."""
+    again: bool = False  # Also make runs that have been made.
+    extra: str = ""  # Flags appended to every command, for trials; written --extra="--flag value".
+    out: Path = RESULTS  # Folder with a folder for each experiment.
     devices: Count = 1
     """Runs made at the same time. With more than one each has a process and a GPU of its own, if
     there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
@@ -100,8 +96,7 @@ class Config:
     minutes: Minutes = math.inf
     """Start no run that would end later than so many minutes after the start, if it takes the
     median time of the runs of its task, the first word of its name, that have been made."""
-    summary: bool = False
-    """Write summary.json and the figure, and run nothing."""
+    summary: bool = False  # Write summary.json and the figure, and run nothing.
 
     def __post_init__(self) -> None:
         check_types(self)
