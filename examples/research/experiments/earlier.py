@@ -12,7 +12,7 @@ A5_CPU = Experiment(
     "a5-cpu",
     "How far does one layer track A5, trained at length 6 on a CPU?",
     (
-        Run("a5_cpu_heads_seed0", "--preset cpu --seed 0", "train_a5"),
+        *(Run(f"a5_cpu_heads_seed{n}", f"--preset cpu --seed {n}", "train_a5") for n in range(2)),
         *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
         *(
             Run(
