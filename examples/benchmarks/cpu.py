@@ -25,7 +25,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import Bedouin, FixedPointRNN, GatedDeltaNet, TrackingDeltaNet
-from common.checks import Count, check_types
+from flags import Count, check_types
 
 
 def _compiled(layer: nn.Module) -> nn.Module:
