@@ -88,6 +88,7 @@ def _planned() -> list[Any]:
 
     import bedouin.kernels.direct.heads.launch
     import bedouin.kernels.direct.triton_launch
+    import bedouin.kernels.direct.triton_summary
     import bedouin.kernels.output.launch  # noqa: F401
 
     return [v for v in gc.get_objects() if type(v) is plans.PlannedKernel]

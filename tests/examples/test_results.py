@@ -61,9 +61,6 @@ def test_the_index_has_the_numbers_of_the_runs() -> None:
     def check(start: str, form: str, *values: str) -> None:
         assert line(INDEX, start)[1] == form.format(*values)
 
-    def of_make(length: str) -> str:
-        return of_seeds("a5-cpu/a5_cpu_bounded_delta_seed{}", "sequence_accuracy", length, range(3))
-
     check(
         "`TrackingDeltaNet` recalls",
         "64 pairs: {}; S3, sequences at 128 operations: {}; characters at 200: {}",

@@ -25,10 +25,10 @@ from bedouin.kernels.direct.buffers import (
     collect_gradients,
 )
 from bedouin.kernels.direct.limits import MAX_HEAD_STATES, takes_heads_together
+from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.solvers.reporting import Measured
 from bedouin.testing import assert_close
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
@@ -120,19 +120,9 @@ def run(
     weights = weights or cotangents(sweep)
     outputs = (sweep.y, sweep.h)[: len(weights)]
     grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
-    found = {name: v.detach() for name, v in sweep._asdict().items()}
-    if sweep.pivot.dim() == 2:  # of each token, by the kernels
-        found |= reduced(sweep)
+    found = {name: v.detach() for name, v in sweep._asdict().items() if v is not None}
     found |= {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
     return found | {f"report {i}": v for i, v in enumerate(reports)}
-
-
-def reduced(sweep: Sweep) -> dict[str, Tensor]:
-    """The statistics of samples that are read from those of tokens."""
-    stats = Measured(sweep.defect, sweep.scale, sweep.pivot, sweep.magnitude).statistics()
-    assert stats.conditioning is not None
-    names = {"residual": stats.residual, "converged": stats.converged}
-    return names | {"pivot": stats.conditioning}
 
 
 def launched(
@@ -146,7 +136,10 @@ def launched(
     chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
     with patch.object(launch, "choose_rows", return_value=chosen):
         launch.launch_head_sweep(buffers, options, keep_every)
-    sweep = Sweep(buffers.y, buffers.h.mT, *buffers.statistics)
+    summary, converged = summarize(buffers.statistics)
+    *statistics, _ = buffers.statistics
+    values = (buffers.y, buffers.h.mT, *statistics, summary[1], summary[0], converged)
+    sweep = Sweep(*values)
     grad_y, grad_h = cotangents(sweep)
     known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
     assert operands.W_y is not None
@@ -154,7 +147,7 @@ def launched(
     with patch.object(launch, "choose_rows", return_value=chosen):
         normed = launch.launch_head_reverse(known, grads, buffers.W_y, options, keep_every)
     every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
-    found = sweep._asdict() | reduced(sweep)
+    found = dict(zip(Sweep._fields, values, strict=True))
     for name, v, operand in zip(NAMES, every, operands, strict=True):
         if operand is not None:
             found[f"gradient of {name}"] = v

@@ -26,6 +26,7 @@ from bedouin.kernels.direct.buffers import (
 )
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.direct.registered import summarize
 from bedouin.kernels.householder import mix_channels, unit, wy_factor
 from bedouin.kernels.operands import (
     Activation,
@@ -36,7 +37,6 @@ from bedouin.kernels.operands import (
 )
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan_reference
 from bedouin.solvers.convergence import relative_residual
-from bedouin.solvers.reporting import Measured
 
 DEVICE = "cpu" if interpreter_is_on() else "cuda"
 
@@ -127,11 +127,7 @@ def _run(
     grads = torch.autograd.grad(outputs, inputs, _cotangents(sweep), materialize_grads=True)
     for value, kept in zip(operands, before, strict=True):
         assert value is None or kept is not None and torch.equal(value, kept)
-    return sweep._replace(pivot=_smallest(sweep.pivot)), list(grads), reports
-
-
-def _smallest(pivots: Tensor) -> Tensor:  # (b, t) or (b,) -> (b,)
-    return pivots.nan_to_num(nan=torch.inf).amin(1) if pivots.dim() == 2 else pivots
+    return sweep, list(grads), reports
 
 
 def _cotangents(sweep: Sweep) -> tuple[Tensor, Tensor]:
@@ -153,8 +149,9 @@ def _launched(
     before = [None if v is None else v.clone() for v in operands]
     buffers = allocate_sweep(operands, options, keep_every, together=False)
     launch_sweep(buffers, options, keep_every)
-    defect, scale, magnitude, pivots = buffers.statistics
-    sweep = Sweep(buffers.y, buffers.h.mT, defect, scale, magnitude, _smallest(pivots))
+    (_, pivot), _ = summarize(buffers.statistics)
+    defect, scale, magnitude, _ = buffers.statistics
+    sweep = Sweep(buffers.y, buffers.h.mT, defect, scale, magnitude, pivot)
     cotangents = _cotangents(sweep)
     known, grads = allocate_reverse(*cotangents, buffers.y, buffers.kept, operands, options)
     grad_normed = launch_reverse(known, grads, operands.W_y, options, keep_every)
@@ -392,11 +389,11 @@ def test_the_residual_is_that_of_an_evaluation_of_the_map(k: int) -> None:
     )
     defect, size = (F - sweep.y).abs().amax(-1), F.abs().amax(-1)
     expected = relative_residual(defect, size)
-    stats = Measured(sweep.defect, sweep.scale, sweep.pivot, sweep.magnitude).statistics()
-    ratio = stats.residual.double() / expected
+    assert sweep.residual is not None and sweep.converged is not None
+    ratio = sweep.residual.double() / expected
     # both are roundings of one token or another
     assert bool((ratio > 0.1).all()) and bool((ratio < 10).all()), ratio
-    assert bool((expected > 1e-8).all()) and bool(stats.converged.all())
+    assert bool((expected > 1e-8).all()) and bool(sweep.converged.all())
 
 
 @needs_triton
