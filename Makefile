@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # `check` ends with the tests, so that their summary is the last thing to be read.
 .NOTPARALLEL:
-.PHONY: help env a5 copy lm bench experiments test fuzz contracts lint types check build wheel clean
+.PHONY: help env a5 copy lm bench experiments docs test fuzz contracts lint types check build wheel clean
 
 help:
 	@echo "make a5      train on the A5 word problem        (options: make a5 ARGS=\"--seed 1\")"
@@ -37,6 +37,7 @@ help:
 	@echo "make lm      train a language model of bytes     (options: as above)"
 	@echo "make bench   times of the layers, on a GPU       (options: make bench ARGS=--quick)"
 	@echo "make experiments  list the experiments, their commands and their run times"
+	@echo "make docs    reference pages in build/docs, README first"
 	@echo "make test    run the tests                       (options: make test ARGS=\"-m 'not slow'\")"
 	@echo "make fuzz    thousands of random cases           (FUZZ_CASES=5000)"
 	@echo "make contracts  test the adapters against the real packages, none skipped"
@@ -72,6 +73,10 @@ bench: $(STAMP)
 
 experiments: $(STAMP)
 	$(ENV_PYTHON) examples/research/experiment.py $(ARGS)
+
+docs: $(STAMP)
+	@echo "== docs: build/docs/index.html"
+	$(ENV_PYTHON) -P -W error docs/reference.py build/docs
 
 # A worker without tests takes some of the other's, which may have been given all of the long ones.
 PROCESSES := -n 2 --dist worksteal

@@ -19,17 +19,15 @@ from typing import Any
 
 import torch
 import tyro
+from safetensors.torch import load_model as load_weights
 from torch import Tensor
 
 from bedouin import Decoder, SequenceModel
 from bedouin.generation import Sampling
-from common.checkpoint import read_checkpoint
-from common.checks import Count, Natural, check_types, naming_flags
-from common.device import Device, choose_device
-from common.errors import UsageError
-from common.folder import CHECKPOINT
-from common.lm_options import LanguageConfig, build_language_model
-from common.lm_text import END
+from common.checkpoint import WEIGHTS, read_options
+from flags import Count, Device, Natural, UsageError, check_types, choose_device, naming_flags
+from language.text import END
+from train_lm import LanguageConfig, make_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +36,14 @@ class Config:
 
     run: Path
     """Folder of a run of `train_lm.py`."""
-    prompt: str = ""
-    """The text that is continued; without one a document begins."""
-    length: Count = 1000
-    """Bytes at most."""
+    prompt: str = ""  # The text that is continued; without one a document begins.
+    length: Count = 1000  # Bytes at most.
     temperature: float = 0.8
     """0 takes the most probable byte; otherwise logits are divided by it, and a byte is drawn."""
-    top_k: int | None = None
-    """Draw from the k most probable bytes."""
-    top_p: float | None = None
-    """Draw from the fewest bytes that have this probability together."""
-    seed: Natural = 0
-    """Seed of the draws."""
-    device: Device = "auto"
-    """auto: the GPU if there is one."""
+    top_k: int | None = None  # Draw from the k most probable bytes.
+    top_p: float | None = None  # Draw from the fewest bytes that have this probability together.
+    seed: Natural = 0  # Seed of the draws.
+    device: Device = "auto"  # auto: the GPU if there is one.
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -62,17 +54,23 @@ class Config:
 def load_model(folder: Path, device: torch.device) -> SequenceModel:
     """The model of a run's last checkpoint, for evaluation.
 
-    Raises UsageError if the folder has no checkpoint of a language model.
+    Raises UsageError if the folder has no checkpoint of a language model, or one of a model that is
+    shared out among processes (--shard) and not yet trained.
     """
-    path = folder / CHECKPOINT
-    if not path.exists():
-        raise UsageError(f"--run must be a folder with a checkpoint, got {folder}: train one first")
-    content = read_checkpoint(path, "--run")
-    options = {name: _as_field(value) for name, value in content["config"].items()}
+    try:
+        path, saved = read_options(folder, "--run")
+    except FileNotFoundError as error:
+        raise UsageError(f"--run must be a folder with a checkpoint: {error}") from error
+    options = {name: _as_field(value) for name, value in saved.items()}
     if options.keys() != {field.name for field in fields(LanguageConfig)}:
         raise UsageError(f"--run must be a run of this version of train_lm.py, got {folder}")
-    model = build_language_model(LanguageConfig(**{**options, "trackers": ()}))
-    model.load_state_dict(content["model"])
+    model, weights = make_model(LanguageConfig(**options)), path / "pytorch_model.bin"
+    if weights.exists():
+        model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+    elif (folder / WEIGHTS).exists():
+        load_weights(model, folder / WEIGHTS)
+    else:
+        raise UsageError(f"--run must be a run that has ended if it has --shard, got {folder}")
     return model.to(device).eval()
 
 

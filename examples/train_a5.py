@@ -2,86 +2,80 @@
 
     python examples/train_a5.py                        # on a GPU if there is one, else on the CPU
     python examples/train_a5.py --preset cpu --seed 1 --out runs/a5-seed1
+    python examples/train_a5.py --layer tracking       # TrackingDeltaNet instead
+    python examples/train_a5.py --solver picard --rtol 1e-3 --gamma-cap 4 1 --adjoint one_step
     python examples/train_a5.py --resume               # after Ctrl-C or a kill: continues
     accelerate launch examples/train_a5.py             # several GPUs
     torchrun --nproc-per-node 2 examples/train_a5.py   # the same, also on CPUs
 
 The model is trained on products of one length and evaluated on longer ones. The table printed at
-the end, metrics.json and accuracy.png show the accuracy by length;
-model.safetensors holds the weights. `--help` lists all options. examples/README.md says how to
-make a copy train on a task of your own.
+the end, metrics.json and accuracy.png show the accuracy by length; model.safetensors holds the
+weights. `--help` lists all options. For a task of your own change `WordProblemConfig` and `main`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-from bedouin.tasks import Batch, Group, Stream, WordProblem, sequence_accuracy, token_accuracy
-from common.checks import Count, naming_flags
-from common.curriculum import draws_lengths, first_length
-from common.job import Problem
-from common.options import TrainConfig
+from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
+from bedouin.tasks import Group, Stream, WordProblem, sequence_accuracy, token_accuracy
+from common.evaluation import Evaluation
+from common.options import MakeLayer, RunConfig, TrainConfig, layer_options, parse_config
+from common.run import Run
 from common.script import run_script
-from common.tasks import WordOptions, word_options
-from common.training import train
+from flags import Count, naming_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordProblemConfig(TrainConfig, WordOptions):
+class WordProblemConfig(TrainConfig):
     """Train a Bedouin model on the word problem of a finite group."""
 
-    group: str = "A5"
-    """The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5."""
-    length: Count = 6
-    """Length of the training sequences."""
+    group: str = "A5"  # The group, e.g. A5, S5, Z60, D8 or a product like A4xZ5.
+    length: Count = 6  # Length of the training sequences.
+    curriculum: Literal["none", "uniform"] = "none"
+    """uniform: in the first third of the steps a length from 2 to --length is drawn."""
     protocol: Literal["plain", "official"] = "plain"
     """official: special tokens and a counted BOS, as in the code of Fixed-Point RNNs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        first_length(self, self.length)
-        with naming_flags(("group",)):
-            order = Group.from_name(self.group).order
-        if order < 2:
-            raise ValueError(f"--group must have at least two elements, got {self.group!r}")
-        with naming_flags(("protocol", *word_options(self))):
+        with naming_flags(("group", "protocol")):
             self.task()
+        if self.curriculum == "uniform" and self.length < 2:
+            raise ValueError(
+                f"--length must be at least 2 with --curriculum uniform, got {self.length}"
+            )
 
     def task(self) -> WordProblem:
         """The word problem that the flags describe."""
-        group, variant = Group.from_name(self.group), word_options(self)
-        return WordProblem(group, self.length, protocol=self.protocol, **variant)
+        return WordProblem(Group.from_name(self.group), self.length, protocol=self.protocol)
 
 
-# `Bedouin`, which learns A5 in so few steps (examples/results/a5-cpu).
 CPU = WordProblemConfig(
     preset="cpu",
     device="cpu",
+    num_heads=2,
     steps=4500,
-    batch_size=128,
-    lr=1.5e-3,
+    lr=2e-3,
     schedule="hold",
-    length=6,
     curriculum="uniform",  # with seed 1 the loss leaves its plateau earlier
     feedback=("delta",),  # extrapolates further than feedback of B, C and the mixer as well
     eval_lengths=(6, 12, 24),
     final_lengths=(2, 4, 8, 10, 16, 20),
 )
 
-# Length 16 as in the papers, and the recipe of examples/results/table, with the rate of
-# examples/results/tracking-trials.
+# Length 16 as in the papers, and the recipe of examples/results/heads.
 GPU = WordProblemConfig(
     preset="gpu",
-    mixer_layer="tracking",
     autocast="bf16",
-    d_model=256,
+    d_model=512,
+    num_householder=4,
     steps=12_000,
-    batch_size=256,
-    lr=2e-3,
-    schedule="hold",
+    lr=5e-4,
     length=16,
-    curriculum="quadruple",
     eval_lengths=(16, 128, 512),
     final_lengths=(2, 4, 8, 32, 64, 256),
 )
@@ -90,7 +84,7 @@ GPU = WordProblemConfig(
 # drawn afresh instead of from a file; 125,000 steps are its five epochs of 12.8 million sequences.
 PAPER = WordProblemConfig(
     preset="paper",
-    mixer_layer="paper",
+    layer="paper",
     length=16,
     d_model=512,
     steps=125_000,
@@ -108,40 +102,52 @@ PAPER = WordProblemConfig(
 PRESETS = {"cpu": CPU, "gpu": GPU, "paper": PAPER}
 
 
-def word_problem(config: WordProblemConfig) -> Problem:
-    """All that training knows of the task: what files and figure say of it, its data, which are
-    products of `config.length` elements, or for the test of any number, and its accuracies."""
+def make_layer(config: RunConfig) -> nn.Module:
+    """One mixing layer, (b, t, m) -> (b, t, m)."""
+    if config.layer == "tracking":
+        return TrackingDeltaNet(config.d_model)
+    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
+    return kind(config.d_model, **layer_options(config))
+
+
+def make_model(config: WordProblemConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:
+    """Embedding, residual blocks and head, (b, t) -> (b, t, v), initialized from the seed."""
     task = config.task()
+    torch.manual_seed(config.seed)
+    layers = [make_layer(config) for _ in range(config.num_layers)]
+    return SequenceModel(task.vocab_size, config.d_model, layers, output_size=task.output_size)
 
-    def train_batch(rows: Stream, step: int, longest: int) -> Batch:
-        if not draws_lengths(config, step, config.steps):
-            return task.sample(config.batch_size, rows, length=longest)
-        least = config.curriculum_from
-        # one length for the whole batch
-        drawn = torch.randint(least, longest + 1, (), generator=rows, device=rows.device)
-        return task.sample(config.batch_size, rows, length=int(drawn))
 
-    def test_batch(length: int, rows: Stream) -> Batch:
-        return task.sample(config.eval_batch_size, rows, length=length)
+def draw_length(config: WordProblemConfig, step: int, rows: Stream) -> int:
+    """The length of all products of a training batch."""
+    if config.curriculum == "none" or step >= config.steps / 3:
+        return config.length
+    return int(torch.randint(2, config.length + 1, (), generator=rows, device=rows.device))
 
-    return Problem(
-        name=task.group.name.lower(),
+
+def main(config: WordProblemConfig, make_layer: MakeLayer = make_layer) -> dict[str, Any]:
+    """Train and write the results; returns the content of metrics.json."""
+    task = config.task()
+    test = Evaluation(
+        config=config,
         title=f"Word problem of {task.group.name}, trained at length {config.length}",
+        train_length=config.length,
         chance=task.chance,
-        vocab_size=task.vocab_size,
-        output_size=task.output_size,
-        train_lengths=(config.length,),
-        train_batch=train_batch,
-        test_batch=test_batch,
-        token_accuracy=token_accuracy,
-        sequence_accuracy=sequence_accuracy,
+        sample=lambda length, rows: task.sample(config.eval_batch_size, rows, length=length),
+        accuracies=(token_accuracy, sequence_accuracy),
     )
-
-
-def main(config: WordProblemConfig) -> None:
-    """Train and write the results."""
-    train(word_problem(config), config)
+    run = Run(task.group.name.lower(), config, make_model(config, make_layer))
+    for step in run.steps():
+        length = draw_length(config, step, run.rows)
+        tokens, labels = task.sample(config.batch_size, run.rows, length=length)
+        logits = run.model(tokens)
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        run.accelerator.backward(loss)
+        run.update(loss, accuracy=token_accuracy(logits, labels))
+        if run.due(config.eval_every):
+            test.record(run)
+    return test.finish(run)
 
 
 if __name__ == "__main__":
-    run_script(main, PRESETS)
+    run_script(main, parse_config(PRESETS))

@@ -2,6 +2,7 @@
 
     python examples/train_copy.py                       # on a GPU if there is one, else on the CPU
     python examples/train_copy.py --preset cpu --seed 1 --out runs/copy-seed1
+    python examples/train_copy.py --layer tracking      # TrackingDeltaNet instead
     python examples/train_copy.py --resume              # after Ctrl-C or a kill: continues
     accelerate launch examples/train_copy.py            # several GPUs
     torchrun --nproc-per-node 2 examples/train_copy.py  # the same, also on CPUs
@@ -12,30 +13,31 @@ and accuracy.png show character and string accuracy by length. `--help` lists al
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from bedouin.tasks import Batch, Copying, Stream
-from common.checks import naming_flags
-from common.curriculum import first_length
-from common.job import Problem
-from common.options import TrainConfig
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
+from bedouin.tasks import Copying
+from common.evaluation import Evaluation
+from common.options import MakeLayer, RunConfig, TrainConfig, layer_options, parse_config
+from common.run import Run
 from common.script import run_script
-from common.tasks import limited
-from common.training import train
+from flags import naming_flags
+
+_TASK_FIELDS = ("context_len", "min_length", "max_length", "num_letters", "protocol")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyingConfig(TrainConfig):
     """Train a Bedouin model to copy strings."""
 
-    min_length: int = 4
-    """Letters in the shortest training string."""
-    max_length: int = 8
-    """Letters in the longest training string."""
-    context_len: int = 32
-    """Tokens in a training row, which holds several samples."""
-    num_letters: int = 26
-    """Size of the alphabet."""
+    min_length: int = 4  # Letters in the shortest training string.
+    max_length: int = 8  # Letters in the longest training string.
+    context_len: int = 32  # Tokens in a training row, which holds several samples.
+    num_letters: int = 26  # Size of the alphabet.
     protocol: Literal["plain", "official"] = "plain"
     """official: test rows are padded to context_len, as in the code of Fixed-Point RNNs."""
 
@@ -43,26 +45,21 @@ class CopyingConfig(TrainConfig):
         super().__post_init__()
         with naming_flags(_TASK_FIELDS):
             self.task()
-        if self.curriculum == "uniform":
-            raise ValueError(
-                "--curriculum must be none, double or quadruple: copying draws lengths anyway"
-            )
-        first_length(self, self.max_length)
 
     def task(self) -> Copying:
         """The copying task that the flags describe."""
         return Copying(**{name: getattr(self, name) for name in _TASK_FIELDS})
 
 
-_TASK_FIELDS = ("context_len", "min_length", "max_length", "num_letters", "protocol")
-
-
-# `TrackingDeltaNet`, whose memory finds a letter by those before it.
+# Four heads, each with keys of its own, that forget slowly; the convolution lets a letter be found
+# by those before it.
 CPU = CopyingConfig(
     preset="cpu",
     device="cpu",
-    mixer_layer="tracking",
-    d_model=64,
+    num_heads=4,
+    d_conv=4,
+    feedback=("delta",),
+    rate_scale=(0.01, 0.01),
     steps=1000,
     batch_size=64,
     lr=4e-3,
@@ -71,19 +68,18 @@ CPU = CopyingConfig(
     final_lengths=(5, 6, 7, 10, 12, 14),
 )
 
-# The lengths of the paper, and the recipe of examples/results/table, with the rate of
-# examples/results/tracking-trials.
+# The lengths of the paper.
 GPU = replace(
     CPU,
     preset="gpu",
     device="auto",
     autocast="bf16",
-    steps=5000,
-    lr=8e-3,
     d_model=256,
     min_length=5,
     max_length=50,
     context_len=256,
+    steps=5000,
+    lr=2e-3,
     eval_lengths=(5, 25, 50, 100, 200),
     final_lengths=(10, 15, 20, 30, 35, 40, 45, 60, 70, 80, 90),
 )
@@ -91,13 +87,12 @@ GPU = replace(
 # Fixed-Point RNNs, section 5.3: the layer, the sizes and the optimizer of the paper.
 PAPER = CopyingConfig(
     preset="paper",
-    mixer_layer="paper",
+    layer="paper",
     min_length=5,
     max_length=50,
     context_len=256,
     d_model=1024,
     steps=10_000,
-    batch_size=128,
     lr=1e-5,
     schedule="linear",
     warmup_steps=300,
@@ -111,35 +106,46 @@ PAPER = CopyingConfig(
 PRESETS = {"cpu": CPU, "gpu": GPU, "paper": PAPER}
 
 
-def copying(config: CopyingConfig) -> Problem:
-    """The data: packed contexts for training, single strings of one length for the test."""
+def make_layer(config: RunConfig) -> nn.Module:
+    """One mixing layer, (b, t, m) -> (b, t, m)."""
+    if config.layer == "tracking":
+        return TrackingDeltaNet(config.d_model)
+    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
+    return kind(config.d_model, **layer_options(config))
+
+
+def make_model(config: CopyingConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:
+    """Embedding, residual blocks and head, (b, t) -> (b, t, v), initialized from the seed."""
     task = config.task()
+    torch.manual_seed(config.seed)
+    layers = [make_layer(config) for _ in range(config.num_layers)]
+    return SequenceModel(task.vocab_size, config.d_model, layers, output_size=task.output_size)
 
-    def train_batch(rows: Stream, step: int, longest: int) -> Batch:
-        return limited(task, longest).sample(config.batch_size, rows)
 
-    def test_batch(length: int, rows: Stream) -> Batch:
-        return task.sample_eval(config.eval_batch_size, length, rows)
-
-    return Problem(
-        name="copy",
+def main(config: CopyingConfig, make_layer: MakeLayer = make_layer) -> dict[str, Any]:
+    """Train and write the results; returns the content of metrics.json."""
+    task = config.task()
+    test = Evaluation(
+        config=config,
         title=f"Copying, trained on {config.min_length} to {config.max_length} letters",
+        train_length=config.max_length,
         chance=task.chance,
-        vocab_size=task.vocab_size,
-        output_size=task.output_size,
-        train_lengths=tuple(range(config.min_length, config.max_length + 1)),
-        train_batch=train_batch,
-        test_batch=test_batch,
-        token_accuracy=task.character_accuracy,
-        sequence_accuracy=task.string_accuracy,
-        accuracy_names=("character_accuracy", "string_accuracy"),
+        sample=lambda length, rows: task.sample_eval(config.eval_batch_size, length, rows),
+        accuracies=(task.character_accuracy, task.string_accuracy),
+        names=("character_accuracy", "string_accuracy"),
     )
-
-
-def main(config: CopyingConfig) -> None:
-    """Train and write the results."""
-    train(copying(config), config)
+    run = Run("copy", config, make_model(config, make_layer))
+    for _ in run.steps():
+        tokens, labels = task.sample(config.batch_size, run.rows)
+        logits = run.model(tokens)
+        # labels at the places that are not asked for are ignored
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        run.accelerator.backward(loss)
+        run.update(loss, accuracy=task.character_accuracy(logits, labels))
+        if run.due(config.eval_every):
+            test.record(run)
+    return test.finish(run)
 
 
 if __name__ == "__main__":
-    run_script(main, PRESETS)
+    run_script(main, parse_config(PRESETS))

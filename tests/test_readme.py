@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
+
+import bedouin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "examples" / "results"
@@ -17,9 +18,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 # as the scripts of that folder import them
 from benchmarks.cases import SPEED  # noqa: E402
-from common.runs import read_runs  # noqa: E402
 from research.experiments.language_model import SCORE  # noqa: E402
-from research.experiments.table import VARIANTS  # noqa: E402
+from research.experiments.table import RATES, VARIANTS, rows_of  # noqa: E402
+from research.runs import read_runs  # noqa: E402
 from research.summary import summarize  # noqa: E402
 
 PAGES = {
@@ -30,6 +31,10 @@ PAGES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 README = TEXTS["README"]
+TEXT = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+"""The README without code."""
+PROSE = " ".join(line for line in TEXT.splitlines() if not line.startswith("|"))
+"""And without tables."""
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -58,18 +63,37 @@ def line(page: str, start: str) -> list[str]:
     return [cell.strip() for cell in found.strip("|").split(" | ")]
 
 
+TRAINING = next(block for block in BLOCKS if "optimizer" in block)
+
+
+def shortened(block: str) -> str:
+    """With three steps of training in the place of 400."""
+    return block.replace("range(400)", "range(3)")
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
 def test_every_block_runs_by_itself(block: str) -> None:
-    run(block)
+    run(shortened(block))
 
 
 def test_blocks_give_what_they_promise() -> None:
-    first, parts, decoding, mixer = map(run, BLOCKS)
+    first, training, parts, decoding, mixer = map(run, map(shortened, BLOCKS))
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
+    assert bool(first["layer"].stats.converged.all())
+    assert bool(first["iterated"].stats.converged.all())
+    assert not training["model"].training and training["tokens"].shape == (64, 4)
     assert parts["solution"].result.message == "every sample converged"
-    assert parts["layer"](torch.randn(2, 5, 64)).shape == (2, 5, 64)
     assert decoding["x_t"].shape == (1, 64) and decoding["state"].y.shape == (1, 128)
     assert bool(mixer["layer"].stats.converged.all())
+
+
+def test_the_training_loop_is_short_and_has_the_recipe() -> None:
+    assert "range(400)" in TRAINING
+    assert len(TRAINING.split("\n\n", 1)[1].strip().splitlines()) <= 15
+    for part in ("param_groups", "warmup", "clip_grad_norm_", "model.eval()"):
+        assert part in TRAINING
+    rates = ", ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in RATES[:-1])
+    assert f"try the rates {rates} and {RATES[-1]:.0e}".replace("e-0", "e-") in PROSE
 
 
 def test_the_script_of_iterations_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,16 +110,18 @@ def test_the_long_description_is_taken_from_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    assert len(text.split()) <= 1500
+    assert len(PROSE.split()) <= 1100
 
 
 def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
     assert len(TEXTS["examples"].split()) <= 200
     folders = [path.parent for path in (ROOT / "examples").glob("*/*.py")]
     assert all(path.name in TEXTS["examples"] for path in folders)
-    script = (ROOT / "examples" / "train_a5.py").read_text(encoding="utf-8")
-    assert len(script.splitlines()) <= 150  # the page tells to copy it
+    for name in ("train_a5", "train_copy", "train_lm"):
+        script = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        assert len(script.splitlines()) <= 160 and "cross_entropy" in script, name
+    shared = (path.read_text().splitlines() for path in (ROOT / "examples" / "common").glob("*.py"))
+    assert sum(map(len, shared)) <= 800
 
 
 def test_the_index_is_short_and_leads_to_every_experiment() -> None:
@@ -120,6 +146,12 @@ def test_links_lead_somewhere(page: str) -> None:
 def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
     """The numbers of a benchmark by row and shape."""
     return {(row["case"], row["shape"]): row["numbers"] for row in raw(name)["rows"]}
+
+
+def speeds() -> list[dict[str, Any]]:
+    """The rows of speed.json."""
+    rows: list[dict[str, Any]] = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+    return rows
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
@@ -149,15 +181,22 @@ def test_speed_is_that_of_the_benchmark() -> None:
         assert line(page, start)[1:] == [*shown, peaks]
     heads = "direct-heads16", "direct-heads8", "direct"
     for shape in shapes:
-        times = [layers[c, shape] for c in ("recall-chosen", "recall-by-head", *heads, "lstm")]
+        times = [layers[c, shape] for c in (*heads, "recall-chosen", "lstm")]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
-        assert line(README, f"{shape} ")[1:7] == shown
-    there = (
-        ", ".join(f"{shared[case, shape]['graph_both_ms']:.3g}" for shape in shapes)
-        for case in ("lstm", "recall-n64")
-    )
-    assert "H200 (LSTM there {}; 64 states {})".format(*there) in README.replace("\n", " ")
-    recorded = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
+        assert line(README, f"{shape.replace('x', '×')} ")[1:6] == shown
+    graph = {key: n["graph_both_ms"] for key, n in layers.items()}
+    assert "Several heads are faster than the replayed LSTM from 16×1024 on, `recall` at" in PROSE
+    faster = {
+        case: [shape for shape in shapes if graph[case, shape] < graph["lstm", shape]]
+        for case in (*heads, "recall-chosen")
+    }
+    assert faster["direct-heads16"] == faster["direct-heads8"] == ["16x1024", "8x4096"]
+    assert faster["recall-chosen"] == ["8x4096"] and not faster["direct"]
+    there = [f"{shared['lstm', shape]['graph_both_ms']:.3g}" for shape in shapes]
+    assert f"where the LSTM takes {', '.join(there[:3])} and {there[3]}." in PROSE
+    recorded = speeds()
+    first = [row["first_call_s"] for row in recorded if row["layer"] != "lstm"]
+    assert f"First calls compile for {min(first):.0f}–{max(first):.0f} s" in README
     assert [row["graph_ms"] for row in recorded] == [
         layers[case, shape]["graph_both_ms"] for case in starts for shape in shapes
     ]
@@ -172,105 +211,171 @@ def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
     )
     for shape in few:
         shown = f"{float(few[shape]):g}/{float(many[shape]):g}"
-        assert line(README, f"{shape} ")[7] == shown
+        assert line(README, f"{shape.replace('x', '×')} ")[6] == shown
 
 
 RIVALS = [model for model in VARIANTS if not model.startswith(("recall", "tracking"))]
+NAMES = {
+    "attention_l2": "attention",
+    "gated_deltanet_l1": "Gated DeltaNet",
+    "hybrid_l2": "hybrid",
+    "lstm_l1": "LSTM",
+}
+"""Rivals as the README calls them."""
+TABLE = {
+    "A5:": ("a5", "token_512"),
+    "S5:": ("s5", "token_512"),
+    "copying:": ("copy", "characters_200"),
+    "MQAR:": ("mqar", "accuracy_512"),
+    "bound S3:": ("bound_s3", "token_16_32"),
+    "bound A5:": ("bound_a5", "token_16_32"),
+}
+"""The measure of each row of the README's table of results."""
+LANGUAGE_MODELS = {
+    "recall": "recall",
+    "bedouin": "bedouin",
+    "gated_deltanet": "Gated DeltaNet",
+    "attention": "attention",
+    "mamba": "Mamba",
+    "lstm": "LSTM",
+}
+"""The language models, and rivals as the README calls them."""
 
 
-def of_run(name: str, length: str, metric: str = "token", digits: int = 2) -> str:
-    """The values of every seed of a run, as pages show them."""
-    (row,) = raw(name)["rows"]
-    return " ".join(f"{value:.{digits}f}" for value in row["accuracy"][length][metric])
+@cache
+def summary_of_results() -> dict[str, dict[str, dict[str, Any]]]:
+    """What summary.json has, computed from the raw results."""
+    return summarize(RESULTS)
 
 
-def test_the_first_table_is_that_of_the_summary() -> None:
-    summary = summarize(RESULTS)
-    rows = {
-        "A5, labels at 512": ("a5", "token_512"),
-        "S5, labels at 512": ("s5", "token_512"),
-        "copying, characters at 200": ("copy", "characters_200"),
-        "MQAR, 512 tokens, 64 pairs": ("mqar", "accuracy_512"),
-        "bound S3, products": ("bound_s3", "token_16_32"),
+def spread(values: list[float]) -> str:
+    """Mean and range."""
+    return f"{fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def all_seeds(task: str, model: str, measure: str) -> list[float]:
+    """The reported seeds, and those of table-seeds of a layer of the README."""
+    values = list(summary_of_results()[task][model][measure])
+    further = runs_of("table-seeds").get(f"{task}-{model}")
+    if further is not None:
+        values += further["rows"][0]["accuracy"][measure.split("_")[1]]["token"]
+    return values
+
+
+@pytest.mark.parametrize("start", TABLE)
+def test_the_table_of_results_is_that_of_the_raw_results(start: str) -> None:
+    task, measure = TABLE[start]
+    models = summary_of_results()[task]
+    _, tracking, recall, rivals, _ = line(README, start)
+    assert recall == spread(all_seeds(task, "recall", measure))
+    if "tracking" in models:
+        assert tracking == spread(all_seeds(task, "tracking", measure))
+    else:
+        assert tracking.startswith("not run")
+    found = {m: all_seeds(task, m, measure) for m in models if m in RIVALS}
+    best = max(found, key=lambda model: fmean(found[model]))
+    assert rivals.startswith(f"{NAMES[best]} ")
+    shown = [f"{NAMES[model]} {spread(found[model])}" for model in NAMES]
+    assert set(rivals.split(", ")) <= set(shown)
+
+
+def bits_of(name: str) -> list[float]:
+    """Bits per byte of the seeds of a language model."""
+    runs = [runs_of("language")[f"{name}-seed{seed}"] for seed in range(3)]
+    return [run["bits_per_byte"][SCORE] for run in runs]
+
+
+def test_the_words_on_results_are_those_of_the_raw_results() -> None:
+    summary, tuning = summary_of_results(), runs_of("table-tuning")
+    tuned = [row["accuracy"]["512"]["token"][0] for row in rows_of(tuning, "a5-tracking")]
+    assert f"(tuning seed: {max(tuned):.2f})" in line(README, "A5:")[1]
+    counts = {
+        name: [
+            of["tuning_runs"]
+            for models in summary.values()
+            for m, of in models.items()
+            if m in of_name
+        ]
+        for name, of_name in {
+            "recall": ("recall",),
+            "tracking": ("tracking",),
+            "a rival": RIVALS,
+        }.items()
     }
-    shown_models = ("recall", "recall_n64", "lstm_l1", "gated_deltanet_l1", "hybrid_l2")
-    for start, (task, measure) in rows.items():
-        models = [summary[task][model][measure] for model in shown_models]
-        shown = [" ".join(f"{value:.2f}" for value in values) for values in models]
-        assert line(README, start)[1:] == shown
-    text = README.replace("\n", " ")
-
-    def seeds(task: str, model: str, measure: str) -> str:
-        return " ".join(f"{value:.2f}" for value in summary[task][model][measure])
-
-    assert "Only recall, with or without reflections, reaches 0.99 on both A5 at 512 and" in text
-    for model, of_a5 in summary["a5"].items():
-        worst = min(*of_a5["token_512"], *summary["mqar"][model]["accuracy_512"])
-        assert (worst >= 0.99) == (model in ("recall", "recall_k2"))
-    further = {
-        name: [min(values), max(values)]
-        for name in ("a5-recall", "a5-lstm_l1", "s5-recall")
-        for values in [raw(f"table-seeds/{name}")["rows"][0]["accuracy"]["512"]["token"]]
-    }
-    spans = ["{:.2f} to {:.2f}".format(*span) for span in further.values()]
-    assert "it has {} of A5, LSTM {}; of S5 {}.".format(*spans) in text
-    wide = [
-        of_run(f"table-wide/{task}-{model}", length)
-        for task, length, rival in (("a5", "512", "lstm_l1"), ("copy", "200", "gated_deltanet_l1"))
-        for model in ("recall", rival)
+    spans = [f"{min(values)} to {max(values)}" for values in counts.values()]
+    found = "`recall` were chosen in {} tuning runs, those of `TrackingDeltaNet` in {}, those of a"
+    assert f"{found} rival in {{}}.".format(*spans) in PROSE
+    assert (
+        f"{fmean(summary['a5']['gated_deltanet_l1']['token_512']):.2f}." in line(README, "A5:")[4]
+    )
+    assert min(summary["copy"]["attention_l2"]["characters_200"]) > 0.995
+    assert max(summary["mqar"]["lstm_l1"]["accuracy_512"]) < 0.005
+    one = [
+        max(of["token_16_32"])
+        for m, of in summary["bound_s3"].items()
+        if m in RIVALS and m.endswith("_l1")
     ]
-    found = "At d_model 512, rates untuned: A5 {} (LSTM {}), copying {} (Gated DeltaNet {})."
-    assert found.format(*wide) in text
-    assert "Without feedback it recalls as well and tracks nothing;" in text
-    assert min(summary["mqar"]["recall_no_feedback"]["accuracy_512"]) > 0.995
-    assert max(summary["a5"]["recall_no_feedback"]["token_512"]) < 0.03
-    assert "with that of Δ alone A5 is lost, bound S3 is not;" in text
-    assert max(summary["a5"]["recall_no_x"]["sequence_128"]) < 0.5
-    assert min(summary["bound_s3"]["recall_no_x"]["sequence_16_128"]) > 0.99
-    copying = summary["copy"]
-    copied = copying["recall"]["characters_200"]
-    unerased = seeds("copy", "recall_no_erase", "characters_200")
-    assert f"without erase it copies better ({unerased}) and tracks less;" in text
-    assert "two reflections cost copying." in text
-    assert min(copying["recall_no_erase"]["characters_200"]) > max(copied)
-    for task, measure in (("a5", "token_512"), ("s5", "token_128")):
-        of = {
-            model: fmean(summary[task][model][measure]) for model in ("recall", "recall_no_erase")
-        }
-        assert of["recall_no_erase"] < of["recall"] - 0.09
-    assert max(copying["recall_k2"]["characters_200"]) < min(copied)
-    counts = {model: [of[model]["tuning_runs"] for of in summary.values()] for model in RIVALS}
-    ours = [of["recall"]["tuning_runs"] for of in summary.values()]
-    rivals = [count for found in counts.values() for count in found]
-    tuned = f"recall {min(ours)}–{max(ours)}, rivals {min(rivals)}–{max(rivals)}."
-    assert f"Tuning runs a task: {tuned}" in text
-    bound = seeds("bound_a5", "recall_layer", "token_16_32")
-    found = f"by the hybrid (1.00) and where all heads have feedback and read all ({bound})"
-    assert found in text
-    for group in ("s3", "a5"):
-        assert min(summary[f"bound_{group}"]["hybrid_l2"]["token_16_32"]) > 0.995
-    better = ("attention_l2", "gated_deltanet_l1")
-    far = ("rdn_l1",)
-    less = ("deltaproduct_l1", "m2rnn_l1")
-    for task, measure in (("copy", "characters_200"), ("mqar", "accuracy_512")):
-        for model in better:
-            assert task == "mqar" or min(summary[task][model][measure]) > max(copied)
-        assert min(summary[task]["attention_l2"][measure]) > 0.995
-    cited = "DeltaProduct and [M²RNN](https://arxiv.org/abs/2603.14360)"
-    assert f"copies nearly as far, {cited} less." in text
-    for names in (far, less):
-        copies = [value for m in names for value in copying[m]["characters_200"]]
-        assert (fmean(copied) > fmean(copies) + 0.1) == (names is less)
-    for model in (*better, *far, *less):
-        for group in ("s3", "a5"):
-            assert max(summary[f"bound_{group}"][model]["token_16_32"]) < 0.5
-    for model in (*better, *far):
-        assert set(summary["a5"][model]["sequence_128"]) == {0.0}
+    assert f"at most {max(one):.2f}." in line(README, "bound S3:")[4]
+    recurrent = {
+        m: fmean(of["characters_200"])
+        for m, of in summary["copy"].items()
+        if m in RIVALS and m != "attention_l2"
+    }
+    assert max(recurrent, key=lambda model: recurrent[model]) == "gated_deltanet_l1"
+    for of_seed in ("lstm_l1", "recall"):  # "most seeds track as far"
+        assert sum(value > 0.99 for value in all_seeds("a5", of_seed, "token_512")) > 5
+    models = {name: bits_of(name) for name in LANGUAGE_MODELS}
+    cells = line(README, "Python source")
+    assert cells[1:3] == ["not run", spread(models.pop("recall"))]
+    own, lstm = spread(models.pop("bedouin")), spread(models["lstm"])
+    best = min(models, key=lambda name: fmean(models[name]))
+    assert cells[3] == f"{LANGUAGE_MODELS[best]} {spread(models[best])}"
+    assert f"as a language model it needs {own} bits per byte, an LSTM {lstm}." in PROSE
 
 
-def test_bits_of_the_readme_are_those_of_the_runs() -> None:
-    of_readme = {"gated_deltanet": "Gated DeltaNet ", "attention": "attention ", "recall": "("}
-    for name, start in of_readme.items():
-        runs = [runs_of("language")[f"{name}-seed{n}"] for n in range(3)]
-        shown = " ".join(f"{run['bits_per_byte'][SCORE]:.2f}" for run in runs)
-        assert f"{start}{shown}" in README.replace("\n", " ")
+def test_the_words_on_heads_are_those_of_the_raw_results() -> None:
+    one, eight, equal = (
+        raw(f"heads/a5-{name}")["rows"][0] for name in ("heads1", "heads8", "heads1-equal")
+    )
+    labels = {id(row): row["accuracy"]["512"]["token"] for row in (one, eight, equal)}
+    shown = spread(labels[id(eight)]), spread(labels[id(one)])
+    assert (
+        "has {} of the labels of A5 at 512 with eight heads and {} with one;".format(*shown)
+        in PROSE
+    )
+    sizes = one["parameters"] / 1e6, eight["parameters"] / 1e6
+    assert "and has {:.1f} M parameters instead of {:.1f} M.".format(*sizes) in PROSE
+    assert abs(fmean(labels[id(equal)]) - fmean(labels[id(eight)])) < 0.05
+    ms = {(row["layer"], row["shape"]): row["graph_ms"] for row in speeds()}
+    ratio = ms["1 head", "16x1024"] / ms["8 heads", "16x1024"]
+    assert f"takes {ratio:.1f} times as long as eight heads" in PROSE
+
+
+def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
+    rows = json.loads((RESULTS / "cpu.json").read_text(encoding="utf-8"))["rows"]
+    of = {(row["layer"], row["d_model"]): row for row in rows}
+    ms = {(row["layer"], row["shape"]): row["graph_ms"] for row in speeds()}
+    iterated = numbers("benchmark/h100_benchmark")
+    picard, lstm = (iterated[name, "64x256"]["graph_both_ms"] for name in ("picard", "lstm"))
+    heads = [ms["8 heads", shape] / ms["lstm", shape] for shape in ("64x256", "16x1024")]
+
+    def shown_ratio(value: float) -> str:
+        return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+    on_gpu = {
+        "Bedouin": "; ".join(map(shown_ratio, heads)),
+        "Bedouin.from_paper": f"{shown_ratio(picard / lstm)}; –",
+    }
+    layers = [name.strip("`").removesuffix("(d_model)") for name in line(README, "| `")[1:]]
+    assert layers == ["Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"]
+    sizes = [f"{of[layer, 256]['state_size']:,}" for layer in layers]
+    assert line(README, "state |")[1:] == sizes
+    on_cpu = [[shown_ratio(of[layer, m]["of_lstm"]) for m in (64, 256)] for layer in layers]
+    assert line(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
+    assert line(README, "time on a GPU")[1:] == [on_gpu.get(name, "not timed") for name in layers]
+    for layer in layers:
+        made = bedouin.Bedouin.from_paper if "." in layer else getattr(bedouin, layer)
+        assert of[layer, 256]["parameters"] == sum(p.numel() for p in made(256).parameters())
+    assert f"where an LSTM has {of['LSTM', 256]['state_size']:,}." in PROSE
+    compiled = [of["Bedouin, compiled", m]["ms"] / of["Bedouin", m]["ms"] for m in (64, 256)]
+    assert "takes {:.1f} (d_model 64) and {:.1f} times (256) as long.".format(*compiled) in PROSE

@@ -53,10 +53,8 @@ from benchmarks import agreement, cases, figure, speed, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
-from common.checks import Count, check_types
-from common.device import choose_device
-from common.errors import UsageError
-from common.runs import read_run
+from flags import Count, UsageError, check_types, choose_device
+from research.runs import read_run
 
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "speed.json"
 """The times of the layers that are in the repository."""
@@ -85,38 +83,28 @@ class Limits:
 class Config:
     """Options of the benchmark."""
 
-    rows: tuple[str, ...] = ()
-    """Names of the rows to measure; none: all."""
-    shapes: tuple[str, ...] = ()
-    """Shapes BATCHxTIME; none: each row's own."""
-    quick: bool = False
-    """Only the exact sweep: with feedback, without it, and with heads."""
-    tiny: bool = False
-    """Toy sizes, to check that every row runs; the times are meaningless."""
+    rows: tuple[str, ...] = ()  # Names of the rows to measure; none: all.
+    shapes: tuple[str, ...] = ()  # Shapes BATCHxTIME; none: each row's own.
+    quick: bool = False  # Only the exact sweep: with feedback, without it, and with heads.
+    tiny: bool = False  # Toy sizes, to check that every row runs; the times are meaningless.
     device: Literal["cuda", "cpu"] = "cuda"
     """Where to measure; without a GPU rows of full size take minutes, and many fail: see --tiny."""
     precision: Precision = "bf16"
     """bf16: parameters and inputs; autocast: float32 parameters; float32."""
-    repeats: Count = 20
-    """Timed calls of each kind."""
-    graph: bool = True
-    """Also time replays of captured calls."""
+    repeats: Count = 20  # Timed calls of each kind.
+    graph: bool = True  # Also time replays of captured calls.
     warm: bool = False
     """Only check and run every chosen row once, so that its kernels are compiled."""
-    budget: float = 200.0
-    """Seconds of measuring after which no further row is started."""
-    row_limit: float = 60.0
-    """Seconds of measuring after which a row is aborted."""
+    budget: float = 200.0  # Seconds of measuring after which no further row is started.
+    row_limit: float = 60.0  # Seconds of measuring after which a row is aborted.
     prepare_limit: float = 240.0
     """Seconds after which a comparison of a row, or its first run, is aborted; both compile."""
     speed: Path | None = None
     """Also measure first calls, and write the times of the layers in cases.SPEED, see above."""
-    processes: Count = 4
-    """New processes side by side for first calls."""
+    processes: Count = 4  # New processes side by side for first calls.
     first_call: bool = False
     """Only print the seconds of the first call of a row of cases.SPEED, in this process."""
-    out: Path = Path("runs/bench/results.json")
-    """The numbers of all rows."""
+    out: Path = Path("runs/bench/results.json")  # The numbers of all rows.
     readme: Path | None = None
     """Print this earlier result as Markdown, and measure nothing; also FOLDER/NAME, the run NAME of
     FOLDER/runs.json."""

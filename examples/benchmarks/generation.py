@@ -32,10 +32,8 @@ from benchmarks.bench import time_limit, write
 from benchmarks.measure import Numbers, first_line
 from benchmarks.timing import release_memory
 from benchmarks.whole_models import TASKS, Sizes, measure
-from common.checks import Range, check_types
-from common.device import choose_device
-from common.errors import UsageError
-from common.report import device_name, versions
+from common.run import device_name, versions
+from flags import Range, UsageError, check_types, choose_device
 
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "models.json"
 """The numbers that are published; only whole runs on a GPU write them."""
@@ -47,22 +45,14 @@ Seconds = Annotated[float, Range(0, brackets="(]")]
 class Config:
     """What to measure."""
 
-    models: tuple[str, ...] = ()
-    """Among tracking, mamba, lstm, attention, mamba-ssm; none: all."""
-    tasks: tuple[str, ...] = ()
-    """Such as train or decode-1; none: all of each model."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where to measure; on a CPU with --tiny."""
-    tiny: bool = False
-    """Toy sizes, to check that every row runs; the times are meaningless."""
-    task_limit: Seconds = 90
-    """Seconds after which a row is given up."""
-    model_limit: Seconds = 150
-    """Seconds after which the process of a model is ended."""
-    budget: Seconds = 450
-    """Seconds for all processes together."""
-    out: Path = Path("runs/generation.json")
-    """The numbers of all rows."""
+    models: tuple[str, ...] = ()  # Among tracking, mamba, lstm, attention, mamba-ssm; none: all.
+    tasks: tuple[str, ...] = ()  # Such as train or decode-1; none: all of each model.
+    device: Literal["cuda", "cpu"] = "cuda"  # Where to measure; on a CPU with --tiny.
+    tiny: bool = False  # Toy sizes, to check that every row runs; the times are meaningless.
+    task_limit: Seconds = 90  # Seconds after which a row is given up.
+    model_limit: Seconds = 150  # Seconds after which the process of a model is ended.
+    budget: Seconds = 450  # Seconds for all processes together.
+    out: Path = Path("runs/generation.json")  # The numbers of all rows.
     in_process: bool = False
     """Measure here, and print a row a line; the script starts itself with this option."""
 

@@ -42,8 +42,7 @@ class Context:
     repeats: int
     """Number of timed calls. 0: every call is made once, and the times are NaN."""
     graph: bool
-    first_call: bool = False
-    """Only measure the first call of this process."""
+    first_call: bool = False  # Only measure the first call of this process.
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,8 @@ class Subject:
     parameters: tuple[Tensor, ...]
     forward_cost: Cost
     both_cost: Cost
-    sequential_steps: int = 0
-    """Number of sequentially dependent steps in a forward pass."""
-    has_graph: bool = True
-    """Whether the function can be captured."""
+    sequential_steps: int = 0  # Number of sequentially dependent steps in a forward pass.
+    has_graph: bool = True  # Whether the function can be captured.
     observe: Callable[[], Numbers] = field(default=dict)
     """Returns further numbers after the measurement."""
 

@@ -21,7 +21,7 @@ from bedouin.baselines import LSTM, Mamba
 from bedouin.integrations.linear_cross_entropy import linear_cross_entropy
 from benchmarks.measure import Numbers
 from benchmarks.timing import capture, median_ms, peak_gib
-from common.layers import count
+from research.baselines import count
 
 MIXERS: dict[str, Callable[..., nn.Module]] = {
     "tracking": TrackingDeltaNet,
@@ -57,12 +57,9 @@ class Sizes:
     m: int = 768
     b: int = 8
     t: int = 2048
-    depth: int | None = None
-    """Layers of every model; None: those of DEPTHS."""
-    tokens: int = 64
-    """Tokens decoded in a timed call."""
-    repeats: int = 8
-    """Timed training steps."""
+    depth: int | None = None  # Layers of every model; None: those of DEPTHS.
+    tokens: int = 64  # Tokens decoded in a timed call.
+    repeats: int = 8  # Timed training steps.
 
     @classmethod
     def tiny(cls, device: torch.device) -> "Sizes":

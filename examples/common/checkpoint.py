@@ -1,219 +1,138 @@
-"""Checkpoints: the whole state of a `Run` in one file, so that a killed run continues exactly.
+"""The folder of a run, and its checkpoint, which accelerate writes: the folder checkpoint-STEP.
 
-`accelerate.save_state` writes a folder of files one after the other, over those of the step before:
-a kill in between leaves parts of two steps. Here one file, of which a checksum is tested when it is
-read, takes the place of the one before it at once.
+A checkpoint gets its name when all its files are written, so that a killed run keeps the last one.
+Its manifest has the options of the run and the checksums of the files.
 """
 
-import dataclasses
+import hashlib
+import json
 import os
-import zipfile
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.utils import gather_object
-from torch import Tensor
+from accelerate import Accelerator
 
-from common.checks import flag
-from common.errors import UsageError
-from common.folder import CHECKPOINT, UNFINISHED, writing
-from common.job import Place, Run
-from common.options import RunConfig
+from flags import UsageError, flag
 
-_COUNTERS = {
-    **{"loss_count": int, "step": int, "length": int},
-    **{"seconds": float, "stopped": bool, "history": list},
+METRICS, WEIGHTS, MANIFEST = "metrics.json", "model.safetensors", "manifest.json"
+_MAY_CHANGE = {
+    *("out", "resume", "overwrite", "preset", "log_every", "checkpoint_every"),
+    *("final_lengths", "final_rows", "final_bytes"),
 }
-_STATES = {
-    **{"model": dict, "optimizer": dict, "schedule": dict},
-    **{"random": list, "loss_sum": Tensor, "skipped": Tensor, "config": dict},
-}
-_REMEDY = "start without --resume, or name another folder with --out"
-_MAY_CHANGE = frozenset(
-    (
-        "out",
-        "resume",
-        "overwrite",
-        "preset",
-        "log_every",
-        "checkpoint_every",
-        "final_lengths",
-        "final_rows",
-        "final_bytes",
-    )
-)
 """Options that a resumed run may change, because they affect neither parameters nor history."""
 
 
-def checkpoint_path(job: Place) -> Path:
-    """The path of a job's checkpoint."""
-    return job.folder / CHECKPOINT
+def find_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint of a run."""
+    found = (path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}"))
+    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
-def plain_config(config: RunConfig) -> dict[str, Any]:
-    """The options as JSON values."""
-    plain = dataclasses.asdict(config)
-    listed = {key: list(item) if isinstance(item, tuple) else item for key, item in plain.items()}
-    return {key: str(item) if isinstance(item, Path) else item for key, item in listed.items()}
-
-
-def save_checkpoint(job: Place, run: Run) -> None:
-    """Write the whole run; a process killed while writing leaves the previous file untouched."""
-    model, optimizer = whole_states(job, run)
-    content = {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": run.schedule.state_dict(),
-        "random": gather_object([_random_state(run)]),
-        # that of all processes, each of which continues with it
-        "loss_sum": job.accelerator.reduce(run.loss_sum.clone(), reduction="mean"),
-        "skipped": run.skipped,
-        "config": plain_config(job.config),
-        **{name: getattr(run, name) for name in _COUNTERS},
-    }
-    if job.accelerator.is_main_process:
-        with writing(checkpoint_path(job)):
-            _replace(checkpoint_path(job), content)
-    job.accelerator.wait_for_everyone()
-
-
-def whole_states(job: Place, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of model and optimizer; those of a sharded model are gathered, which all
-    processes must do together, and empty but in the main one."""
-    model = job.accelerator.unwrap_model(run.model)
-    if not job.accelerator.is_fsdp2:
-        return model.state_dict(), run.optimizer.state_dict()
-    from common.sharded import gather_states  # imports for seconds
-
-    return gather_states(model, run.optimizer.optimizer)
-
-
-def _load_states(job: Place, run: Run, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    model = job.accelerator.unwrap_model(run.model)
-    if not job.accelerator.is_fsdp2:
-        model.load_state_dict(states[0])
-        run.optimizer.load_state_dict(states[1])
-        return
-    from common.sharded import scatter_states  # imports for seconds
-
-    scatter_states(model, run.optimizer.optimizer, states)
-
-
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    unfinished = path.with_name(UNFINISHED)
+def refusal(folder: Path, *, replaces: bool) -> str | None:
+    """Why the results of a run, which replaces an earlier one or does not, cannot be written to a
+    folder, which is made if there is none."""
+    found = find_checkpoint(folder)
+    if not replaces and (found is not None or (folder / METRICS).exists()):
+        resume = "" if found is None else "continue that run with --resume, "
+        return f"without an earlier run, got {folder}: name another one, {resume}or --overwrite it"
     try:
-        with unfinished.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a power failure could leave an empty new file
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)  # after an error, to free the space on a full disk
-
-
-def check_resumable(job: Place) -> None:
-    """Raise FileNotFoundError if there is no checkpoint; creates no folder."""
-    path = checkpoint_path(job)
-    if not path.exists():
-        raise FileNotFoundError(f"--resume: there is no checkpoint {path}; start without --resume")
-
-
-def load_checkpoint(job: Place, run: Run) -> None:
-    """Set `run` to the state in the file.
-
-    Raises:
-        FileNotFoundError: no checkpoint.
-        UsageError: a file that is not a checkpoint or is damaged, or one written with other
-            options, by another script or by another number of processes.
-    """
-    check_resumable(job)
-    path = checkpoint_path(job)
-    content = read_checkpoint(path)
-    _check_same_job(content, job)
-    try:
-        _load_states(job, run, (content["model"], content["optimizer"]))
-        run.schedule.load_state_dict(content["schedule"])
-        run.loss_sum.copy_(content["loss_sum"])
-        run.skipped.copy_(content["skipped"])
-        _restore_random_state(run, content["random"][job.accelerator.process_index])
-    except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        reason = " ".join(str(error).split())
-        raise _unusable(path, f"one that does not fit the model or the device: {reason}") from error
-    for name in _COUNTERS:
-        setattr(run, name, content[name])
-
-
-def read_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
-    """The content that `save_checkpoint` wrote, with tensors on the CPU.
-
-    option: the flag that asked for it.
-
-    Raises:
-        UsageError: a file that is not a checkpoint, or is damaged.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not verify checksums
-        if damaged is not None:
-            raise _unusable(path, f"a damaged one (checksum of {damaged})", option)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except UsageError:
-        raise
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as trial:
+            trial.write(b"trial")
+        for path in folder.glob("*.*"):
+            path.open("ab").close()
     except OSError as error:
-        raise _unusable(
-            path, f"one that cannot be read ({error.strerror or error})", option
+        got = f"{folder}: {error.strerror} ({error.filename or folder})"
+        return f"that can be written to, got {got}; name another one"
+    return None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the errors of a full disk or a missing folder into an OSError that says what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch hides one behind the other
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # to free the space
+        raise OSError(
+            f"{path} could not be written: {error.__context__ or error}; free some space or repair "
+            "the folder, then --resume continues from the last checkpoint"
         ) from error
-    except Exception as error:  # other and damaged files raise errors of many types
-        size = path.stat().st_size
-        reason = str(error).partition("\n")[0]
-        got = f"another or a cut file of {size} bytes ({reason})"
-        raise _unusable(path, got, option) from error
-    expected = {**_COUNTERS, **_STATES}
-    entries: dict[str, Any] = content if isinstance(content, dict) else {}
-    for name, kind in expected.items():
-        if not isinstance(entries.get(name), kind):
-            got = f"a file without the entry {name!r} of type {kind.__name__}"
-            raise _unusable(path, got, option)
-    return entries
 
 
-def _unusable(path: Path, got: str, option: str = "--resume") -> UsageError:
-    if option != "--resume":
-        return UsageError(f"{option}: {path} must be a checkpoint of a training script, got {got}")
-    return UsageError(f"--resume: {path} must be a checkpoint of this run, got {got}; {_REMEDY}")
+def checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file but the manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {f"{p.relative_to(folder)}": hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def _random_state(run: Run) -> dict[str, Any]:
-    state = {"data": run.generator.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def write_checkpoint(
+    accelerator: Accelerator, folder: Path, step: int, options: dict[str, Any]
+) -> Path:
+    """Write the state of everything that accelerate knows, and remove earlier checkpoints."""
+    unfinished, path = folder / "unfinished", folder / f"checkpoint-{step}"
+    with writing(unfinished):
+        # not safetensors, which would write one of the weights that are parts of one buffer
+        accelerator.save_state(str(unfinished), safe_serialization=False)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            content = {"config": options, "sha256": checksums(unfinished)}
+            (unfinished / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+            earlier = [other for other in folder.glob("checkpoint-*") if other != path]
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(unfinished, path)
+            for other in earlier:
+                shutil.rmtree(other)
+    accelerator.wait_for_everyone()
+    return path
 
 
-def _restore_random_state(run: Run, state: dict[str, Any]) -> None:
-    run.generator.set_state(state["data"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def read_options(folder: Path, option: str = "--resume") -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint of a run, whose files are checked, and the options of the run; `option`
+    asked for it. Raises FileNotFoundError without a checkpoint, UsageError for a damaged one."""
+    path = find_checkpoint(folder)
+    if path is None:
+        raise FileNotFoundError(f"{option}: there is no checkpoint in {folder}: train one first")
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        differing = checksums(path).items() ^ content["sha256"].items()
+        options = dict(content["config"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise unusable(path, f"one whose manifest cannot be read ({error})", option) from error
+    if differing:
+        raise unusable(path, f"a damaged one: {min(differing)[0]} is not as written", option)
+    return path, options
 
 
-def _check_same_job(content: dict[str, Any], job: Place) -> None:
-    saved, now = content["config"], plain_config(job.config)
-    foreign = sorted(saved.keys() ^ now.keys())
-    if foreign:
-        raise _unusable(
-            checkpoint_path(job),
-            f"one of another script or version, which do not share the options {foreign}",
-        )
+def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
+    """Let everything that accelerate knows continue from a checkpoint. Raises UsageError."""
+    try:
+        accelerator.load_state(str(path))
+    except Exception as error:  # libraries raise errors of many types
+        if isinstance(error, UsageError):
+            raise
+        reason = " ".join(str(error).split())
+        raise unusable(path, f"one that does not fit the model or device: {reason}") from error
+
+
+def unusable(path: Path, got: str, option: str = "--resume") -> UsageError:
+    """The error of a checkpoint that this run cannot continue."""
+    remedy = f"start without {option}, or name another folder with --out"
+    return UsageError(f"{option}: {path} must be a checkpoint of this run, got {got}; {remedy}")
+
+
+def check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise UsageError unless the options allow to continue the run that was saved."""
+    if foreign := sorted(saved.keys() ^ now.keys()):
+        raise unusable(path, f"one of another script or version, without or with {foreign}")
     for name in sorted(saved.keys() - _MAY_CHANGE):
         if saved[name] != now[name]:
             raise UsageError(
                 f"--resume: the checkpoint was written with {flag(name)} {saved[name]}, got "
                 f"{now[name]}; give the same options or another --out"
             )
-    written_by, processes = len(content["random"]), job.accelerator.num_processes
-    if written_by != processes:
-        raise UsageError(
-            f"--resume: {written_by} processes wrote the checkpoint, got {processes}; start as many"
-        )

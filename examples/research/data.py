@@ -6,7 +6,7 @@ Letters: s seeds, b batch, t time, v classes.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from bedouin.tasks import (
     stream,
     token_accuracy,
 )
-from common.checks import Share, flag
-from common.curriculum import CurriculumOptions, draws_lengths, first_length, next_length
-from common.tasks import Task, WordOptions, limited, word_options
+from flags import Count, Share, check_types, flag
 
+Task = WordProblem | Copying | Parity | ModularArithmetic | BoundPermutations | MQAR
+Kind = Literal["none", "uniform", "double", "quadruple"]
+FACTORS = {"double": 2, "quadruple": 4}
+"""By what a length that is learned is multiplied."""
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
 Point = int | tuple[int, int]
 """What test rows have in common: their length, or numbers of definitions and of operations."""
@@ -42,41 +44,65 @@ DRAWN_AHEAD = 50
 
 
 @dataclass(frozen=True, kw_only=True)
+class CurriculumOptions:
+    """Options of the lengths that a model is trained on."""
+
+    curriculum: Kind = "none"
+    """none: the task's own lengths; uniform: in the first steps lengths from --curriculum-from to
+    the longest; double, quadruple: --curriculum-from at first, two or four times as long after
+    every log entry whose training accuracy reaches --curriculum-threshold."""
+    curriculum_from: Count = 2  # Shortest length of a curriculum.
+    curriculum_share: Share = 1 / 3  # Share of the steps in which "uniform" draws lengths.
+    curriculum_threshold: Share = 0.95
+    """Training accuracy at which "double" and "quadruple" multiply the length."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordOptions:
+    """Options of the variants of a word problem."""
+
+    elements: Literal["all", "swaps", "3-permutations"] = "all"
+    """Elements that a word problem draws."""
+    include_identity: bool = False
+    """Whether swaps and 3-permutations include the identity, as published."""
+    generators: int | None = None
+    """Draw from a fixed random set of so many generators of the group."""
+    generator_seed: int = 0  # Which of these sets.
+    tokens_per_transition: int = 1
+    """Tokens for each element of a word problem, all but the first being fillers."""
+    label_at: Literal["transition", "every", "last"] = "transition"
+    """Where a word problem has labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskOptions(CurriculumOptions, WordOptions):
     """Options of the task, of which each task takes its own and refuses the others."""
 
     task: Literal["word", "copy", "parity", "arithmetic", "brackets", "bound", "mqar"] = "word"
     """A word problem, copying, parity, arithmetic modulo 5 without or with brackets, bound
     permutations, or multi-query associative recall."""
-    group: str = "A5"
-    """Group of the word problem and of bound permutations."""
-    length: int = 16
-    """Training length; the longest one of parity and arithmetic."""
+    group: str = "A5"  # Group of the word problem and of bound permutations.
+    length: int = 16  # Training length; the longest one of parity and arithmetic.
     curriculum_until: Share = 1.0
     """Share of the steps after which the longest length holds, learned or not."""
-    min_length: int = 3
-    """Shortest training row of parity and arithmetic."""
+    min_length: int = 3  # Shortest training row of parity and arithmetic.
     eval_from: int | None = None
     """Shortest test row of parity and arithmetic, 40 as published; None: the length alone."""
-    multiplication: bool = True
-    """Whether arithmetic draws products, with and without brackets."""
-    min_string: int = 4
-    """Shortest string to copy."""
-    max_string: int = 8
-    """Longest string to copy."""
-    context: int = 32
-    """Context of the copying task."""
-    min_definitions: int = 4
-    """Fewest bound names of bound permutations."""
-    max_definitions: int = 16
-    """Most bound names of bound permutations."""
+    multiplication: bool = True  # Whether arithmetic draws products, with and without brackets.
+    min_string: int = 4  # Shortest string to copy.
+    max_string: int = 8  # Longest string to copy.
+    context: int = 32  # Context of the copying task.
+    min_definitions: int = 4  # Fewest bound names of bound permutations.
+    max_definitions: int = 16  # Most bound names of bound permutations.
     max_operations: int = 32
     """Most operations of bound permutations, of which --curriculum-from is the smallest number."""
     eval_definitions: tuple[int, ...] = (16,)
     """Bound names of the test rows of bound permutations, one number for each --eval-lengths, which
     are numbers of operations; a single one is that of all."""
-    vocabulary: int = 8192
-    """Tokens of associative recall."""
+    vocabulary: int = 8192  # Tokens of associative recall.
     pairs: int = 32
     """Pairs of associative recall at --length; test rows have as many for each of their tokens."""
 
@@ -300,3 +326,43 @@ class Data:
             return task.sample(size, source, length=length)
         least = min(self.options.eval_from, length)
         return replace(task, length=length, min_length=least).sample(size, source)
+
+
+def word_options(options: WordOptions) -> dict[str, Any]:
+    """The variant as arguments of `WordProblem`."""
+    return {name: getattr(options, name) for name in WordOptions.__dataclass_fields__}
+
+
+def limited(task: Task, longest: int) -> Task:
+    """The task with training rows up to a length."""
+    if isinstance(task, Copying):
+        return replace(task, min_length=min(task.min_length, longest), max_length=longest)
+    if isinstance(task, BoundPermutations):
+        least = min(task.min_operations, longest)
+        return replace(task, min_operations=least, max_operations=longest)
+    if isinstance(task, WordProblem | MQAR):
+        return replace(task, length=longest)
+    least = longest if task.min_length is None else min(task.min_length, longest)
+    return replace(task, length=longest, min_length=least)
+
+
+def first_length(options: CurriculumOptions, longest: int) -> int:
+    """The longest length at the first step. Raises ValueError if the curriculum starts above
+    `longest`."""
+    if options.curriculum != "none" and options.curriculum_from > longest:
+        raise ValueError(
+            f"--curriculum-from must be at most the training length {longest}, got "
+            f"{options.curriculum_from}"
+        )
+    return options.curriculum_from if options.curriculum in FACTORS else longest
+
+
+def next_length(options: CurriculumOptions, reached: int, longest: int, accuracy: float) -> int:
+    """The longest length after an accuracy at training lengths up to `reached`."""
+    passed = accuracy >= options.curriculum_threshold
+    return min(FACTORS.get(options.curriculum, 1) * reached, longest) if passed else reached
+
+
+def draws_lengths(options: CurriculumOptions, step: int, steps: int) -> bool:
+    """Whether the lengths of this step are drawn."""
+    return options.curriculum == "uniform" and step < options.curriculum_share * steps

@@ -20,8 +20,6 @@ has failed (`failed`) if it had no update in more than 1 % of its steps (`skippe
 With --keep-weights OUT/weights-pointN.safetensors has the parameters of a point of the grid, in the
 order of the rows, with an axis of seeds before their own; with --keep-every M those after every M
 steps are in OUT/weights-pointN-stepS.safetensors.
---trackers logs history and accuracies of each model as a run of its own, when its point of the grid
-is done and in results.json: several of the trackers hold one run in a process.
 """
 
 import argparse
@@ -42,14 +40,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 
 from bedouin import SequenceModel
 from bedouin.tasks import MQAR, Copying
-from common.device import choose_device
-from common.errors import UsageError
-from common.folder import refuse_to_replace
-from common.layers import count
-from common.skipping import has_failed
-from common.trackers import log_run, tracked_scores
+from flags import UsageError, choose_device
+from research.baselines import count
 from research.data import Data, eval_points
-from research.stack import Ensemble, stepper
+from research.stack import Ensemble, has_failed, stepper
 from research.study import GRID, PRESETS, Config, matched, model_seeds
 
 RESULTS = "results.json"
@@ -181,39 +175,14 @@ def failures(row: dict[str, Any]) -> str:
     )
 
 
-def track(config: Config, number: int, row: dict[str, Any], device: torch.device) -> None:
-    """Log the models of a row of the JSON file, which is the point of this number of the grid."""
-    project = config.group.lower() if config.task == "word" else config.task
-    for i, seed in enumerate(model_seeds(config)):
-        about = {name: row[name] for name in ("parameters", "d_model", "num_heads")}
-        log_run(
-            config.trackers,
-            project,
-            config.out / f"point{number}-seed{seed}",
-            {**asdict(config), **row["point"], **about, "seed": seed},
-            tracked_entries(row, i),
-            device,
-        )
-
-
-def tracked_entries(row: dict[str, Any], i: int) -> list[tuple[int, dict[str, float]]]:
-    """What a tracker shows of model i, by step: the history, and the accuracies at the end."""
-    entries = [
-        (h["step"], {n: v[i] for n, v in h.items() if n != "step" and v[i] is not None})
-        for h in row["history"]
-    ]
-    scores: dict[str, dict[str, float]] = {}
-    for length, found in row["accuracy"].items():
-        for name, values in found.items():
-            scores.setdefault(name, {})[length] = values[i]
-    return [*entries, (row["point"]["steps"], tracked_scores(scores))]
-
-
 def main(config: Config) -> None:
     device = choose_device(config.device)
     label = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    if not config.overwrite:
-        refuse_to_replace(config.out, RESULTS)
+    if not config.overwrite and (config.out / RESULTS).exists():
+        raise UsageError(
+            f"--out must be a folder without an earlier run, got {config.out / RESULTS}: name "
+            "another one, or replace that run with --overwrite"
+        )
     config.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     points = [
@@ -234,8 +203,6 @@ def main(config: Config) -> None:
             "rows": rows,
         }
         (config.out / RESULTS).write_text(json.dumps(report, default=str))
-        for number, row in enumerate(found, len(rows) - len(found)):
-            track(config, number, row, device)
 
 
 def parse(args: Sequence[str] | None = None) -> Config:

@@ -32,9 +32,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Condition
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -46,10 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
-from common.checks import Count, Range, check_types
-from common.options import parse_config
-from common.runs import add_runs, read_run, read_runs
-from research import ensemble
+from flags import Count, Range, check_types
+from research import baselines, ensemble
 from research.experiments.controls import CONTROLS_CPU
 from research.experiments.earlier import A5_CPU, COPYING_CPU, GPU_PRESETS
 from research.experiments.heads import heads
@@ -59,6 +59,7 @@ from research.experiments.language_model import (
 )
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.table import tables
+from research.runs import add_runs, read_run, read_runs
 from research.summary import (
     figure_of_both,
     figure_of_lengths,
@@ -81,16 +82,12 @@ Minutes = Annotated[float, Range(0, brackets="(]")]
 class Config:
     """What to run."""
 
-    names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Experiments to run; none: list all."""
+    names: tyro.conf.Positional[tuple[str, ...]] = ()  # Experiments to run; none: list all.
     only: tuple[str, ...] = ()
     """Run only the runs of these names, which may be patterns as "*-lstm_l1", in their order."""
-    again: bool = False
-    """Also make runs that have been made."""
-    extra: str = ""
-    """Flags appended to every command, for trials; written --extra="--flag value"."""
-    out: Path = RESULTS
-    """Folder with a folder for each experiment."""
+    again: bool = False  # Also make runs that have been made.
+    extra: str = ""  # Flags appended to every command, for trials; written --extra="--flag value".
+    out: Path = RESULTS  # Folder with a folder for each experiment.
     devices: Count = 1
     """Runs made at the same time. With more than one each has a process and a GPU of its own, if
     there are GPUs, and what it prints is in runs/experiments/EXPERIMENT/RUN.log."""
@@ -123,23 +120,18 @@ def _ensemble(arguments: Sequence[str]) -> None:
     ensemble.main(ensemble.parse(arguments))
 
 
-def _train_a5(arguments: Sequence[str]) -> None:
-    train_a5.main(parse_config(train_a5.PRESETS, arguments))
+def _train(script: ModuleType, arguments: Sequence[str]) -> None:
+    script.main(*baselines.parse(script, arguments))
 
 
-def _train_copy(arguments: Sequence[str]) -> None:
-    train_copy.main(parse_config(train_copy.PRESETS, arguments))
-
-
-def _train_lm(arguments: Sequence[str]) -> None:
-    train_lm.main(parse_config(train_lm.PRESETS, arguments))
-
-
+TRAINING: dict[Script, ModuleType] = {
+    "train_a5": train_a5,
+    "train_copy": train_copy,
+    "train_lm": train_lm,
+}
 SCRIPTS: dict[Script, tuple[Callable[[Sequence[str]], None], str]] = {
     "ensemble": (_ensemble, "results.json"),
-    "train_a5": (_train_a5, "metrics.json"),
-    "train_copy": (_train_copy, "metrics.json"),
-    "train_lm": (_train_lm, "metrics.json"),
+    **{name: (partial(_train, script), "metrics.json") for name, script in TRAINING.items()},
 }
 """How a script is called, and the file with its numbers."""
 
@@ -313,12 +305,20 @@ def listing(found: dict[str, Experiment], out: Path) -> str:
             elif content:
                 seconds, seeds = seconds_and_seeds(content)
                 made = f"{content['device']}, {seconds:.0f} s, seeds {seeds}"
-            folder = "examples/research" if run.script == "ensemble" else "examples"
             lines += fill(f"{run.name}: {made}", "  ")
-            command = fill(f"python {folder}/{run.script}.py {run.options}", "      ")
+            command = fill(f"python {script_of(run)} {run.options}", "      ")
             lines += [f"{line} \\" for line in command[:-1]] + command[-1:]
         lines.append("")
     return "\n".join(lines)
+
+
+def script_of(run: Run) -> str:
+    """The script of a command."""
+    if run.script == "ensemble":
+        return "examples/research/ensemble.py"
+    if baselines.baseline_of(run.arguments)[0] is not None:
+        return f"examples/research/baselines.py {run.script}"
+    return f"examples/{run.script}.py"
 
 
 def fill(text: str, indent: str) -> list[str]:

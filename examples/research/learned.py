@@ -48,11 +48,10 @@ from bedouin.solvers import Direct, FixedCap, Jacobi, Picard
 from bedouin.state import BedouinState
 from bedouin.tasks import WordProblem, stream
 from bedouin.testing import copy_with, find_fixed_point, lyapunov
-from common.device import Device, choose_device
-from common.errors import UsageError
-from common.runs import add_runs, read_runs
+from flags import Device, UsageError, choose_device
 from research.data import Data, eval_points
 from research.ensemble import RESULTS
+from research.runs import add_runs, read_runs
 from research.study import Config, make_model, model_seeds
 
 CHUNK = 500
@@ -77,20 +76,15 @@ class Options:
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Folders that ensemble.py has written with --keep-weights."""
-    out: Path = Path("runs/learned")
-    """Folder for runs.json and the figures."""
-    horizon: int = 100_000
-    """Tokens of the horizon."""
-    tokens: int = 256
-    """Tokens of the other measurements."""
-    rows: int = 64
-    """Test rows."""
+    out: Path = Path("runs/learned")  # Folder for runs.json and the figures.
+    horizon: int = 100_000  # Tokens of the horizon.
+    tokens: int = 256  # Tokens of the other measurements.
+    rows: int = 64  # Test rows.
     noise: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     """Sizes of noise, relative to the root mean square of each head's memory."""
     lengths: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     """Numbers of tokens at which steps are counted."""
-    device: Device = "auto"
-    """auto: the GPU if there is one."""
+    device: Device = "auto"  # auto: the GPU if there is one.
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import Bedouin
-from common.checks import Count, check_heads, check_types
-from common.layers import BASELINES, count
-from common.report import device_name, versions, write_metrics
+from common.run import as_json, device_name, versions
+from flags import Count, check_heads, check_types
+from research.baselines import BASELINES, count
 
 EXPAND = 2
 KIB = 1024
@@ -39,16 +39,11 @@ KIB = 1024
 class Config:
     """The sizes of the layers."""
 
-    d_model: tuple[Count, ...] = (256, 512, 1024)
-    """Widths of every layer."""
-    num_householder: Count = 4
-    """Reflections of Bedouin."""
-    num_heads: tuple[Count, ...] = (1, 8, 16)
-    """Numbers of heads of Bedouin."""
-    length: Count = 256
-    """Tokens of the sequence."""
-    out: Path | None = None
-    """Also write the numbers to this JSON file."""
+    d_model: tuple[Count, ...] = (256, 512, 1024)  # Widths of every layer.
+    num_householder: Count = 4  # Reflections of Bedouin.
+    num_heads: tuple[Count, ...] = (1, 8, 16)  # Numbers of heads of Bedouin.
+    length: Count = 256  # Tokens of the sequence.
+    out: Path | None = None  # Also write the numbers to this JSON file.
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -144,7 +139,7 @@ def main(config: Config) -> None:
         "seconds": time.perf_counter() - begin,
         "layers": [asdict(row) for row in rows],
     }
-    write_metrics(config.out, report)
+    config.out.write_bytes(as_json(report))
 
 
 if __name__ == "__main__":

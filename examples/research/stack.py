@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, MQAR, token_accuracy
-from common.schedule import decay
-from common.skipping import skip_unless
+from common.options import decay
 from research.data import DRAWN_AHEAD, Data, Point, metrics
 from research.positions import by_pair, by_position
 from research.study import Config, make_model, model_seeds
 
+FAILED_SHARE = 0.01
+"""A run with a larger share of skipped steps has failed."""
 Params = dict[str, Tensor]
 
 EVAL_BATCH, EVAL_TOKENS = 256, 2**17
@@ -272,3 +274,20 @@ def _reset(ensemble: Ensemble, saved: Params) -> None:
             for tensor in state.values():
                 tensor.zero_()
     ensemble.log(0)
+
+
+def skip_unless(
+    finite: Tensor,  # () bool
+    optimizer: Optimizer,  # fused
+) -> None:
+    """Let the next step of `optimizer` keep parameters, moments and step counts unless `finite`.
+
+    torch's fused kernels read the flag on the device, so that nothing synchronizes with the host
+    and a CUDA graph can capture the step. Optimizers that are not fused ignore the flag.
+    """
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+
+
+def has_failed(skipped: int, steps: int) -> bool:
+    """Whether so many skipped steps are too many for the result of a run to count."""
+    return skipped > FAILED_SHARE * steps

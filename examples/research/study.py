@@ -1,6 +1,6 @@
 """Options of `ensemble.py`, and the layer and the model that they describe."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,26 +9,18 @@ import torch
 from torch import nn
 
 from bedouin import Bedouin, Initialization, Kronecker, Monarch, SequenceModel
-from common.checks import Count, Natural, Positive, Range
-from common.device import Device
-from common.layers import (
-    BASELINES,
-    TAKES,
-    Baseline,
-    SolverOptions,
-    count,
-    fixed_point_options,
-    mixer_options,
-)
-from common.matching import matching_width
-from common.schedule import Schedule
-from common.trackers import TrackerOptions
+from common.options import Schedule, SolverOptions, fixed_point_options, mixer_options
+from flags import Count, Device, Natural, Positive, Range
+from research.baselines import BASELINES, TAKES, Baseline, count
 from research.data import TaskOptions, make_task
 from research.models import MODELS
 
+WIDTH_STEP = 32
+"""Widths of a model with a given number of parameters are multiples of this."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TaskOptions, SolverOptions, TrackerOptions):
+class Config(TaskOptions, SolverOptions):
     """Options of the study; those with several values span a grid."""
 
     preset: Literal["small", "paper"] = "small"
@@ -61,30 +53,25 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     feedback_init: tuple[float, ...] = (0.1,)
     delta_from_x_init: tuple[float, ...] = (1.0,)
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
-    expand: tuple[int, ...] = (2,)
-    """Channels of a layer of Bedouin for each one of the model."""
+    expand: tuple[int, ...] = (2,)  # Channels of a layer of Bedouin for each one of the model.
     lr: tuple[Positive, ...] = (1e-3,)
     schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[Count, ...] = (256,)
     steps: tuple[Count, ...] = (5000,)
-    d_model: Count = 128
-    """Width of the model; see --match-parameters."""
+    d_model: Count = 128  # Width of the model; see --match-parameters.
     match_parameters: Count | None = None
     """Replace --d-model by the width with which the model has about this many parameters."""
-    seeds: Count = 5
-    """Number of models in the stack."""
+    seeds: Count = 5  # Number of models in the stack.
     first_seed: Natural = 0
     """Model i draws parameters and data from seed first_seed + i. Settings are chosen on seeds from
     100 on and reported on 0, 1, 2."""
-    eval_rows: Count = 2048
-    """Test rows of each model and length."""
+    eval_rows: Count = 2048  # Test rows of each model and length.
     warmup: Natural = 100
     weight_decay: Annotated[float, Range(0)] = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
     clip: float = 1.0
     log_every: Count = 50
-    graph: bool = True
-    """Capture the step as a CUDA graph (GPU only)."""
+    graph: bool = True  # Capture the step as a CUDA graph (GPU only).
     compile: bool = False
     """Train through torch.compile, which fuses what a baseline computes element by element;
     evaluation does not."""
@@ -96,21 +83,15 @@ class Config(TaskOptions, SolverOptions, TrackerOptions):
     (GPU only). The seconds of a point are then those of all."""
     autocast: Literal["no", "bf16"] = "no"
     """Precision of the matrix products; the fixed point stays in float32 either way."""
-    out: Path = Path("runs/ensemble")
-    """Folder for results.json."""
-    overwrite: bool = False
-    """Replace the results in that folder, if there are any."""
-    keep_weights: bool = False
-    """Also write the parameters of each point of the grid."""
-    keep_every: Count | None = None
-    """Also write them every so many steps."""
-    device: Device = "auto"
-    """auto: the GPU if there is one."""
+    out: Path = Path("runs/ensemble")  # Folder for results.json.
+    overwrite: bool = False  # Replace the results in that folder, if there are any.
+    keep_weights: bool = False  # Also write the parameters of each point of the grid.
+    keep_every: Count | None = None  # Also write them every so many steps.
+    device: Device = "auto"  # auto: the GPU if there is one.
 
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)
         SolverOptions.__post_init__(self)
-        TrackerOptions.__post_init__(self)
         if self.model is not None and (self.model not in MODELS or self.num_layers != 1):
             raise ValueError(
                 f"--model must be among {tuple(MODELS)}, which have their own --num-layers, got "
@@ -260,3 +241,24 @@ def _refuse_options(
     for option in SolverOptions.__dataclass_fields__:
         if getattr(config, option) != getattr(PRESETS["small"], option):
             raise ValueError(f"{option} must keep its default for {name}")
+
+
+def matching_width(size: Callable[[int], int], wanted: int) -> int:
+    """The multiple of `WIDTH_STEP` whose `size`, a number of parameters, is nearest to `wanted`.
+
+    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
+    """
+    low, high = 1, 2
+    while size(high * WIDTH_STEP) < wanted:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size(middle * WIDTH_STEP) < wanted else (low, middle)
+    widths = low * WIDTH_STEP, high * WIDTH_STEP
+    nearest = min(widths, key=lambda d_model: abs(size(d_model) - wanted))
+    if size(nearest) > 1.5 * wanted:
+        raise ValueError(
+            f"--match-parameters must be at least {size(WIDTH_STEP)}, the size at d_model "
+            f"{WIDTH_STEP}, got {wanted}"
+        )
+    return nearest

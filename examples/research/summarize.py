@@ -24,8 +24,9 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin.tasks import Group
-from common.report import Scores, save_figure
-from common.runs import read_run
+from common.evaluation import accuracy_figure
+from common.run import Scores
+from research.runs import read_run
 
 NEAR_SINGULAR = 0.05
 
@@ -96,13 +97,13 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     task = runs[0].get("task") or task_of_options(config)
     seeds = ", ".join(str(run["seed"]) for run in runs)
     device = runs[0]["device"].partition(" (")[0]
-    save_figure(
-        path,
+    content = accuracy_figure(
         [scores(run) for run in runs],
         title=f"{task['title']}: seed {seeds}, {device}",
         train_length=task["train_length"],
         chance=task["chance"],
     )
+    path.write_bytes(content)
 
 
 def task_of_options(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen 
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import NullLocator  # noqa: E402
 
-from common.runs import read_runs  # noqa: E402
 from research.experiments.table import (  # noqa: E402
     EARLIER,
     RATES_OF,
@@ -26,6 +25,7 @@ from research.experiments.table import (  # noqa: E402
     tuned_on,
     tuning_rows,
 )
+from research.runs import read_runs  # noqa: E402
 
 Models = dict[str, dict[str, Any]]
 """By model: measures, each a list over the seeds, and its number of tuning runs."""

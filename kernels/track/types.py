@@ -41,6 +41,8 @@ class TrackInputs(NamedTuple):
 
 
 class Tracked(NamedTuple):
+    """What `track` returns: the outputs before the last projection, the memory and the states."""
+
     hidden: Tensor  # (b, t, H c), in the dtype of x
     h: Tensor  # (b, H c, n), after the last token
     y: Tensor  # (b, t, H c), in the dtype of h

@@ -153,8 +153,11 @@ class Diagnosis:
 
         Needs matplotlib. The format is that of the path's suffix.
         """
+        from matplotlib import rcParams
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+        dotted = {"color": rcParams["axes.edgecolor"], "linestyle": ":"}  # also on a dark ground
         figure = Figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(self.layer)
         over_time, over_steps, pivots, exponents = figure.subplots(2, 2).flat
@@ -166,17 +169,23 @@ class Diagnosis:
             assert run.stats.history is not None
             worst = run.stats.history.amax(1).cpu()
             over_steps.plot(range(1, len(worst) + 1), worst, marker=".", label=run.name)
-        over_steps.axhline(self.rtol, color="black", linestyle=":", label="tolerance")
+        over_steps.axhline(self.rtol, **dotted, label="tolerance")
         over_steps.set(xscale="log", yscale="log", xlabel="step", title="Largest residual")
-        over_steps.legend(fontsize="small")
+        over_steps.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        over_steps.xaxis.set_major_formatter("{x:g}")
+        over_steps.xaxis.set_minor_formatter(NullFormatter())
+        # beside the axes, since curves may be anywhere in them
+        over_steps.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
         if self.pivots is None:
             pivots.set_axis_off()
         else:
             pivots.plot(self.pivots.cpu().sort().values, marker=".")
-            pivots.axhline(SMALL_PIVOT, color="black", linestyle=":")
+            pivots.axhline(SMALL_PIVOT, **dotted)
+            pivots.xaxis.set_major_locator(MaxNLocator(integer=True))
             pivots.set(xlabel="sample, in order", title="Smallest pivot")
         exponents.plot(self.lyapunov.cpu().sort().values, marker=".")
-        exponents.axhline(0.0, color="black", linestyle=":")
+        exponents.axhline(0.0, **dotted)
+        exponents.xaxis.set_major_locator(MaxNLocator(integer=True))
         exponents.set(xlabel="sample, in order", title="Lyapunov exponent a token")
         figure.savefig(path)
         return figure

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.baselines.kinds import assert_written_out
 from torch import Tensor
 
 from bedouin.baselines import Attention, AttentionState
@@ -21,7 +22,7 @@ def turned(x: Tensor, position: int, base: float | None) -> Tensor:
     return torch.cat([z.real, z.imag], -1)
 
 
-def written_out(layer: Attention, x: Tensor) -> Tensor:
+def written_out(layer: Attention, x: Tensor, state: None) -> Tensor:
     """The outputs (b, t, m) of inputs (b, t, m), token by token, from the definition."""
     h, p = layer.num_heads, layer.head_dim
     window = layer.init_state(x.shape[0]).conv
@@ -41,12 +42,7 @@ def written_out(layer: Attention, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("d_conv", [None, 3])
 def test_equals_the_definition(rope_base: float | None, d_conv: int | None) -> None:
     layer = Attention(8, num_heads=2, rope_base=rope_base, d_conv=d_conv, dtype=torch.float64)
-    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
-    y, expected = layer(x), written_out(layer, x)
-    torch.testing.assert_close(y, expected)
-    inputs = [x, *layer.parameters()]
-    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
-    torch.testing.assert_close(*grads)
+    assert_written_out(layer, written_out, (2, 6, 8))
 
 
 def test_rotary_positions_are_relative() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.baselines.kinds import assert_written_out
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -71,13 +72,7 @@ def test_equals_the_layer_written_out(
     # F.normalize has no eps under the root
     monkeypatch.setattr("bedouin.layers.delta_net.FLA_UNIT_EPS", 1e-30)
     layer = kind(8, num_heads=2, dtype=torch.float64, **options)
-    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
-    state = DeltaState(*(torch.randn_like(v) for v in layer.init_state(2)))
-    y, expected = layer(x, state), written_out(layer, x, state)
-    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    inputs = [x, *layer.parameters()]
-    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-8)
+    assert_written_out(layer, written_out, (2, 6, 8), 1e-8)
 
 
 def test_defaults_are_the_authors() -> None:

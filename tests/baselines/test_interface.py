@@ -2,12 +2,11 @@
 
 import copy
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.baselines.kinds import Kind, every_kind
 
 from bedouin import baselines
 from bedouin.baselines import (
@@ -17,26 +16,6 @@ from bedouin.baselines import (
     DeltaProduct,
     Mamba,
 )
-
-Kind = Callable[..., Any]
-
-
-KINDS: list[Any] = [
-    pytest.param(kind, id=name)
-    for name, kind in {
-        "lstm": LSTM,
-        "lstm_conv": partial(LSTM, d_conv=3),
-        "mamba": Mamba,
-        "mamba_plain": partial(Mamba, d_conv=None, eigenvalues="full"),
-        "delta_net": DeltaNet,
-        "delta_net_gated": partial(DeltaNet, gated=True, d_conv=None),
-        "delta_product": DeltaProduct,
-        "delta_product_gated": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
-        "attention": Attention,
-        "attention_conv": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
-    }.items()
-]
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.baselines.kinds import assert_written_out
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -9,8 +10,9 @@ from bedouin.baselines import LSTM, LSTMState
 
 
 def recurrence(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
-    """The outputs (b, t, m) of inputs (b, t, m), without convolution, token by token."""
+    """The outputs (b, t, m) of inputs (b, t, m), token by token."""
     W, U, b, b_U = layer.lstm.parameters()
+    x = x if layer.conv.width is None else F.silu(layer.conv(x, state.conv)[0])
     h, c = state.h, state.c
     outputs = []
     for x_t in x.unbind(1):
@@ -25,14 +27,7 @@ def recurrence(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
 def test_equals_the_recurrence(d_conv: int | None) -> None:
     layer = LSTM(4, expand=1.5, d_conv=d_conv, dtype=torch.float64)
     assert layer.d_inner == 6
-    x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
-    state = LSTMState(*(torch.randn_like(v) for v in layer.init_state(2)))
-    driven = x if d_conv is None else F.silu(layer.conv(x, state.conv)[0])
-    expected, y = recurrence(layer, driven, state), layer(x, state)
-    torch.testing.assert_close(y, expected)
-    inputs = [x, *layer.parameters()]
-    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
-    torch.testing.assert_close(*grads)
+    assert_written_out(layer, recurrence, (2, 7, 4))
 
 
 def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:

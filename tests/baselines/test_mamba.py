@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.baselines.kinds import assert_written_out
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -40,13 +41,7 @@ def recurrence(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
 @pytest.mark.parametrize("eigenvalues", ["positive", "full"])
 def test_equals_the_recurrence(d_conv: int | None, eigenvalues: Eigenvalues) -> None:
     layer = Mamba(4, d_state=3, d_conv=d_conv, eigenvalues=eigenvalues, dtype=torch.float64)
-    u = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
-    state = MambaState(*(torch.randn_like(v) for v in layer.init_state(2)))
-    y, expected = layer(u, state), recurrence(layer, u, state)
-    torch.testing.assert_close(y, expected)
-    inputs = [u, *layer.parameters()]
-    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in (y, expected)]
-    torch.testing.assert_close(*grads)
+    assert_written_out(layer, recurrence, (2, 6, 4))
 
 
 class Adapted(nn.Module):

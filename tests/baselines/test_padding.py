@@ -1,36 +1,14 @@
 """Padded rows and packed documents in every baseline: each sequence gives what it gives alone."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.baselines.kinds import every_kind
 from torch import Tensor
 
-from bedouin.baselines import (
-    LSTM,
-    Attention,
-    AttentionState,
-    DeltaNet,
-    DeltaProduct,
-    Mamba,
-    PaddedAttentionState,
-)
+from bedouin.baselines import Attention, AttentionState, PaddedAttentionState
 from bedouin.testing import assert_close
-
-every_kind = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, id=name)
-        for name, kind in {
-            "lstm": partial(LSTM, d_conv=3),
-            "mamba": Mamba,
-            "delta_net": partial(DeltaNet, gated=True),
-            "delta_product": partial(DeltaProduct, num_householder=3, d_conv=None),
-            "attention": partial(Attention, d_conv=3),
-        }.items()
-    ],
-)
 
 
 def check(

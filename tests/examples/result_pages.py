@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from common.runs import read_runs
 from research import experiment
+from research.runs import read_runs
 from research.summary import summarize
 
 RESULTS = experiment.RESULTS

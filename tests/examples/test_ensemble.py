@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.logging import get_logger
-from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bedouin.tasks import IGNORE, MQAR, Copying, WordProblem, stream
 from bedouin.testing import assert_close
-from common.errors import UsageError
-from common.layers import count
-from common.matching import WIDTH_STEP
-from common.schedule import decay
-from common.skipping import has_failed
+from common.options import decay
+from flags import UsageError
 from research import ensemble, stack, study
+from research.baselines import count
 from research.data import Data, eval_points, metrics
 from research.positions import by_pair, by_position
 
@@ -97,46 +93,6 @@ def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
     with pytest.raises(ValueError, match="--concurrent must be off with --stacked"):
         small(stacked=True, concurrent=True)
-
-
-class LineTracker(GeneralTracker):  # type: ignore[misc]
-    """Writes a line for each call to a file of its run; refuses a second run beside an open one."""
-
-    name = "tensorboard"
-    requires_logging_directory = True
-    is_open = False
-
-    def __init__(self, run_name: str, logging_dir: Path) -> None:
-        super().__init__()
-        self.path = logging_dir / run_name / "lines.json"
-
-    @property
-    def tracker(self) -> Path:
-        return self.path
-
-    def start(self) -> None:
-        assert not LineTracker.is_open
-        get_logger(__name__).debug("Trackers of accelerate write such a line.")
-        LineTracker.is_open = True
-        self.path.parent.mkdir(parents=True)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._write(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._write({"step": step, **values})
-
-    def finish(self) -> None:
-        LineTracker.is_open = False
-
-    def _write(self, values: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
-
-
-def test_a_tracker_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ValueError, match="--trackers must be among the installed .*, got 'paper'"):
-        small(trackers=("paper",))
 
 
 def fail_at(one: stack.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +177,7 @@ def test_a_run_with_too_many_skipped_steps_has_failed(
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert row["skipped"] == [0, 1] and row["failed"] == [False, True]
     assert "FAILED: no update in 1 of model 1 of 4 steps" in capsys.readouterr().out
-    assert not has_failed(10, 1000) and has_failed(11, 1000)
+    assert not stack.has_failed(10, 1000) and stack.has_failed(11, 1000)
 
 
 def test_positions_of_errors_of_a_copied_string() -> None:
@@ -388,7 +344,7 @@ def test_a_longer_length_begins_with_the_step_after_the_log_entry() -> None:
 def test_a_width_is_found_for_a_number_of_parameters() -> None:
     point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     config = study.matched(small(match_parameters=200_000), point)
-    assert config.d_model % WIDTH_STEP == 0
+    assert config.d_model % study.WIDTH_STEP == 0
     sizes = [
         count(study.make_model(dataclasses.replace(config, d_model=width), point)) - 200_000
         for width in (config.d_model + shift for shift in (-32, 0, 32))

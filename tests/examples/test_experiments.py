@@ -16,17 +16,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bedouin.baselines import Attention
-from common.options import parse_config
-from common.runs import add_runs, read_runs
-from research import ensemble, experiment
+from research import baselines, ensemble, experiment
 from research.experiments.plan import Experiment, Run
 from research.experiments.table import RATES, TASKS, VARIANTS, chosen, tables
 from research.models import MODELS
+from research.runs import add_runs, read_runs
 from research.study import GRID, make_layer
 from research.summary import figure_of_both, figure_of_lengths, summarize, tuning_markdown
 
 ALL = experiment.experiments()
-SINCE = ("out", "device", "stacked", "eigenvalues", "atol")
+SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("table", "table-wide", "table-languages")
 TUNING = ("heads", "table-tuning")
@@ -41,7 +40,7 @@ def parsed(run: Run) -> Any:
     """The configuration of a run."""
     if run.script == "ensemble":
         return ensemble.parse(run.arguments)
-    return parse_config(getattr(experiment, run.script).PRESETS, run.arguments)
+    return baselines.parse(experiment.TRAINING[run.script], run.arguments)[0]
 
 
 @pytest.mark.parametrize("found", ALL.values(), ids=lambda found: str(found.name))
@@ -71,6 +70,7 @@ def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
         saved = contents[run.name]["config"]
         names.add(run.name)
         config = asdict(parsed(run))
+        config["mixer_layer"] = config.get("mixer_layer") or config["layer"]
         for option in saved.keys() & config.keys() - set(SINCE):
             assert _listed(config[option]) == _listed(saved[option]), (run.name, option)
     assert contents.keys() - names == (NOT_PLANNED if name == "a5-cpu" else set())
@@ -83,7 +83,7 @@ def test_listed_commands_name_scripts_that_exist(tmp_path: Path) -> None:
     commands = re.sub(r" \\\n\s+", " ", shown)
     assert all(run.options in commands for part in ALL.values() for run in part.runs)
     scripts = set(re.findall(r" python (\S+\.py) ", shown))
-    assert len(scripts) == len(experiment.SCRIPTS)
+    assert len(scripts) == len(experiment.SCRIPTS) + 1  # and that of the baselines
     assert all((root / script).is_file() for script in scripts)
 
 

@@ -10,8 +10,8 @@ import torch
 from benchmarks import generation, whole_models
 from benchmarks.generation import Config, measure_apart, measure_here, ratios
 from benchmarks.whole_models import MIXERS, TASKS, Sizes
-from common.errors import UsageError
-from common.layers import count
+from flags import UsageError
+from research.baselines import count
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*may become singular:UserWarning")
 

@@ -9,9 +9,9 @@ import torch
 
 from bedouin import Bedouin
 from bedouin.state import BedouinState
-from common.errors import UsageError
-from common.runs import read_runs
+from flags import UsageError
 from research import ensemble, learned
+from research.runs import read_runs
 from research.study import Config
 
 CPU = torch.device("cpu")

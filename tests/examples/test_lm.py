@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,15 @@ from torch import nn
 import generate
 import train_lm
 from bedouin.generation import Sampling
-from common import lm_training, training
-from common.errors import UsageError
-from common.layers import BASELINES
-from common.lm_evaluation import batched, bits_per_byte
-from common.lm_options import LanguageConfig, build_language_model
-from common.lm_text import END, VOCABULARY, make_corpus, read_corpora
-from common.options import matched, num_parameters, parse_config
-from common.runs import add_runs
+from common import run as run_module
+from common.checkpoint import find_checkpoint
+from common.run import Run
 from common.script import leave_process_group
+from flags import UsageError
+from language.evaluation import batched, bits_per_byte
+from language.text import END, VOCABULARY, TextOptions, make_corpus, read_corpora
+from research import baselines
+from research.baselines import BASELINES, count, make_baseline
 from research.experiments.language_model import (
     COMPARED,
     SCORE,
@@ -38,6 +40,8 @@ from research.experiments.language_model import (
     tuned_language_models,
 )
 from research.experiments.table import RATES
+from research.runs import add_runs
+from train_lm import LanguageConfig, make_model
 
 LINES = "def {}(x):\n    return x\n"
 SMALL: dict[str, Any] = {
@@ -60,9 +64,12 @@ def small(text: Path, out: Path, **changes: Any) -> LanguageConfig:
     return LanguageConfig(**{**SMALL, "text": text, "out": out, **changes})
 
 
-def checkpoint(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return content
+def corpora(text: Path, pattern: str | None = None) -> Any:
+    return read_corpora(TextOptions(text=text, pattern=pattern, length=1))
+
+
+def maker(mixer: str) -> Any:
+    return train_lm.make_layer if mixer == "bedouin" else make_baseline
 
 
 def test_rows_hold_documents_their_labels_and_where_they_begin() -> None:
@@ -94,7 +101,7 @@ def test_pieces_cover_the_documents_once() -> None:
 
 
 def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
-    training_part, held_out = read_corpora(text, "*.py")
+    training_part, held_out = corpora(text, "*.py")
     assert len(training_part.starts) + len(held_out.starts) == 40 and len(held_out.starts) >= 1
     assert training_part.num_bytes + held_out.num_bytes == sum(
         path.stat().st_size for path in text.glob("*.py")
@@ -102,7 +109,7 @@ def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
     for path in text.glob("*.py"):
         if path.name != "file7.py":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    without = read_corpora(tmp_path, "*.py")
+    without = corpora(tmp_path, "*.py")
     assert sum(len(part.starts) for part in without) == 39
     changed = [
         len(one.starts) - len(two.starts)
@@ -110,22 +117,22 @@ def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
     ]
     assert sorted(changed) == [-1, 0]  # the other files are where they were
     with pytest.raises(UsageError, match=r"and to hold out, got 0 files with --pattern '\*.md'"):
-        read_corpora(text, "*.md")
+        corpora(text, "*.md")
 
 
 def test_the_last_part_of_one_file_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes(bytes(range(160)))
     for text in (tmp_path / "book.txt", tmp_path):
-        training_part, held_out = read_corpora(text, None)
+        training_part, held_out = corpora(text)
         assert training_part.tokens.tolist() == [END, *range(150), END]
         assert held_out.tokens.tolist() == [END, *range(150, 160), END]
     with pytest.raises(UsageError, match="--pattern is for a folder, got the file .*leave it out"):
-        read_corpora(tmp_path / "book.txt", "*.txt")
+        corpora(tmp_path / "book.txt", "*.txt")
     with pytest.raises(UsageError, match="must be a file or a folder, got .*/none, which does not"):
-        read_corpora(tmp_path / "none", None)
+        corpora(tmp_path / "none")
     (tmp_path / "book.txt").write_bytes(b"short")
     with pytest.raises(UsageError, match="--text must have text to train with and to hold out"):
-        read_corpora(tmp_path / "book.txt", None)
+        corpora(tmp_path / "book.txt")
 
 
 def test_a_folder_is_read_without_a_pattern_and_each_file_once(tmp_path: Path) -> None:
@@ -140,10 +147,10 @@ def test_a_folder_is_read_without_a_pattern_and_each_file_once(tmp_path: Path) -
         for name in ("l", "link-"):
             (tmp_path / f"{name}{i}").symlink_to(path)
         (tmp_path / f"z{i}").hardlink_to(path)
-    parts = read_corpora(tmp_path, None)
+    parts = corpora(tmp_path)
     assert sum(len(part.starts) for part in parts) == 40
     assert sum(part.num_bytes for part in parts) == sizes
-    links = read_corpora(tmp_path, "l*")
+    links = corpora(tmp_path, "l*")
     assert sum(part.num_bytes for part in links) == sizes
 
 
@@ -157,7 +164,7 @@ def test_the_library_is_read_without_its_tests(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "more.py").write_text("y")
     (tmp_path / "notes.txt").write_text("z")
-    assert sum(corpus.num_bytes for corpus in read_corpora(None, None)) == 40
+    assert sum(corpus.num_bytes for corpus in read_corpora(TextOptions(length=1))) == 40
 
 
 class Uniform(nn.Module):
@@ -169,19 +176,20 @@ class Uniform(nn.Module):
 
 def test_bits_per_byte_counts_the_ends_of_documents() -> None:
     corpus = make_corpus([b"abcde", b"", b"fg"])
-    found = bits_per_byte(Accelerator(cpu=True), Uniform(), corpus, corpus.pieces(3, 100), 4)
+    batches = batched(corpus.pieces(3, 100), 4)
+    found = bits_per_byte(Accelerator(cpu=True), Uniform(), corpus, batches)
     assert found == pytest.approx(10 / 7 * math.log2(VOCABULARY))
 
 
 @pytest.mark.parametrize("mixer", ["bedouin", *BASELINES])
 def test_pieces_are_evaluated_as_if_alone(mixer: str, text: Path, tmp_path: Path) -> None:
-    config = small(text, tmp_path, mixer_layer=mixer, num_layers=2, mlp_expand=2.0)
-    model = build_language_model(config).double().eval()
+    config = small(text, tmp_path, layer=mixer, num_layers=2, mlp_expand=2.0)
+    model = make_model(config, maker(mixer)).double().eval()
     corpus = make_corpus([b"abcde", b"", b"fghij" * 3])
-    pieces = corpus.pieces(7, 100)
-    accelerator = Accelerator(cpu=True)
-    packed = bits_per_byte(accelerator, model, corpus, pieces, 100)
-    alone = bits_per_byte(accelerator, model, corpus, pieces, 1)
+    pieces, accelerator = corpus.pieces(7, 100), Accelerator(cpu=True)
+    packed, alone = (
+        bits_per_byte(accelerator, model, corpus, batched(pieces, tokens)) for tokens in (100, 1)
+    )
     assert packed == pytest.approx(alone, rel=1e-10)
 
 
@@ -189,7 +197,7 @@ def test_pieces_are_evaluated_as_if_alone(mixer: str, text: Path, tmp_path: Path
     "changes",
     [
         {"num_heads": 2, "mlp_expand": 2.0, "autocast": "bf16"},
-        *({"mixer_layer": name} for name in ("mamba", "deltaproduct", "lstm", "attention")),
+        *({"layer": name} for name in ("mamba", "deltaproduct", "lstm", "attention")),
     ],
     ids=str,
 )
@@ -197,41 +205,43 @@ def test_every_layer_learns(
     changes: dict[str, Any], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(text, tmp_path, steps=8, lr=2e-2, eval_lengths=(8,), eval_every=4, **changes)
-    train_lm.main(config)
+    train_lm.main(config, maker(config.layer))
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     before, after = (entry["bits_per_byte"]["24"] for entry in metrics["history"])
     assert after < before < 8 and metrics["history"][1]["loss"] < metrics["history"][0]["loss"]
     assert metrics["bits_per_byte"].keys() == {"8", "24"} and metrics["tokens_per_second"] > 0
-    assert metrics["parameters"] == size(config)
     assert metrics["text"]["training_files"] + metrics["text"]["held_out_files"] == 41
-    weights = load_file(tmp_path / "model.safetensors")
-    assert weights.keys() == checkpoint(tmp_path)["model"].keys()
+    assert metrics["parameters"] == size(config)
     assert (tmp_path / "bits_per_byte.png").stat().st_size > 5000
     assert (tmp_path / "sample.txt").read_text()
     assert f"python examples/generate.py --run {tmp_path}" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_continues_bit_for_bit(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_lm.main(small(text, tmp_path / "whole"))
-    step = lm_training.train_step
+@contextmanager
+def interrupting(step: int) -> Iterator[None]:
+    """KeyboardInterrupt in the update of a step."""
+    update = Run.update
 
-    def stopping(job: Any, run: Any) -> None:
-        if run.step == 3:
+    def interrupted(run: Run, *args: Any, **shown: Any) -> None:
+        if run.step == step:
             raise KeyboardInterrupt
-        step(job, run)
+        update(run, *args, **shown)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(lm_training, "train_step", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train_lm.main(small(text, tmp_path / "cut"))
-    assert checkpoint(tmp_path / "cut")["step"] == 2
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "update", interrupted)
+        yield
+
+
+def test_an_interrupted_run_continues_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    train_lm.main(small(text, tmp_path / "whole"))
+    with interrupting(3):
+        train_lm.main(small(text, tmp_path / "cut"))
+    assert find_checkpoint(tmp_path / "cut") == tmp_path / "cut" / "checkpoint-2"
     torch.manual_seed(99)
     train_lm.main(small(text, tmp_path / "cut", resume=True))
-    one, two = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "cut")
-    assert [entry["loss"] for entry in one["history"]] == [e["loss"] for e in two["history"]]
-    assert all(torch.equal(value, two["model"][name]) for name, value in one["model"].items())
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
     with pytest.raises(UsageError, match="written with --length 24, got 12"):
         train_lm.main(small(text, tmp_path / "cut", resume=True, length=12))
 
@@ -294,28 +304,20 @@ def run_process(text: Path, folder: Path) -> None:
         accelerator.state.fsdp_plugin = fsdp_plugin
         return accelerator
 
-    prepare, step, seen = training.prepare_run, lm_training.train_step, []
+    update, seen = Run.update, []
 
-    def preparing(*args: Any) -> Any:
-        run = prepare(*args)
+    def updating(run: Run, *args: Any, **shown: Any) -> None:
         seen.append(all(hasattr(p, "full_tensor") for p in run.model.parameters()))
-        return run
-
-    def stopping(job: Any, run: Any) -> None:
-        if run.step == 2:
-            raise KeyboardInterrupt
-        step(job, run)
+        update(run, *args, **shown)
 
     config = small(text, folder / "sharded", accumulate=2, shard=True, **PARALLEL)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "Accelerator", sharding_accelerator)
-        patch.setattr(lm_training, "prepare_run", preparing)
-        patch.setattr(lm_training, "train_step", stopping)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_module, "Accelerator", sharding_accelerator)
+        patch.setattr(Run, "update", updating)
+        with interrupting(2):
             train_lm.main(config)
-        patch.setattr(lm_training, "train_step", step)
         train_lm.main(dataclasses.replace(config, resume=True))
-    assert seen == [True, True]
+    assert seen == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -336,19 +338,16 @@ def test_bad_options_are_named(
         train_lm.main(small(text, tmp_path, **changes))
 
 
+def parsed(runs: Any) -> list[LanguageConfig]:
+    """The configurations of runs, with their baselines."""
+    return [baselines.parse(train_lm, run.arguments)[0] for run in runs]
+
+
 def size(config: LanguageConfig) -> int:
     """The number of parameters of the model that is trained."""
-    both = VOCABULARY, VOCABULARY
-    return num_parameters(matched(config, *both), *both)
-
-
-def test_models_have_equal_parameters(tmp_path: Path) -> None:
-    sizes = []
-    for mixer in ("bedouin", *BASELINES):
-        config = small(tmp_path, tmp_path, mixer_layer=mixer, match_parameters=10**6)
-        sizes.append(size(config))
-        assert matched(config, VOCABULARY, VOCABULARY).d_model % 32 == 0
-    assert all(abs(n - 10**6) < 1.2e5 for n in sizes) and len(set(sizes)) > 1
+    own = config.layer not in BASELINES
+    with torch.device("meta"):
+        return count(make_model(config, train_lm.make_layer if own else make_baseline))
 
 
 def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
@@ -362,7 +361,7 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     assert [run.name for run in reported.runs] == [f"tracking-seed{i}" for i in range(3)]
     added = [run.name for run in tuning.runs if run.name.endswith("0.008")]
     assert added == ["mamba-0.008"]  # the best of three is at an edge
-    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in tuning.runs]
+    configs = parsed(tuning.runs)
     assert {config.seed for config in configs} == {TUNING_SEED}
     rates = [config.lr for config in configs if config.lr != 8e-3]
     assert rates == [*RATES] * len(COMPARED)
@@ -370,16 +369,16 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     assert all(abs(n / sizes[0] - 1) < 0.02 for n in sizes)
     add_runs(tmp_path / "language-tuning", {"mamba-0.008": further})
     _, reported = tuned_language_models(tmp_path)
-    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in reported.runs]
+    configs = parsed(reported.runs)
     assert all(dataclasses.replace(config, seed=0) == configs[0] for config in configs[:3])
-    chosen = [(c.mixer_layer, c.lr, c.seed) for c in configs]
+    chosen = [(c.layer, c.lr, c.seed) for c in configs]
     assert chosen == [
         (*pair, i) for pair in (("mamba", 8e-3), ("tracking", 2e-3)) for i in range(3)
     ]
 
 
 def test_the_lstm_has_the_size_and_the_steps_of_the_model_of_make_lm() -> None:
-    configs = [parse_config(train_lm.PRESETS, run.arguments) for run in language_model_cpu().runs]
+    configs = parsed(language_model_cpu().runs)
     own, other = configs[0], configs[3]
     assert dataclasses.replace(own, preset="auto") == dataclasses.replace(
         train_lm.CPU, seed=0, preset="auto"

@@ -15,30 +15,46 @@ import torch
 import train_a5
 import train_copy
 import train_lm
-from bedouin import TrackingDeltaNet
+from bedouin import Bedouin, TrackingDeltaNet
 from bedouin.baselines import DeltaNet
 from bedouin.solvers import (
     Anderson,
     Broyden,
     Direct,
+    FixedCap,
+    GammaCap,
+    ImplicitAdjoint,
     Jacobi,
+    OneStepAdjoint,
     PhantomAdjoint,
     Picard,
+    UnrolledAdjoint,
 )
-from bedouin.tasks import Group, WordProblem, generating_set
-from common.checks import Count, Share, check_types
-from common.layers import build_adjoint, build_solver
-from common.options import TrainConfig, build_model, parse_config
+from common.options import OF_BEDOUIN, RunConfig, TrainConfig, fixed_point_options, parse_config
+from flags import Count, Share, check_types
+from research import baselines
+
+SCRIPTS: list[Any] = [train_a5, train_copy, train_lm]
 
 
 def parse_a5(*args: str) -> train_a5.WordProblemConfig:
     return parse_config(train_a5.PRESETS, args)
 
 
+def message_of(
+    capsys: pytest.CaptureFixture[str], script: Any, *flags: str, status: int = 2
+) -> str:
+    """What tyro says of flags that end the script, without its frame and its line breaks."""
+    with pytest.raises(SystemExit) as stop:
+        parse_config(script.PRESETS, flags)
+    assert stop.value.code == status
+    printed = capsys.readouterr()
+    return " ".join((printed.err + printed.out).replace("│", " ").split())
+
+
 def test_preset_gives_the_defaults_and_flags_override_them() -> None:
     config = parse_a5("--preset", "paper", "--d-model", "96", "--eval-lengths", "3", "5")
-    expected = dataclasses.replace(train_a5.PAPER, d_model=96, eval_lengths=(3, 5))
-    assert config == expected
+    assert config == dataclasses.replace(train_a5.PAPER, d_model=96, eval_lengths=(3, 5))
     assert parse_a5("--preset=gpu") == train_a5.GPU
 
 
@@ -53,25 +69,25 @@ def test_a_script_may_have_one_preset(capsys: pytest.CaptureFixture[str]) -> Non
         assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("presets", [train_a5.PRESETS, train_copy.PRESETS, train_lm.PRESETS])
-@pytest.mark.parametrize("name", ["paper", "lstm", "mamba", "deltaproduct"])
-def test_another_layer_leaves_out_what_the_preset_gives_bedouin(name: str, presets: Any) -> None:
-    for preset in set(presets) - {"paper"}:
-        config = parse_config(presets, ("--preset", preset, "--mixer-layer", name))
-        assert config.mixer_layer == name and config.feedback == TrainConfig.feedback
-        assert config.steps == presets[preset].steps
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", ["paper", "tracking", "lstm", "mamba", "deltaproduct"])
+def test_another_layer_leaves_out_what_the_preset_gives_bedouin(name: str, script: Any) -> None:
+    for preset in script.PRESETS.keys() - {"paper"}:
+        for flag in ("--layer", "--mixer-layer"):
+            config, _ = baselines.parse(script, ("--preset", preset, flag, name))
+            assert config.layer == name and config.feedback == RunConfig.feedback
+            assert config.steps == script.PRESETS[preset].steps
 
 
-def test_variants_of_word_problems_reach_the_task() -> None:
-    flags = {
-        **{"elements": "3-permutations", "tokens_per_transition": 4},
-        **{"include_identity": True, "label_at": "every"},
-    }
-    config = train_a5.WordProblemConfig(group="S5", **flags)  # type: ignore[arg-type]
-    assert config.task() == WordProblem(Group.from_name("S5"), 6, **flags)  # type: ignore[arg-type]
-    config = parse_a5("--generators", "12", "--generator-seed", "1", "--label-at", "last")
-    assert config.task().alphabet == generating_set(config.task().group, 12, 1)
-    assert config.task().label_at == "last"
+def test_a_baseline_takes_its_own_options() -> None:
+    flags = ("--preset", "cpu", "--mixer-layer", "deltanet", "--num-heads", "2")
+    config, make_layer = baselines.parse(train_a5, flags)
+    (layer,) = train_a5.make_model(config, make_layer).mixers
+    assert isinstance(layer, DeltaNet) and layer.num_heads == 2
+    with pytest.raises(ValueError, match="--layer lstm takes no --d-state: leave it out"):
+        baselines.parse(train_a5, ("--mixer-layer", "lstm", "--d-state", "8"))
+    with pytest.raises(SystemExit, match="name a script of .* and --mixer-layer, one of"):
+        baselines.main(["train_a5", "--mixer-layer", "bedouin"])
 
 
 @pytest.mark.parametrize(
@@ -81,20 +97,19 @@ def test_variants_of_word_problems_reach_the_task() -> None:
 def test_unknown_flag_exits_and_suggests(
     flag: str, suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_a5(flag, "3")
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
+    message = message_of(capsys, train_a5, flag, "3")
     assert flag in message and suggestion in message
 
 
-def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_a5("--help")
-    text = capsys.readouterr().out
-    for field in dataclasses.fields(train_a5.WordProblemConfig):
-        assert f"--{field.name.replace('_', '-')}" in text
-    assert "Optimizer steps" in text and "(default:" in text
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_has_help(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = message_of(capsys, script, "--help", status=0)
+    entries = {entry.split()[0].rstrip(","): entry for entry in re.split(r" (?=--[a-z])", text)}
+    for field in dataclasses.fields(script.CPU):
+        entry = entries[f"--{field.name.replace('_', '-')}"]
+        if entry.endswith(","):  # of a flag without a value the text follows its negation
+            entry = entries[f"--no-{field.name.replace('_', '-')}"]
+        assert re.search(r"[a-z]{2,} [a-z]{2,}", entry) or field.name == "layer", entry
 
 
 @pytest.mark.parametrize(
@@ -103,28 +118,17 @@ def test_every_flag_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         ({"steps": 0}, r"--steps must be an int in \[1, inf\), got 0"),
         ({"seed": -1}, r"--seed must be an int in \[0, 524288\), got -1"),
         ({"eval_lengths": (4, 0)}, r"--eval-lengths must be an int in \[1, inf\), got 0"),
-        (
-            {"mixer_layer": "paper", "solver": "direct"},
-            "--mixer-layer paper takes no --solver: leave",
-        ),
-        ({"mixer_layer": "lstm", "d_state": 8}, "--mixer-layer lstm takes no --d-state: leave it"),
-        (
-            {"train_solver_steps": 200},
-            "--train-solver-steps must be at most --solver-steps = 100, got 200",
-        ),
-        (
-            {"train_solver_steps": 2, "gamma_cap": (4.0, 1.0)},
-            "--gamma-cap draws the steps in training",
-        ),
+        ({"layer": "paper", "solver": "direct"}, "--layer paper takes no --solver: leave"),
+        ({"layer": "tracking", "d_state": 8}, "--layer tracking takes no --d-state: leave it"),
         ({"gamma_cap": (4.0, 0.0)}, r"--gamma-cap must be a number in \(0, 1e\+06\], got 0.0"),
         ({"clip": math.nan}, r"--clip must be a number in \(0, inf\], got nan"),
         ({"steps": True}, "--steps must be an int in .*, got True"),
         ({"d_model": 8.0}, r"--d-model must be an int in .*, got 8\.0"),
     ],
 )
-def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
+def test_bad_values_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TrainConfig(), **change)  # type: ignore[arg-type]
+        dataclasses.replace(TrainConfig(), **change)
 
 
 @pytest.mark.parametrize(
@@ -134,105 +138,87 @@ def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
         *(((name, "-1"), "-1") for name in ("--d-state", "--expand", "--num-householder")),
         *(((name, "0"), "0") for name in ("--solver-steps", "--threads", "--log-every")),
         *(((name, "0"), "0") for name in ("--eval-every", "--eval-rows", "--final-rows")),
-        *(((name, "0"), "0") for name in ("--eval-batch-size", "--checkpoint-every")),
+        *(((name, "0"), "0") for name in ("--eval-batch-size", "--checkpoint-every", "--length")),
         *(((name, "4", "-4"), "-4") for name in ("--eval-lengths", "--final-lengths")),
         *(((name, "nan"), "nan") for name in ("--lr", "--clip", "--beta-max", "--feedback-init")),
         *(((name, "inf"), "inf") for name in ("--lr", "--weight-decay", "--rtol", "--atol")),
-        (("--weight-decay", "-1"), "-1.0"),
+        *(((name, "-1"), "-1.0") for name in ("--weight-decay", "--feedback-init", "--rtol")),
         (("--warmup-steps", "-5"), "-5"),
         (("--seed", "524288"), "524288"),
         (("--betas", "0.9", "1.0"), "1.0"),
         (("--betas", "-0.1", "0.9"), "-0.1"),
-        (("--mlp-expand", "0"), "0.0"),
         (("--beta-max", "2.1"), "2.1"),
         (("--beta-max", "0"), "0.0"),
-        (("--feedback-init", "-1"), "-1.0"),
-        (("--rtol", "-1e-3"), "-0.001"),
-        (("--atol", "-1e-3"), "-0.001"),
-        (("--stop-at-accuracy", "1.5"), "1.5"),
-        (("--length", "0"), "0"),
-        (("--curriculum-from", "7"), "7"),
-        (("--trackers", "paper"), "'paper'"),
         (("--num-heads", "0"), "0"),
         (("--num-heads", "3"), "3"),
         (("--group", "Q8"), "'Q8'"),
-        (("--group", "Z1"), "'Z1'"),
-        (("--generators", "61"), "61"),
-        (("--elements", "swaps", "--generators", "3"), "'swaps'"),
-        (("--label-at", "last", "--protocol", "official"), "'last'"),
+        (("--group", "Z1"), "1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )
 def test_bad_flags_exit_with_a_message_that_names_them(
     flags: tuple[str, ...], got: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_a5("--preset", "cpu", *flags)
-    assert stop.value.code == 2
-    message = unboxed(capsys.readouterr().err)
+    message = message_of(capsys, train_a5, "--preset", "cpu", *flags)
     assert flags[0] in message and f"got {got}" in message
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("script", "flags", "message"),
     [
-        (("--min-length", "9"), "--min-length must be at most --max-length, got"),
-        (("--min-length", "0"), "--min-length must be at least 1, got 0"),
-        (("--context-len", "18"), "--context-len must hold a whole sample"),
-        (("--num-letters", "27"), "--num-letters must be in [2, 26], got 27"),
+        (train_copy, ("--min-length", "9"), "--min-length must be at most --max-length, got"),
+        (train_copy, ("--min-length", "0"), "--min-length must be at least 1, got 0"),
+        (train_copy, ("--context-len", "18"), "--context-len must hold a whole sample"),
+        (train_copy, ("--num-letters", "27"), "--num-letters must be in [2, 26], got 27"),
+        (train_lm, ("--mlp-expand", "0"), "--mlp-expand must be a number in (0, inf), got 0.0"),
+        (train_lm, ("--accumulate", "3"), "--accumulate must divide --batch-size = 16, got 3"),
+        (train_lm, ("--eval-tokens", "0"), "--eval-tokens must be an int in [1, inf), got 0"),
     ],
 )
-def test_bad_flags_of_copying(
-    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+def test_bad_flags_of_the_other_scripts(
+    script: Any, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        parse_config(train_copy.PRESETS, ("--preset", "cpu", *flags))
-    assert message in unboxed(capsys.readouterr().err)
+    assert message in message_of(capsys, script, "--preset", "cpu", *flags)
 
 
-def unboxed(message: str) -> str:
-    """tyro's message without its frame and its line breaks."""
-    return " ".join(message.replace("│", " ").split())
-
-
-def test_solver_flags_build_the_solver_with_its_tolerances() -> None:
+def test_solver_flags_build_the_solver_the_gradient_and_the_cap() -> None:
     base = TrainConfig(rtol=1e-3, atol=1e-7)
-    assert build_solver(base) == "auto"
-    assert build_solver(dataclasses.replace(base, solver="direct")) == Direct()
+
+    def built(**changes: Any) -> Any:
+        return fixed_point_options(dataclasses.replace(base, **changes)).values()
+
+    assert tuple(built()) == ("auto", ImplicitAdjoint(), FixedCap(100))
     for name, solver in (("picard", Picard), ("jacobi", Jacobi)):
-        config = dataclasses.replace(base, solver=name)  # type: ignore[arg-type]
-        assert build_solver(config) == solver(rtol=1e-3, atol=1e-7)
-    anderson = build_solver(dataclasses.replace(base, solver="anderson"))
-    broyden = build_solver(dataclasses.replace(base, solver="broyden"))
-    assert isinstance(anderson, Anderson) and anderson.rtol == 1e-3
-    assert isinstance(broyden, Broyden) and broyden.atol == 1e-7
-    assert isinstance(build_adjoint(dataclasses.replace(base, adjoint="phantom")), PhantomAdjoint)
+        assert next(iter(built(solver=name))) == solver(rtol=1e-3, atol=1e-7)
+    for name, kind in (("anderson", Anderson), ("broyden", Broyden), ("direct", Direct)):
+        found = next(iter(built(solver=name)))
+        assert isinstance(found, kind) and getattr(found, "rtol", 1e-3) == 1e-3
+    adjoints = {"one_step": OneStepAdjoint, "phantom": PhantomAdjoint, "unrolled": UnrolledAdjoint}
+    for name, adjoint in adjoints.items():
+        assert isinstance([*built(adjoint=name)][1], adjoint)
+    *_, cap = built(gamma_cap=(4.0, 1.0), solver_steps=50)
+    assert isinstance(cap, GammaCap) and (cap.shape, cap.scale, cap.limit) == (4.0, 1.0, 50)
 
 
-def test_a_baseline_replaces_the_layer_and_the_presets_options_of_bedouin() -> None:
-    config = parse_a5("--preset", "cpu", "--mixer-layer", "deltanet", "--num-heads", "2")
-    assert config.feedback == TrainConfig.feedback != train_a5.CPU.feedback
-    model = build_model(config, 7, 5)
-    assert isinstance(model.mixers[0], DeltaNet) and model.mixers[0].num_heads == 2
-
-
-def test_the_layer_that_tracks_and_recalls_takes_no_option_of_bedouin(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (layer,) = build_model(parse_config(train_copy.PRESETS, ("--preset", "cpu")), 7, 5).mixers
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_flags_make_the_layer(script: Any) -> None:
+    flags = ("--preset", "cpu", "--d-conv", "3", "--num-heads", "2", "--solver", "jacobi")
+    (layer, *_) = script.make_model(parse_config(script.PRESETS, flags)).mixers
+    assert isinstance(layer, Bedouin) and layer.num_heads == 2 and layer.conv is not None
+    assert layer.conv.width == 3 and layer.solver == Jacobi(rtol=1e-4, atol=1e-30)
+    (layer, *_) = script.make_model(parse_config(script.PRESETS, ("--layer", "tracking"))).mixers
     assert isinstance(layer, TrackingDeltaNet)
-    for name, value in (("--d-state", "3"), ("--solver", "picard")):
-        with pytest.raises(SystemExit):
-            parse_config(train_copy.PRESETS, ("--preset", "cpu", name, value))
-        message = unboxed(capsys.readouterr().err)
-        assert f"--mixer-layer tracking takes no {name}: leave it out or use" in message
+    (layer, *_) = script.make_model(dataclasses.replace(script.CPU, **_own(), layer="paper")).mixers
+    assert isinstance(layer, Bedouin) and layer.decay == "griffin"
+    model = script.make_model(dataclasses.replace(script.CPU, seed=3))
+    again, other = (script.make_model(dataclasses.replace(script.CPU, seed=s)) for s in (3, 4))
+    pairs = [*zip(*(m.state_dict().values() for m in (model, again, other)), strict=True)]
+    assert all(torch.equal(one, two) for one, two, _ in pairs)
+    assert not all(torch.equal(one, three) for one, _, three in pairs)
 
 
-def test_a_convolution_is_that_of_the_layer() -> None:
-    layer: Any = build_model(parse_a5("--d-conv", "3"), 7, 5).mixers[0]
-    assert layer.conv.width == 3 and layer.d_conv == 3
-    layer = build_model(parse_a5(), 7, 5).mixers[0]
-    assert layer.conv is None
+def _own() -> dict[str, Any]:
+    return {name: getattr(RunConfig, name) for name in OF_BEDOUIN}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,15 +245,6 @@ def test_ranges_are_those_of_the_types(change: dict[str, Any], message: str) -> 
         check_types(Ranged(**change))
 
 
-def test_model_is_a_function_of_the_seed() -> None:
-    def weights(seed: int) -> list[float]:
-        model = build_model(TrainConfig(seed=seed, d_model=8, d_state=2), 7, 5)
-        return [float(parameter.detach().sum()) for parameter in model.parameters()]
-
-    assert weights(3) == weights(3)
-    assert weights(3) != weights(4)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its name is valid")
 @pytest.mark.parametrize("name", ["benchmarks/bench", "research/ensemble", "generate"])
 def test_a_device_that_does_not_exist_is_an_error_of_the_flag(
@@ -284,17 +261,17 @@ def test_a_device_that_does_not_exist_is_an_error_of_the_flag(
         assert message in " ".join(text.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("module", [train_a5, train_copy, train_lm])
-def test_layers_of_the_presets_are_none_that_the_library_warns_of(module: Any) -> None:
-    for config in module.PRESETS.values():
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_layers_of_the_presets_are_none_that_the_library_warns_of(script: Any) -> None:
+    for config in script.PRESETS.values():
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("error")
-            build_model(config, 7, 7)
+            script.make_model(config)
 
 
 def test_no_example_silences_the_library() -> None:
     with pytest.warns(UserWarning, match="input_scale='delta' with HouseholderProduct"):
-        build_model(parse_a5("--preset", "cpu", "--input-scale", "delta"), 7, 7)
+        train_a5.make_model(parse_a5("--preset", "cpu", "--input-scale", "delta"))
     for path in Path(train_a5.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"filterwarnings|simplefilter|catch_warnings", text), path

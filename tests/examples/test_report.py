@@ -3,20 +3,16 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from matplotlib.figure import Figure
-from torch import nn
 
 from bedouin.solvers import SolveStats
-from common.evaluation import layer_stats, solve_scores
-from common.report import (
-    Scores,
-    save_figure,
-    write_metrics,
-)
+from common.evaluation import accuracy_figure, solve_scores
+from common.run import Scores, as_json
 from research import summarize
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
@@ -30,19 +26,8 @@ SCORES: Scores = {
 }
 
 
-class OneProcess:
-    """The part of an Accelerator that collects numbers, for a single process."""
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-
-def test_json_replaces_what_it_cannot_hold(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "m.json", {"a": {"6": math.nan}, "h": [{"r": math.inf}, (1, 0.5)]})
-    content = json.loads((tmp_path / "m.json").read_text())
+def test_json_replaces_what_it_cannot_hold() -> None:
+    content = json.loads(as_json({"a": {"6": math.nan}, "h": [{"r": math.inf}, (1, 0.5)]}))
     assert content == {"a": {"6": None}, "h": [{"r": None}, [1, 0.5]]}
 
 
@@ -65,11 +50,11 @@ def labels(figure: Figure) -> list[str]:
 
 
 def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
-    tmp_path: Path, figures: list[Figure]
+    figures: list[Figure],
 ) -> None:
     direct = {**SCORES, "num_steps": {"6": 1.0, "12": 1.0}}
     for scores in (SCORES, direct):
-        save_figure(tmp_path / "f.png", [scores], title="A5", train_length=6, chance=1 / 60)
+        accuracy_figure([scores], title="A5", train_length=6, chance=1 / 60)
     iterative, exact = figures
     assert "median iterations" in labels(iterative) and len(iterative.axes) == 2
     assert "median iterations" not in labels(exact) and len(exact.axes) == 1
@@ -84,11 +69,9 @@ def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
 
 
 @pytest.mark.parametrize("runs", [[], [SCORES, {**SCORES, "accuracy": {"6": 1.0}}]])
-def test_figure_refuses_runs_that_do_not_belong_together(
-    runs: list[Scores], tmp_path: Path
-) -> None:
+def test_figure_refuses_runs_that_do_not_belong_together(runs: list[Scores]) -> None:
     with pytest.raises(ValueError, match="runs must be at least one, all evaluated at the same"):
-        save_figure(tmp_path / "f.png", runs, title="A5", train_length=6, chance=1 / 60)
+        accuracy_figure(runs, title="A5", train_length=6, chance=1 / 60)
 
 
 def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) -> None:
@@ -108,10 +91,6 @@ def test_solve_scores_are_median_worst_and_smallest() -> None:
     second = SolveStats(
         torch.tensor([3, 3, 9]), torch.full((3,), 0.05), fine, torch.full((3,), 0.7)
     )
-    scores = solve_scores([first, second], OneProcess())
+    one: Any = SimpleNamespace(accelerator=SimpleNamespace(gather=lambda tensor: tensor))
+    scores = solve_scores(one, [first, second])
     assert scores == pytest.approx({"num_steps": 3.0, "residual": 0.3, "conditioning": 0.7})
-
-
-def test_another_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a SequenceModel, got Linear"):
-        layer_stats(nn.Linear(1, 1), OneProcess())

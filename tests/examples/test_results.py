@@ -20,10 +20,10 @@ from tests.examples.result_pages import (
     summed,
 )
 
-from common.runs import RUNS
 from research import experiment
 from research.experiments.language_model import SCORE
 from research.experiments.table import LANGUAGES
+from research.runs import RUNS
 from research.summary import markdown, tuning_markdown
 
 
@@ -61,9 +61,6 @@ def test_the_index_has_the_numbers_of_the_runs() -> None:
     def check(start: str, form: str, *values: str) -> None:
         assert line(INDEX, start)[1] == form.format(*values)
 
-    def of_make(length: str) -> str:
-        return of_seeds("a5-cpu/a5_cpu_bounded_delta_seed{}", "sequence_accuracy", length, range(3))
-
     check(
         "`TrackingDeltaNet` recalls",
         "64 pairs: {}; S3, sequences at 128 operations: {}; characters at 200: {}",
@@ -95,11 +92,17 @@ def test_the_index_has_the_numbers_of_the_runs() -> None:
     check("Parity and arithmetic", "`recall`: 1.00; 1.00; at most {}", f"{most:.2f}")
     for task in ("parity", "arithmetic"):
         assert set(of_run(f"table-languages/{task}-recall", "256").split()) == {"1.00"}
-    check("`make a5`", "sequences at 12: {}; at 24: {}", of_make("12"), of_make("24"))
+    tracked = [
+        of_seeds("a5-cpu/a5_cpu_heads_seed{}", "sequence_accuracy", length, range(2), 3)
+        for length in ("12", "24")
+    ]
+    check("`make a5`", "sequences at 12: {}; at 24: {}", *tracked)
     fed = of_seeds("controls-cpu/no_feedback-seed{}", "accuracy", "6", range(3))
     check("Feedback of one part", "labels at 6 without: {}", fed)
     letters = of_seeds("copying-cpu/copy_cpu_recall_seed{}", "character_accuracy", "16", range(3))
-    check("`make copy`", "characters: {}", letters)
+    copied = raw("copying-cpu/copy_cpu_heads_seed0")["character_accuracy"]
+    numbers = [f"{copied[length]:.2f}" for length in ("12", "16")]
+    check("`make copy`", "characters at 12: {}; at 16: {}; `recall` {}", *numbers, letters)
     heads = [of_run(f"heads/a5-heads{n}", "128", "sequence") for n in (1, 8)]
     check("Heads cost", "A5, sequences at 128: one {}, eight {}", *heads)
     models = ("recall", "gated_deltanet")
@@ -108,17 +111,16 @@ def test_the_index_has_the_numbers_of_the_runs() -> None:
     check("`recall` needs the fewest bits", "{}; Gated DeltaNet {}", *bits)
     named = [f"language-model-cpu/{model}-seed{{}}" for model in ("bedouin", "lstm")]
     bits = [of_seeds(name, "bits_per_byte", "128", range(3)) for name in named]
-    check("`make lm`", "{}; {}", *bits)
+    check("The model of `make lm`", "{}; {}", *bits)
 
 
 def test_the_page_of_the_examples_has_the_numbers_of_the_runs() -> None:
     page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    found = [raw(f"a5-cpu/a5_cpu_bounded_delta_seed{seed}") for seed in range(3)]
-    worst = min(run["sequence_accuracy"]["12"] for run in found)
-    assert f"trained at length 6; {worst:.2f} of the sequences right at 12" in page
-    copies = [raw(f"copying-cpu/copy_cpu_recall_seed{seed}") for seed in range(3)]
-    mean = fmean(run["character_accuracy"]["16"] for run in copies)
-    assert f"{mean:.2f} of the characters right at 16" in page
+    found = [raw(f"a5-cpu/a5_cpu_heads_seed{seed}") for seed in range(2)]
+    worst = min(run["sequence_accuracy"]["24"] for run in found)
+    assert f"trained at length 6; {worst:.2f} of the sequences right at 24" in page
+    copied = raw("copying-cpu/copy_cpu_heads_seed0")["character_accuracy"]["12"]
+    assert f"{copied:.2f} of the characters right at 12" in page
 
 
 def test_the_table_is_that_of_the_summary() -> None:

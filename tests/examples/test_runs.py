@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import common.runs
-from common.runs import RUNS, add_runs, read_run, read_runs
+import research.runs
+from research.runs import RUNS, add_runs, read_run, read_runs
 
 
 def test_a_run_replaces_the_one_of_its_name_alone(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_run_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:
 ADDING = """
 import sys
 from pathlib import Path
-from common.runs import add_runs
+from research.runs import add_runs
 for i in range(10):
     add_runs(Path(sys.argv[1]), {f"{sys.argv[2]}-{i}": int(sys.argv[2])})
 """
@@ -46,7 +46,7 @@ for i in range(10):
 
 def test_processes_side_by_side_lose_no_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ADDING, str(tmp_path)]
-    examples = Path(common.runs.__file__).parents[1]
+    examples = Path(research.runs.__file__).parents[1]
     started = [subprocess.Popen([*command, str(n)], cwd=examples) for n in range(4)]
     assert [process.wait(timeout=60) for process in started] == [0] * 4
     assert read_runs(tmp_path) == {f"{n}-{i}": n for n in range(4) for i in range(10)}

@@ -84,7 +84,10 @@ def test_the_model_of_make_lm_needs_fewer_bits_than_an_lstm_of_its_size() -> Non
         assert line(page, f"{name}, ")[1:] == shown
         means.append(fmean(bits))
     assert means[0] < means[1]
-    assert " of the layer is {:.3f}, that of the LSTM {:.3f};".format(*means) in page
+    assert " of the second row is {:.3f}, that of the LSTM {:.3f};".format(*means) in page
+    made = found["make_lm-seed0"]
+    shown = [f"{made['parameters']:,}", f"{made['bits_per_byte']['128']:.3f} (seed 0)"]
+    assert line(page, "`make lm`, d_model 64")[1:] == [*shown, f"{made['seconds']:.0f}"]
 
 
 def test_a5_on_a_cpu_is_that_of_the_pages() -> None:
@@ -94,10 +97,13 @@ def test_a5_on_a_cpu_is_that_of_the_pages() -> None:
 
     of_rows = ("sequence_accuracy", "12"), ("sequence_accuracy", "24")
     rows = {
-        "`make a5`: feedback": "a5_cpu_bounded_delta_seed{}",
+        "one head, rate": "a5_cpu_bounded_delta_seed{}",
         "the same with input": "a5_cpu_delta_seed{}",
-        "feedback of Δ, B, C": "a5_cpu_seed{}",
+        "one head, feedback of Δ, B, C": "a5_cpu_seed{}",
     }
+    name = "a5-cpu/a5_cpu_heads_seed{}"
+    made = [of_seeds(name, measure, length, range(2), 3) for measure, length in of_rows]
+    assert line(TEXTS["a5-cpu"], "`make a5`: two heads")[1:] == [*made, seconds(name, range(2))]
     for start, name in rows.items():
         assert line(TEXTS["a5-cpu"], start)[1:] == cells(f"a5-cpu/{name}", *of_rows)
     again = raw("a5-cpu/a5_cpu_seed1_again")
@@ -114,11 +120,14 @@ def test_a5_on_a_cpu_is_that_of_the_pages() -> None:
 
 
 def test_copying_on_a_cpu_and_the_presets_are_those_of_the_pages() -> None:
-    for seed in range(3):
-        content = raw(f"copying-cpu/copy_cpu_recall_seed{seed}")
+    runs = {"`make copy`, 0": "heads_seed0"} | {
+        f"`recall`, {seed}": f"recall_seed{seed}" for seed in range(3)
+    }
+    for start, run in runs.items():
+        content = raw(f"copying-cpu/copy_cpu_{run}")
         shown = [f"{content['character_accuracy'][n]:.3f}" for n in ("8", "12", "16")]
         shown += [f"{content['string_accuracy']['16']:.3f}", f"{content['seconds']:.0f}"]
-        assert line(TEXTS["copying-cpu"], f"{seed} |")[1:] == shown
+        assert line(TEXTS["copying-cpu"], f"{start} |")[1:] == shown
     of_a5 = ("accuracy", "128"), ("accuracy", "512"), ("sequence_accuracy", "512")
     of_copying = ("character_accuracy", "100"), ("character_accuracy", "200")
     for start, name, seeds, columns in (

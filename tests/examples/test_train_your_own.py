@@ -27,7 +27,7 @@ def test_the_script_is_short_and_needs_three_packages() -> None:
     imported = {
         line.split()[1].split(".")[0] for line in lines if line.startswith(("import", "from"))
     }
-    assert imported == {"argparse", "time", "collections", "torch", "bedouin", "matplotlib"}
+    assert imported == {"argparse", "time", "torch", "bedouin", "matplotlib"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.16")
 
+from tests.integrations.mixings import OTHERS  # noqa: E402
+
 from bedouin import Initialization  # noqa: E402
 from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM  # noqa: E402
 
@@ -29,10 +31,10 @@ HYBRID: dict[str, Any] = CONVOLVED | {
     "attn": {"num_heads": 4, "num_kv_heads": 2},
 }
 WINDOWED: dict[str, Any] = HYBRID | {"attn": {"num_heads": 2, "window": 3}}
-SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3, "feedback_noise": 0.0}
-TRACKING: dict[str, Any] = {"layer": {"type": "TrackingDeltaNet", "num_heads": 2, **SMALL}}
+LAYERS = [{"type": v["layer"], **{n: w for n, w in v.items() if n != "layer"}} for v in OTHERS]
+TRACKING: dict[str, Any] = {"layer": LAYERS[0]}
 TRACKER: dict[str, Any] = {
-    "layer": {"type": "Tracker", "num_trackers": 2, **SMALL},
+    "layer": LAYERS[2],
     "num_hidden_layers": 3,
     "attn_layers": [1],
     "attn": {"num_heads": 2},
@@ -65,10 +67,6 @@ def with_noise(mixing: dict[str, Any]) -> dict[str, Any]:
 
 def mixers(model: BedouinForCausalLM) -> list[Any]:
     return [block.mixer for block in model.model.layers]
-
-
-def same(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def left_padded(ids: Tensor, pads: list[int]) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.mixings import NOISY, OTHERS, VOCAB, same, sized
 from torch import Tensor, nn
 
 from bedouin.integrations.fla import BedouinLayer
@@ -21,21 +22,10 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-VOCAB = 24
-
 CONVOLVED: dict[str, Any] = {"use_short_conv": True, "conv_size": 3, "feedback": ("delta",)}
-SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
-OTHERS: list[dict[str, Any]] = [
-    {"layer": "TrackingDeltaNet", "num_heads": 2, "feedback_noise": 0.0, **SMALL},
-    {"layer": "GatedDeltaNet", "use_short_conv": False},
-    {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
-]
 MIXINGS: list[dict[str, Any]] = [{}, {"num_heads": 2}, CONVOLVED, *OTHERS]
-NOISY = [mixing | {"feedback_noise": 3.0} for mixing in (OTHERS[0], OTHERS[2])]
-
-
-def sized(options: dict[str, Any]) -> dict[str, Any]:
-    return options if "layer" in options else {"d_state": 4, **options}
+mixings = pytest.mark.parametrize("mixing", MIXINGS)
+noisy = pytest.mark.parametrize("mixing", NOISY)
 
 
 def with_layers(model: GLAForCausalLM, **options: Any) -> GLAForCausalLM:
@@ -58,10 +48,6 @@ def make_layer(**options: Any) -> BedouinLayer:
     return BedouinLayer(8, layer_idx=0, **sized(options)).double()
 
 
-def same(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
 @pytest.fixture
 def plain_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """SwiGLU in torch: FLA's kernel, which no option replaces, does not take tensors of a CPU."""
@@ -74,7 +60,7 @@ def x() -> Tensor:
 
 
 class TestLayer:
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_chunks_and_tokens_equal_the_whole(self, x: Tensor, mixing: dict[str, Any]) -> None:
         layer, cache = make_layer(**mixing), Cache()
         whole, attentions, none = layer(x)
@@ -94,7 +80,7 @@ class TestLayer:
         layer(x, past_key_values=cache, use_cache=False)
         assert len(cache) == 0
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_mask_in_prefill_and_decoding(self, x: Tensor, mixing: dict[str, Any]) -> None:
         layer, cache = make_layer(**mixing), Cache()
         mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
@@ -113,7 +99,7 @@ class TestLayer:
             same(tensor[1:], state)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_documents_have_states_of_their_own(
         self, x: Tensor, mixing: dict[str, Any], dtype: torch.dtype
     ) -> None:
@@ -128,7 +114,7 @@ class TestLayer:
         padded, _, _ = layer(x[:1], real, cu_seqlens=cu_seqlens)
         same(padded[:, 3:], layer(x[:1, 3:])[0])
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_beams(self, x: Tensor, mixing: dict[str, Any]) -> None:
         layer, cache = make_layer(**mixing), Cache()
         layer(x[:, :5], past_key_values=cache, use_cache=True)
@@ -164,7 +150,7 @@ class TestModel:
         packed = model(ids.view(1, 12), cu_seqlens=cu_seqlens, use_cache=False).logits
         same(packed.view(2, 6, VOCAB), model(ids).logits)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_generate_left_padded(self, mixing: dict[str, Any]) -> None:
         model = make_model(**mixing)
         ids = torch.randint(1, VOCAB, (2, 5))
@@ -177,7 +163,7 @@ class TestModel:
         unpadded = model.generate(padded[1:], attention_mask=mask[1:], **options)
         assert torch.equal(found[1:], unpadded)
 
-    @pytest.mark.parametrize("mixing", NOISY)
+    @noisy
     def test_generation_has_no_noise_in_training_mode(self, mixing: dict[str, Any]) -> None:
         model, ids = make_model(**mixing).train(), torch.randint(1, VOCAB, (2, 5))
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -186,13 +172,13 @@ class TestModel:
         found = model.generate(ids, **options).logits
         same(torch.stack(found), torch.stack(model.eval().generate(ids, **options).logits))
 
-    @pytest.mark.parametrize("mixing", NOISY)
+    @noisy
     def test_training_with_a_cache_has_noise(self, mixing: dict[str, Any]) -> None:
         layer, x = make_layer(**mixing), torch.randn(2, 6, 8, dtype=torch.float64)
         first, second = (layer(x, past_key_values=Cache(), use_cache=True)[0] for _ in range(2))
         assert not torch.equal(first, second)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_a_file_has_the_weights(self, mixing: dict[str, Any], tmp_path: Path) -> None:
         model, ids = make_model(**mixing), torch.randint(1, VOCAB, (2, 6))
         model.save_pretrained(tmp_path)
@@ -200,7 +186,7 @@ class TestModel:
         load_model(found, tmp_path / "model.safetensors")
         assert torch.equal(found(ids).logits, model(ids).logits)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_training(self, mixing: dict[str, Any]) -> None:
         model, ids = make_model(**mixing).train(), torch.randint(1, VOCAB, (2, 6))
         model(ids, labels=ids).loss.backward()

@@ -15,9 +15,9 @@ from tests.integrations.hf_models import (  # noqa: E402
     left_padded,
     make_config,
     mixers,
-    same,
     with_noise,
 )
+from tests.integrations.mixings import same  # noqa: E402
 
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
@@ -21,8 +22,8 @@ from tests.integrations.hf_models import (  # noqa: E402
     VOCAB,
     make_config,
     mixers,
-    same,
 )
+from tests.integrations.mixings import same  # noqa: E402
 
 import bedouin  # noqa: E402
 from bedouin import (  # noqa: E402
@@ -44,6 +45,100 @@ from bedouin.integrations.hf import (  # noqa: E402
 from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, Picard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Scale(ChannelMixer):
+    """Q = (1 - factor sigmoid(raw)) I, as a user writes a mixer: in one class, with its options."""
+
+    def __init__(self, factor: float = 0.5, more: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.factor, self.more = factor, more
+
+    def raw_size(self, d_inner: int) -> int:
+        return 1
+
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
+        return self.factor * torch.sigmoid(raw) * v
+
+
+class Forgetful(Scale):
+    """A mixer that does not keep its option."""
+
+    def __init__(self, strength: float = 1.0) -> None:
+        super().__init__(strength)
+
+
+class Patient(Picard):
+    """A solver of a user's."""
+
+
+def local_solver() -> Picard:
+    class Local(Picard):
+        pass
+
+    return Local()
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"solver": local_solver()}, TypeError, "solver must be one of .* got .*Local: define that"),
+    ({"mixer": Forgetful()}, TypeError, r"Forgetful without strength: write self\.strength = str"),
+    (
+        {"adjoint": {"type": "ImplicitAdjoint", "solver": {"type": "Newton"}}},
+        TypeError,
+        "adjoint.solver must be an object .*'Newton'.*: import the module",
+    ),
+    ({"solver": {"type": "Picard", "steps": 3}}, TypeError, "Picard has no option 'steps'"),
+    ({"mixer": LowRank(2), "num_householder": 1}, ValueError, "num_householder must be 2 beside"),
+    ({"mixer": LowRank(2), "beta_max": 0.5}, ValueError, "beta_max must be 1.0 beside"),
+    ({"num_householder": 0, "beta_max": 0.5}, ValueError, "beta_max must be 1"),
+    ({"conv_kernel": 0, "projection": "input"}, ValueError, "d_conv must be"),
+    ({"output": "gate"}, ValueError, "output must be"),
+    ({"num_householders": 2}, TypeError, "did you mean 'num_householder'"),
+    *(({n: 4}, TypeError, f"has no option '{n}'") for n in ("d_inner", "headdim", "dt_rank")),
+    ({"fuse_linear_cross_entropy": "trition"}, ValueError, "fuse_linear_cross_entropy must be one"),
+    ({"layer": "Mamba"}, ValueError, r"layer must be one of \('Bedouin', .*got 'Mamba'"),
+    ({"layer": {"num_trackers": 2}}, ValueError, "layer must be one of .*got None"),
+    (
+        {"layer": {"type": "TrackingDeltaNet", "tracker_dims": 2}},
+        TypeError,
+        "TrackingDeltaNet has no .* did you mean 'tracker_dim'",
+    ),
+    (
+        {"layer": {"type": "Bedouin", "num_heads": 2}},
+        TypeError,
+        "layer Bedouin has no option 'num_heads'",
+    ),
+    (
+        {"layer": "TrackingDeltaNet", "num_heads": 2},
+        ValueError,
+        "num_heads must be None beside layer='Tracking.*got 2",
+    ),
+    ({"layer": {"type": "Tracker", "num_trackers": 0}}, ValueError, "num_trackers must be"),
+    (HYBRID | {"attn_layers": [3]}, ValueError, r"indices from 0 to .* = 2, .* got \[3\]"),
+    (HYBRID | {"attn_layers": [1, 1]}, ValueError, r"different indices .* got \[1, 1\]"),
+    (HYBRID | {"attn_layers": [0, 1, 2]}, ValueError, "not all of them"),
+    (HYBRID | {"attn_layers": []}, ValueError, r"some .*, got \[\] beside attn=\{'num_heads': 4"),
+    (HYBRID | {"attn": None}, ValueError, r"attn\['num_heads'\] must be an int >= 1, got None"),
+    *(
+        (HYBRID | {"attn": {"num_heads": 2} | attn}, ValueError, message)
+        for attn, message in (
+            ({"num_heads": 3}, r"must divide hidden_size / 2 = 4, .* got 3 and 3"),
+            ({"num_heads": 8}, "got 8 and 8"),
+            ({"num_heads": 4, "num_kv_heads": 3}, "must divide attn.*, got 4 and 3"),
+            ({"window": 1}, r"attn\['window'\] must be None or an int"),
+            ({"rope_theta": 0}, r"attn\['rope_theta'\] must lie in"),
+            ({"windows": 4}, "did you mean 'window'"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD)
+def test_options_that_do_not_fit(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BedouinForCausalLM(make_config(**options))
 
 
 class TestConfig:
@@ -212,7 +307,10 @@ class TestConfig:
 
     @pytest.mark.parametrize(
         "mixer",
-        [HouseholderProduct(1), Kronecker(), Kronecker((2, 8)), LowRank(1), Monarch(), NoMixing()],
+        [
+            *(HouseholderProduct(1), LowRank(1), NoMixing()),
+            *(Kronecker(), Kronecker((2, 8)), Monarch(), Scale(0.3, (1, 2))),
+        ],
         ids=repr,
     )
     def test_every_mixer_survives_a_file(self, mixer: ChannelMixer, tmp_path: Path) -> None:
@@ -231,38 +329,24 @@ class TestConfig:
             found = restore("mixer", describe("mixer", kind()))
             assert repr(found) == repr(kind()) and type(found) is kind
 
+    def test_a_class_of_a_user_is_saved_by_the_name_of_its_module(self, tmp_path: Path) -> None:
+        config = make_config(mixer=Scale(0.3, (1, 2)), solver=Patient(1e-3))
+        config.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert saved["mixer"] == {"type": f"{__name__}.Scale", "factor": 0.3, "more": [1, 2]}
+        loaded = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
+        assert type(loaded.mixer) is Scale and loaded.mixer.factor == 0.3
+        assert loaded.solver == Patient(1e-3) and type(loaded.solver) is Patient
+
     def test_a_file_may_leave_out_options_of_objects(self) -> None:
         config = make_config(solver={"type": "Picard", "rtol": 1e-3})
         assert config.make_mixer(0).solver == Picard(1e-3)
-
-    def test_objects_of_other_types(self) -> None:
-        class Other(Picard):
-            pass
-
-        with pytest.raises(TypeError, match="solver must be one of .* got .*Other"):
-            make_config(solver=Other())
-        with pytest.raises(TypeError, match="adjoint.solver must be an object .*'Newton'"):
-            make_config(adjoint={"type": "ImplicitAdjoint", "solver": {"type": "Newton"}})
-        with pytest.raises(TypeError, match="Picard has no option 'steps'"):
-            make_config(solver={"type": "Picard", "steps": 3})
 
     def test_every_option_of_a_layer_is_one_of_the_configuration(self) -> None:
         names = {field.name for field in fields(BedouinConfig)}
         known = inspect.signature(Bedouin).parameters
         for name in set(known) - {"layer_idx", "device"}:
             assert BedouinConfig.attribute_map.get(name, name) in names, name
-
-    @pytest.mark.parametrize(
-        ("options", "name"),
-        [
-            ({"mixer": LowRank(2), "num_householder": 1}, "num_householder must be 2 beside"),
-            ({"num_householder": 0, "beta_max": 0.5}, "beta_max must be 1"),
-            ({"conv_kernel": 0}, "d_conv must be"),
-        ],
-    )
-    def test_options_that_do_not_fit(self, options: dict[str, Any], name: str) -> None:
-        with pytest.raises(ValueError, match=name):
-            BedouinForCausalLM(make_config(**options))
 
     def test_names(self) -> None:
         assert BedouinConfig(vocab_size=VOCAB, d_state=6).state_size == 6
@@ -272,13 +356,6 @@ class TestConfig:
             with pytest.raises(ValueError, match=f"{name} is another name of num_hidden_layers"):
                 make_config(**{name: 3})
         assert make_config(nheads=2).make_mixer(0).num_heads == 2
-        with pytest.raises(TypeError, match="did you mean 'num_householder'"):
-            make_config(num_householders=2)
-
-    @pytest.mark.parametrize("name", ["d_inner", "headdim", "dt_rank"])
-    def test_options_of_other_layers_are_refused(self, name: str) -> None:
-        with pytest.raises(TypeError, match=f"BedouinConfig has no option '{name}'"):
-            make_config(**{name: 4})
 
     def test_what_transformers_and_files_add_is_an_attribute(self) -> None:
         config = make_config(attn_implementation="eager", num_labels=3, torch_dtype="float64")
@@ -312,25 +389,6 @@ class TestLayer:
         assert (mixer.tracker.num_trackers, mixer.tracker.tracker_state) == (2, 5)
         assert (mixer.memory.value_dim, mixer.layer_idx, mixer.tracker.norm_eps) == (6, 1, 1e-3)
 
-    def test_options_that_do_not_fit(self) -> None:
-        with pytest.raises(ValueError, match=r"layer must be one of \('Bedouin', .*got 'Mamba'"):
-            make_config(layer="Mamba")
-        with pytest.raises(ValueError, match="layer must be one of .*got None"):
-            make_config(layer={"num_trackers": 2})
-        with pytest.raises(
-            TypeError, match="TrackingDeltaNet has no .* did you mean 'tracker_dim'"
-        ):
-            make_config(layer={"type": "TrackingDeltaNet", "tracker_dims": 2})
-        with pytest.raises(TypeError, match="layer Bedouin has no option 'num_heads'"):
-            make_config(layer={"type": "Bedouin", "num_heads": 2})
-        config = make_config(layer="TrackingDeltaNet", num_heads=2)
-        with pytest.raises(
-            ValueError, match="num_heads must be None beside layer='Tracking.*got 2"
-        ):
-            config.make_mixer(0)
-        with pytest.raises(ValueError, match="num_trackers must be"):
-            make_config(layer={"type": "Tracker", "num_trackers": 0}).make_mixer(0)
-
 
 class TestAttention:
     def test_options_are_completed_and_survive_a_file(self, tmp_path: Path) -> None:
@@ -341,26 +399,6 @@ class TestAttention:
         config.save_pretrained(tmp_path)
         loaded = transformers.AutoConfig.from_pretrained(tmp_path)
         assert (loaded.attn_layers, loaded.attn) == ([0, 2], whole)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"attn_layers": [3]}, r"indices from 0 to .* = 2, .* got \[3\]"),
-            ({"attn_layers": [1, 1]}, r"different indices .* got \[1, 1\]"),
-            ({"attn_layers": [0, 1, 2]}, "not all of them"),
-            ({"attn_layers": []}, r"some .*, got \[\] beside attn=\{'num_heads': 4"),
-            ({"attn": None}, r"attn\['num_heads'\] must be an int >= 1, got None"),
-            ({"attn": {"num_heads": 3}}, r"must divide hidden_size / 2 = 4, .* got 3 and 3"),
-            ({"attn": {"num_heads": 8}}, "got 8 and 8"),
-            ({"attn": {"num_heads": 4, "num_kv_heads": 3}}, "must divide attn.*, got 4 and 3"),
-            ({"attn": {"num_heads": 2, "window": 1}}, r"attn\['window'\] must be None or an int"),
-            ({"attn": {"num_heads": 2, "rope_theta": 0}}, r"attn\['rope_theta'\] must lie in"),
-            ({"attn": {"num_heads": 2, "windows": 4}}, "did you mean 'window'"),
-        ],
-    )
-    def test_options_that_do_not_fit(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            make_config(**HYBRID | options)
 
 
 class TestPreset:

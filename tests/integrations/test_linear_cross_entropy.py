@@ -43,6 +43,19 @@ def plain(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Ten
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
+def assert_equal(
+    found: Tensor, expected: Tensor, given: tuple[Tensor, ...], n: int, tolerance: Any
+) -> None:
+    """The losses of n tokens and their gradients, relative to the largest of each."""
+    torch.testing.assert_close(found.double() / n, expected.double() / n, **tolerance)
+    # a factor that is no power of two: the gradients are made before it is known
+    grads = [torch.autograd.grad(3 * loss, given) for loss in (found, expected)]
+    for one, two, of in zip(*grads, given, strict=True):
+        assert one.dtype == of.dtype
+        size = two.abs().amax().clamp_min(1e-9) if two.numel() else 1.0
+        torch.testing.assert_close(one / size, two / size, **tolerance)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 100])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -52,16 +65,7 @@ def test_values_and_gradients(n: int, dtype: torch.dtype, with_bias: bool) -> No
     found = linear_cross_entropy(x, weight, labels, bias if with_bias else None)
     expected = plain(x, weight, labels, bias if with_bias else None)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    scale = max(n, 1)
-    torch.testing.assert_close(found.double() / scale, expected / scale, **TOLERANCES[dtype])
-    # a factor that is no power of two: the gradients are made before it is known
-    pairs = zip(
-        torch.autograd.grad(3 * found, given), torch.autograd.grad(3 * expected, given), strict=True
-    )
-    for one, two in pairs:
-        assert one.dtype == dtype
-        size = two.abs().amax().clamp_min(1e-9) if two.numel() else 1.0
-        torch.testing.assert_close(one / size, two / size, **TOLERANCES[dtype])
+    assert_equal(found, expected, given, max(n, 1), TOLERANCES[dtype])
 
 
 def test_rounded_gradients_add_up_in_float32() -> None:
@@ -145,10 +149,7 @@ def test_under_compile() -> None:
     x, weight, bias, labels = draw(20, torch.float64)
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     found, expected = (f(x, weight, labels, bias) for f in (compiled, linear_cross_entropy))
-    torch.testing.assert_close(found, expected)
-    pairs = (torch.autograd.grad(loss, (x, weight, bias)) for loss in (found, expected))
-    for one, two in zip(*pairs, strict=True):
-        torch.testing.assert_close(one, two)
+    assert_equal(found, expected, (x, weight, bias), 1, TOLERANCES[torch.float64])
 
 
 def test_the_kernel_is_chosen_by_device_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +188,4 @@ def test_kernels_of_libraries_compute_the_same(
     expected = plain(x, weight, labels, None)
     found = linear_cross_entropy(x, weight, labels, kernel=kernel)
     tolerance: Any = {"rtol": 3e-2, "atol": 3e-2}  # the libraries may use TensorFloat32
-    torch.testing.assert_close(found.double() / 100, expected / 100, **tolerance)
-    pairs = (torch.autograd.grad(3 * loss, (x, weight)) for loss in (found, expected))
-    for one, two in zip(*pairs, strict=True):
-        size = two.abs().max()
-        torch.testing.assert_close(one / size, two / size, **tolerance)
+    assert_equal(found, expected, (x, weight), 100, tolerance)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.integrations.mixings import NOISY, OTHERS, VOCAB, same, sized
+from torch import nn
 
 from bedouin.integrations.mamba_ssm import BedouinMixer
 
@@ -32,24 +33,14 @@ if missing:
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-VOCAB = 24
 # Kernels of mamba-ssm's own that need a GPU.
 PLAIN = {"fused_add_norm": False, "rms_norm": False}
 
 
 CONVOLVED: dict[str, Any] = {"d_conv": 3, "feedback": ("delta",)}
-SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
-OTHERS: list[dict[str, Any]] = [
-    {"layer": "TrackingDeltaNet", "num_heads": 2, "feedback_noise": 0.0, **SMALL},
-    {"layer": "GatedDeltaNet", "d_conv": None},
-    {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
-]
 MIXINGS: list[dict[str, Any]] = [{"num_heads": 1}, {"num_heads": 2}, CONVOLVED, *OTHERS]
-NOISY = [mixing | {"feedback_noise": 3.0} for mixing in (OTHERS[0], OTHERS[2])]
-
-
-def sized(options: dict[str, Any]) -> dict[str, Any]:
-    return options if "layer" in options else {"d_state": 4, **options}
+mixings = pytest.mark.parametrize("mixing", MIXINGS)
+noisy = pytest.mark.parametrize("mixing", NOISY)
 
 
 def with_mixers(model: MambaLMHeadModel, **options: Any) -> MambaLMHeadModel:
@@ -64,10 +55,6 @@ def make_model(**options: Any) -> MambaLMHeadModel:
     return with_mixers(MambaLMHeadModel(config), **sized(options)).double()
 
 
-def same(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
 class TestBlock:
     def test_mixer_cls(self) -> None:
         mixer_cls = partial(BedouinMixer, layer_idx=3, d_state=4, dtype=torch.float64)
@@ -79,7 +66,7 @@ class TestBlock:
         assert [tuple(s.shape) for s in states] == [(2, 16, 4), (2, 16)]
         assert all(s.dtype == torch.float64 for s in states)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_documents_pass_through_the_block(self, mixing: dict[str, Any]) -> None:
         block = Block(8, partial(BedouinMixer, **sized(mixing)), nn.Identity).double()
         x = torch.randn(1, 6, 8, dtype=torch.float64)
@@ -87,7 +74,7 @@ class TestBlock:
         same(block(x, seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]]))[0], alone)
         same(block(x, cu_seqlens=torch.tensor([0, 2, 6]))[0], alone)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_step_is_in_place_and_equals_the_call(self, mixing: dict[str, Any]) -> None:
         mixer = BedouinMixer(8, **sized(mixing)).double()
         x = torch.randn(2, 5, 8, dtype=torch.float64)
@@ -111,7 +98,7 @@ class TestBlock:
 
 
 class TestModels:
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_forward_and_gradients(self, mixing: dict[str, Any]) -> None:
         model = make_model(**mixing)
         assert all(isinstance(block.mixer, BedouinMixer) for block in model.backbone.layers)
@@ -120,7 +107,7 @@ class TestModels:
         model(ids).logits.square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_a_file_has_the_weights(self, mixing: dict[str, Any], tmp_path: Path) -> None:
         model, ids = make_model(**mixing), torch.randint(VOCAB, (2, 6))
         model.save_pretrained(str(tmp_path))
@@ -128,7 +115,7 @@ class TestModels:
         found.load_state_dict(load_state_dict_hf(str(tmp_path)))
         assert torch.equal(found(ids).logits, model(ids).logits)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_generate_equals_whole_sequences(
         self, mixing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -141,7 +128,7 @@ class TestModels:
             expected = torch.cat([expected, best], 1)
         assert torch.equal(model.generate(ids, max_length=9), expected)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_chunks_and_parts_of_a_batch(self, mixing: dict[str, Any]) -> None:
         model, ids = make_model(**mixing), torch.randint(VOCAB, (3, 7))
         params = InferenceParams(max_seqlen=7, max_batch_size=3)
@@ -163,7 +150,7 @@ class TestModels:
         params.reset(4, 2)
         assert torch.equal(model(ids, inference_params=params).logits, first)
 
-    @pytest.mark.parametrize("mixing", MIXINGS)
+    @mixings
     def test_a_new_sequence_may_be_a_larger_batch(self, mixing: dict[str, Any]) -> None:
         model, ids = make_model(**mixing), torch.randint(VOCAB, (5, 6))
         params = InferenceParams(max_seqlen=6, max_batch_size=5)
@@ -187,7 +174,7 @@ class TestModels:
             with pytest.raises(ValueError, match="must have at most 2 rows.* layer 0 .* got 3: a"):
                 mixer(torch.randn(3, t, 8), inference_params=params)
 
-    @pytest.mark.parametrize("mixing", NOISY)
+    @noisy
     def test_generation_has_no_noise_in_training_mode(self, mixing: dict[str, Any]) -> None:
         model, ids = make_model(**mixing), torch.randint(VOCAB, (2, 4))
         assert model.training and not torch.equal(model(ids).logits, model(ids).logits)

@@ -1,11 +1,13 @@
-"""Last-position and scaled accuracy."""
+"""Accuracies against values computed by hand: masks, logits and ids, rows without labels."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bedouin.tasks import (
     IGNORE,
@@ -13,42 +15,87 @@ from bedouin.tasks import (
     last_position_accuracy,
     scale_accuracy,
     scaled_accuracy,
+    sequence_accuracy,
     stream,
+    token_accuracy,
 )
 
 X = IGNORE
+LABELS = torch.tensor([[1, 0, 1, 1], [0, 1, X, X], [X, X, X, X], [X, 0, X, 1]])
+PREDICTED = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]])
+BY_HAND = [
+    (token_accuracy, 4 / 8),
+    (sequence_accuracy, 1 / 3),
+    (last_position_accuracy, 2 / 3),
+]
+accuracies = pytest.mark.parametrize("accuracy", [accuracy for accuracy, _ in BY_HAND])
 
 
-def test_only_the_last_label_of_a_row_counts() -> None:
-    labels = torch.tensor([[1, 0, 1, 1], [0, 1, X, X], [X, X, X, X], [X, 0, X, 1]])
-    predicted = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]])
-    assert last_position_accuracy(predicted, labels).item() == pytest.approx(2 / 3)
-    logits = torch.nn.functional.one_hot(predicted, 2).float()
-    assert last_position_accuracy(logits, labels).item() == pytest.approx(2 / 3)
-    assert math.isnan(last_position_accuracy(predicted[2:3], labels[2:3]).item())
+@pytest.mark.parametrize(("accuracy", "expected"), BY_HAND)
+def test_by_hand(accuracy: Callable[[Tensor, Tensor], Tensor], expected: float) -> None:
+    found = accuracy(PREDICTED, LABELS)
+    assert found.item() == pytest.approx(expected)
+    assert found.shape == () and found.dtype == torch.float32
+    logits = torch.nn.functional.one_hot(PREDICTED, 2).to(torch.bfloat16)
+    assert torch.equal(accuracy(logits, LABELS), found)
+    ignored = torch.full_like(LABELS, X)
+    assert accuracy(ignored, LABELS) == 0  # a predicted IGNORE is wrong
+    assert accuracy(PREDICTED, ignored).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_nan_counts_as_wrong(dtype: torch.dtype) -> None:
+    """At class 0, at the right class, at another one, and everywhere."""
+    labels = torch.zeros(1, 5, dtype=torch.int64)
+    logits = torch.nn.functional.one_hot(labels, 3).to(dtype)
+    assert token_accuracy(logits, labels) == sequence_accuracy(logits, labels) == 1
+    logits[0, 0, 0] = logits[0, 1, 2] = torch.nan
+    logits[0, 2] = torch.nan
+    assert token_accuracy(logits, labels).item() == pytest.approx(2 / 5)
+    assert sequence_accuracy(logits, labels).item() == 0.0
+    assert sequence_accuracy(logits[:, 3:], labels[:, 3:]).item() == 1.0
+    labels[0, :3] = IGNORE
+    assert token_accuracy(logits, labels) == sequence_accuracy(logits, labels) == 1
+
+
+@accuracies
+@pytest.mark.parametrize(
+    ("prediction", "labels", "error", "message"),
+    [
+        (PREDICTED[:, :2], LABELS, ValueError, r"logits .* or class ids \(4, 4\).* got \(4, 2\)"),
+        (torch.zeros(4, 4, 0), LABELS, ValueError, r"at least one class, got \(4, 4, 0\)"),
+        (PREDICTED.float(), LABELS, TypeError, r"integer dtype, got torch\.float32"),
+        (
+            PREDICTED,
+            LABELS.float(),
+            TypeError,
+            "labels must be of integer dtype, got torch",
+        ),
+        (torch.zeros(4, 4, 2).bool(), LABELS, TypeError, r"must be real numbers, got torch\.bool"),
+    ],
+)
+def test_bad_arguments(
+    accuracy: Callable[[Tensor, Tensor], Tensor],
+    prediction: Tensor,
+    labels: Tensor,
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        accuracy(prediction, labels)
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 99))
-def test_it_is_the_accuracy_of_the_last_label(length: int, b: int, seed: int) -> None:
-    """Labels at every position judge the last one like labels at the last position."""
-    rows = torch.Generator().manual_seed(seed)
-    predicted = torch.randint(2, (b, length), generator=rows)
+def test_the_last_of_every_label_is_the_label_at_the_last_position(
+    length: int, b: int, seed: int
+) -> None:
+    predicted = torch.randint(2, (b, length), generator=torch.Generator().manual_seed(seed))
     every, last = (
-        Parity(length, 1, label_at).sample(b, stream("test", seed))
-        for label_at in ("every", "last")
+        last_position_accuracy(predicted, Parity(length, 1, at).sample(b, stream("test", 1)).labels)
+        for at in ("every", "last")
     )
-    assert torch.equal(
-        last_position_accuracy(predicted, every.labels),
-        last_position_accuracy(predicted, last.labels),
-    )
-
-
-def test_errors_are_those_of_token_accuracy() -> None:
-    with pytest.raises(ValueError, match="prediction must be logits"):
-        last_position_accuracy(torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(TypeError, match="labels must be of integer dtype"):
-        last_position_accuracy(torch.zeros(2, 3, 2), torch.zeros(2, 3))
+    assert torch.equal(every, last)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from research.experiments.plan import Experiment, Run
 
+_CPU = "--preset cpu --threads 1 --num-heads None --lr 0.0015"
+
 CPU_PARTS = {
     "no_mixing": "--input-scale delta --num-householder 0",
     "no_feedback": "--input-scale delta --feedback",
@@ -15,7 +17,7 @@ CONTROLS_CPU = Experiment(
     "controls-cpu",
     "What does each part contribute to A5 on a CPU, trained at length 6?",
     tuple(
-        Run(f"{name}-seed{seed}", f"--preset cpu --threads 1 --seed {seed} {change}", "train_a5")
+        Run(f"{name}-seed{seed}", f"{_CPU} --seed {seed} {change}", "train_a5")
         for name, change in CPU_PARTS.items()
         for seed in (0, 1, 2)
     ),

@@ -2,13 +2,16 @@
 
 from research.experiments.plan import Experiment, Run, Script
 
-_DELTA_A5 = "--preset cpu --feedback delta --threads 1"
-_CPU_A5 = "--preset cpu --num-heads 1 --input-scale bounded_delta --feedback delta B C mixer"
+_DELTA_A5 = "--preset cpu --feedback delta --threads 1 --num-heads None --lr 0.0015"
+_CPU_A5 = (
+    "--preset cpu --num-heads 1 --input-scale bounded_delta --feedback delta B C mixer --lr 0.0015"
+)
 
 A5_CPU = Experiment(
     "a5-cpu",
     "How far does one layer track A5, trained at length 6 on a CPU?",
     (
+        *(Run(f"a5_cpu_heads_seed{n}", f"--preset cpu --seed {n}", "train_a5") for n in range(2)),
         *(Run(f"a5_cpu_seed{seed}", f"{_CPU_A5} --seed {seed}", "train_a5") for seed in range(3)),
         *(
             Run(
@@ -27,10 +30,7 @@ A5_CPU = Experiment(
 COPYING_CPU = Experiment(
     "copying-cpu",
     "How far does the model of make copy copy, trained on two CPU cores?",
-    tuple(
-        Run(f"copy_cpu_tracking_seed{seed}", f"--preset cpu --seed {seed}", "train_copy")
-        for seed in range(3)
-    ),
+    (Run("copy_cpu_heads_seed0", "--preset cpu --seed 0", "train_copy"),),
 )
 
 _SCRIPTS: dict[str, Script] = {"a5": "train_a5", "copy": "train_copy"}

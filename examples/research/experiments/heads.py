@@ -1,7 +1,7 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
-from common.layers import count
 from research import ensemble
+from research.baselines import count
 from research.experiments.plan import NARROW, STRINGS, THREE_TUNING, Experiment, Run, joined
 from research.study import GRID, make_model
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.runs import read_runs
 from research.experiments.plan import Experiment, Run, joined
 from research.experiments.table import BEYOND, RATES
+from research.runs import read_runs
 
 COMMON = (
     "--preset gpu --num-layers 4 --steps 700 --warmup-steps 100 --eval-every 100 "

@@ -19,7 +19,7 @@ STRINGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One command."""
+    """One command. A training script may name a baseline (`research/baselines.py`)."""
 
     name: str
     """Its name in the file of the experiment's runs."""

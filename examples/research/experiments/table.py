@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common.runs import read_runs
 from research.experiments.plan import TUNING, Experiment, Run, joined
+from research.runs import read_runs
 
 Runs = dict[str, Any]
 """The content of a runs.json."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_bool, one_of
-from bedouin.integrations.layers import make_layer
-from bedouin.integrations.masks import row_mask
+from bedouin.integrations.layers import make_layer, mix, row_mask
 from bedouin.noise import without_noise
 from bedouin.state import RecurrentState
 
@@ -27,7 +26,7 @@ Mode = Literal["chunk", "fused_recurrent"]
 
 
 class BedouinLayer(nn.Module):
-    """A layer, by default `bedouin.Bedouin`, with the constructor, call and cache of FLA's layers.
+    """A layer, its attribute `layer`, with the constructor, call and cache of FLA's layers.
 
     Args:
         hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
@@ -38,7 +37,7 @@ class BedouinLayer(nn.Module):
             counts only with the first. None: not in a Bedouin.
         options: other options of the layer.
 
-    Attribute `layer` is that layer. Raises TypeError for d_model, which is hidden_size, and what
+    Raises TypeError for d_model, which is hidden_size, and what
     the layer raises.
     """
 
@@ -88,12 +87,10 @@ class BedouinLayer(nn.Module):
 
         attention_mask: 1 for real tokens, padding anywhere, also within the documents of
             cu_seqlens; of more than t columns the last t.
-        past_key_values: fla.models.utils.Cache. It holds the state before the tokens, and with
-            use_cache the one after them, of each row or of each document: recurrent_state is the
-            tuple of the state's tensors.
-            In training mode, calls with a cache and without gradients, as those of a generation,
-            have no noise of feedback_noise.
-        others: FLA's models pass all their arguments to every layer; no other one concerns it.
+        past_key_values: fla.models.utils.Cache, whose recurrent_state is the tuple of the state's
+            tensors before the tokens, and with use_cache after them, of each row or document. Calls
+            with a cache and without gradients have no noise of feedback_noise.
+        others: FLA's models pass all their arguments to every layer; they have no effect.
 
         Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
         """
@@ -101,37 +98,14 @@ class BedouinLayer(nn.Module):
             raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
         mask = row_mask(attention_mask, hidden_states)
         state = self._read(past_key_values)
-        if state is not None and hidden_states.shape[1] == 1 and cu_seqlens is None:
-            output, after = self._step(hidden_states, state, mask)
-        else:
-            packing: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens}
-            # with gradients a cache serves truncated backpropagation, without them a generation
-            generates = past_key_values is not None and not torch.is_grad_enabled()
-            with without_noise() if generates else nullcontext():
-                output, after = self.layer(hidden_states, state, True, **packing)
+        # with gradients a cache serves truncated backpropagation, without them a generation
+        generates = past_key_values is not None and not torch.is_grad_enabled()
+        with without_noise() if generates else nullcontext():
+            output, after = mix(self.layer, hidden_states, state, mask, cu_seqlens=cu_seqlens)
         if use_cache and past_key_values is not None:
-            past_key_values.update(
-                recurrent_state=after.tensors,
-                layer_idx=self.layer_idx,
-                offset=hidden_states.shape[1],
-            )
+            new = {"recurrent_state": after.tensors, "offset": hidden_states.shape[1]}
+            past_key_values.update(**new, layer_idx=self.layer_idx)
         return output, None, past_key_values
-
-    def _step(
-        self,
-        x: Tensor,  # (b, 1, m)
-        state: RecurrentState,
-        mask: Tensor | None,  # (b, 1)
-    ) -> tuple[Tensor, RecurrentState]:  # (b, 1, m) and the state
-        """One token; where the mask is False the output is 0 and the state stays."""
-        output, after = self.layer.step(x.squeeze(1), state)
-        if mask is not None:
-            output = torch.where(mask, output, 0.0)
-            pairs = zip(after.tensors, state.tensors, strict=True)
-            after = state._make(
-                torch.where(mask.view(-1, *(1,) * (new.dim() - 1)), new, old) for new, old in pairs
-            )
-        return output.unsqueeze(1), after
 
     def _read(self, cache: Any) -> RecurrentState | None:
         """The state before the tokens; None: zeros."""

@@ -74,18 +74,17 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(device, enabled=False):
         if kernel == "torch" or not len(x):
-            given = (x, weight, bias)
-            wants = [v is not None and v.requires_grad and torch.is_grad_enabled() for v in given]
-            total: Tensor = _Chunked.apply(*given, labels, ignore_index, wants)  # type: ignore[no-untyped-call]
-        elif kernel == "liger":
-            module: Any = import_module("liger_kernel.transformers")
-            options = {"ignore_index": ignore_index, "accum_dtype": torch.float32}
-            loss = module.LigerFusedLinearCrossEntropyLoss(reduction="sum", **options)
-            total = loss(weight, x, labels, bias)
+            given = (x, weight, bias, labels, ignore_index, torch.is_grad_enabled())
+            total: Tensor = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
+            return total
+        options: Any = {"ignore_index": ignore_index, "reduction": "sum"}
+        if kernel == "liger":
+            module = import_module("liger_kernel.transformers")
+            options["accum_dtype"] = torch.float32
+            total = module.LigerFusedLinearCrossEntropyLoss(**options)(weight, x, labels, bias)
         else:
             module = import_module("fla.modules")
-            loss = module.FusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
-            total = loss(x, labels, weight, bias)
+            total = module.FusedLinearCrossEntropyLoss(**options)(x, labels, weight, bias)
         return total
 
 
@@ -98,16 +97,14 @@ class _Chunked(torch.autograd.Function):
         bias: Tensor | None,  # (v,)
         labels: Tensor,  # (n,)
         ignore_index: int,
-        wants: list[bool],
+        has_grad: bool,
     ) -> Tensor:  # ()
         dtype = accumulator(x.dtype)
         total = torch.zeros((), dtype=dtype, device=x.device)
-        dx, dw, db = (
-            torch.zeros_like(given, dtype=None if given is x else dtype)
-            if given is not None and wanted
-            else None
-            for given, wanted in zip((x, weight, bias), wants, strict=True)
-        )
+        wants = [has_grad and needs for needs in ctx.needs_input_grad[:3]]
+        dx = torch.zeros_like(x) if wants[0] else None
+        dw = torch.zeros_like(weight, dtype=dtype) if wants[1] else None
+        db = torch.zeros(len(weight), dtype=dtype, device=x.device) if wants[2] else None
         size = max(1, CHUNK // len(weight))
         for start in range(0, len(x), size):
             part, aim = x[start : start + size], labels[start : start + size].unsqueeze(1)

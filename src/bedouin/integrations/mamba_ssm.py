@@ -11,12 +11,12 @@ Tested with mamba-ssm 2.3 (pip install ".[mamba]"), which it does not import.
 Letters: b batch, t time, m d_model.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.integrations.layers import make_layer
+from bedouin.integrations.layers import make_layer, mix
 from bedouin.noise import without_noise
 from bedouin.state import RecurrentState
 
@@ -24,17 +24,8 @@ States = tuple[Tensor, ...]
 """The tensors of the layer's state."""
 
 
-class InferenceParams(Protocol):
-    """What is read of mamba_ssm.utils.generation.InferenceParams."""
-
-    seqlen_offset: int
-    batch_size_offset: int
-    key_value_memory_dict: dict[int, Any]
-
-
 class BedouinMixer(nn.Module):
-    """A layer, by default `bedouin.Bedouin`, with the constructor, call and cache of mamba-ssm's
-    mixers.
+    """A layer, its attribute `layer`, with the constructor, call and cache of mamba-ssm's mixers.
 
     Args:
         d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is required for
@@ -44,7 +35,7 @@ class BedouinMixer(nn.Module):
         layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
         options: other options of the layer.
 
-    Attribute `layer` is that layer. Raises what the layer raises.
+    Raises what the layer raises.
     """
 
     def __init__(
@@ -62,17 +53,19 @@ class BedouinMixer(nn.Module):
     ) -> None:
         super().__init__()
         options |= {"device": device, "dtype": dtype, "layer_idx": layer_idx}
-        sizes = {"d_state": d_state, "expand": expand}
-        options |= {name: size for name, size in sizes.items() if size is not None}
-        if d_conv != "default":
-            options["d_conv"] = d_conv
+        sizes = (
+            ("d_state", d_state, None),
+            ("expand", expand, None),
+            ("d_conv", d_conv, "default"),
+        )
+        options |= {name: size for name, size, default in sizes if size != default}
         self.layer = make_layer(layer, d_model, **options)
         self.layer_idx = layer_idx
 
     def forward(
         self,
         hidden_states: Tensor,  # (b, t, m)
-        inference_params: InferenceParams | None = None,
+        inference_params: Any = None,  # mamba_ssm.utils.generation.InferenceParams
         *,
         mask: Tensor | None = None,  # (b, t)
         seq_idx: Tensor | None = None,  # (b, t)
@@ -81,26 +74,22 @@ class BedouinMixer(nn.Module):
         """The mixed sequence, as of `Bedouin.forward`.
 
         With inference_params, the states that they hold for this layer are those before the
-        sequence, or zeros if seqlen_offset is 0, and become those after it, in place. A single
-        token is decoded by `step`; longer chunks may follow one another, too. No such call has the
+        sequence, or zeros if seqlen_offset is 0, and become those after it, in place, without the
         noise of feedback_noise. A sequence that starts may be a larger batch than the last one.
 
         Raises ValueError for inference_params without a layer_idx, with cu_seqlens, or with states
         of fewer rows than a sequence that goes on.
         """
-        packing: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         if inference_params is None:
+            packing = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
             output: Tensor = self.layer(hidden_states, **packing)
             return output
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens must be None with inference_params: use seq_idx")
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
-        is_first = inference_params.seqlen_offset == 0
-        if not is_first and hidden_states.shape[1] == 1 and mask is None and seq_idx is None:
-            return self.step(hidden_states, *states)[0]
-        before = None if is_first else self._read(states)
+        before = self._read(states) if inference_params.seqlen_offset else None
         with without_noise():
-            output, after = self.layer(hidden_states, before, True, **packing)
+            output, after = mix(self.layer, hidden_states, before, mask, seq_idx=seq_idx)
         _write(states, after)
         return output
 
@@ -122,11 +111,7 @@ class BedouinMixer(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **unused: Any
     ) -> States:
-        """The states before the first token.
-
-        Their size does not depend on max_seqlen, and their dtype is that of the solve, at least
-        float32, whatever dtype the model decodes in.
-        """
+        """The states before the first token, in the dtype of the solve, at least float32."""
         states: States = self.layer.init_state(batch_size).tensors
         return states
 
@@ -135,7 +120,7 @@ class BedouinMixer(nn.Module):
         # autograd may save it, and `_write` overwrites it
         return state.clone() if torch.is_grad_enabled() else state
 
-    def _get_states_from_cache(self, params: InferenceParams, batch_size: int) -> States:
+    def _get_states_from_cache(self, params: Any, batch_size: int) -> States:
         """This layer's states of the batch at batch_size_offset, which are made if there are none;
         a new sequence may be a larger batch than the last one."""
         if self.layer_idx is None:
@@ -144,22 +129,21 @@ class BedouinMixer(nn.Module):
                 "partial(BedouinMixer, layer_idx=i)"
             )
         start, kept = params.batch_size_offset, params.key_value_memory_dict
-        rows = slice(start, start + batch_size)
         states: States = kept.get(self.layer_idx, ())
-        count = len(states[0]) if states else 0
-        if not states or count < rows.stop:
-            if states and params.seqlen_offset:
-                raise ValueError(
-                    f"hidden_states must have at most {max(count - start, 0)} rows, as many as "
-                    f"inference_params has states of layer {self.layer_idx} at batch_size_offset="
-                    f"{start}, got {batch_size}: a larger batch starts with seqlen_offset=0"
-                )
-            made = self.allocate_inference_cache(rows.stop, 0)
+        count, needed = len(states[0]) if states else 0, start + batch_size
+        if states and count < needed and params.seqlen_offset:
+            raise ValueError(
+                f"hidden_states must have at most {max(count - start, 0)} rows, as many as "
+                f"inference_params has states of layer {self.layer_idx} at batch_size_offset="
+                f"{start}, got {batch_size}: a larger batch starts with seqlen_offset=0"
+            )
+        if not states or count < needed:
+            made = self.allocate_inference_cache(needed, 0)
             # the rows before are those of other parts of the batch
             for new, old in zip(made, states, strict=False):
                 new[:count] = old
             kept[self.layer_idx] = states = made
-        return tuple(state[rows] for state in states)
+        return tuple(state[start:needed] for state in states)
 
 
 @torch.no_grad()

@@ -39,9 +39,10 @@ class ChannelMixer(nn.Module, ABC):
     In a layer of several heads each head has a Q of its own channels: d is then the number of
     channels of a head, heads are part of the batch, and the mixer's parameters are shared by them.
     To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
-    `StructuredMixer`. A mixer that also has a method `dense` is structured for heads of at most
-    128 channels, whose local systems are then solved as dense ones: a token costs O(d^3) operations
-    and O(d^2) memory, in plain PyTorch, instead of O(d k^2) and O(d k).
+    `StructuredMixer`; a `BedouinConfig` saves it if its options are attributes of their names. A
+    mixer that also has a method `dense` is structured for heads of at most 128 channels, whose
+    local systems are then solved as dense ones: a token costs O(d^3) operations and O(d^2) memory,
+    in plain PyTorch, instead of O(d k^2) and O(d k).
     """
 
     saved_options: ClassVar[tuple[str, ...]] = ()

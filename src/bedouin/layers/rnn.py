@@ -26,21 +26,39 @@ from bedouin.wrapped import apply_projection
 
 
 class FixedPointRNN(FixedPointLayer):
-    """An RNN with a vector state: the fixed point of channel mixing and a gated diagonal
-    recurrence.
+    """An RNN whose state is a vector: the fixed point of channel mixing and a gated diagonal scan.
+
+        layer = FixedPointRNN(d_model)                    # calls and state are those of Bedouin
+        out = layer(u)                                    # (b, t, m) -> (b, t, m)
+
+    With x, z = in_proj(u), the sequence h is the fixed point of
 
         h_t = lambda_t * h_{t-1} + (1 - lambda_t) * (Q_t (b_t * x_t - h_t) + h_t)
 
-    with b_t = SiLU(W_b x_t), Q_t a function of x_t and h_{t-1}, and the output stage of Bedouin.
-    Source: Fixed-Point RNNs (arXiv 2503.10799), section 4. Shapes, calls, state (n = 1) and the
-    options not listed here are those of `Bedouin`.
+    where b_t = SiLU(W_b x_t), and Q_t depends on x_t and h_{t-1}; the output stage is that of
+    Bedouin, with h in the place of y. Source: Fixed-Point RNNs (arXiv 2503.10799), section 4.
 
-    Args:
+    Size:
+        d_model, expand: m, and d = expand * m inner channels; a channel has one state.
         num_heads: as in Bedouin; each head has a W_b of its own.
-        d_conv: the width of a causal convolution with SiLU over x; None: no convolution.
+
+    Recurrence:
+        num_householder, beta_max, mixer: Q_t, as in Bedouin.
         decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
             Delta), Delta = sigmoid(W x_t).
+        eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
+        d_conv: the width of a causal convolution with SiLU over x; None: no convolution.
         feedback: ("mixer",), or () to switch feedback off.
+        feedback_norm, feedback_init: as in Bedouin.
+
+    Solve:
+        solver, adjoint, max_steps, on_unconverged, backend: as in Bedouin.
+
+    Precision:
+        dtype, device, norm_eps, layer_idx: as in Bedouin.
+
+    Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
+    not fit.
     """
 
     components = ("decay", "mixer")

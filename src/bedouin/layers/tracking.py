@@ -360,6 +360,12 @@ class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]
 class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     """A layer that tracks a state and recalls what a sequence contains, (b, t, m) -> (b, t, m).
 
+        layer = TrackingDeltaNet(d_model)
+        out, state = layer(u, return_state=True)          # continue with layer(later, state)
+        out_t, state = layer.step(u_t, state)             # one token, (b, m) -> (b, m)
+
+    It is Gated DeltaNet, read at the same token by a small recurrence with feedback:
+
         memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t
         tracker  h_t = lambda_t * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T,
                  y_t = h_t C_t; x^_t and Delta_t depend on the input, on o_t and on y_{t-1}
@@ -369,10 +375,18 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     `Tracker`, which reads what the memory recalls at the same token, without a norm, so that what
     is not found is small. Nothing in the layer is implicit: it has no solver and no statistics.
 
-    Args:
+    Size:
+        d_model: m, the width of input and output.
         num_heads, head_dim, expand_v: of the memory, as in `GatedDeltaNet`.
-        num_trackers, tracker_dim, tracker_state, feedback_noise: as in `Tracker`.
+        num_trackers, tracker_dim, tracker_state: of the tracker, as in `Tracker`.
+
+    Recurrence:
         d_conv: width of both short convolutions; None: no convolution, SiLU stays.
+        feedback_noise: standard deviation of the noise that training calls of `forward` add to what
+            the tracker is fed, as in `Tracker`.
+
+    Precision:
+        dtype, device: of the parameters; the state is at least float32.
         norm_eps: of the norms of both outputs.
         backend: "auto": Triton kernels on a GPU where they fit, else plain torch; "torch": plain
             torch; "triton"; "fla": the memory by the kernels of flash-linear-attention.

@@ -1,14 +1,11 @@
 """Synthetic tasks, generated with torch on the training device, without files or downloads.
 
-from bedouin.tasks import Group, WordProblem, stream, token_accuracy
-
 task = WordProblem(Group.from_name("A5"), length=16)
-train, test = stream("train", seed=0), stream("test", seed=0)
-tokens, labels = task.sample(128, train)       # two (b, t) int64 tensors
+tokens, labels = task.sample(128, stream("train", seed=0))  # two (b, t) int64 tensors
 """
 
 from bedouin.tasks.arithmetic import ModularArithmetic
-from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
+from bedouin.tasks.batch import IGNORE, Batch
 from bedouin.tasks.bound_permutations import BoundPermutations
 from bedouin.tasks.copying import Copying
 from bedouin.tasks.group import (
@@ -20,7 +17,13 @@ from bedouin.tasks.group import (
     generating_set,
     symmetric,
 )
-from bedouin.tasks.metrics import last_position_accuracy, scale_accuracy, scaled_accuracy
+from bedouin.tasks.metrics import (
+    last_position_accuracy,
+    scale_accuracy,
+    scaled_accuracy,
+    sequence_accuracy,
+    token_accuracy,
+)
 from bedouin.tasks.mqar import MQAR
 from bedouin.tasks.parity import Parity
 from bedouin.tasks.streams import Split, Stream, stream

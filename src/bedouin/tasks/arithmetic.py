@@ -3,15 +3,16 @@
 Letters: b batch, t time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.batch import IGNORE, Batch, Task, as_text
 from bedouin.tasks.checks import whole_number
 from bedouin.tasks.expressions import (
+    SYMBOLS,
     Kind,
     Layout,
     bracketed_layout,
@@ -19,13 +20,12 @@ from bedouin.tasks.expressions import (
     flat_layout,
     flat_value,
 )
-from bedouin.tasks.lengths import draw_lengths
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
 
 
 @dataclass(frozen=True)
-class ModularArithmetic:
-    """The value of an expression modulo m, asked for at the `=` that ends it.
+class ModularArithmetic(Task):
+    """The value of an expression modulo m, the label of the `=` that ends it.
 
     Two rows of `ModularArithmetic(length=10, min_length=4)`; `_` is padding, `.` is ignored:
 
@@ -37,23 +37,19 @@ class ModularArithmetic:
         tokens  ((-4)*(2+3))=
         labels  ............0
 
-    Without brackets, `*` binds more tightly than `+` and `-`; digits (uniform from 0 to m - 1) and
-    operators (uniform) alternate. With brackets, an expression of 1, 2, 3 or 4 tokens is `d`, `-d`,
-    `(d)` or `(-d)` with a uniform digit d; one of n >= 5 tokens is `(left operator right)` with a
-    uniform operator, a left part of uniform length from 1 to n - 4 and a right part that takes the
-    remaining tokens, both drawn in the same way. This is the distribution of Neural Networks and
-    the Chomsky Hierarchy (arXiv 2207.02098), except that the last digit keeps the row in its
-    stream's split (see `bedouin.tasks.streams`). A row takes about length / 4 rounds to build and
-    as many to evaluate, on the device and for all rows at once.
+    Digits and operators are uniform. Without brackets they alternate, and `*` binds more tightly
+    than `+` and `-`. With brackets, an expression of 1, 2, 3 or 4 tokens is `d`, `-d`, `(d)` or
+    `(-d)`; one of n >= 5 tokens is `(left operator right)`, a left part of uniform length from 1 to
+    n - 4 and a right part that takes the remaining tokens, both drawn in the same way. This is the
+    distribution of Neural Networks and the Chomsky Hierarchy (arXiv 2207.02098), except that the
+    last digit keeps the row in its stream's split (see `bedouin.tasks.streams`).
 
-    Protocol. Published (xLSTM, arXiv 2405.04517; Unlocking State-Tracking in Linear RNNs Through
-    Negative Eigenvalues, arXiv 2411.12537; Fixed-Point RNNs): m = 5, lengths uniform from 3 to 40
-    in training and from 40 to 256 in the test (`min_length=3, length=40`, then
-    `min_length=40, length=256`), scaled accuracy with `chance=1/m`. The lengths of their code
-    count the answer, which is no token here, and with brackets a padding token.
-
-    With brackets and multiplication the values are not uniform: for m = 5, lengths 40 to 256, 0 has
-    probability 0.30, so an answer that is always 0 has a scaled accuracy of 0.12.
+    Protocol. Published (xLSTM, arXiv 2405.04517; arXiv 2411.12537; Fixed-Point RNNs): m = 5,
+    lengths uniform from 3 to 40 in training and from 40 to 256 in the test (`min_length=3,
+    length=40`, then `min_length=40, length=256`), scaled accuracy. The lengths of their code count
+    the answer, which is no token here, and with brackets a padding token. With brackets and
+    multiplication the values are not uniform: for m = 5, lengths 40 to 256, 0 has probability 0.30,
+    so an answer that is always 0 has a scaled accuracy of 0.12.
 
     Args:
         modulus: m, at least 2. The digits are 0 to m - 1, one token each, also above 10.
@@ -64,9 +60,7 @@ class ModularArithmetic:
             `length`, both included, and fill rows with padding. None: every row has `length`.
         multiplication: whether `*` is drawn; its token exists in any case.
 
-    Raises:
-        ValueError: a field out of its range, or no possible length.
-        TypeError: a number that is no int.
+    Raises ValueError for a field out of its range and TypeError for a number that is no int.
     """
 
     modulus: int = 5
@@ -80,7 +74,11 @@ class ModularArithmetic:
         whole_number("length", self.length, 2)
         if self.min_length is not None:
             whole_number("min_length", self.min_length, 2, self.length + 1)
-        self._possible_lengths(self.min_length or self.length, self.length)
+        if not self._lengths:
+            raise ValueError(
+                f"length must be even without brackets, got {self.length}: "
+                "digits and operators alternate, and = ends the row"
+            )
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -98,86 +96,33 @@ class ModularArithmetic:
         """Number of classes, m."""
         return self.modulus
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of uniform guessing, for `scaled_accuracy`."""
-        return 1 / self.modulus
-
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        length: int | None = None,
-        split: Split | None = None,
-    ) -> Batch:
-        """Draw rows, on the generator's device and without waiting for it.
-
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from
-                all rows, or from the `split` that is named.
-            device: where the result is moved to, if not where it was made.
-            length: number of tokens in every row, without padding; None for the lengths of the
-                task.
-            split: None for the stream's own; naming another one raises.
-
-        Returns:
-            tokens and labels (b, t), t the largest possible length.
-
-        Raises:
-            ValueError: a negative batch size, an impossible length, or not the stream's split.
-            TypeError: a batch size or length that is no int, or no generator.
-        """
-        if length is None:
-            least, most = self.min_length or self.length, self.length
-        else:
-            least = most = whole_number("length", length, 2)
-        possible = self._possible_lengths(least, most)
-        batch_size = whole_number("batch_size", batch_size, 0)
-        split = resolve_split(generator, split)
-        lengths = draw_lengths(batch_size, possible, generator).unsqueeze(-1)
-        return self._rows(lengths - 1, possible[-1] - 1, split, generator).to(device)
-
     def decode(self, tokens: Tensor) -> list[str]:
-        """Rows as text: (b, t) -> b strings. `IGNORE` is shown as a dot. Reads the device."""
-        symbols = self.symbols
-        return ["".join("." if i == IGNORE else symbols[i] for i in row) for row in tokens.tolist()]
+        """Rows (b, t) as text, with a dot for `IGNORE`. Synchronizes with the device."""
+        return as_text(tokens, self.symbols, ignored=".")
 
-    def _possible_lengths(self, least: int, most: int) -> range:
-        """Lengths from `least` to `most` that a row can have; raises ValueError for none."""
+    @property
+    def _lengths(self) -> range:
+        """The lengths that a row can have."""
+        least, step = self.min_length or self.length, 1 if self.brackets else 2
+        return range(least + least % step, self.length + 1, step)
+
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        if length is not None:
+            return replace(self, length=length, min_length=None)._draw(b, None, split, rng)
+        lengths, width = draw_lengths(b, self._lengths, rng) - 1, self._lengths[-1] - 1  # no "="
         if self.brackets:
-            return range(least, most + 1)
-        possible = range(least + least % 2, most + 1, 2)
-        if not possible:
-            raise ValueError(
-                f"length must be even without brackets, got {most}: "
-                "digits and operators alternate, and = ends the row"
-            )
-        return possible
-
-    def _rows(
-        self,
-        lengths: Tensor,  # (b, 1), of the expressions, "=" not counted
-        width: int,
-        split: Split,
-        rng: torch.Generator,
-    ) -> Batch:
-        layout = (
-            bracketed_layout(lengths, width, rng) if self.brackets else flat_layout(lengths, width)
-        )
-        shape, is_digit = layout.kind.shape, layout.kind == Kind.DIGIT
-        digits = torch.randint(self.modulus, shape, generator=rng, device=rng.device)
-        most = 3 if self.multiplication else 2
-        operators = torch.randint(most, shape, generator=rng, device=rng.device)
+            layout, evaluate = bracketed_layout(lengths, width, rng), bracketed_value
+        else:
+            layout, evaluate = flat_layout(lengths, width), flat_value
+        digits = integers(0, self.modulus, (b, width), rng)
+        operators = integers(0, 3 if self.multiplication else 2, (b, width), rng)
+        is_digit = layout.kind == Kind.DIGIT
         last = (is_digit * torch.arange(width, device=rng.device)).amax(-1, keepdim=True)  # (b, 1)
         prefix = self._expression(digits.scatter(-1, last, 0), operators, layout)
-        # Without the padding, so that a row is in the same split whatever it is padded to.
+        # without the padding, so that a row is in the same split whatever it is padded to
         prefix = prefix.masked_fill(layout.kind == Kind.NOTHING, 0)
         drawn = draw_last(row_hash(prefix), self.modulus, split, rng)
         digits = digits.scatter(-1, last, drawn.unsqueeze(-1))
-        evaluate = bracketed_value if self.brackets else flat_value
         value = evaluate(digits, operators, layout, self.modulus)
         tokens = pad(self._expression(digits, operators, layout), (0, 1), value=self._id("_"))
         labels = torch.full_like(tokens, IGNORE)
@@ -191,17 +136,13 @@ class ModularArithmetic:
         digits: Tensor,  # (b, t)
         operators: Tensor,  # (b, t)
         layout: Layout,
-    ) -> Tensor:
-        """Tokens (b, t) of expressions, padding behind them."""
-        kind = layout.kind
-        tokens = digits.masked_fill(kind != Kind.DIGIT, self._id("_"))
-        tokens = torch.where(kind == Kind.OPERATOR, self.modulus + operators, tokens)
-        if not self.brackets:
-            return tokens
-        tokens = tokens.masked_fill(kind == Kind.NEGATION, self._id("-"))
-        opens = (kind == Kind.BRACKET) | (kind == Kind.BINARY_BRACKET)
-        tokens = tokens.masked_fill(opens, self._id("("))
-        return tokens.masked_fill(kind == Kind.CLOSING, self._id(")"))
+    ) -> Tensor:  # (b, t)
+        """Tokens of expressions, padding behind them."""
+        tokens = torch.where(layout.kind == Kind.DIGIT, digits, self.modulus + operators)
+        for kind, symbol in SYMBOLS.items():
+            if symbol in self.symbols:
+                tokens = tokens.masked_fill(layout.kind == kind, self._id(symbol))
+        return tokens
 
     def _id(self, symbol: str) -> int:
         return self.symbols.index(symbol)

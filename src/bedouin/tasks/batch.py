@@ -1,12 +1,16 @@
-"""The batches that a task returns, and the accuracy of predictions.
+"""The batches that a task returns, and what the tasks share.
 
-Letters: b batch, t time, v classes.
+Letters: b batch, t time.
 """
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from bedouin.tasks.checks import whole_number
+from bedouin.tasks.streams import Split, resolve_split
 
 IGNORE: Final = -100
 """The label of positions that losses and accuracies ignore (`ignore_index` of `cross_entropy`)."""
@@ -23,69 +27,55 @@ class Batch(NamedTuple):
         return self if device is None else Batch(self.tokens.to(device), self.labels.to(device))
 
 
-def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the labels that are predicted correctly, without synchronization.
+class Task:
+    """The sizes of a task and its `sample`."""
 
-    Args:
-        prediction: logits (b, t, v), whose argmax is the predicted class, or class ids (b, t). A
-            position at which any logit is NaN counts as wrong.
-        labels: (b, t) integers; positions with `IGNORE` do not count.
+    @property
+    def vocab_size(self) -> int:
+        """Number of input ids."""
+        raise NotImplementedError
 
-    Returns:
-        A float32 scalar (); NaN if every label is `IGNORE`.
+    @property
+    def output_size(self) -> int:
+        """Number of classes."""
+        return self.vocab_size
 
-    Raises:
-        ValueError: the shape of `prediction` is that of neither logits nor class ids for `labels`,
-            or v is 0.
-        TypeError: labels or class ids that are not integers, logits that are complex or bool.
-    """
-    counted = labels != IGNORE
-    correct = (_classes(prediction, labels) == labels) & counted
-    return correct.sum().float() / counted.sum().float()
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing, for `scaled_accuracy`."""
+        return 1 / self.output_size
 
+    def sample(
+        self,
+        batch_size: int,
+        generator: torch.Generator,
+        *,
+        device: torch.device | str | None = None,
+        length: int | None = None,
+        split: Split | None = None,
+    ) -> Batch:
+        """Draw rows on the generator's device, without synchronization.
 
-def sequence_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the rows in which *every* label is predicted correctly.
+        Args:
+            batch_size: number of rows, 0 or more.
+            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from the
+                distribution over all rows, or from `split`.
+            device: the device of the result; None: the generator's.
+            length: of every row, in the unit of the field `length`; None: as the fields say.
+            split: None: the stream's own. Another one than the stream's raises an error.
 
-    Arguments, result and errors are those of `token_accuracy`. Rows without labels do not count.
-    """
-    counted = labels != IGNORE
-    correct = (_classes(prediction, labels) == labels) | ~counted
-    rows = counted.any(dim=-1)
-    return (correct.all(dim=-1) & rows).sum().float() / rows.sum().float()
+        Returns tokens and labels (b, t), t the largest length in tokens. Raises ValueError for a
+        number out of its range and a split that is not the stream's, and TypeError for a number
+        that is not an int and a generator that is not one.
+        """
+        b = whole_number("batch_size", batch_size, 0)
+        return self._draw(b, length, resolve_split(generator, split), generator).to(device)
 
-
-def _classes(
-    prediction: Tensor,  # (b, t, v) or (b, t)
-    labels: Tensor,  # (b, t)
-) -> Tensor:  # (b, t)
-    """Predicted class ids; IGNORE, which counts as wrong, where a logit is NaN."""
-    _check_ids("labels", labels)
-    if prediction.shape[:-1] == labels.shape and prediction.ndim == labels.ndim + 1:
-        _check_logits(prediction)
-        largest, classes = prediction.max(dim=-1)  # the maximum of a row with a NaN is NaN
-        return classes.masked_fill(largest.isnan(), IGNORE)
-    if prediction.shape != labels.shape:
-        raise ValueError(
-            f"prediction must be logits {(*labels.shape, 'v')} or class ids {tuple(labels.shape)} "
-            f"for labels of shape {tuple(labels.shape)}, got {tuple(prediction.shape)}"
-        )
-    _check_ids("prediction of class ids", prediction)
-    return prediction
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        """Random rows that belong to `split`; `length` is not checked yet."""
+        raise NotImplementedError
 
 
-def _check_logits(
-    logits: Tensor,  # (b, t, v)
-) -> None:
-    if logits.shape[-1] == 0:
-        raise ValueError(f"logits must have at least one class, got {tuple(logits.shape)}")
-    if logits.is_complex() or logits.dtype == torch.bool:
-        raise TypeError(f"logits must be real numbers, got {logits.dtype}")
-
-
-def _check_ids(
-    name: str,
-    ids: Tensor,  # (b, t)
-) -> None:
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"{name} must be of integer dtype, got {ids.dtype}")
+def as_text(tokens: Tensor, symbols: Sequence[str], ignored: str) -> list[str]:
+    """Rows (b, t) as text, with `ignored` for `IGNORE`. Synchronizes with the device."""
+    return ["".join(ignored if i == IGNORE else symbols[i] for i in row) for row in tokens.tolist()]

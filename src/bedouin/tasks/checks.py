@@ -6,9 +6,7 @@ from numbers import Integral
 def whole_number(name: str, value: int, low: int, high: int | None = None) -> int:
     """`value`, an integer of Python or NumPy in [low, high), as an int.
 
-    Raises:
-        TypeError: not an integer, or a bool.
-        ValueError: an integer out of the range.
+    Raises TypeError for anything else and for a bool, ValueError outside of the range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r}")

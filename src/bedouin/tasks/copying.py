@@ -3,30 +3,29 @@
 Letters: b batch, t time, v vocabulary; J strings packed into a row, L letters in a string.
 """
 
-import string
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Literal, get_args
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.tasks.batch import IGNORE, Batch, sequence_accuracy, token_accuracy
+from bedouin.tasks.batch import IGNORE, Batch, Task, as_text
 from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.metrics import sequence_accuracy, token_accuracy
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash
 
 Protocol = Literal["plain", "official"]
 
 
 @dataclass(frozen=True)
-class Copying:
+class Copying(Task):
     """Repeat a string: `$` starts a sample, `|` requests the copy, `.` ends it, `*` is padding.
 
     A training row with `context_len=24, min_length=2, max_length=4` consists of packed samples, of
-    which the last is cut off. Labels are shifted by one: each is written below the token after
-    which it must be predicted. A blank stands for `IGNORE`: prompts, a sample that is cut off, and
-    the last position have no labels:
+    which the last is cut off. Each label is written below the token after which it must be
+    predicted. A blank stands for `IGNORE`: prompts and a sample that is cut off have no labels:
 
         tokens  $bat|bat.$node|node.$ox|
         labels      bat.      node.
@@ -39,11 +38,8 @@ class Copying:
     Protocol (Repeat After Me, arXiv 2402.01032, and Fixed-Point RNNs, arXiv 2503.10799). Lengths
     are uniform in [min_length, max_length], letters uniform and independent. Predictions are
     teacher-forced argmaxes, *not* generated: after a wrong letter the model reads the right one.
-    Character accuracy is the fraction of answer letters that are right, string accuracy the
-    fraction of answers without an error; the final `.` counts in the loss but in neither accuracy.
-    Train and test strings of equal length never coincide, because the last letter of a string is
-    drawn from those that its split allows (see `bedouin.tasks.streams`). The official code has no
-    such split: it draws training and test strings from the same distribution.
+    The final `.` counts in the loss but in neither accuracy. The last letter keeps a string in its
+    stream's split (see `bedouin.tasks.streams`); the official code has no such split.
 
     `protocol="official"` fills evaluation rows with `.` up to `context_len`, as the code of
     Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they cost
@@ -55,9 +51,7 @@ class Copying:
         num_letters: size of the alphabet, 2 to 26; the vocabulary has 4 more symbols.
         protocol: `"plain"` or `"official"`.
 
-    Raises:
-        ValueError: a field out of its range.
-        TypeError: a number that is not an int.
+    Raises ValueError for a field out of its range and TypeError for a number that is no int.
     """
 
     context_len: int = 32
@@ -79,66 +73,24 @@ class Copying:
                 f"context_len must hold a whole sample, 2·max_length + 3 = "
                 f"{2 * self.max_length + 3}, got {self.context_len}: raise it or lower max_length"
             )
-        if not 2 <= self.num_letters <= len(string.ascii_lowercase):
+        if not 2 <= self.num_letters <= len(ascii_lowercase):
             raise ValueError(f"num_letters must be in [2, 26], got {self.num_letters}")
         one_of("protocol", self.protocol, get_args(Protocol))
 
     @property
     def symbols(self) -> str:
         """The character of every id: the letters, then `$ | . *`."""
-        return string.ascii_lowercase[: self.num_letters] + "$|.*"
+        return ascii_lowercase[: self.num_letters] + "$|.*"
 
     @property
     def vocab_size(self) -> int:
         """Number of input ids: letters and four symbols, 30 by default."""
-        return self.num_letters + 4
-
-    @property
-    def output_size(self) -> int:
-        """Number of classes, the vocabulary."""
-        return self.vocab_size
+        return len(self.symbols)
 
     @property
     def chance(self) -> float:
         """Accuracy of guessing a letter."""
         return 1 / self.num_letters
-
-    def sample(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        split: Split | None = None,
-    ) -> Batch:
-        """Draw packed training rows on the generator's device, without synchronization.
-
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from all
-                strings, or from `split`.
-            device: the device of the result; None: the generator's.
-            split: None: the stream's own. Another one than the stream's raises an error.
-
-        Returns:
-            tokens and labels (b, context_len).
-
-        Raises:
-            ValueError: a negative batch size, or a split that is not the stream's.
-            TypeError: a batch size that is not an int, or a generator that is not one.
-        """
-        split = resolve_split(generator, split)
-        num_strings = -(-self.context_len // (2 * self.min_length + 3))  # J, if all are short
-        shape = (whole_number("batch_size", batch_size, 0), num_strings)
-        lengths = torch.randint(
-            self.min_length,
-            self.max_length + 1,
-            shape,
-            generator=generator,
-            device=generator.device,
-        )
-        letters = self._draw_strings(lengths, self.max_length, split, generator)
-        return self._render(letters, lengths, self.context_len).to(device)
 
     def sample_eval(
         self,
@@ -149,100 +101,66 @@ class Copying:
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw evaluation rows, each one string of exactly `length` letters.
+        """Evaluation rows, each one string of exactly `length` letters, 1 or more.
 
-        Args:
-            length: number of letters, 1 or more; the other arguments are those of `sample`.
-
-        Returns:
-            tokens and labels (b, 2·length + 3), padded to `context_len` in the official protocol.
-
-        Raises:
-            ValueError: as `sample`, or a length below 1.
-            TypeError: as `sample`, or a length that is not an int.
+        They have 2·length + 3 tokens, padded to `context_len` in the official protocol. The other
+        arguments and the errors are those of `sample`, which draws packed training rows of
+        `context_len` tokens and, with `length`, evaluation rows too.
         """
-        length = whole_number("length", length, 1)
-        split = resolve_split(generator, split)
-        shape = (whole_number("batch_size", batch_size, 0), 1)
-        lengths = torch.full(shape, length, device=generator.device)
-        letters = self._draw_strings(lengths, length, split, generator)
-        tokens, labels = self._render(letters, lengths, 2 * length + 3)
-        if self.protocol == "official":
-            missing = max(0, self.context_len - tokens.shape[-1])
-            tokens = pad(tokens, (0, missing), value=self.symbols.index("."))
-            labels = pad(labels, (0, missing), value=IGNORE)
-        return Batch(tokens, labels).to(device)
+        whole_number("length", length, 1)
+        return self.sample(batch_size, generator, device=device, length=length, split=split)
 
-    def character_accuracy(
-        self,
-        prediction: Tensor,  # logits (b, t, v) or ids (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # ()
-        """Fraction of the answer letters that are right. Raises the errors of `token_accuracy`."""
+    def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """`token_accuracy` of the letters: the fraction of answer letters that are right."""
         return token_accuracy(prediction, self._letters_only(labels))
 
-    def string_accuracy(
-        self,
-        prediction: Tensor,  # logits (b, t, v) or ids (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # ()
-        """Fraction of the rows of `sample_eval` whose answer letters are all right.
-
-        Raises the errors of `token_accuracy`.
-        """
+    def string_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """`sequence_accuracy` of the letters: the fraction of evaluation rows without an error."""
         return sequence_accuracy(prediction, self._letters_only(labels))
 
-    def decode(
-        self,
-        tokens: Tensor,  # (b, t)
-    ) -> list[str]:
-        """Each row as text, with a blank for `IGNORE`. Synchronizes with the device."""
-        rows = tokens.tolist()
-        return ["".join(" " if i == IGNORE else self.symbols[i] for i in row) for row in rows]
+    def decode(self, tokens: Tensor) -> list[str]:
+        """Rows (b, t) as text, with a blank for `IGNORE`. Synchronizes with the device."""
+        return as_text(tokens, self.symbols, ignored=" ")
 
-    def _letters_only(
-        self,
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t)
+    def _letters_only(self, labels: Tensor) -> Tensor:  # (b, t) -> (b, t)
         """The labels with IGNORE in place of symbols."""
         return labels.masked_fill(labels >= self.num_letters, IGNORE)
 
-    def _draw_strings(
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        if length is None:
+            num_strings = -(-self.context_len // (2 * self.min_length + 3))  # J, if all are short
+            lengths = integers(self.min_length, self.max_length + 1, (b, num_strings), rng)
+            return self._rows(lengths, self.max_length, self.context_len, split, rng)
+        width = whole_number("length", length, 1)
+        lengths = torch.full((b, 1), width, device=rng.device)
+        tokens, labels = self._rows(lengths, width, 2 * width + 3, split, rng)
+        missing = max(0, self.context_len - 2 * width - 3) if self.protocol == "official" else 0
+        filled = pad(tokens, (0, missing), value=self.symbols.index("."))
+        return Batch(filled, pad(labels, (0, missing), value=IGNORE))
+
+    def _rows(
         self,
         lengths: Tensor,  # (b, J)
         width: int,
+        row_len: int,
         split: Split,
         rng: torch.Generator,
-    ) -> Tensor:  # (b, J, width)
-        """Random letters, of which the first `lengths` are used; the last one of these is drawn so
-        that the string belongs to `split`."""
-        shape = (*lengths.shape, width)
-        letters = torch.randint(self.num_letters, shape, generator=rng, device=rng.device)
-        last = rearrange(lengths - 1, "b j -> b j 1")
-        is_prefix = torch.arange(width, device=rng.device) < last
-        prefix = letters.masked_fill(~is_prefix, 0)
-        drawn = draw_last(row_hash(prefix), self.num_letters, split, rng)
-        return letters.scatter(-1, last, rearrange(drawn, "b j -> b j 1"))
-
-    def _render(
-        self,
-        letters: Tensor,  # (b, J, width)
-        lengths: Tensor,  # (b, J)
-        context_len: int,
     ) -> Batch:
-        """Write `$string|string.` J times into each row and cut the rows off at `context_len`."""
+        """Rows of `$string|string.` J times, cut off at their ends, with strings of `split`."""
+        letters = integers(0, self.num_letters, (*lengths.shape, width), rng)  # (b, J, width)
+        last = lengths.unsqueeze(-1) - 1
+        prefix = letters.masked_fill(torch.arange(width, device=rng.device) >= last, 0)
+        drawn = draw_last(row_hash(prefix), self.num_letters, split, rng)
+        letters = letters.scatter(-1, last, drawn.unsqueeze(-1)).flatten(1)
         ends = (2 * lengths + 3).cumsum(-1)  # (b, J)
-        position = torch.arange(context_len, device=letters.device)
-        has_ended = rearrange(position, "t -> t 1") >= rearrange(ends, "b j -> b 1 j")
-        which = has_ended.sum(-1)  # (b, t): index of the sample at a position
+        position = torch.arange(row_len, device=rng.device)
+        which = (position.unsqueeze(-1) >= ends.unsqueeze(1)).sum(-1)  # (b, t): index of the sample
         length, end = lengths.gather(-1, which), ends.gather(-1, which)
         local = position - end + 2 * length + 3  # (b, t): position inside the sample
-        offset = torch.where(local <= length, local - 1, local - length - 2)
-        offset = offset.clamp(0, letters.shape[-1] - 1)
-        flat_letters = rearrange(letters, "b j width -> b (j width)")
-        tokens = flat_letters.gather(-1, which * letters.shape[-1] + offset)
+        offset = torch.where(local <= length, local - 1, local - length - 2).clamp(0, width - 1)
+        tokens = letters.gather(-1, which * width + offset)
         for symbol, place in (("$", 0), ("|", length + 1), (".", 2 * length + 2)):
             tokens = tokens.masked_fill(local == place, self.symbols.index(symbol))
-        answered = (local >= length + 2) & (end <= context_len)
+        answered = (local >= length + 2) & (end <= row_len)
         labels = tokens.masked_fill(~answered, IGNORE)
         return Batch(tokens, pad(labels[:, 1:], (0, 1), value=IGNORE))

@@ -7,28 +7,42 @@ random numbers serve all rounds of the construction, because a position opens at
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bedouin.tasks.streams import integers
+
 
 class Kind(IntEnum):
     """What stands at a position."""
 
-    NOTHING = 0
-    """Behind the expression."""
+    NOTHING = 0  # behind the expression
     DIGIT = 1
-    OPERATOR = 2
-    """A binary `+`, `-` or `*`."""
+    OPERATOR = 2  # a binary + - *
     NEGATION = 3
-    """A unary `-`."""
-    BRACKET = 4
-    """A `(` around a digit or a negated digit."""
-    BINARY_BRACKET = 5
-    """A `(` around left part, operator and right part."""
+    BRACKET = 4  # a "(" around a digit or a negated digit
+    BINARY_BRACKET = 5  # a "(" around left part, operator and right part
     CLOSING = 6
+
+
+SYMBOLS: Final = {
+    Kind.NOTHING: "_",
+    Kind.NEGATION: "-",
+    Kind.BRACKET: "(",
+    Kind.BINARY_BRACKET: "(",
+    Kind.CLOSING: ")",
+}
+"""The symbols of the kinds that have a single one."""
+
+_SHORT: Final = (  # d, -d, (d) and (-d)
+    (Kind.DIGIT,),
+    (Kind.NEGATION, Kind.DIGIT),
+    (Kind.BRACKET, Kind.DIGIT, Kind.CLOSING),
+    (Kind.BRACKET, Kind.NEGATION, Kind.DIGIT, Kind.CLOSING),
+)
 
 
 class Layout(NamedTuple):
@@ -39,36 +53,29 @@ class Layout(NamedTuple):
     depth: int  # binary brackets inside one another, at most
 
 
-def flat_layout(
-    lengths: Tensor,  # (b, 1), odd
-    width: int,
-) -> Layout:
+def flat_layout(lengths: Tensor, width: int) -> Layout:  # (b, 1), odd
     """Digits at even positions, operators at odd ones."""
     position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
     kind = torch.full_like(position, Kind.DIGIT).masked_fill(position % 2 == 1, Kind.OPERATOR)
     return Layout(kind.masked_fill(position >= lengths, Kind.NOTHING), position, depth=0)
 
 
-def bracketed_layout(
-    lengths: Tensor,  # (b, 1)
-    width: int,
-    rng: torch.Generator,
-) -> Layout:
+def bracketed_layout(lengths: Tensor, width: int, rng: torch.Generator) -> Layout:  # (b, 1)
     """Draw layouts of bracketed expressions of exactly these lengths.
 
     An expression of 1, 2, 3 or 4 tokens is `d`, `-d`, `(d)` or `(-d)`. A longer one of n tokens is
     `(left operator right)`, the length of the left part uniform from 1 to n - 4.
 
     Every round divides all spans of at least 5 tokens, in every row. A part is at least 4 tokens
-    shorter than its span, which bounds the number of rounds. On the CPU, where looking costs
-    nothing, they end when no span is left; on a GPU all are made, without waiting for it.
+    shorter than its span, which bounds the number of rounds. On the CPU, where a test costs no
+    synchronization, they end when no span is left.
     """
     position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
-    draws = torch.randint(2**62, position.shape, generator=rng, device=rng.device)
+    draws = integers(0, 2**62, position.shape, rng)
     start = torch.zeros_like(position)  # of the undivided span around a position
     size = lengths * (position < lengths)  # of that span; 0 where none is left
     kind, right = torch.zeros_like(position), torch.zeros_like(position)
-    depth = max_depth(width)
+    depth = (width - 1) // 4
     for rounds in range(depth):
         divides = size >= 5
         if divides.device.type == "cpu" and not divides.any():
@@ -85,26 +92,11 @@ def bracketed_layout(
         start = torch.where(in_left, start + 1, torch.where(in_right, right_start, start))
         size_in_right = torch.where(in_right, size - left - 3, size.masked_fill(divides, 0))
         size = torch.where(in_left, left, size_in_right)
-    return Layout(kind + _short_kinds(position - start, size), right, depth)
-
-
-def max_depth(length: int) -> int:
-    """Largest number of binary brackets inside one another in an expression of this length."""
-    return (length - 1) // 4
-
-
-def _short_kinds(
-    offset: Tensor,  # (b, t): place inside the span
-    size: Tensor,  # (b, t): tokens of the span, 0 to 4
-) -> Tensor:
-    """Kinds (b, t) in `d`, `-d`, `(d)` and `(-d)`; 0 outside of them."""
-    bracketed = size >= 3
-    negated = (size == 2) | (size == 4)
-    kind = (bracketed & (offset == 0)) * Kind.BRACKET
-    kind = kind + (bracketed & (offset == size - 1)) * Kind.CLOSING
-    kind = kind + (negated & (offset == bracketed.long())) * Kind.NEGATION
-    is_digit = (size > 0) & (offset == bracketed.long() + negated.long())
-    return kind + is_digit * Kind.DIGIT
+    for kinds in _SHORT:
+        for place, short in enumerate(kinds):
+            there = (size == len(kinds)) & (position == start + place)
+            kind = kind.masked_fill(there, short)
+    return Layout(kind, right, depth)
 
 
 def flat_value(
@@ -112,29 +104,24 @@ def flat_value(
     operators: Tensor,  # (b, t), 0, 1, 2 for + - *, read where the layout has an operator
     layout: Layout,
     modulus: int,
-) -> Tensor:
-    """Values (b,) modulo `modulus` of flat expressions, `*` before `+` and `-`.
+) -> Tensor:  # (b,), modulo `modulus`
+    """Values of flat expressions, `*` before `+` and `-`.
 
-    Reading from left to right keeps a sum s of finished products and the running product p. An
-    operator and the digit behind it are the map (s, p) -> (s + a p + c, u p + e): "+ d" is
-    a = 1, e = d; "- d" is a = 1, e = -d; "* d" is u = d; what is not named is 0. Such maps are
-    closed under composition, so neighbours are composed in about log2(t) rounds.
+    With a product p in front of it, the rest of an expression from an operator on makes the value
+    a p + c. From right to left, "* d" turns a into a d, and "+ d" or "- d" adds a d to c or
+    subtracts it, and makes a 1.
     """
-    count = (digits.shape[-1] + 1) // 2
-    missing = 2 ** (count - 1).bit_length() - count
-    digit = pad(digits[:, ::2], (0, missing))  # (b, j)
-    before = pad(operators[:, 1::2], (1, missing))[:, : digit.shape[-1]]  # "+" before the first
-    present = pad(layout.kind[:, ::2] == Kind.DIGIT, (0, missing))
-    times = present & (before == 2)
-    adds = present & ~times
-    a, c = adds.long(), torch.zeros_like(digit)
-    u = torch.where(times, digit, (~present).long())  # a missing digit changes nothing
-    e = torch.where(before == 1, -digit, digit).masked_fill(~adds, 0)
-    while a.shape[-1] > 1:
-        (a1, a2), (c1, c2), (u1, u2), (e1, e2) = ((x[:, ::2], x[:, 1::2]) for x in (a, c, u, e))
-        a, c = (a1 + a2 * u1) % modulus, (c1 + a2 * e1 + c2) % modulus
-        u, e = (u2 * u1) % modulus, (u2 * e1 + e2) % modulus
-    return (c + e).squeeze(-1) % modulus
+    present = layout.kind == Kind.DIGIT
+    digit = torch.where(present, digits, 1)  # with "*", a missing digit changes nothing
+    before = pad(operators, (1, 0))[:, :-1]
+    times = ~present | (before == 2)
+    sign = ((before == 0).long() - (before == 1).long()).masked_fill(~present, 0)
+    a, c = torch.ones_like(digits[:, 0]), torch.zeros_like(digits[:, 0])
+    for place in range((digits.shape[-1] - 1) // 2 * 2, 0, -2):  # the digits, last one first
+        product = a * digit[:, place] % modulus
+        a = torch.where(times[:, place], product, 1)
+        c = (c + sign[:, place] * product) % modulus
+    return (a * digit[:, 0] + c) % modulus
 
 
 def bracketed_value(
@@ -142,8 +129,8 @@ def bracketed_value(
     operators: Tensor,  # (b, t), 0, 1, 2 for + - *, read where the layout has an operator
     layout: Layout,
     modulus: int,
-) -> Tensor:
-    """Values (b,) modulo `modulus` of bracketed expressions.
+) -> Tensor:  # (b,), modulo `modulus`
+    """Values of bracketed expressions.
 
     The value at a position is that of the part which begins there: with v the value one position
     further and w that of the right part, it is a v + c w + e v w + d. Repeating this in all places

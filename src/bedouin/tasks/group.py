@@ -2,19 +2,16 @@
 
 Products are read from left to right, like a sequence of tokens: `g · h` is "first g, then h",
 (g · h)(i) = h(g(i)). The opposite convention gives other labels but an equally hard task.
-
-Letters: b batch, t time.
 """
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Final
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from bedouin.tasks.checks import whole_number
@@ -33,26 +30,27 @@ class Group:
     """A finite permutation group, given by generators.
 
     Elements are numbered in lexicographic order of their permutations, so 0 is the identity,
-    element i of Z_n is the rotation by i, and (a, b) of G x H has the number a·|H| + b.
+    element i of Z_n is the rotation by i, and (a, b) of G x H has the number a·|H| + b. S3 in this
+    order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2). `table[1, 2]` is 3, because 021
+    followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
 
-    Example: S3 in this order is 012, 021, 102, 120, 201, 210 (images of 0, 1, 2). `table[1, 2]` is
-    3, because 021 followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
-
-    Args:
-        name: the name of the group in messages and results.
-        generators: permutations of 0 … degree - 1, each the tuple of its images.
-
-    Raises:
-        ValueError: no generator, a generator that is not a permutation, different degrees, or a
-            group of more than 1024 elements.
-        TypeError: generators that are not tuples of ints.
+    generators: permutations of 0 … degree - 1, each the tuple of its images. Raises ValueError for
+    no generator, one that is not a permutation, different degrees, or more than 1024 elements, and
+    TypeError for generators that are not tuples of ints.
     """
 
     name: str
     generators: tuple[Permutation, ...]
 
     def __post_init__(self) -> None:
-        _check_tuples(self.generators)
+        # a group is a key of the cache of tables and must be hashable
+        nested = isinstance(self.generators, tuple) and all(
+            isinstance(g, tuple) for g in self.generators
+        )
+        if not nested or any(type(image) is not int for g in self.generators for image in g):
+            raise TypeError(
+                f"generators must be a tuple of tuples of ints, got {self.generators!r}"
+            )
         if not self.generators:
             raise ValueError("generators must hold at least one permutation, got none")
         for generator in self.generators:
@@ -75,12 +73,12 @@ class Group:
     @cached_property
     def permutations(self) -> tuple[Permutation, ...]:
         """All elements in lexicographic order, so the identity is the first."""
-        seen = {tuple(range(self.degree))}
-        frontier = list(seen)
-        while frontier:
-            products = {compose(g, s) for g in frontier for s in self.generators}
-            frontier = list(products - seen)
-            seen |= products
+        found = [tuple(range(self.degree))]
+        seen = set(found)
+        for g in found:
+            new = {compose(g, s) for s in self.generators} - seen
+            found += new
+            seen |= new
             if len(seen) > MAX_ORDER:
                 raise ValueError(
                     f"group {self.name} must have at most {MAX_ORDER} elements, "
@@ -91,32 +89,32 @@ class Group:
     @cached_property
     def table(self) -> Tensor:
         """Multiplication table (order, order) int64 on the CPU: `table[g, h]` is g · h."""
-        permutations = torch.tensor(self.permutations)  # (order, degree)
-        base = _base(self.permutations)
-        radix = torch.tensor([self.degree**i for i in range(len(base))])
-        codes, numbers = (permutations[:, base] * radix).sum(-1).sort()
-        images = permutations[:, permutations[:, base]]  # (h, g, base): h(g(i)) for base points i
-        product_codes = rearrange((images * radix).sum(-1), "h g -> g h").contiguous()
-        return numbers[torch.searchsorted(codes, product_codes)]
+        number = {p: i for i, p in enumerate(self.permutations)}
+        times = {  # the column of each generator
+            s: torch.tensor([number[compose(g, s)] for g in self.permutations])
+            for s in self.generators
+        }
+        found = [self.permutations[0]]
+        columns = {found[0]: torch.arange(self.order)}
+        for h in found:
+            for s, column in times.items():
+                product = compose(h, s)
+                if product not in columns:
+                    columns[product] = column[columns[h]]  # g · (h · s) = (g · h) · s
+                    found.append(product)
+        return torch.stack([columns[p] for p in self.permutations], dim=-1)
 
     def table_on(self, device: torch.device) -> Tensor:
         """`table` on a device, which keeps its copy."""
-        return _table_on(self, device)
+        return on_device(self, "table", device)
 
     @cached_property
     def num_moved(self) -> tuple[int, ...]:
         """The number of points that each element moves (2 for a transposition)."""
         return tuple(sum(i != image for i, image in enumerate(p)) for p in self.permutations)
 
-    def prefix_products(
-        self,
-        elements: Tensor,  # (..., t) int64
-    ) -> Tensor:  # (..., t) int64
-        """Running products g_0 · g_1 · … · g_t on the device of `elements`.
-
-        A parallel scan of about log2(t) table look-ups, because products are associative.
-        Raises TypeError for another dtype.
-        """
+    def prefix_products(self, elements: Tensor) -> Tensor:  # (..., t) int64 -> (..., t) int64
+        """Running products g_0 · g_1 · … · g_t, a parallel scan of about log2(t) table look-ups."""
         if elements.dtype != torch.int64:
             raise TypeError(f"elements must be of dtype torch.int64, got {elements.dtype}")
         table, span, products = self.table_on(elements.device), 1, elements
@@ -134,23 +132,15 @@ class Group:
     def from_name(cls, name: str) -> "Group":
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
 
-        Raises:
-            ValueError: a name of another form, or an n for which the constructor raises.
-            TypeError: a name that is not a string.
+        Raises ValueError for another name, and what the constructors raise.
         """
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
-        factors = re.split(r"_x_|x|\*", name)
-        matches = [re.fullmatch(r"([SAZD])(\d{1,5})", factor) for factor in factors]
-        group: Group | None = None
-        for match in matches:
-            if match is None:
-                raise ValueError(f"group name must be of the form {_FORMS}, got {name!r}")
-            factor = _CONSTRUCTORS[match[1]](int(match[2]))
-            group = factor if group is None else direct_product(group, factor)
-        if group is None:
+        factor = r"([SAZD])(\d{1,5})"
+        if not re.fullmatch(rf"{factor}((_x_|x|\*){factor})*", name):
             raise ValueError(f"group name must be of the form {_FORMS}, got {name!r}")
-        return group
+        made = (_CONSTRUCTORS[letter](int(n)) for letter, n in re.findall(factor, name))
+        return reduce(direct_product, made)
 
 
 def compose(first: Permutation, second: Permutation) -> Permutation:
@@ -163,16 +153,8 @@ def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
     """Numbers of `size` elements, the identity excluded, that generate the group, ascending.
 
     Drawn uniformly among all such sets; the same (group, size, seed) gives the same set on every
-    machine. Sets that do not generate the group are drawn anew, at most 1000 times.
-
-    Args:
-        group: the group, of at least 3 elements.
-        size: number of elements, at least 2 and less than the order of the group.
-        seed: 0 or more.
-
-    Raises:
-        ValueError: a number out of its range, or no set found: the group needs more generators.
-        TypeError: a number that is no int.
+    machine. Raises ValueError for a size outside of [2, order), a seed below 0, or if 1000 draws
+    give no such set, and TypeError for a number that is no int.
     """
     whole_number("size", size, 2, group.order)
     draws = random.Random(whole_number("seed", seed, 0))
@@ -197,7 +179,8 @@ def symmetric(n: int) -> Group:
 def alternating(n: int) -> Group:
     """A_n: the n!/2 even permutations of n >= 3 points. A5 is the smallest non-solvable group."""
     _check_n("alternating", n, 3)
-    return Group(f"A{n}", tuple(_three_cycle(n, i) for i in range(2, n)))
+    cycles = ({0: 1, 1: last, last: 0} for last in range(2, n))
+    return Group(f"A{n}", tuple(tuple(c.get(i, i) for i in range(n)) for c in cycles))
 
 
 def cyclic(n: int) -> Group:
@@ -213,34 +196,25 @@ def dihedral(n: int) -> Group:
 
 
 def direct_product(g: Group, h: Group) -> Group:
-    """G x H on disjoint points; (a, b) has the number a·|H| + b. Raises TypeError unless both are
-    groups."""
-    for name, group in (("g", g), ("h", h)):
-        if not isinstance(group, Group):
-            raise TypeError(f"{name} must be a Group, got {group!r}")
-    left_points = tuple(range(g.degree))
-    right_points = tuple(range(g.degree, g.degree + h.degree))
-    left = [(*p, *right_points) for p in g.generators]
-    right = [(*left_points, *(g.degree + i for i in p)) for p in h.generators]
+    """G x H on disjoint points; (a, b) has the number a·|H| + b. TypeError for no group."""
+    check_group("g", g)
+    check_group("h", h)
+    left = [(*p, *range(g.degree, g.degree + h.degree)) for p in g.generators]
+    right = [(*range(g.degree), *(g.degree + i for i in p)) for p in h.generators]
     return Group(f"{g.name}x{h.name}", (*left, *right))
 
 
-_CONSTRUCTORS: Final[dict[str, Callable[[int], Group]]] = {
-    "S": symmetric,
-    "A": alternating,
-    "Z": cyclic,
-    "D": dihedral,
-}
+_CONSTRUCTORS: Final = {"S": symmetric, "A": alternating, "Z": cyclic, "D": dihedral}
+
+
+def check_group(name: str, group: Group) -> None:
+    """Raise TypeError unless `group` is a Group."""
+    if not isinstance(group, Group):
+        raise TypeError(f"{name} must be a Group, got {group!r}: parse names with Group.from_name")
 
 
 def _rotation(n: int) -> Permutation:
     return tuple((i + 1) % n for i in range(n))
-
-
-def _three_cycle(n: int, last: int) -> Permutation:
-    images = list(range(n))
-    images[0], images[1], images[last] = 1, last, 0
-    return tuple(images)
 
 
 def _check_n(constructor: str, n: int, least: int) -> None:
@@ -250,24 +224,7 @@ def _check_n(constructor: str, n: int, least: int) -> None:
         raise ValueError(f"{name} must be at most {MAX_ORDER}, the largest order, got {n}")
 
 
-def _check_tuples(generators: tuple[Permutation, ...]) -> None:
-    """Raise TypeError for lists: a group is a key of the cache of tables and must be hashable."""
-    nested = isinstance(generators, tuple) and all(isinstance(g, tuple) for g in generators)
-    if not nested or any(type(image) is not int for g in generators for image in g):
-        raise TypeError(f"generators must be a tuple of tuples of ints, got {generators!r}")
-
-
-def _base(permutations: Sequence[Permutation]) -> list[int]:
-    """Points whose images determine an element (a base of the permutation group)."""
-    base: list[int] = []
-    distinct = 1
-    for point in range(len(permutations[0])):
-        refined = len({tuple(p[i] for i in (*base, point)) for p in permutations})
-        if refined > distinct:
-            base, distinct = [*base, point], refined
-    return base
-
-
 @lru_cache(maxsize=64)
-def _table_on(group: Group, device: torch.device) -> Tensor:
-    return group.table.to(device)
+def on_device(owner: Hashable, name: str, device: torch.device) -> Tensor:
+    """An attribute as a tensor on a device, which keeps its copy for the next calls."""
+    return torch.as_tensor(getattr(owner, name), device=device)

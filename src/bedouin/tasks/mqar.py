@@ -3,18 +3,18 @@
 Letters: b batch, t time, r pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from bedouin.tasks.batch import IGNORE, Batch
+from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.checks import whole_number
-from bedouin.tasks.streams import Split, draw_last, resolve_split, row_hash
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash
 
 
 @dataclass(frozen=True)
-class MQAR:
+class MQAR(Task):
     """Pairs of a key and a value, then the keys again, each at a random place: what was its value?
 
     A row with `vocab_size=12, length=16, num_pairs=2`, in which keys are 1 to 5 and values 6 to 11.
@@ -35,9 +35,8 @@ class MQAR:
         length: t, even. num_pairs: r.
         power: of the distribution of distances; 1 is uniform.
 
-    Raises:
-        ValueError: a field out of its range, or a length that 4 r exceeds.
-        TypeError: a number that is no int.
+    Raises ValueError for a field out of its range or a length that 4 r exceeds and TypeError for a
+    number that is no int.
     """
 
     vocab_size: int = 8192
@@ -47,22 +46,14 @@ class MQAR:
 
     def __post_init__(self) -> None:
         whole_number("vocab_size", self.vocab_size, 4)
-        whole_number("num_pairs", self.num_pairs, 1, self.vocab_size // 2)
-        self._check_length(whole_number("length", self.length, 1), self.num_pairs)
-        if not self.power > 0:
-            raise ValueError(f"power must be > 0, got {self.power}")
-
-    def _check_length(self, length: int, num_pairs: int) -> None:
-        if length < 4 * num_pairs or length % 2:
+        r = whole_number("num_pairs", self.num_pairs, 1, self.vocab_size // 2)
+        if whole_number("length", self.length, 1) < 4 * r or self.length % 2:
             raise ValueError(
-                f"length must be even and at least 4 num_pairs = {4 * num_pairs}, got {length}: "
+                f"length must be even and at least 4 num_pairs = {4 * r}, got {self.length}: "
                 "a pair and its query take two places each"
             )
-
-    @property
-    def output_size(self) -> int:
-        """Number of classes, the vocabulary."""
-        return self.vocab_size
+        if not self.power > 0:
+            raise ValueError(f"power must be > 0, got {self.power}")
 
     def sample(
         self,
@@ -74,31 +65,13 @@ class MQAR:
         num_pairs: int | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Draw rows on the generator's device, without synchronization.
+        """`WordProblem.sample` with `num_pairs` pairs in a row; None: as many as the task says."""
+        given = {"length": length, "num_pairs": num_pairs}
+        task = replace(self, **{name: v for name, v in given.items() if v is not None})
+        return super(MQAR, task).sample(batch_size, generator, device=device, split=split)
 
-        Args:
-            batch_size: number of rows, 0 or more.
-            generator: a `stream("train" | "test", seed)`; a plain `torch.Generator` draws from all
-                rows, or from `split`.
-            device: the device of the result; None: the generator's.
-            length, num_pairs: t and r of these rows; None: those of the task.
-            split: None: the stream's own. Another one than the stream's raises an error.
-
-        Returns:
-            tokens and labels (b, t).
-
-        Raises:
-            ValueError: a number out of its range, or a split that is not the stream's.
-            TypeError: a number that is not an int, or a generator that is not one.
-        """
-        t = whole_number("length", self.length if length is None else length, 1)
-        r = self.num_pairs if num_pairs is None else num_pairs
-        r = whole_number("num_pairs", r, 1, self.vocab_size // 2)
-        self._check_length(t, r)
-        b = whole_number("batch_size", batch_size, 0)
-        return self._draw(b, t, r, resolve_split(generator, split), generator).to(device)
-
-    def _draw(self, b: int, t: int, r: int, split: Split, rng: torch.Generator) -> Batch:
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        t, r = self.length, self.num_pairs
         half, device = self.vocab_size // 2, rng.device
         # rows do not depend on the default dtype
         drawn: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -108,7 +81,7 @@ class MQAR:
         rate = torch.arange(1, t // 2 - r + 1, **drawn) ** (self.power - 1)
         times = torch.empty(b, len(rate), **drawn).exponential_(generator=rng) / rate
         query = 2 * (r + times.topk(r, largest=False).indices)  # (b, r)
-        tokens = torch.randint(self.vocab_size, (b, t), generator=rng, device=device)
+        tokens = integers(0, self.vocab_size, (b, t), rng)
         tokens[:, : 2 * r : 2] = keys
         tokens[:, 1 : 2 * r : 2] = values
         tokens = tokens.scatter(1, query, keys)

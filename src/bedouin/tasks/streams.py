@@ -7,10 +7,8 @@ Two independent rules:
    torch's CPU generator reads.
 2. *Sequences.* A hash of all elements but the last selects max(1, n // 16) of the n possible last
    elements for the test split; the others belong to the training split. Every sequence is therefore
-   in exactly one split. The elements before the last one are uniform in both splits and the last
-   one is uniform over what its split allows, so each split is the uniform distribution over its own
-   sequences. There is no rejection sampling, so a draw takes constant time and does not
-   synchronize with the device.
+   in exactly one split, and each split is the uniform distribution over its own sequences. There is
+   no rejection sampling, so a draw takes constant time and does not synchronize with the device.
 
 The splits are disjoint for sequences of *equal length*; a long test sequence may begin with a short
 training sequence.
@@ -36,7 +34,7 @@ class Stream(torch.Generator):
     All copies have the same split: copy, deepcopy, pickle, `torch.save`, `clone_state` and
     `graphsafe_get_state`. The tensor that `get_state` returns has no split, so `set_state` and
     `graphsafe_set_state` raise ValueError if its seed belongs to the other one. `manual_seed` and
-    `seed` accept any seed: the first rule above then no longer holds, but the second one does.
+    `seed` accept any seed, which breaks the first rule above but not the second one.
     """
 
     _split: Split
@@ -71,36 +69,29 @@ class Stream(torch.Generator):
         return handle
 
     def set_state(self, new_state: Tensor) -> Self:
-        """Continue where `get_state` was called; `new_state` is its uint8 vector.
-
-        Raises ValueError for a state of the other split.
-        """
-        before = self.clone_state()
+        """Continue where `get_state` returned this uint8 vector. ValueError for the other split."""
+        source = torch.Generator(self.device)
+        source.set_state(new_state)
+        self._check_split("new_state", source.initial_seed())
         super().set_state(new_state)
-        seed = self.initial_seed()
-        if not before._allows(seed):
-            super().set_state(before.get_state())
-            raise ValueError(self._foreign("new_state", seed))
         return self
 
     def graphsafe_set_state(self, state: torch.Generator) -> Self:
         """Share another generator's state; CUDA only. Raises ValueError for the other split."""
-        if not self._allows(state.initial_seed()):
-            raise ValueError(self._foreign("state", state.initial_seed()))
+        self._check_split("state", state.initial_seed())
         if isinstance(state, Stream):
             state = super(Stream, state).graphsafe_get_state()  # torch rejects subclasses here
         super().graphsafe_set_state(state)
         return self
 
-    def _allows(self, seed: int) -> bool:
-        """Whether a seed belongs to this split, or is this stream's own (after `manual_seed`)."""
-        if self.split == "all" or seed == self.initial_seed():
-            return True
-        return seed % 2 == (self.split == "test")
-
-    def _foreign(self, name: str, seed: int) -> str:
+    def _check_split(self, name: str, seed: int) -> None:
+        """Raise ValueError for a seed of the other split, unless it is this stream's own, which
+        `manual_seed` may have set."""
+        own = self.split == "all" or seed % 2 == (self.split == "test")
+        if own or seed == self.initial_seed():
+            return
         parity = "odd" if self.split == "test" else "even"
-        return (
+        raise ValueError(
             f"{name} must come from a stream of split {self.split!r} (a generator with an {parity} "
             f"seed), got one with seed {seed}: keep the states of train and test apart"
         )
@@ -109,19 +100,15 @@ class Stream(torch.Generator):
 def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank: int = 0) -> Stream:
     """A random stream of a split: `sample(batch_size, stream)` draws from that split only.
 
+    Checkpoint it with `get_state` and `set_state`.
+
     Args:
         split: `"train"`, `"test"`, or `"all"` for the distribution over all sequences.
         seed: 0 <= seed < 2**20.
         device: the device of the stream and of the batches drawn with it.
         rank: 0 <= rank < 2**11, for processes that must draw different data with the same seed.
 
-    Returns:
-        A generator; checkpoint it with `get_state` and `set_state`. That state does not include the
-        split, but every copy of the stream does.
-
-    Raises:
-        ValueError: unknown split, or seed or rank out of range.
-        TypeError: a seed or rank that is not an int.
+    Raises ValueError for a value out of its range and TypeError for a number that is not an int.
     """
     number = whole_number("seed", seed, 0, MAX_SEED) * MAX_RANK
     number += whole_number("rank", rank, 0, MAX_RANK)
@@ -131,12 +118,7 @@ def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank:
 
 
 def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
-    """The split to draw from: the stream's own, or for a plain generator `split` (None: "all").
-
-    Raises:
-        ValueError: an unknown split, or one that differs from the stream's.
-        TypeError: a generator that is not a torch.Generator.
-    """
+    """The split to draw from: the stream's own, or for a plain generator `split` (None: "all")."""
     if not isinstance(generator, torch.Generator):
         raise TypeError(
             f"generator must be a torch.Generator, got {generator!r}: "
@@ -145,8 +127,8 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
     if split is not None:
         one_of("split", split, get_args(Split))
     if not isinstance(generator, Stream):
-        return "all" if split is None else split
-    if split is not None and split != generator.split:
+        return split or "all"
+    if split not in (None, generator.split):
         raise ValueError(
             f"split must be that of the stream ({generator.split!r}), got {split!r}: "
             f"make another one with stream({split!r}, seed)"
@@ -155,39 +137,39 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
 
 
 def draw_last(
-    prefix_hash: Tensor,  # (...) int64
+    prefix_hash: Tensor,  # (...) int64, the `row_hash` of the elements before
     num_values: int,
     split: Split,
     generator: torch.Generator,
 ) -> Tensor:  # (...) int64
-    """Draw the last elements of sequences, uniform over those that the split allows.
-
-    prefix_hash: the `row_hash` of the elements before.
-    """
+    """Draw the last elements of sequences, uniform over those that the split allows."""
     held_out = max(1, num_values // _HELD_OUT)
     low = held_out if split == "train" else 0
     high = held_out if split == "test" else num_values
-    offset = torch.randint(
-        low, high, prefix_hash.shape, generator=generator, device=generator.device
-    )
-    return (prefix_hash + offset) % num_values
+    return (prefix_hash + integers(low, high, prefix_hash.shape, generator)) % num_values
 
 
-def row_hash(
-    tokens: Tensor,  # (..., t) int64
-) -> Tensor:  # (...) int64
-    """A hash of each row, in [0, 2**31).
+def draw_lengths(batch_size: int, allowed: range, generator: torch.Generator) -> Tensor:  # (b, 1)
+    """Lengths uniform over `allowed`, which is not empty; a single one draws no random number."""
+    if len(allowed) == 1:
+        return torch.full((batch_size, 1), allowed[0], device=generator.device)
+    which = integers(0, len(allowed), (batch_size, 1), generator)
+    return allowed.start + allowed.step * which
 
-    A weighted sum modulo 2**64 with a pseudorandom weight for each position, mixed at the end.
-    Zeros appended to a row do not change its hash.
-    """
+
+def integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform int64 numbers in [low, high) on the generator's device."""
+    return torch.randint(low, high, shape, generator=generator, device=generator.device)
+
+
+def row_hash(tokens: Tensor) -> Tensor:  # (..., t) int64 -> (...) int64
+    """A hash in [0, 2**31) of each row: a sum modulo 2**64 with a pseudorandom weight for each
+    position, mixed at the end. Zeros appended to a row do not change it."""
     weights = _mix64(torch.arange(1, tokens.shape[-1] + 1, device=tokens.device))
     return _mix64((tokens * weights).sum(dim=-1)) & 0x7FFF_FFFF
 
 
-def _mix64(
-    x: Tensor,  # (...) int64
-) -> Tensor:  # (...) int64
+def _mix64(x: Tensor) -> Tensor:  # (...) int64
     """SplitMix64's finalizer (Steele, Lea and Flood, 2014), modulo 2**64."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)

@@ -20,13 +20,7 @@ Letters: b batch, t time, m hidden_size, d d_inner, n state_size, w conv_kernel,
 """
 
 try:
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
+    import transformers
 
     from bedouin.integrations.hf.cache import BedouinCacheLayer
     from bedouin.integrations.hf.configuration import BedouinConfig
@@ -56,11 +50,11 @@ __all__ = [
     "BedouinPreTrainedModel",
 ]
 
-AutoConfig.register(BedouinConfig.model_type, BedouinConfig, exist_ok=True)
-AutoModel.register(BedouinConfig, BedouinModel, exist_ok=True)
+transformers.AutoConfig.register(BedouinConfig.model_type, BedouinConfig, exist_ok=True)
 for _auto, _model in (
-    (AutoModelForCausalLM, BedouinForCausalLM),
-    (AutoModelForSequenceClassification, BedouinForSequenceClassification),
-    (AutoModelForTokenClassification, BedouinForTokenClassification),
+    (transformers.AutoModel, BedouinModel),
+    (transformers.AutoModelForCausalLM, BedouinForCausalLM),
+    (transformers.AutoModelForSequenceClassification, BedouinForSequenceClassification),
+    (transformers.AutoModelForTokenClassification, BedouinForTokenClassification),
 ):
     _auto.register(BedouinConfig, _model, exist_ok=True)

@@ -17,7 +17,7 @@ from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.kernels.checks import check_count, check_number, unknown_option
 from bedouin.layers.bedouin import Bedouin
 from bedouin.layers.common import REMOVED, convolved_error
-from bedouin.layers.mixers import ChannelMixer, NoMixing
+from bedouin.layers.mixers import ChannelMixer
 from bedouin.layers.options import Initialization, choose_num_heads
 from bedouin.solvers import Adjoint, Cap, Solver
 
@@ -71,8 +71,7 @@ from bedouin.integrations.hf import BedouinConfig  # noqa: F401
 class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     """The configuration of `BedouinModel` and `BedouinForCausalLM`.
 
-    Its mixers are `Bedouin(hidden_size)`, or of another kind with `layer`. For language begin with
-    `preset`, whose mixers need fewer bits (examples/results/language).
+    For language begin with `preset`, whose mixers need fewer bits (examples/results/language).
 
     Args:
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
@@ -85,8 +84,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             feedback, feedback_norm, feedback_init: options of `bedouin.Bedouin`, where state_size
             is called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1.
         mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
-            `bedouin.Bedouin`, too. Objects of this library's types become dicts such as {"type":
-            "Picard", "rtol": 1e-4, ...}, which are saved; others raise TypeError. With a mixer,
+            `bedouin.Bedouin`, too. Objects become dicts such as {"type": "Picard", "rtol": 1e-4,
+            ...}, which are saved; a class of your own must be at the top level of a module, which
+            is imported before a file is read, and keep its options as attributes. With a mixer,
             num_householder and beta_max are their defaults.
         conv_kernel: width of the convolution in each mixer, d_conv; None for no convolution.
         attn_layers: indices of the layers whose mixer is causal attention, at most all but one.
@@ -110,12 +110,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
     another name in a call raises TypeError. A value of another type raises transformers'
-    StrictDataclassError. What the mixers cannot take raises when a model is made; a layer with
-    another name or unknown options, and attn_layers and attn that do not fit, raise ValueError or
-    TypeError at once.
-
-    A folder of `save_pretrained` also has a file that imports this library, so that a process can
-    load it that has imported transformers alone, with trust_remote_code=True.
+    StrictDataclassError. A layer with another name or unknown options, and attn_layers and attn
+    that do not fit, raise ValueError or TypeError at once, what the mixers cannot take when a model
+    is made. A process that has imported transformers alone loads a folder of `save_pretrained` with
+    trust_remote_code=True.
     """
 
     # A new option of Bedouin is a field here, whose default is what it means to be absent from a
@@ -290,27 +288,19 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         what the layer raises."""
         if isinstance(self.layer, dict):
             return self._make_other(**self.layer, layer_idx=layer_idx)
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        options |= {name: restore(name, options[name]) for name in _OBJECTS}
-        reflections = {name: options.pop(name) for name in ("num_householder", "beta_max")}
-        if options["mixer"] is not None:
-            for name, value in reflections.items():
-                if value != getattr(BedouinConfig, name):
-                    raise ValueError(
-                        f"{name} must be {getattr(BedouinConfig, name)} beside a mixer, got "
-                        f"{value}: it is an option of the mixer"
-                    )
-        elif self.num_householder:
-            options |= reflections
-        elif self.beta_max != 1:
-            raise ValueError(
-                f"beta_max must be 1 with num_householder=0, got {self.beta_max}: there are no "
-                "reflections"
-            )
-        else:
-            options["mixer"] = NoMixing()
-        options["layer_idx"] = layer_idx
-        return make_layer("Bedouin", self.hidden_size, **options)
+        options = {name: restore(name, getattr(self, name)) for name in _OPTIONS}
+        unread, beside = [], ""
+        if self.mixer is not None:
+            unread, beside = ["num_householder", "beta_max"], "beside a mixer"
+        elif self.num_householder == 0:
+            unread, beside = ["beta_max"], "with num_householder=0"
+        for name in unread:
+            usual, value = getattr(BedouinConfig, name), options.pop(name)
+            if value != usual:
+                raise ValueError(
+                    f"{name} must be {usual} {beside}, got {value}: it is an option of reflections"
+                )
+        return make_layer("Bedouin", self.hidden_size, layer_idx=layer_idx, **options)
 
     def _make_other(self, type: str, **options: Any) -> Any:
         """The layer of this type, of which no option of `Bedouin` is one."""

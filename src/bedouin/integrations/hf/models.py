@@ -20,9 +20,8 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
-from bedouin.checks import find_method
 from bedouin.integrations.hf.attention import (
     BedouinAttention,
     attention_config,
@@ -30,8 +29,8 @@ from bedouin.integrations.hf.attention import (
 )
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
+from bedouin.integrations.layers import mix, row_mask
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
-from bedouin.integrations.masks import row_mask
 from bedouin.kernels.checks import unknown_option
 from bedouin.layers.common import RecurrentLayer
 from bedouin.layers.convolution import ShortConvolution
@@ -90,18 +89,11 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         mask: Tensor | None,  # (b, t)
         seq_idx: Tensor | None,  # (b, t)
     ) -> Tensor:  # (b, t, m)
-        output: Tensor
         if cache is None:
-            output = self.mixer(x, mask=mask, seq_idx=seq_idx)
+            output: Tensor = self.mixer(x, mask=mask, seq_idx=seq_idx)
             return output
         kept = cache_layer(cache, self.layer_idx)
-        state = kept.state
-        if state is not None and x.shape[1] == 1 and mask is None and seq_idx is None:
-            output, state = find_method(self.mixer, "step")(x.squeeze(1), state)
-            output = output.unsqueeze(1)
-        else:
-            packing = {"mask": mask, "seq_idx": seq_idx}
-            output, state = self.mixer(x, state=state, return_state=True, **packing)
+        output, state = mix(self.mixer, x, kept.state, mask, seq_idx=seq_idx)
         kept.write(state, x.shape[1])
         return output
 
@@ -162,6 +154,7 @@ class BedouinModel(BedouinPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,  # (b, t)
@@ -171,7 +164,6 @@ class BedouinModel(BedouinPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         seq_idx: Tensor | None = None,  # (b, t)
         position_ids: Tensor | None = None,  # (b, t)
         cu_seq_lens_q: Tensor | None = None,  # (documents + 1,)
@@ -211,18 +203,9 @@ class BedouinModel(BedouinPreTrainedModel):
         hidden: list[Tensor] = []
         for layer in self.layers:
             hidden.append(x)
-            options = {"mask": mask, "seq_idx": seq_idx, "attention": attention}
-            x = layer(x, past_key_values=cache, **options)
+            x = layer(x, cache, mask, seq_idx, attention)
         x = self.norm(x)
-        all_hidden = (*hidden, x) if wants_hidden else None
-        found = BaseModelOutputWithPast(x, cache, all_hidden)
-        return found if self._choose(return_dict, "return_dict") else found.to_tuple()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
+        return BaseModelOutputWithPast(x, cache, (*hidden, x) if wants_hidden else None)
 
     def _cache(self, past: Cache | None, use_cache: bool | None) -> Cache | None:
         if use_cache is None:
@@ -253,6 +236,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,  # (b, t)
@@ -262,7 +246,6 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         labels: Tensor | None = None,  # (b, t), -100 where there is no loss
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         seq_idx: Tensor | None = None,  # (b, t)
         position_ids: Tensor | None = None,  # (b, t)
@@ -274,30 +257,29 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         """`CausalLMOutputWithPast`, or with return_dict=False a tuple.
 
         labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
-        tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all.
+            tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all.
         skip_logits: whether head and loss are computed together, as fuse_linear_cross_entropy says,
-        and logits are None, as in Liger Kernel; None: in training with labels, unless lm_head has
-        hooks, which run in calls alone. If all labels are ignored that loss is 0, where
-        transformers' is NaN. Other arguments are those of `BedouinModel.forward` and of
-        transformers' loss. `Trainer` drops the columns of a data set that have no name here.
+            and logits are None, as in Liger Kernel; None: in training with labels, unless lm_head
+            has hooks, which run in calls alone. If all labels are ignored that loss is 0, where
+            transformers' is NaN.
+        Other arguments are those of `BedouinModel.forward` and of transformers' loss. `Trainer`
+        drops the columns of a data set that have no name here.
 
         Raises what `BedouinModel.forward` and `linear_cross_entropy` raise, and ValueError for
         skip_logits without labels or with fuse_linear_cross_entropy=False, and for a head or a loss
         that cannot be fused.
         """
-        fused = self.config.fuse_linear_cross_entropy
-        # hooks on the head run in its call alone, which gives logits
-        is_training = self.training and is_untouched(self.lm_head)
-        skips = bool(fused and labels is not None and is_training)
-        if skip_logits is not None:
-            skips = skip_logits
+        fused, skips = self.config.fuse_linear_cross_entropy, skip_logits
+        if skips is None:
+            # hooks on the head run in its call alone, which gives logits
+            is_training = self.training and is_untouched(self.lm_head)
+            skips = bool(fused and labels is not None and is_training)
         if skips and (labels is None or not fused):
             raise ValueError(
                 "skip_logits=True needs labels and config.fuse_linear_cross_entropy, got "
                 f"{fused} and {'no ' if labels is None else ''}labels: see BedouinConfig"
             )
         for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
-        return_dict = self.model._choose(return_dict, "return_dict")
         found = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -318,11 +300,9 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         if skips:
             loss = self._fused_loss(x, labels, **for_loss)
         elif labels is not None:
-            sizes = {"vocab_size": self.config.vocab_size}
-            loss = self.loss_function(logits=logits, labels=labels, **sizes, **for_loss)
-        past, hidden = getattr(found, CACHE_NAME), found.hidden_states
-        output = CausalLMOutputWithPast(loss, logits, past, hidden)
-        return output if return_dict else output.to_tuple()
+            size = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **for_loss)
+        return CausalLMOutputWithPast(loss, logits, getattr(found, CACHE_NAME), found.hidden_states)
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """What `generate` of transformers' GenerationMixin takes, returns and raises.
@@ -359,9 +339,8 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         options: Any = {"ignore_index": ignore_index, "kernel": kernel}
         total = linear_cross_entropy(x.flatten(0, 1), head.weight, target, head.bias, **options)
         if num_items_in_batch is None:
-            return total / (target != ignore_index).sum().clamp_min(1)
-        items = torch.as_tensor(num_items_in_batch, device=x.device)
-        return total / items
+            num_items_in_batch = (target != ignore_index).sum().clamp_min(1)
+        return total / torch.as_tensor(num_items_in_batch, device=x.device)
 
     def prepare_inputs_for_generation(
         self,

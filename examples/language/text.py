@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import UsageError
+from flags import Count, UsageError
 
 END = 256
 """The token before and after every document; the others are the 256 bytes."""
@@ -22,6 +22,24 @@ _NOT_LIBRARY = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 )
 """Folders of Python's library that other packages fill, or that some installations lack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options of the text, and of the evaluation on what is held out."""
+
+    text: Path | None = None
+    """Folder of the text, with all folders below it, of which one file of 16, chosen by a hash of
+    its name, is held out; or one file, whose last sixteenth is held out. None: the source of
+    Python's library, without its tests."""
+    pattern: str | None = None
+    """Names of the files in the folder; None: all that are not hidden, or *.py without --text."""
+    length: Count = 1024  # Tokens of a training row; documents in a row are kept apart.
+    eval_lengths: tuple[Count, ...] = ()
+    """Lengths of the pieces into which held-out files are cut; --length is always one of them."""
+    eval_bytes: Count = 2**17  # Held-out bytes of an evaluation during training.
+    final_bytes: Count = 2**22  # Held-out bytes of the evaluation after training.
+    eval_tokens: Count = 2**16  # Tokens of an evaluation batch, at least one piece.
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,10 @@ class Corpus:
     def num_bytes(self) -> int:
         """The bytes of all documents."""
         return len(self.tokens) - len(self.starts) - 1
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The numbers of bytes and of documents, with a name for metrics.json."""
+        return {f"{name}_bytes": self.num_bytes, f"{name}_files": len(self.starts)}
 
     def to(self, device: torch.device) -> "Corpus":
         """The corpus on a device."""
@@ -83,15 +105,13 @@ class Corpus:
         return tokens[None], labels[None], sizes.cumsum(0)
 
 
-def read_corpora(text: Path | None, pattern: str | None) -> tuple[Corpus, Corpus]:
+def read_corpora(options: TextOptions) -> tuple[Corpus, Corpus]:
     """The documents for training and those held out, at least one, which a hash of a file's name
     selects; of one file the last of HELD_OUT parts is held out.
 
-    text: a file, or a folder; None: Python's standard library, without its tests. pattern: names
-        of the files in the folder; None: all that are not hidden, of the library the sources.
-    Raises UsageError if there is nothing for one of the two.
+    Raises UsageError if there is nothing for one of the two, or not a row to train with.
     """
-    files = _read(text, pattern)
+    files, pattern = _read(options.text, options.pattern), options.pattern
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     if len(files) == 1:
         ((_, content),) = files
@@ -109,7 +129,13 @@ def read_corpora(text: Path | None, pattern: str | None) -> tuple[Corpus, Corpus
         raise UsageError(
             f"--text must have text to train with and to hold out, got {len(files)} files{where}"
         )
-    return make_corpus(parts[0]), make_corpus(parts[1])
+    training, held_out = make_corpus(parts[0]), make_corpus(parts[1])
+    if len(training.tokens) <= options.length:
+        raise UsageError(
+            f"--length must be below the {len(training.tokens)} tokens of the text for training, "
+            f"got {options.length}"
+        )
+    return training, held_out
 
 
 def make_corpus(documents: list[bytes]) -> Corpus:

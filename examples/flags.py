@@ -1,4 +1,4 @@
-"""Checks of options, with messages that name the flag.
+"""Command lines of all scripts: checks of options, with messages that name the flag.
 
 The type of an option may carry its range, as in `lr: Positive` or `seed: Annotated[int, whole(0)]`;
 `check_types` finds it inside tuples and optional types as well.
@@ -9,7 +9,16 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import torch
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class UsageError(ValueError):
+    """An error that the user of a script can correct: an option, a file, a folder. It ends the
+    script with a message instead of a traceback."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,7 @@ def flag(name: str) -> str:
 
 def check_types(options: object) -> None:
     """Raise ValueError with the flag's name unless all numbers are in the ranges of their types."""
-    hints = get_type_hints(type(options), include_extras=True)
-    for name, hint in hints.items():
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
         wanted = _range_in(hint)
         if wanted is None:
             continue
@@ -87,3 +95,13 @@ def naming_flags(names: Collection[str]) -> Iterator[None]:
     except ValueError as error:
         words = rf"\b({'|'.join(names)})\b"
         raise ValueError(re.sub(words, lambda word: flag(word[0]), str(error))) from error
+
+
+def choose_device(name: Device) -> torch.device:
+    """The device of this name; auto: the GPU if there is one. Raises UsageError without a GPU for
+    cuda."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda needs a GPU, and torch sees none: use --device cpu")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)

@@ -1,0 +1,1 @@
+"""Text and evaluation of `train_lm.py`."""

@@ -1,0 +1,351 @@
+"""What holds of all tasks: labels, splits, sizes, devices, messages."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tasks.rows import check, rows_of
+
+from bedouin.tasks import (
+    MQAR,
+    BoundPermutations,
+    Copying,
+    Group,
+    ModularArithmetic,
+    Parity,
+    WordProblem,
+    cyclic,
+    stream,
+    symmetric,
+)
+
+A5, S5, Z5 = Group.from_name("A5"), symmetric(5), cyclic(5)
+groups = st.sampled_from(["S3", "A5", "Z7", "D4", "A4xZ5"]).map(Group.from_name)
+
+STRATEGIES = {
+    "word problem": st.builds(WordProblem, groups, st.integers(1, 20)),
+    "fillers": st.builds(
+        WordProblem,
+        st.just(S5),
+        st.integers(1, 9),
+        tokens_per_transition=st.integers(1, 4),
+        label_at=st.sampled_from(["transition", "every", "last"]),
+    ),
+    "restricted": st.builds(
+        WordProblem,
+        st.just(S5),
+        st.integers(1, 9),
+        st.sampled_from(["swaps", "3-permutations"]),
+        include_identity=st.booleans(),
+    ),
+    "generators": st.builds(
+        WordProblem,
+        st.sampled_from([A5, S5]),
+        generators=st.integers(4, 12),
+        generator_seed=st.integers(0, 99),
+    ),
+    "official": st.builds(WordProblem, groups, st.integers(1, 9), protocol=st.just("official")),
+    "copying": st.builds(
+        lambda low, more, room, letters: Copying(
+            2 * (low + more) + 3 + room, low, low + more, letters
+        ),
+        *(st.integers(1, 6), st.integers(0, 5), st.integers(0, 40), st.sampled_from([2, 5, 26])),
+    ),
+    "parity": st.builds(
+        lambda least, more, label_at: Parity(least + more, least, label_at),
+        *(st.integers(1, 12), st.integers(0, 8), st.sampled_from(["last", "every"])),
+    ),
+    "arithmetic": st.builds(
+        lambda modulus, brackets, least, more, multiplication: ModularArithmetic(
+            modulus, brackets, 2 * (least + more), 2 * least, multiplication
+        ),
+        *(st.integers(2, 12), st.booleans(), st.integers(1, 12), st.integers(0, 8)),
+        st.booleans(),
+    ),
+    "bracketed": st.builds(ModularArithmetic, brackets=st.just(True), length=st.integers(2, 60)),
+    "MQAR": st.builds(
+        lambda r, more, half: MQAR(2 * half, 4 * r + 2 * more, r),
+        *(st.integers(1, 6), st.integers(0, 10), st.integers(7, 40)),
+    ),
+    "bound permutations": st.builds(
+        lambda group, m, more, least, longer: BoundPermutations(
+            Group.from_name(group), m, m + more, least, least + longer
+        ),
+        *(st.sampled_from(["S3", "A4", "Z7"]), st.integers(1, 6), st.integers(0, 20)),
+        *(st.integers(1, 9), st.integers(0, 9)),
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@settings(max_examples=40)
+@given(st.data(), st.integers(0, 6), st.integers(0, 99), st.sampled_from(["train", "test"]))
+def test_labels_are_what_reading_the_row_gives(
+    strategy: Any, data: st.DataObject, b: int, seed: int, split: Any
+) -> None:
+    task = data.draw(strategy)
+    batch = task.sample(b, stream(split, seed))
+    assert len(batch.tokens) == b
+    check(task, batch)
+
+
+CALLS: dict[str, tuple[Any, dict[str, Any], tuple[int, int]]] = {
+    "word problem": (WordProblem(A5, 6, tokens_per_transition=3), {}, (2, 18)),
+    "another length": (WordProblem(A5, 6, tokens_per_transition=3), {"length": 11}, (2, 33)),
+    "copying": (Copying(), {}, (2, 32)),
+    "copying one string": (Copying(), {"length": 20}, (2, 43)),
+    "official copying": (Copying(protocol="official"), {"length": 5}, (2, 32)),
+    "long official copying": (Copying(protocol="official"), {"length": 20}, (2, 43)),
+    "parity": (Parity(), {}, (2, 40)),
+    "parity without padding": (Parity(40, 3), {"length": 70}, (2, 70)),
+    "arithmetic": (ModularArithmetic(length=256, min_length=40), {}, (2, 256)),
+    "brackets": (ModularArithmetic(brackets=True, length=256, min_length=40), {}, (2, 256)),
+    "another number of tokens": (ModularArithmetic(brackets=True), {"length": 21}, (2, 21)),
+    "MQAR": (MQAR(), {}, (2, 256)),
+    "another MQAR": (MQAR(64, 24, 2), {"length": 48}, (2, 48)),
+    "bound permutations": (BoundPermutations(), {}, (2, 128)),
+}
+calls = pytest.mark.parametrize(("task", "options", "shape"), CALLS.values(), ids=CALLS)
+
+
+@calls
+def test_a_call(task: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
+    batch, again = (task.sample(2, stream("test", 5), **options) for _ in range(2))
+    assert batch.tokens.shape == shape
+    check(task, batch, **options)
+    assert all(torch.equal(v, w) for v, w in zip(batch, again, strict=True))
+    other = task.sample(2, stream("test", 6), **options)
+    assert not torch.equal(batch.tokens, other.tokens)
+    moved = task.sample(2, stream("train", 0), device="meta", **options)
+    assert moved.tokens.shape == moved.labels.shape == shape
+    assert moved.tokens.device.type == moved.labels.device.type == "meta"
+
+
+@calls
+def test_rows_do_not_depend_on_the_default_dtype(
+    task: Any, options: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    expected = task.sample(4, stream("train", 0), **options)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = task.sample(4, stream("train", 0), **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(v, w) for v, w in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@calls
+def test_rows_are_made_on_the_gpu_without_waiting(
+    task: Any,
+    options: dict[str, Any],
+    shape: tuple[int, int],
+    no_synchronization: Callable[[], AbstractContextManager[None]],
+) -> None:
+    generator = stream("train", 0, "cuda")
+    task.sample(2, generator)  # the first call copies the table of a group to the device
+    with no_synchronization():
+        batch = task.sample(64, generator, **options)
+    assert batch.tokens.is_cuda
+    check(task, batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("task", "vocab_size", "output_size", "chance"),
+    [
+        (WordProblem(A5), 60, 60, 1 / 60),
+        (WordProblem(A5, tokens_per_transition=4), 61, 60, 1 / 60),
+        (WordProblem(A5, protocol="official"), 67, 67, 1 / 60),
+        (WordProblem(S5, elements="swaps"), 120, 120, 1 / 120),
+        (Copying(), 30, 30, 1 / 26),
+        (Parity(), 3, 2, 1 / 2),
+        (ModularArithmetic(), 10, 5, 1 / 5),
+        (ModularArithmetic(11, brackets=True, multiplication=False), 18, 11, 1 / 11),
+        (MQAR(), 8192, 8192, 1 / 8192),
+        (BoundPermutations(), 90, 60, 1 / 60),
+    ],
+)
+def test_sizes(task: Any, vocab_size: int, output_size: int, chance: float) -> None:
+    found = task.vocab_size, task.output_size, task.chance
+    assert found == (vocab_size, output_size, chance)
+
+
+@pytest.mark.parametrize(
+    ("task", "last", "train_rows", "test_rows"),
+    [
+        (WordProblem(Z5, 3), 2, 100, 25),
+        (ModularArithmetic(3, length=4), 2, 18, 9),
+        (ModularArithmetic(3, brackets=True, length=6), 3, 18, 9),
+        (Parity(5), 4, 16, 16),
+        (MQAR(4, 4, 1), 1, 4, 4),
+    ],
+)
+def test_splits_share_the_whole_space(
+    task: Any, last: int, train_rows: int, test_rows: int
+) -> None:
+    """Rows that differ in the last element that is drawn are distributed among both splits."""
+    train, test, both = (
+        rows_of(task.sample(4000, generator).tokens)
+        for generator in (stream("train", 0), stream("test", 0), torch.Generator().manual_seed(0))
+    )
+    assert not train & test and train | test == both
+    assert (len(train), len(test)) == (train_rows, test_rows)
+    prefixes, others = ({row[:last] + row[last + 1 :] for row in split} for split in (train, test))
+    assert prefixes == others
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(["Z2", "S3", "A5", "S5"]),
+    *(st.integers(1, 4), st.integers(0, 999), st.integers(0, 999)),
+)
+def test_no_row_is_in_both_splits(name: str, t: int, seed: int, other: int) -> None:
+    task = WordProblem(Group.from_name(name), t)
+    train, test = (
+        rows_of(task.sample(1000, generator).tokens)
+        for generator in (stream("train", seed), stream("test", other))
+    )
+    assert not train & test
+
+
+Z2 = Group.from_name("Z2")
+
+
+@pytest.mark.parametrize(
+    ("task", "padding", "exact"),
+    [
+        (Parity(9, 1), 2, [Parity(1), Parity(4), Parity(5)]),
+        (ModularArithmetic(3, False, 12, 2), 7, [ModularArithmetic(3, False, n) for n in (2, 4)]),
+        (ModularArithmetic(3, True, 12, 2), 9, [ModularArithmetic(3, True, n) for n in (2, 4, 6)]),
+        (BoundPermutations(Z2, 1, 3, 1, 3), 31, [BoundPermutations(Z2, 1, 1, 1, 1)]),
+    ],
+)
+def test_padding_changes_no_split(task: Any, padding: int, exact: list[Any]) -> None:
+    """Padded rows of a train stream against rows of exactly one length of a test stream."""
+    train = rows_of(task.sample(6000, stream("train", 0)).tokens, padding)
+    for shorter in exact:
+        test = rows_of(shorter.sample(6000, stream("test", 0)).tokens, padding)
+        assert not train & test
+        lengths = {len(row) for row in test}
+        assert sum(len(row) in lengths for row in train) > len(test) / 2 > 0
+
+
+FIELDS: list[tuple[Any, dict[str, Any], str]] = [
+    (WordProblem, {"length": 0}, "length must be at least 1, got 0"),
+    (WordProblem, {"tokens_per_transition": 0}, "tokens_per_transition must be at least 1, got 0"),
+    (WordProblem, {"elements": "some"}, r"elements must be one of \('all', 'swaps', .*got 'some'"),
+    (WordProblem, {"protocol": "mine"}, r"one of \('plain', 'official'\), got 'mine'"),
+    (WordProblem, {"elements": "swaps"}, 'two elements of A5 .* got 0: use elements="all"'),
+    (WordProblem, {"group": cyclic(1)}, "at least two elements of Z1"),
+    (WordProblem, {"protocol": "official", "tokens_per_transition": 2}, "no fillers, got 2"),
+    (WordProblem, {"label_at": "first"}, r"one of \('transition', 'every', 'last'\), got 'first'"),
+    (WordProblem, {"label_at": "last", "protocol": "official"}, "must be 'transition' with"),
+    (WordProblem, {"include_identity": True}, 'include_identity=True needs elements="swaps"'),
+    (WordProblem, {"generators": 1}, r"generators must be in \[2, 60\), got 1"),
+    (WordProblem, {"generators": 60}, r"generators must be in \[2, 60\), got 60"),
+    (WordProblem, {"generators": 4, "elements": "swaps"}, "needs elements=\"all\", got 'swaps'"),
+    (WordProblem, {"generators": 4, "generator_seed": -1}, "generator_seed must be at least 0"),
+    (WordProblem, {"generator_seed": 3}, "generator_seed must be 0 without generators, got 3"),
+    (Copying, {"min_length": 0}, "min_length must be at least 1, got 0"),
+    (Copying, {"min_length": 9}, "at most max_length, got min_length=9"),
+    (Copying, {"context_len": 18}, r"2·max_length \+ 3 = 19, got 18: raise it"),
+    (Copying, {"num_letters": 1}, r"num_letters must be in \[2, 26\], got 1"),
+    (Copying, {"num_letters": 27}, "num_letters must be in"),
+    (Copying, {"protocol": "mine"}, r"protocol must be one of .*, got 'mine'"),
+    (Parity, {"length": 0}, "length must be at least 1, got 0"),
+    (Parity, {"min_length": 0}, r"min_length must be in \[1, 41\), got 0"),
+    (Parity, {"min_length": 41}, r"min_length must be in \[1, 41\), got 41"),
+    (Parity, {"label_at": "first"}, r"label_at must be one of \('last', 'every'\), got 'first'"),
+    (ModularArithmetic, {"modulus": 1}, "modulus must be at least 2, got 1"),
+    (ModularArithmetic, {"length": 1}, "length must be at least 2, got 1"),
+    (ModularArithmetic, {"length": 41}, "must be even without brackets, got 41: digits and"),
+    (ModularArithmetic, {"min_length": 1}, r"min_length must be in \[2, 41\), got 1"),
+    (ModularArithmetic, {"min_length": 41}, r"min_length must be in \[2, 41\), got 41"),
+    (MQAR, {"vocab_size": 3}, "vocab_size must be at least 4, got 3"),
+    (MQAR, {"num_pairs": 0}, r"num_pairs must be in \[1, 4096\), got 0"),
+    (MQAR, {"length": 127}, "length must be even and at least 4 num_pairs = 128, got 127"),
+    (MQAR, {"length": 126}, "length must be even and at least 4 num_pairs = 128, got 126"),
+    (MQAR, {"power": 0.0}, "power must be > 0, got 0.0"),
+    (BoundPermutations, {"group": cyclic(1)}, "group must have at least two elements, got Z1"),
+    (BoundPermutations, {"min_definitions": 0}, r"min_definitions must be in \[1, 17\), got 0"),
+    (BoundPermutations, {"min_definitions": 17}, r"min_definitions must be in \[1, 17\), got 17"),
+    (BoundPermutations, {"max_definitions": 27}, r"max_definitions must be in \[1, 27\), got 27"),
+    (BoundPermutations, {"min_operations": 33}, r"min_operations must be in \[1, 33\), got 33"),
+    (BoundPermutations, {"max_operations": 0}, "max_operations must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), FIELDS)
+def test_bad_fields(kind: Any, fields: dict[str, Any], message: str) -> None:
+    group = {"group": A5} if kind is WordProblem else {}
+    with pytest.raises(ValueError, match=message):
+        kind(**group | fields)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+@pytest.mark.parametrize(
+    ("kind", "others", "names"),
+    [
+        (WordProblem, {"group": A5}, "length tokens_per_transition"),
+        (WordProblem, {"group": A5, "generators": 4}, "generator_seed"),
+        (Copying, {}, "context_len min_length max_length num_letters"),
+        (Parity, {}, "length"),
+        (ModularArithmetic, {}, "modulus length"),
+        (MQAR, {}, "vocab_size length num_pairs"),
+        (BoundPermutations, {}, "min_definitions max_definitions min_operations max_operations"),
+    ],
+)
+def test_fields_of_wrong_types(kind: Any, others: dict[str, Any], names: str, value: Any) -> None:
+    for name in names.split():
+        with pytest.raises(TypeError, match=f"{name} must be an int, got {value!r}"):
+            kind(**others, **{name: value})
+    if value is not None and kind is WordProblem:
+        with pytest.raises(TypeError, match=f"generators must be an int, got {value!r}"):
+            WordProblem(A5, generators=value)
+
+
+@pytest.mark.parametrize("kind", [WordProblem, BoundPermutations])
+def test_a_name_is_no_group(kind: Any) -> None:
+    with pytest.raises(TypeError, match="group must be a Group, got 'A5'.*Group.from_name"):
+        kind("A5")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [WordProblem(A5), Copying(), Parity(), ModularArithmetic(), MQAR(), BoundPermutations()],
+    ids=lambda task: type(task).__name__,
+)
+def test_bad_calls_of_all(task: Any) -> None:
+    train = stream("train", 0)
+    with pytest.raises(ValueError, match="batch_size must be at least 0, got -1"):
+        task.sample(-1, train)
+    with pytest.raises(TypeError, match=r"batch_size must be an int, got 2\.0"):
+        task.sample(2.0, train)
+    with pytest.raises(ValueError, match="split must be that of the stream"):
+        task.sample(1, train, split="test")
+    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 0"):
+        task.sample(1, 0)
+    if not isinstance(task, BoundPermutations):
+        with pytest.raises(TypeError, match="length must be an int, got True"):
+            task.sample(1, train, length=True)
+        with pytest.raises(ValueError, match="length must be (at least [12]|even.*), got 0"):
+            task.sample(1, train, length=0)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        (ModularArithmetic(), {"length": 7}, "length must be even without brackets, got 7"),
+        (ModularArithmetic(), {"length": 1}, "length must be at least 2, got 1"),
+        (MQAR(), {"num_pairs": 65}, "at least 4 num_pairs = 260, got 256"),
+        (BoundPermutations(), {"definitions": 27}, r"definitions must be in \[1, 27\), got 27"),
+        (BoundPermutations(), {"operations": 0}, "operations must be at least 1, got 0"),
+    ],
+)
+def test_bad_calls(task: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        task.sample(1, stream("train", 0), **options)
