@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from bedouin.kernels.backend import is_batched, is_transformed
-from bedouin.kernels.guard import Launching
 from bedouin.kernels.outside import outside_of_graphs
 
 NAMESPACE = "bedouin"
@@ -90,7 +89,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         for v in inputs:
             if isinstance(v, torch.Tensor):
-                with Launching(v):
+                with torch.cuda.device_of(v):
                     return function(*inputs)
         return function(*inputs)
 

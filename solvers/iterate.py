@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import can_read_device
-from bedouin.kernels.guard import KernelDoesNotFit, answer
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.outside import outside_of_graphs
@@ -73,12 +72,7 @@ class IterativeSolver(TolerantSolver):
         waits = can_read_device(y) and not (y.is_cuda and max_steps <= CHECK_EVERY)
         check_every, taken, halfway = CHECK_EVERY if y.is_cuda else 1, 0, None
         while taken < max_steps:
-            try:
-                steps.advance()
-            except KernelDoesNotFit as error:
-                answer(error, error.backend)
-                steps, taken = _PlainSteps(self, problem), 0
-                continue
+            steps.advance()
             taken += 1
             if waits and taken % check_every == 0 and steps.finished():
                 break

@@ -39,7 +39,6 @@ from bedouin.kernels.direct.reference import (
 )
 from bedouin.kernels.direct.registered import memory_operation, sweep_operation
 from bedouin.kernels.direct.reverse import ReportBackward
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 __all__ = [
@@ -60,7 +59,6 @@ __all__ = [
 ]
 
 
-@falls_back
 def direct_sweep(
     operands: Operands,
     parameterization: Parameterization,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.iteration.limits import choose_iteration
 from bedouin.kernels.iteration.types import IterationRule, Progress
 from bedouin.kernels.operands import Operands, Parameterization
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["IterationRule", "Progress", "choose_iteration", "fuse_iteration"]
 
 
-@falls_back
 def fuse_iteration(
     operands: Operands,
     y: Tensor,  # (b, t, d), the start
@@ -36,8 +34,7 @@ def fuse_iteration(
     """An iteration from y with the Triton kernels; None where the plain loop is to be used.
 
     lengths: the tokens of each sample that are judged, before its padding; None: all.
-    Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit. A
-    step raises KernelDoesNotFit, with this `backend`, where a kernel does not fit the GPU.
+    Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit.
     """
     operands.check(parameterization.feeds_x)
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
@@ -46,4 +43,4 @@ def fuse_iteration(
     # imports Triton, which the plain loop does without
     from bedouin.kernels.iteration.steps import FusedIteration
 
-    return FusedIteration(operands, y, parameterization, rule, lengths=lengths, backend=backend)
+    return FusedIteration(operands, y, parameterization, rule, lengths=lengths)

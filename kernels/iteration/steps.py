@@ -21,9 +21,7 @@ H heads (kernels/heads.py).
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend
 from bedouin.kernels.feedback import normalize_feedback, padded_rows
-from bedouin.kernels.guard import Launching
 from bedouin.kernels.iteration.buffers import FAILED, FROZEN, STEPS, IterationBuffers
 from bedouin.kernels.iteration.launch import (
     AHEAD,
@@ -49,9 +47,7 @@ class FusedIteration:
         parameterization: Parameterization,
         rule: IterationRule,
         lengths: Tensor | None = None,  # (b,)
-        backend: Backend = "auto",
     ) -> None:
-        self.backend = backend
         x, raw, W_y, A, _, _ = operands
         h0, y0 = operands.start()
         x, raw = evenly_spaced(x), evenly_spaced(raw)
@@ -87,20 +83,20 @@ class FusedIteration:
             lengths=None if lengths is None else lengths.to(torch.int32),
         )
         if W_y is not None:
-            with Launching(y, backend):
+            with torch.cuda.device_of(y):
                 settle(g, self.buffers, y)
 
     def advance(self) -> None:
         """Evaluate the map at y, freeze what has converged, move the rest."""
         v = self.buffers
-        with Launching(v.y, self.backend):
+        with torch.cuda.device_of(v.y):
             self._evaluate(count=True)
             settle(self.geometry, v, v.y_next)
         v.y, v.y_next = v.y_next, v.y
 
     def certify(self) -> None:
         """Evaluate the map at y and judge it; y stays, and the evaluation is not counted."""
-        with Launching(self.buffers.y, self.backend):
+        with torch.cuda.device_of(self.buffers.y):
             self._evaluate(count=False)
 
     def _evaluate(self, *, count: bool) -> None:

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads
 from bedouin.kernels.output.autograd import gated_output_operation, shifted_norm_operation
 from bedouin.kernels.output.reference import gated_output_reference, shifted_norm_reference
@@ -22,7 +21,6 @@ MAX_CHANNELS = 16384
 """The Triton kernels hold all channels of a token in one program's registers."""
 
 
-@falls_back
 def gated_output(
     y: Tensor,  # (b, t, d)
     x: Tensor,  # (b, t, d)
@@ -57,7 +55,6 @@ def gated_output(
     return gated_output_reference(operands, eps).to(dtype)
 
 
-@falls_back
 def shifted_norm(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d); None: zeros

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape, one_of
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.scan.autograd import plain_scan, triton_scan
@@ -24,7 +23,6 @@ __all__ = [
 ]
 
 
-@falls_back
 def selective_scan(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
