@@ -267,7 +267,7 @@ def test_a_subclass_of_the_same_mathematics_keeps_the_kernels(
     for mine in (same, mixer):
         torch.manual_seed(0)
         layer = kind(4, mixer=mine)
-        f = layer.map(x)
+        f = layer.map(x).apart()
         assert f.mixer_values == ()
         found.append((layer.layout(), layer(x), layer.step(x[:, 0], layer.init_state(2))[0]))
         assert choose_sweep("reference", f.operands, f.parameterization) == "reference"
@@ -293,7 +293,7 @@ def test_a_mixer_without_kernels_is_named_once_on_a_gpu(
     mixer: ChannelMixer, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Bedouin(4, d_state=3, mixer=mixer)
-    f = layer.map(torch.randn(2, 5, 4))
+    f = layer.map(torch.randn(2, 5, 4)).apart()
     y, rule = torch.zeros(2, 5, 8), IterationRule("picard", 1e-4, 1e-8)
     values = f.operands, f.parameterization, f.mixer_values
     calls: list[Any] = [

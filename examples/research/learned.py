@@ -278,7 +278,8 @@ def coefficients(trained: Trained, tokens: Tensor) -> tuple[Any, ...]:  # tokens
     """Delta, B, C and the mixer's raw values of folded heads, and the map."""
     found = find_fixed_point(trained.layer, trained.inputs(tokens))
     y = fold(found.y, trained.layer.num_heads)
-    return *found.f.split(found.f.fed(y)[1]), found.f
+    f = found.f.apart()
+    return *f.split(f.fed(y)[1]), f
 
 
 def keys(trained: Trained, options: Options) -> dict[str, list[float]]:
