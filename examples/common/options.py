@@ -12,8 +12,7 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Initialization, solvers
-from bedouin.layers.mixers import NoMixing
+from bedouin import Initialization, NoMixing, solvers
 from bedouin.tasks.streams import MAX_SEED
 from flags import Count, Natural, Positive, Range, check_heads, check_types, flag, whole
 
