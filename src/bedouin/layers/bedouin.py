@@ -28,29 +28,46 @@ class _Removed:
 class Bedouin(FixedPointLayer):
     """A dense, selective RNN defined as the fixed point of channel mixing and a diagonal scan.
 
-    A drop-in replacement of `Mamba(d_model)`: (b, t, m) -> (b, t, m) for any b, t >= 0, and for
-    padded rows (`mask`) and packed documents (`cu_seqlens`, `seq_idx`).
+        layer = Bedouin(d_model)                          # in the place of Mamba(d_model)
+        out = layer(u)                                    # (b, t, m) -> (b, t, m)
+        out, state = layer(u, return_state=True)          # continue with layer(later, state)
+        out_t, state = layer.step(u_t, state)             # one token, (b, m) -> (b, m)
+        layer.stats                                       # of the last solve, for each sample
 
-        x, z = in_proj(u);  raw = W^x x_t + W^y norm(y_{t-1}), split into Delta, B, C, mixer, gate
-        x~_t = Q_t (x_t - y_t) + y_t
-        h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T;   y_t = h_t C_t
-        out  = out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t))
+    With x, z = in_proj(u), the sequence y is the fixed point of
+
+        x~_t = Q_t (x_t - y_t) + y_t                      mix the channels
+        h_t  = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T    scan over time, h: (d, n)
+        y_t  = h_t C_t
+
+    where Q, lambda, s, B, C and gate follow from raw_t = W^x x_t + W^y norm(y_{t-1}), and the layer
+    returns out_proj(SiLU(gate_t + z_t) * norm(y_t + D * x_t)). Lengths b, t >= 0 are free; `mask`
+    marks padding, `cu_seqlens` and `seq_idx` mark packed documents.
+
+    Begin with num_heads (speed), d_state (size of the memory), num_householder (expressivity) and
+    solver; d_model alone gives one sweep over time with the exact gradient.
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
     exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
-    the worst seeds at the training length and the conditioning of the local systems; "delta" has
-    the better medians at eight times that length (examples/results/history).
+    the worst seeds at the training length and the conditioning of the local systems; the input
+    scale "delta" has the better medians at eight times that length (examples/results/history).
 
-    Args:
-        d_model: m. d_state: n. expand: d = expand * m.
+    Size:
+        d_model: m, the width of input and output.
+        d_state: n, the states of a channel. Parameters and time grow with it.
+        expand: d = expand * m inner channels.
         num_heads: H, a divisor of d. The channels are H groups, each with Q_t, B_t, C_t, gate and
             both norms of its own, projected from its own x and y alone; the products with W^x and
             W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
             heads. A layer of H heads is H layers of one head side by side; each converges by
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: as few heads of 32 to 128 channels as divide d, else 1.
-        num_householder, beta_max: shorthand for mixer=HouseholderProduct(num_householder,
-            beta_max), by default 2 and 1.0; 0 reflections are NoMixing().
+
+    Recurrence:
+        num_householder: k, the reflections of Q_t; short for mixer=HouseholderProduct(k, beta_max).
+            None: 2; 0: NoMixing().
+        beta_max: the largest beta of a reflection I - beta u u^T. None: 1; 2 allows eigenvalues of
+            Q down to -1.
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
             parameters are used in the dtype of the solve, at least float32, and all heads share
             them.
@@ -63,24 +80,30 @@ class Bedouin(FixedPointLayer):
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x. 1:
             SiLU alone. None: neither.
+        initialization: other initial values of Delta and the decay rates; None: Initialization().
+
+    Feedback:
         feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}; () switches all feedback
             off, also that of the gate.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
-        initialization: other initial values of Delta and the decay rates; None:
-            Initialization().
-        norm_eps: eps of the output norm.
-        solver: a solver object, or "auto": Direct where the mixer has the form (e, U, M), else
-            Picard.
-        adjoint: an adjoint object; None: ImplicitAdjoint(), the exact gradient.
-        max_steps: an int or a Cap. backend: "auto", "triton" or "reference". On a GPU "auto" warns
-            of a layer whose sweep has no Triton kernel.
+
+    Solve:
+        solver: a solver object such as Picard(rtol=1e-4), or "auto": Direct where the mixer has the
+            form (e, U, M), else Picard.
+        adjoint: the gradient, such as OneStepAdjoint(); None: ImplicitAdjoint(), the exact one.
+        max_steps: an int or a Cap. Direct needs none.
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
             layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither.
             Applies to the forward solve and to the adjoint solve in the backward pass (see
             ImplicitAdjoint).
+        backend: "auto", "triton" or "reference". On a GPU "auto" warns of a layer whose sweep has
+            no Triton kernel.
+
+    Precision:
+        dtype, device: of the parameters; the solve and the state are at least float32.
+        norm_eps: eps of the output norm.
         layer_idx: stored for callers that keep a cache per layer.
-        device, dtype: of the parameters.
 
     Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
     not fit.
