@@ -8,7 +8,7 @@
 `registered`    `cpu` and the kernels as operations of torch.library
 `heads`         Triton kernels for heads of at most 128 channels with 64 states, in programs that
                 hold the rows of a sample
-`triton_*.py`   Triton kernels for what y alone determines, and for the statistics
+`triton_*.py`   Triton kernels for what y alone determines
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """

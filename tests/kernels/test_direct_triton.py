@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.kernels.backend import Backend, interpreter_is_on
@@ -109,7 +110,8 @@ def values_of(sweep: Sweep) -> dict[str, Tensor]:
     """The values of a sweep, with what a solver reports of it."""
     found = {name: v.detach() for name, v in sweep._asdict().items()}
     if not sweep.defect.numel():
-        return found
+        of_samples = sweep.pivot.unsqueeze(-1).flatten(1)  # of operations (b, t), else (b,)
+        return found | {"pivot": pad(of_samples, (0, 1), value=torch.inf).amin(1)}
     norms = (found[name] for name in ("defect", "scale", "pivot", "magnitude"))
     stats = Measured(*norms).statistics()
     assert stats.conditioning is not None
