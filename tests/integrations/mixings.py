@@ -12,7 +12,7 @@ OTHERS: list[dict[str, Any]] = [
     {"layer": "GatedDeltaNet", "d_conv": None},
     {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
 ]
-NOISY = [mixing | {"feedback_noise": 3.0} for mixing in ({}, OTHERS[0], OTHERS[2])]
+NOISY = [mixing | {"feedback_noise": 3.0} for mixing in (OTHERS[0], OTHERS[2])]
 
 
 def sized(options: dict[str, Any]) -> dict[str, Any]:

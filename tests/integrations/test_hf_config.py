@@ -91,7 +91,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mixer": LowRank(2), "num_householder": 1}, ValueError, "num_householder must be 2 beside"),
     ({"mixer": LowRank(2), "beta_max": 0.5}, ValueError, "beta_max must be 1.0 beside"),
     ({"num_householder": 0, "beta_max": 0.5}, ValueError, "beta_max must be 1"),
-    ({"conv_kernel": 0, "projection": "input"}, ValueError, "d_conv must be"),
+    ({"conv_kernel": 0}, ValueError, "d_conv must be"),
     ({"output": "gate"}, ValueError, "output must be"),
     ({"num_householders": 2}, TypeError, "did you mean 'num_householder'"),
     *(({n: 4}, TypeError, f"has no option '{n}'") for n in ("d_inner", "headdim", "dt_rank")),
