@@ -76,6 +76,8 @@ class IterativeSolver(TolerantSolver):
             try:
                 steps.advance()
             except KernelDoesNotFit as error:
+                if isinstance(steps, _PlainSteps):
+                    raise  # kernels that the map calls fall back by themselves
                 answer(error, error.backend)
                 steps, taken = _PlainSteps(self, problem), 0
                 continue
