@@ -53,9 +53,7 @@ OPTIONS = f"{SCALARS}, bool plain, SymInt keep_every"
 
 
 def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
-    """The operands and the parameterization of an operation, and the arguments behind them. The
-    last of these is missing where it has its default value, as in graphs that an earlier version
-    cached."""
+    """The operands and the parameterization of an operation, and the arguments behind them."""
     behind = 6 + NUM_SCALARS
     return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), *flat[behind:]
 

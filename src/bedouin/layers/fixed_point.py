@@ -32,12 +32,7 @@ from bedouin.graphed import Graphed
 from bedouin.kernels.backend import Backend, without_autocast
 from bedouin.kernels.checks import check_number
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.operands import (
-    NO_LAYOUT,
-    Activation,
-    Parameterization,
-    RawLayout,
-)
+from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layers import common
 from bedouin.layers.common import (
@@ -49,10 +44,7 @@ from bedouin.layers.common import (
     type_name,
 )
 from bedouin.layers.convolution import ShortConvolution
-from bedouin.layers.heads import (
-    HeadNorm,
-    make_linear,
-)
+from bedouin.layers.heads import HeadNorm, make_linear
 from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads, split_by_layout
 from bedouin.layers.mixers import ChannelMixer, kernel_gap
 from bedouin.layers.options import (
@@ -82,11 +74,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
-from bedouin.wrapped import (
-    effective_weight,
-    is_untouched,
-    read_parameter,
-)
+from bedouin.wrapped import effective_weight, is_untouched, read_parameter
 
 
 class FixedPointLayer(nn.Module, ABC):
