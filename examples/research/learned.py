@@ -119,13 +119,11 @@ class Trained:
         return found[0]
 
 
-def load(
+def stored_models(
     folder: Path, device: torch.device, name: str = "weights-point0.safetensors"
-) -> list[Trained]:
-    """The models of the first point of the grid of a folder, from the file with this name.
-
-    Raises UsageError without the files, and for a model with several layers or another one.
-    """
+) -> list[tuple[SequenceModel, Data]]:
+    """The models of the first point of the grid of a folder, from the file with this name, each
+    with its data. Raises UsageError without the files."""
     weights = folder / name
     if not (folder / RESULTS).exists() or not weights.exists():
         raise UsageError(f"{folder} must have {RESULTS} and {weights.name}: see --keep-weights")
@@ -141,11 +139,21 @@ def load(
         names = dict(model.named_parameters()).keys()
         buffers = {name: v for name, v in model.state_dict().items() if name not in names}
         model.load_state_dict(buffers | {name: v[i] for name, v in stacked.items()})
+        found.append((model.to(device), Data(config, range(seed, seed + 1), device)))
+    return found
+
+
+def load(
+    folder: Path, device: torch.device, name: str = "weights-point0.safetensors"
+) -> list[Trained]:
+    """`stored_models` with their layer. Raises UsageError for a model with several layers or
+    another one, too."""
+    found = []
+    for model, data in stored_models(folder, device, name):
         (layer,) = model.mixers if len(model.mixers) == 1 else (None,)
         if not isinstance(layer, Bedouin):
             raise UsageError(f"{folder} must have models with one layer of Bedouin, got {layer}")
-        data = Data(config, range(seed, seed + 1), device)
-        found.append(Trained(model.to(device), data, layer))
+        found.append(Trained(model, data, layer))
     return found
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from bedouin import SequenceModel
 from bedouin.tasks import IGNORE, MQAR, token_accuracy
 from common.options import decay
-from research.data import DRAWN_AHEAD, Data, Point, metrics
+from research.data import DRAWN_AHEAD, Data, Point, metrics, predictions
 from research.positions import by_pair, by_position
 from research.study import Config, make_model, model_seeds
 
@@ -99,12 +99,12 @@ class Ensemble:
 
     def _loss(
         self,
-        logits: Tensor,  # (b, t, v)
-        labels: Tensor,  # (b, t)
+        logits: Tensor,  # (b, t, v), or (b, t, 64, v) of chess
+        labels: Tensor,  # (b, t), or (b, t, 64)
         model: SequenceModel,
     ) -> tuple[Tensor, Any]:  # ()
         """Loss, and (accuracy, smallest pivot), of one model."""
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
         pivot = torch.full_like(loss, torch.inf)
         pivots = [
             stats.conditioning.min() for stats in model.stats if stats.conditioning is not None
@@ -128,7 +128,7 @@ class Ensemble:
     ) -> Tensor:  # (b, t, v)
         with self._autocast():
             logits: Tensor = functional_call(self.model, params, (tokens,))
-        return logits.float()
+        return predictions(self.data.task, logits).float()
 
     def _logits(
         self,
@@ -137,7 +137,7 @@ class Ensemble:
     ) -> Tensor:  # (b, t, v)
         with self._autocast():
             logits: Tensor = model(tokens)
-        return logits.float()
+        return predictions(self.data.task, logits).float()
 
     def _autocast(self) -> torch.autocast:
         enabled = self.config.autocast == "bf16"

@@ -1,0 +1,120 @@
+"""Chess as a task of state tracking: the 64 squares after each move of a game of random legal moves.
+
+A move is three tokens: the square that it leaves, the one that it enters, and what a pawn becomes.
+At the third a label for each square says what stands there. Files of games come from `games.py`.
+The published benchmark (Chess-World-Model, arXiv 2605.30100) has games of people besides, one label
+a square with more classes, and models of 3 to 38 million parameters; here are random games alone.
+
+Letters: b games, t moves.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bedouin.tasks import Batch, Split
+from bedouin.tasks.batch import Task
+from bedouin.tasks.streams import integers
+from flags import UsageError
+
+SQUARES = 64
+"""a1, b1, ..., h1, a2, ..., h8, as python-chess numbers them."""
+
+NAMES = ".PNBRQKpnbrqk"
+"""The classes of a square: empty, then the pieces of White and of Black, in the notation of FEN."""
+
+TOKENS = 3
+"""Tokens of a move."""
+
+PROMOTIONS = 5
+"""What the third token says: nothing, or a knight, a bishop, a rook or a queen."""
+
+START = [NAMES.index(name) for name in f"RNBQKBNR{'P' * 8}{'.' * 32}{'p' * 8}rnbqkbnr"]
+_PAWN, _ROOK, _KING, _BLACK = 1, 4, 6, 6
+
+
+@dataclass(frozen=True)
+class Chess(Task):
+    """Games of `path`, of which a row has the first `length` moves; the training games have 60, the
+    test games, which no training stream draws, 200.
+
+    Labels are (b, t, 64), one t for each move. `sample` raises UsageError without the file and
+    ValueError for more moves than its games have.
+    """
+
+    path: Path
+    length: int = 60
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of input ids: squares left, squares entered, promotions."""
+        return 2 * SQUARES + PROMOTIONS
+
+    @property
+    def output_size(self) -> int:
+        """Logits of a token: of every square one for each class."""
+        return SQUARES * len(NAMES)
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing a square."""
+        return 1 / len(NAMES)
+
+    def by_square(self, logits: Tensor) -> Tensor:  # (b, 3 t, 64 * 13) -> (b, t, 64, 13)
+        """The logits of a label each, those at the last token of a move."""
+        return logits[:, TOKENS - 1 :: TOKENS].unflatten(-1, (SQUARES, len(NAMES)))
+
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        t = self.length if length is None else length
+        games = games_of(self.path, "test" if split == "test" else "train", rng.device)
+        if not 1 <= t <= games.shape[1]:
+            raise ValueError(f"length must be in [1, {games.shape[1]}] of {self.path}, got {t}")
+        return rows_of(games[integers(0, len(games), (b,), rng), :t].long())
+
+
+def rows_of(moves: Tensor) -> Batch:  # (b, t, 3) int64
+    """The tokens (b, 3 t) and the labels (b, t, 64) of games."""
+    first = torch.tensor([0, SQUARES, 2 * SQUARES], device=moves.device)
+    return Batch((moves + first).flatten(1), boards_after(moves))
+
+
+@lru_cache(maxsize=8)
+def games_of(path: Path, split: str, device: torch.device) -> Tensor:  # (games, moves, 3) uint8
+    """The moves of a file's games on a device, which keeps them for the next calls."""
+    if not path.exists():
+        raise UsageError(f"--games must be a file that games.py has written, got {path}")
+    with np.load(path) as file:
+        return torch.from_numpy(file[split]).to(device)
+
+
+def boards_after(moves: Tensor) -> Tensor:  # (b, t, 3) int64 -> (b, t, 64) int64
+    """The class of every square after each move, whose legality is not checked.
+
+    A move changes at most four squares: the one that it leaves, the one that it enters, and that of
+    the pawn that is taken en passant or those of the rook with which it castles.
+    """
+    start = torch.tensor(START, device=moves.device)
+    board, boards = start.expand(len(moves), SQUARES), []
+    for move in moves.unbind(1):
+        left, entered, promotion = move.split(1, 1)  # (b, 1)
+        piece = board.gather(1, left)
+        black = _BLACK * (piece > _BLACK)
+        placed = torch.where(promotion > 0, promotion + _PAWN + black, piece)
+        is_diagonal = (left - entered) % 8 != 0
+        takes_behind = (piece - black == _PAWN) & is_diagonal & (board.gather(1, entered) == 0)
+        castles = (piece - black == _KING) & ((left - entered).abs() == 2)
+        corner = torch.where(entered > left, entered + 1, entered - 2)
+        behind = left - left % 8 + entered % 8
+        emptied = torch.where(takes_behind, behind, torch.where(castles, corner, left))
+        crossed = torch.where(castles, (left + entered) // 2, entered)
+        rook = torch.where(castles, _ROOK + black, placed)
+        nothing = torch.zeros_like(piece)
+        # where a move changes fewer squares, two of these are one square with one value
+        changed = torch.cat([left, emptied, entered, crossed], 1)
+        board = board.scatter(1, changed, torch.cat([nothing, nothing, placed, rook], 1))
+        boards.append(board)
+    return torch.stack(boards, 1)
