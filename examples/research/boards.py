@@ -1,4 +1,4 @@
-"""Chess as a task of state tracking: the 64 squares after each move of a game of random legal moves.
+"""Chess as a task of state tracking: the 64 squares after each move of a game of legal moves.
 
 A move is three tokens: the square that it leaves, the one that it enters, and what a pawn becomes.
 At the third a label for each square says what stands there. Files of games come from `games.py`.
