@@ -28,6 +28,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ from bedouin.tasks import MQAR, Copying
 from flags import UsageError, choose_device
 from research.baselines import count
 from research.data import Data, eval_points
+from research.length import Continued
 from research.stack import Ensemble, has_failed, stepper
-from research.study import GRID, PRESETS, Config, matched, model_seeds
+from research.study import GRID, PRESETS, Config, Start, matched, model_seeds
 
 RESULTS = "results.json"
 
@@ -66,7 +68,19 @@ def train(
     seconds = time.perf_counter() - started
     if config.keep_weights:
         keep_weights(config.out, trainings, first)
-    return [training.row(seconds) for training in trainings]
+    rows = [training.row(seconds) for training in trainings]
+    return rows + [further(training, kind) for training in trainings for kind in config.states]
+
+
+def further(training: "Training", kind: Start) -> dict[str, Any]:
+    """The row of further steps from states of a kind, which leave `training` as it is."""
+    continued = Continued(training.ensemble, kind)
+    other, started = copy(training), time.perf_counter()
+    other.ensemble, other.run, other.point = continued, continued.step, continued.point
+    other.history = []
+    for step in range(other.point["steps"]):
+        other.advance(step)
+    return other.row(time.perf_counter() - started)
 
 
 def keep_weights(folder: Path, trainings: Sequence["Training"], first: int, when: str = "") -> None:

@@ -28,6 +28,9 @@ Params = dict[str, Tensor]
 EVAL_BATCH, EVAL_TOKENS = 256, 2**17
 """Test rows evaluated at once, and their tokens."""
 
+LONG, LONG_TOKENS = 8192, 2**24
+"""Longer test rows are evaluated in pieces, and only so many of them as have LONG_TOKENS."""
+
 
 class Ensemble:
     """A stack of models, each with an AdamW and clipping of its own, and their schedule."""
@@ -210,21 +213,28 @@ class Ensemble:
 
     @torch.no_grad()
     def accuracy(self, point: Point) -> dict[str, list[float]]:
-        """The accuracies of `metrics` of each seed, on `eval_rows` test rows."""
+        """The accuracies of `metrics` of each seed, on `eval_rows` test rows or fewer long ones."""
         found = metrics(self.data.task)
         sums = {name: torch.zeros(self.config.seeds, device=self.device) for name in found}
-        left = self.config.eval_rows
         width = self.data.eval_batch(0, point)[0].shape[-1]
+        total, most, each = self.config.eval_rows, max(1, EVAL_TOKENS // width), self._each
+        if width > LONG:
+            total, most, each = (
+                min(total, max(1, LONG_TOKENS // width)),
+                EVAL_BATCH,
+                self._in_pieces,
+            )
+        left = total
         while left > 0:
-            rows = min(left, EVAL_BATCH, max(1, EVAL_TOKENS // width))
+            rows = min(left, EVAL_BATCH, most)
             left -= rows
             tokens, labels = self.data.eval_batch(rows, point)
             values = [
-                torch.stack([metric(*each) for metric in found.values()])
-                for each in zip(self._each(tokens), labels, tokens, strict=True)
+                torch.stack([metric(*one) for metric in found.values()])
+                for one in zip(each(tokens), labels, tokens, strict=True)
             ]
             for name, value in zip(found, torch.stack(values, dim=1), strict=True):
-                sums[name] += rows / self.config.eval_rows * value
+                sums[name] += rows / total * value
         return {name: value.tolist() for name, value in sums.items()}
 
     @torch.no_grad()
@@ -245,6 +255,20 @@ class Ensemble:
         if self.config.stacked:
             return iter(vmap(self._stacked_logits)(self.params, rows))
         return (self._logits(m, row) for m, row in zip(self.models, rows, strict=True))
+
+    def _in_pieces(
+        self,
+        rows: Tensor,  # (s, b, t)
+    ) -> Iterator[Tensor]:  # (b, t)
+        """The classes that every model gives, from the state after one piece to the next."""
+        for model, row in zip(self.models, rows, strict=True):
+            state, found = None, []
+            for piece in row.split(max(1, EVAL_TOKENS // len(row)), 1):
+                with self._autocast():
+                    logits, state = model(piece, state, True)
+                largest, classes = logits.max(-1)
+                found.append(classes.masked_fill(largest.isnan(), IGNORE))
+            yield torch.cat(found, 1)
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:

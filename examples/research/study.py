@@ -10,10 +10,12 @@ from torch import nn
 
 from bedouin import Bedouin, Initialization, Kronecker, Monarch, SequenceModel
 from common.options import Schedule, SolverOptions, fixed_point_options, mixer_options
-from flags import Count, Device, Natural, Positive, Range
+from flags import Count, Device, Natural, Positive, Range, Share
 from research.baselines import BASELINES, TAKES, Baseline, count
 from research.data import TaskOptions, make_task
 from research.models import MODELS
+
+Start = Literal["zero", "carried", "noise"]
 
 WIDTH_STEP = 32
 """Widths of a model with a given number of parameters are multiples of this."""
@@ -85,6 +87,13 @@ class Config(TaskOptions, SolverOptions):
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")  # Folder for results.json.
     overwrite: bool = False  # Replace the results in that folder, if there are any.
+    states: tuple[Start, ...] = ()
+    """Continue every trained model in further steps whose rows begin with zeros, with the state
+    after another row, or with such a state and noise (`length.py`); each gives a row of results."""
+    further_steps: Count = 500  # Of each of --states.
+    further_rate: Positive = 0.1  # Their learning rate, as a multiple of --lr.
+    restarts: Share = 0.02  # Share of the rows that begin with zeros in every further step.
+    state_noise: Positive = 0.3  # Standard deviation, relative to the root mean square.
     keep_weights: bool = False  # Also write the parameters of each point of the grid.
     keep_every: Count | None = None  # Also write them every so many steps.
     device: Device = "auto"  # auto: the GPU if there is one.

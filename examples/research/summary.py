@@ -81,6 +81,9 @@ LABELS = {
     "attention_l2": "attention, two layers",
     "rdn_l1": "Recurrent Delta Net",
     "m2rnn_l1": "M²RNN",
+    "gdn2_l1": "Gated DeltaNet-2",
+    "kda_l1": "Kimi Delta Attention",
+    "mamba3_l1": "Mamba-3",
     "hybrid_l2": "hybrid, two layers",
 }
 """The models of the figures, and what these call them."""

@@ -97,6 +97,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "attention_l2": ("attention_l2", "attention_l2_nope"),
     "rdn_l1": ("rdn_l1", "rdn_l1_slow"),
     "m2rnn_l1": ("m2rnn_l1", "m2rnn_l1_square"),
+    "gdn2_l1": ("gdn2_l1", "gdn2_l1_slow"),
+    "kda_l1": ("kda_l1", "kda_l1_slow"),
+    "mamba3_l1": ("mamba3_l1",),
     "hybrid_l2": ("hybrid_l2", "hybrid_l2_lstm_first", "hybrid_l2_slow"),
 }
 """The models of the table, and the forms of each that tuning compares."""
@@ -158,7 +161,7 @@ def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
     return best if all(choice in rows for choice in wanted) else None
 
 
-def _layer(form: str) -> str:
+def layer_flags(form: str) -> str:
     """The flags of a layer."""
     # kernels of this library, or of cuDNN, leave little that could be fused
     is_fused = form.startswith(("lstm_l1", "tracking"))
@@ -174,7 +177,7 @@ def _tuning(runs: Runs) -> Experiment:
                 continue
             best = chosen(runs, task, model)
             for form in forms:
-                options = joined(TASKS[task], RECIPE, NARROW, _layer(form), TUNING)
+                options = joined(TASKS[task], RECIPE, NARROW, layer_flags(form), TUNING)
                 rates = " ".join(f"{rate:g}" for rate in RATES)
                 found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
                 if best is not None and best[0] == form and best[1] != RATES[1]:
@@ -199,7 +202,7 @@ def _reported(
             choice = tuned(runs, task, model)
             if choice is None:
                 continue
-            layer = f"{_layer(choice[0])} --lr {choice[1]:g}"
+            layer = f"{layer_flags(choice[0])} --lr {choice[1]:g}"
             options = joined(flags, RECIPE, width, layer)
             drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
             found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
