@@ -2,8 +2,8 @@
 
 A move is three tokens: the square that it leaves, the one that it enters, and what a pawn becomes.
 At the third a label for each square says what stands there. Files of games come from `games.py`.
-The published benchmark (Chess-World-Model, arXiv 2605.30100) has games of people besides, one label
-a square with more classes, and models of 3 to 38 million parameters; here are random games alone.
+The published benchmark (Chess-World-Model, arXiv 2605.30100) trains on games of people, tests on
+random ones besides, and has 75 labels a position; here all games are random, with 64 labels.
 
 Letters: b games, t moves.
 """
@@ -27,11 +27,8 @@ SQUARES = 64
 NAMES = ".PNBRQKpnbrqk"
 """The classes of a square: empty, then the pieces of White and of Black, in the notation of FEN."""
 
-TOKENS = 3
-"""Tokens of a move."""
-
-PROMOTIONS = 5
-"""What the third token says: nothing, or a knight, a bishop, a rook or a queen."""
+TOKENS, PROMOTIONS = 3, 5
+"""Tokens of a move, and values of the third: nothing, or a knight, a bishop, a rook or a queen."""
 
 START = [NAMES.index(name) for name in f"RNBQKBNR{'P' * 8}{'.' * 32}{'p' * 8}rnbqkbnr"]
 _PAWN, _ROOK, _KING, _BLACK = 1, 4, 6, 6
@@ -58,11 +55,6 @@ class Chess(Task):
     def output_size(self) -> int:
         """Logits of a token: of every square one for each class."""
         return SQUARES * len(NAMES)
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of guessing a square."""
-        return 1 / len(NAMES)
 
     def by_square(self, logits: Tensor) -> Tensor:  # (b, 3 t, 64 * 13) -> (b, t, 64, 13)
         """The logits of a label each, those at the last token of a move."""

@@ -4,10 +4,10 @@
     python examples/research/games.py --out runs/chess/games.npz
 
 Every move is drawn uniformly from the legal ones. A game that ends before it has the number of
-plies is replaced by another one, also after draws by rule, which are not claimed. A game depends on
---seed, its split and its number alone, not on the number of processes. With the default options a
-core takes about 20 minutes. A ply, or move, is three numbers of uint8: the square that is left, the
-one that is entered (a1 is 0, h8 is 63), and 0 or, from 1 on, knight, bishop, rook, queen.
+plies is replaced by another one; draws by rule do not end a game. A game depends on --seed, its
+split and its number alone, not on the number of processes. The default takes a core about 20
+minutes. A ply is three numbers of uint8: the square that is left, the one that is entered (a1 is 0,
+h8 is 63), and 0 or, from 1 on, the promotion to knight, bishop, rook, queen.
 """
 
 import os
@@ -33,10 +33,8 @@ class Options:
     """How many games of which lengths."""
 
     out: Path = Path("runs/chess/games.npz")  # The file, with the arrays "train" and "test".
-    train: Count = 200_000  # Training games.
-    train_plies: Count = 60  # Plies of each.
-    test: Count = 2048  # Test games.
-    test_plies: Count = 200  # Plies of each.
+    train: tuple[Count, Count] = (200_000, 60)  # Training games, and plies of each.
+    test: tuple[Count, Count] = (2048, 200)  # The same of test games.
     seed: Natural = 0  # Of all games.
     processes: Count = os.cpu_count() or 1  # Processes that play.
 
@@ -54,7 +52,7 @@ def chess_library() -> Any:
 
 
 def play(number: int, split: str, plies: int, seed: int) -> bytes:
-    """The moves of a game, three bytes each."""
+    """The plies of a game, three bytes each."""
     chess, draws = chess_library(), random.Random(f"{seed}-{split}-{number}")
     while True:
         board, moves = chess.Board(), bytearray()
@@ -67,26 +65,18 @@ def play(number: int, split: str, plies: int, seed: int) -> bytes:
             return bytes(moves)
 
 
-def play_all(options: Options, split: str, number: int, plies: int) -> Any:
-    """(number, plies, 3) uint8."""
-    one = partial(play, split=split, plies=plies, seed=options.seed)
-    if options.processes == 1:
-        games = list(map(one, range(number)))
-    else:
-        with get_context("spawn").Pool(options.processes) as pool:
-            games = pool.map(one, range(number), chunksize=100)
-    return np.frombuffer(b"".join(games), np.uint8).reshape(number, plies, 3)
-
-
 def main(options: Options) -> None:
     chess_library()
-    started = time.perf_counter()
-    test = play_all(options, "test", options.test, options.test_plies)
-    train = play_all(options, "train", options.train, options.train_plies)
+    started, arrays = time.perf_counter(), {}
+    with get_context("spawn").Pool(options.processes) as pool:
+        for split, (number, plies) in (("train", options.train), ("test", options.test)):
+            one = partial(play, split=split, plies=plies, seed=options.seed)
+            games = b"".join(pool.map(one, range(number), chunksize=100))
+            arrays[split] = np.frombuffer(games, np.uint8).reshape(number, plies, 3)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(options.out, train=train, test=test)
+    np.savez_compressed(options.out, **arrays)
     size, seconds = options.out.stat().st_size / 2**20, time.perf_counter() - started
-    print(f"{len(train):,} + {len(test):,} games, {size:.1f} MiB, {seconds:.0f} s: {options.out}")
+    print(f"{options.out}: {size:.1f} MiB, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

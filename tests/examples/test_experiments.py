@@ -28,7 +28,7 @@ ALL = experiment.experiments()
 SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("table", "table-wide", "table-languages")
-TUNING = ("heads", "table-tuning")
+TUNING = ("heads", "table-tuning", "bedouin-tuning", "chess-tuning", "width-tuning")
 NOT_PLANNED = {
     *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
 }

@@ -1,4 +1,4 @@
-"""What reflections and feedback are for in `Bedouin`, and what the training of its paper reaches."""
+"""What reflections and feedback are for in `Bedouin`, and what its paper's training reaches."""
 
 from pathlib import Path
 
