@@ -105,10 +105,11 @@ def test_the_index_has_the_numbers_of_the_runs() -> None:
     check("`make copy`", "characters at 12: {}; at 16: {}; `recall` {}", *numbers, letters)
     heads = [of_run(f"heads/a5-heads{n}", "128", "sequence") for n in (1, 8)]
     check("Heads cost", "A5, sequences at 128: one {}, eight {}", *heads)
-    models = ("recall", "gated_deltanet")
+    models = ("recall", "gated_deltanet", "tracking")
     named = [f"language/{model}-seed{{}}" for model in models]
     bits = [of_seeds(name, "bits_per_byte", SCORE, range(3), 3) for name in named]
-    check("`recall` needs the fewest bits", "{}; Gated DeltaNet {}", *bits)
+    form = "{}; Gated DeltaNet {}, `TrackingDeltaNet` {}"
+    check("`recall` needs the fewest bits", form, *bits)
     named = [f"language-model-cpu/{model}-seed{{}}" for model in ("bedouin", "lstm")]
     bits = [of_seeds(name, "bits_per_byte", "128", range(3)) for name in named]
     check("The model of `make lm`", "{}; {}", *bits)
@@ -143,8 +144,16 @@ def test_claims_of_the_table_hold() -> None:
 
     page = TEXTS["table"]
     assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
-    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall")]
-    assert "At 2,048 the LSTM has {}, `recall` {}.".format(*of_2048) in page
+    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
+    assert "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048) in page
+    learned = sorted(summary()["s5"]["tracking"]["token_512"])
+    assert learned[0] < 0.05
+    assert f"to {learned[1]:.2f} to {learned[-1]:.2f} at 512" in page
+    products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
+    assert products[0] < 0.2
+    assert products[1] > 0.99
+    kept = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])[1:]
+    assert f"keep {kept[0]:.2f} to {kept[-1]:.2f} of the sequences" in page
     copies = [span("copy", "characters_200", m) for m in ("gated_deltanet_l1", "tracking")]
     assert f"Gated DeltaNet {copies[0]} of the characters" in page
     assert f"`tracking` {copies[1]}, " in page
@@ -181,9 +190,14 @@ def test_seeds_of_the_gate_are_those_of_the_page() -> None:
         "copying, characters at 200": ("copy", "200", "token", "characters_200"),
         "bound S3, products": ("bound_s3", "16_32", "token", "token_16_32"),
         "bound S3, sequences": ("bound_s3", "16_128", "sequence", "sequence_16_128"),
+        "bound A5, products": ("bound_a5", "16_32", "token", "token_16_32"),
+        "A5, labels at 512, 4e-3": ("a5", "512", "token", "token_512"),
+        "A5, labels at 512, 2e-3": ("a5", "512", "token", "token_512"),
+        "S5, labels at 512": ("s5", "512", "token", "token_512"),
     }
     for start, (task, length, metric, measure) in rows.items():
-        found = of_run(f"table-gate/{task}-tracking", length, metric, 3)
+        rate = "-0.002" if "2e-3" in start else ""
+        found = of_run(f"table-gate/{task}-tracking{rate}", length, metric, 3)
         worst = min(summary()[task]["recall"][measure])
         assert line(TEXTS["table-gate"], start)[1:] == [found, f"{worst:.3f}"]
 
@@ -245,4 +259,4 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     }
     rivals = [n for m, of in counts.items() if not m.startswith(("recall", "tracking")) for n in of]
     assert f"Rivals have {min(rivals)} to {max(rivals)} runs a task" in page
-    assert counts["tracking"] == {3, 4} and "`tracking` 3 or 4" in page
+    assert counts["tracking"] == {3, 4, 5} and "`tracking` 3 to 5" in page

@@ -30,13 +30,13 @@ BITS = {
 """Names of the page of language."""
 
 
-@pytest.mark.parametrize("name", [*BITS, "recall", "recall_n64"])
+@pytest.mark.parametrize("name", [*BITS, "recall", "recall_n64", "tracking"])
 def test_tuned_language_models_are_those_of_the_pages(name: str) -> None:
     found = runs_of("language-tuning")
     rates = (*RATES, BEYOND[RATES[-1]])
     tried = {rate: found[f"{name}-{rate:g}"] for rate in rates if f"{name}-{rate:g}" in found}
     assert {run["seed"] for run in tried.values()} == {TUNING_SEED}
-    further = "H200" if name.startswith("recall") else "H100"
+    further = "H200" if name.startswith(("recall", "tracking")) else "H100"
     assert all(device(run) == ("H200" if rate in RATES else further) for rate, run in tried.items())
     bits = {rate: float(run["bits_per_byte"][SCORE]) for rate, run in tried.items()}
     best = min(bits, key=bits.__getitem__)
@@ -45,6 +45,7 @@ def test_tuned_language_models_are_those_of_the_pages(name: str) -> None:
     assert line(TEXTS["language-tuning"], f"{name} |")[1:] == cells
     runs = [runs_of("language")[f"{name}-seed{seed}"] for seed in range(3)]
     assert {(device(run), run["config"]["lr"]) for run in runs} == {(further, best)}
+    peaks = [run["peak_memory"] for run in runs if "peak_memory" in run]
     start = f"`{name}`" if name == "recall_n64" else f"{name},"
     page = TEXTS["language"].replace("| mamba |", "| mamba, |").replace("| lstm |", "| lstm, |")
     assert line(page, start)[1:] == [
@@ -53,7 +54,8 @@ def test_tuned_language_models_are_those_of_the_pages(name: str) -> None:
         joined((run["bits_per_byte"][SCORE] for run in runs), 3),
         f"{fmean(run['bits_per_byte'][SCORE] for run in runs):.3f}",
         joined((run["bits_per_byte"]["8192"] for run in runs), 3),
-        f"{max(run['peak_memory'] for run in runs) / 2**30:.1f}",
+        # scripts of later versions record no memory
+        f"{max(peaks) / 2**30:.1f}" if peaks else "–",
     ]
 
 
@@ -65,7 +67,7 @@ def test_differences_of_language_models_are_those_of_the_page() -> None:
 
     behind = [mean(name) - mean("recall") for name in BITS]
     form = "needs {:.3f} less than Gated DeltaNet, {:.3f} less than attention, {:.3f} less than "
-    form += "Mamba and {:.3f} less than the default layer."
+    form += "Mamba and {:.3f} less than the default layer;"
     assert form.format(*behind) in TEXTS["language"] and min(behind) > 0
     one, two = (found[f"scaling-{name}"]["tokens_per_second"] for name in ("one", "two"))
     shown = f"{two / one:.2f} times as fast as one: {two:,.0f} and {one:,.0f} tokens"
@@ -301,7 +303,6 @@ def test_trials_of_the_history_are_those_of_its_page() -> None:
 @pytest.mark.parametrize(
     ("start", "run", "of"),
     [
-        ("holds A5 at", "feedback-heads.half.table.a5-recall", ("512",)),
         ("`without_noise`:", "feedback-heads.without_noise.table.a5-recall", ("512",)),
         ("(at 200:", "many-states.copy-7x64x128g2", ("200",)),
         ("against", "many-states.copy-9x64x64g1", ("200",)),
@@ -309,15 +310,9 @@ def test_trials_of_the_history_are_those_of_its_page() -> None:
         ("128 operations (", "many-states.bound_s3-erase_fed", ("16_128", "sequence")),
         ("products of `recall`", "table-controls.bound_z60-recall", ("16_32",)),
         ("of all heads", "table-controls.bound_z60-recall_layer", ("16_32",)),
-        ("one name of A5 `recall` has", "table-controls.bound_a5_one_name-recall", ("1_32",)),
-        ("0.63, the hybrid", "table-controls.bound_a5_one_name-hybrid_l2", ("1_32",)),
         ("(at 512:", "table-seeds.trials.s5-recall_n64-0.002", ("512",)),
         ("its 2e-3 (A5 at 512", "table-seeds.trials.a5-lstm_l1_forget-0.002", ("512",)),
-        ("A5 to 2,048 (", "table.of_no_memory.a5-recall_k2", ("2048",)),
-        ("`recall_n64` has", "gpu-presets.a5-recall_n64_doubled", ("512",)),
-        ("from 2 on,", "gpu-presets.a5-recall_n64_from_8", ("512",)),
         ("sequences at 128", "a5-one-head.a5_five_seeds", ("128", "sequence")),
-        ("copied", "table.first_forms.copy-gated_deltanet_l1", ("200",)),
     ],
 )
 def test_runs_of_the_history_are_those_of_its_page(
