@@ -15,7 +15,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LINES = {"kernels": 21_550, "solvers": 2_400, "src": 13_500, "tests": 34_600, "examples": 8_550}
+LINES = {"kernels": 21_550, "solvers": 2_400, "src": 13_500, "tests": 34_600, "examples": 8_800}
 """Most lines of Python of a folder."""
 
 PRODUCT = "kernels", "solvers", "src"

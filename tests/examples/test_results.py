@@ -146,9 +146,9 @@ def test_claims_of_the_table_hold() -> None:
     assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
     of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
     assert "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048) in page
-    learned = sorted(summary()["s5"]["tracking"]["token_512"])
-    assert learned[0] < 0.05
-    assert f"to {learned[1]:.2f} to {learned[-1]:.2f} at 512" in page
+    s5 = sorted(summary()["s5"]["tracking"]["token_512"])
+    assert s5[0] < 0.05
+    assert f"to {s5[1]:.2f} to {s5[-1]:.2f} at 512" in page
     products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
     assert products[0] < 0.2
     assert products[1] > 0.99
