@@ -148,7 +148,7 @@ def test_claims_of_the_table_hold() -> None:
     assert "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048) in page
     s5 = sorted(summary()["s5"]["tracking"]["token_512"])
     assert s5[0] < 0.05
-    assert f"to {s5[1]:.2f} to {s5[-1]:.2f} at 512" in page
+    assert f"({s5[1]:.2f} to {s5[-1]:.2f} of the labels at 512)" in page
     products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
     assert products[0] < 0.2
     assert products[1] > 0.99
