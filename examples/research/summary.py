@@ -106,7 +106,8 @@ def summarize(results: Path) -> dict[str, Models]:
     for task in TASKS:
         found[task] = {}
         for model in VARIANTS:
-            rows = [row for runs in folders for row in rows_of(runs, f"{task}-{model}")]
+            runs = (folder.get(f"{task}-{model}", {}) for folder in folders)
+            rows = [row for found_there in runs for row in found_there.get("rows", ())]
             if rows:
                 number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
