@@ -5,7 +5,8 @@ gradient calls the operation: the dispatcher's route to a registered gradient ta
 on the host for twenty arguments, that of a Function 20.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,3 +76,18 @@ def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., A
     """Decorator: register a function as the operation `name`. Its schema is that of its annotations
     unless `schema` is given; it changes none of its arguments."""
     return lambda function: Operation(name, function, schema)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """A context in which autograd records within an operation, which torch runs below it.
+
+    torch has no public interface for that: torch.func.vjp, which also records there, raises under
+    hooks on saved tensors such as those of save_on_cpu.
+    """
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield

@@ -16,7 +16,7 @@ from bedouin.kernels.delta_rule.chunks import delta_rule_plain
 from bedouin.kernels.delta_rule.kept import Kept
 from bedouin.kernels.delta_rule.types import DeltaInputs
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import operation, recording
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor beta, Tensor? log_decay, Tensor? memory"
 _READ = "Tensor query, Tensor key, Tensor beta, Tensor? log_decay"
@@ -140,16 +140,14 @@ def _plain_backward(
     *given: Any,
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, of the log decays empty where there are none."""
-
-    def rule(*present: Tensor) -> tuple[Tensor, Tensor]:
-        found = iter(present)
-        inputs: list[Any] = [None if v is None else next(found) for v in given]
-        return delta_rule_plain(DeltaInputs(*inputs[:5]), inputs[5])
-
-    # torch runs operations below autograd, where only torch.func differentiates
-    pulled_back = torch.func.vjp(rule, *(v for v in given if v is not None))[1]
-    grads = iter(pulled_back((grad_o, grad_last)))
-    return tuple(grad_o.new_empty(0) if v is None else next(grads).contiguous() for v in given)
+    with recording():
+        leaves: list[Any] = [None if v is None else v.detach().requires_grad_() for v in given]
+        found = delta_rule_plain(DeltaInputs(*leaves[:5]), leaves[5])
+        present = [v for v in leaves if v is not None]
+        grads = iter(
+            torch.autograd.grad(found, present, (grad_o, grad_last), materialize_grads=True)
+        )
+    return tuple(grad_o.new_empty(0) if v is None else next(grads).contiguous() for v in leaves)
 
 
 @_plain_backward.register_fake

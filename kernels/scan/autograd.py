@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import ceil_div
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import operation, recording
 from bedouin.kernels.scan.reference import selective_scan_reference
 from bedouin.kernels.scan.types import SCAN_CHUNK, ScanOperands, ScanOptions
 
@@ -122,12 +122,10 @@ def _plain_scan_fake(*flat: Any) -> tuple[Tensor, ...]:
 )
 def _plain_scan_backward(grad_y: Tensor, grad_h: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     """Cotangents of x to h0 from those of y (b, t, d) and of the last h (b, d, n)."""
-
-    def scan(*operands: Tensor) -> tuple[Tensor, Tensor]:
-        return selective_scan_reference(*operands, **ScanOptions(*flat[6:])._asdict())
-
-    # torch runs operations below autograd, where only torch.func differentiates
-    grads = torch.func.vjp(scan, *flat[:6])[1]((grad_y, grad_h))
+    with recording():
+        leaves = [v.detach().requires_grad_() for v in flat[:6]]
+        found = selective_scan_reference(*leaves, **ScanOptions(*flat[6:])._asdict())
+        grads = torch.autograd.grad(found, leaves, (grad_y, grad_h), materialize_grads=True)
     return tuple(grad.contiguous() for grad in grads)
 
 
