@@ -7,10 +7,12 @@ on the host for twenty arguments, that of a Function 20.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 NAMESPACE = "bedouin"
 
@@ -33,9 +35,10 @@ class Operation:
         self._eager: type[torch.autograd.Function] | None = None
         OPERATIONS[self.name] = self
 
-    def register_fake(self, function: Callable[..., Any]) -> None:
+    def register_fake(self, function: FunctionT) -> FunctionT:
         """Decorator: the function returns tensors like those of the operation, uninitialized."""
         torch.library.register_fake(self.name, function)
+        return function
 
     def register_autograd(
         self,

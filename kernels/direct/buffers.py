@@ -207,12 +207,12 @@ def normed_past(
     parameterization: Parameterization,
 ) -> Tensor:  # (b, t, d)
     """norm(y_{t-1}) in the dtype of W^y."""
-    from bedouin.kernels.output.launch import shifted_norm_forward
+    from bedouin.kernels.output.registered import shifted_norm_operation
 
     if not y.numel():
         return y.to(W_y.dtype)
     eps = parameterization.feedback_norm_eps
-    return shifted_norm_forward(y, operands.y0, eps, W_y.dtype)
+    return shifted_norm_operation.function(y, operands.y0, eps, W_y.dtype)
 
 
 def _feedback(

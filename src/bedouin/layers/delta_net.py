@@ -23,7 +23,7 @@ from bedouin.kernels.delta_rule import (
     delta_rule,
     kernel_backend,
 )
-from bedouin.kernels.gated_norm import gated_norm
+from bedouin.kernels.output import gated_norm
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.common import (
     RecurrentLayer,
