@@ -286,7 +286,7 @@ class SequenceModel(nn.Module):
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
-        ids, real = packing.take(tokens), packing.mask_of_sequences
+        ids, real = packing.take(tokens), packing.real
         if packing.lengths is not None and real is None:
             for mixer in self.mixers:
                 check_takes_mask(mixer)

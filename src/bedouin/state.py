@@ -23,6 +23,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from bedouin.checks import check_tensor
 
 AnyStateT = TypeVar("AnyStateT")
+StateT = TypeVar("StateT", bound="RecurrentState")
 
 Join = Callable[[list[Tensor]], Tensor]
 """Such as `torch.cat`."""
@@ -42,6 +43,12 @@ class RecurrentState:
 
     axes: ClassVar[tuple[int, ...]]
     """The number of axes of each field in the state of a single sample, which has no batch axis."""
+
+    letters: ClassVar[dict[str, str]] = {}
+    """The shapes of fields in letters, for messages."""
+
+    optional: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be None."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -238,6 +245,8 @@ class BedouinState(RecurrentState, _BedouinFields):
 
     __slots__ = ()
     axes = (2, 1, 2)
+    letters: ClassVar[dict[str, str]] = {"ssm": "(b, d, n)", "y": "(b, d)", "conv": "(b, w - 1, c)"}
+    optional = ("conv",)
 
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors, so that `ssm, y = state` holds without a convolution."""
@@ -253,24 +262,66 @@ class BedouinState(RecurrentState, _BedouinFields):
         return self._make((self._asdict() | changes).values())
 
 
-class StateSize(NamedTuple):
-    """The sizes of the state of one sample."""
-
-    d: int
-    n: int
-    window: tuple[int, int] | None = None  # w - 1, c; None: no convolution
+StateShapes = dict[str, tuple[int | None, ...]]
+"""The shape of each tensor of a state without its batch axis; None: any length. A field that is
+not in it is None."""
 
 
-def check_kind(state: object, kind: type, otherwise: str = "") -> None:
-    """Raise TypeError unless `state` is of this type; `otherwise`: another remedy."""
+def zero_state(
+    kind: type[StateT],
+    shapes: StateShapes,
+    b: int,
+    like: Tensor,  # any shape, with the dtype and device of the state
+    missing: tuple[str, ...] = (),
+) -> StateT:
+    """The state before the first token: zeros, and None in place of the tensors that are
+    `missing`."""
+    return kind._make(
+        None if name in missing else like.new_zeros(b, *(n or 0 for n in shape))
+        for name, shape in shapes.items()
+    )
+
+
+def check_state(
+    state: Any,
+    kind: type[StateT],
+    shapes: StateShapes,
+    b: int,
+    like: Tensor,  # any shape, with the dtype and device of the state
+) -> StateT:
+    """`state` with a batch axis, of which a single sample gets one of 1, and at least in the dtype
+    of `like`. Raises TypeError for another type, ValueError for another shape, dtype or device."""
     if not isinstance(state, kind):
         raise TypeError(
             f"state must be a {kind.__name__} or None, got {type(state).__name__}: make one with "
-            f"init_state(batch_size){otherwise}"
+            f"init_state(batch_size) or {kind.__name__}({', '.join(shapes)})"
         )
+    names: Any = state
+    for name in names._fields:
+        value = getattr(state, name)
+        if name in shapes and value is None and name in kind.optional:
+            expected = f"a tensor of shape {(b, *shapes[name])}, the window of the convolution"
+        elif name not in shapes and value is not None:
+            expected = "None, since the layer has no convolution"
+        else:
+            continue
+        got = "None" if value is None else tuple(value.shape)
+        raise ValueError(
+            f"state.{name} must be {expected}, got {got}: make a state with init_state(batch_size)"
+        )
+    for name, shape in shapes.items():
+        axes = ", ".join("any" if n is None else str(n) for n in shape)
+        check_tensor(f"state.{name}", getattr(state, name), kind.letters.get(name, f"(b, {axes})"))
+    if all(getattr(state, name).dim() == len(shape) for name, shape in shapes.items()):
+        state = state.stack([state])
+    state = state.at_least(like.dtype)
+    for name, shape in shapes.items():
+        _check_field(f"state.{name}", getattr(state, name), (b, *shape), like)
+    checked: StateT = state
+    return checked
 
 
-def check_field(
+def _check_field(
     name: str,
     tensor: Tensor,
     shape: tuple[int | None, ...],
@@ -296,48 +347,6 @@ def check_field(
         raise ValueError(
             f"{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
         )
-
-
-def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinState:
-    """`state` with a batch axis; a batch axis of 1 is added if it has none.
-
-    like: a tensor of any shape with the dtype and device that the state must have, or a lower
-    floating dtype, from which it is converted.
-    Raises TypeError for another type, ValueError for another shape, dtype or device.
-    """
-    check_kind(state, BedouinState, " or BedouinState(ssm, y)")
-    check_tensor("state.ssm", state.ssm, "(b, d, n)")
-    check_tensor("state.y", state.y, "(b, d)")
-    if (state.conv is None) != (size.window is None):
-        expected = "None, since the layer has no convolution"
-        if size.window is not None:
-            expected = f"a tensor of shape {(b, *size.window)}, the window of the convolution"
-        got = "None" if state.conv is None else tuple(state.conv.shape)
-        raise ValueError(
-            f"state.conv must be {expected}, got {got}: make a state with init_state(batch_size)"
-        )
-    if size.window is not None:
-        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
-    if state.ssm.dim() == 2 and state.y.dim() == 1:
-        state = state.stack([state])
-    state = state.at_least(like.dtype)
-    check_field("state.ssm", state.ssm, (b, size.d, size.n), like)
-    check_field("state.y", state.y, (b, size.d), like)
-    if size.window is not None:
-        check_field("state.conv", state.conv, (b, *size.window), like)
-    checked: BedouinState = state
-    return checked
-
-
-def zero_state(
-    b: int, size: StateSize, dtype: torch.dtype, device: torch.device | None
-) -> BedouinState:
-    """The state before the first token: zeros."""
-    ssm = torch.zeros(b, size.d, size.n, dtype=dtype, device=device)
-    y, window = torch.zeros(b, size.d, dtype=dtype, device=device), None
-    if size.window is not None:
-        window = torch.zeros(b, *size.window, dtype=dtype, device=device)
-    return BedouinState(ssm, y, window)
 
 
 class SequenceCall(Protocol[AnyStateT]):

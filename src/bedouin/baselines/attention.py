@@ -16,7 +16,6 @@ from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     at_least_float32,
     factory_options,
     head_size,
@@ -24,7 +23,7 @@ from bedouin.layers.common import (
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import Join, RecurrentState
+from bedouin.state import Join, RecurrentState, StateShapes
 
 
 class _AttentionFields(NamedTuple):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.checks import known_options
-from bedouin.layers.common import RecurrentLayer, StateShapes, expanded, factory_options
+from bedouin.layers.common import RecurrentLayer, expanded, factory_options
 from bedouin.layers.convolution import ShortConvolution
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 
 
 class _LSTMFields(NamedTuple):

@@ -15,7 +15,6 @@ from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     apply_to_parameters,
     at_least_float32,
     expanded,
@@ -27,7 +26,7 @@ from bedouin.layers.common import (
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import is_untouched
 
 

@@ -10,31 +10,28 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import (
-    check_batch_size,
-    check_dtype,
-    check_layer_input,
-    check_tensor,
-    positive_int,
-)
+from bedouin.checks import check_batch_size, check_dtype, check_layer_input, positive_int
 from bedouin.graphed import Graphed
 from bedouin.kernels.launch import accumulator
 from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.solvers.reporting import stacklevel
-from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
+from bedouin.state import (
+    RecurrentState,
+    SequenceCall,
+    StateShapes,
+    check_state,
+    zero_state,
+)
 from bedouin.wrapped import read_parameter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StateT = TypeVar("StateT", bound=RecurrentState)
-
-StateShapes = dict[str, tuple[int | None, ...]]
-"""The shape of each tensor of a state without its batch axis; None: any length."""
 
 DELTA_RANGE = (1e-3, 0.1)
 
@@ -328,10 +325,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
 
-        A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
-        rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding, or where documents
-        begin, and a state of a lower floating dtype is converted, as in `Bedouin`. Raises TypeError
-        for integer or foreign dtypes, ValueError for wrong shapes, devices and states.
+        Chunks, states, mask, cu_seqlens, seq_idx and errors are as in `Bedouin`.
         """
         self.check_input(x, 3)
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
@@ -344,12 +338,11 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         packing: Packing,
     ) -> Any:
         """`forward` with checked inputs."""
-        is_packed, rows = packing.lengths is not None, packing.num_states
+        rows, is_packed = packing.num_states, packing.lengths is not None
         if state is not None:
             before = self.checked_state(state, rows)
         else:
-            missing = () if is_packed or not x.numel() else self.none_for_zeros
-            before = self._zeros(rows, missing)
+            before = self._zeros(rows, () if is_packed or not x.numel() else self.none_for_zeros)
         if is_packed:
             before = packing.before(before, self.init_state(1))
         u = packing.take(x)
@@ -358,32 +351,33 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         if u.numel():
             output, after = self._run_loaded(u, before, lengths)
         else:
-            output, after = self._run_empty(u), before.clone()
+            # a graph to every parameter, since data-parallel training waits for gradients of them
+            # all: a token is run, and none of its outputs is taken
+            token = u.new_zeros(1, 1, u.shape[-1])
+            output, _ = self._run_loaded(token, self.init_state(1), None)
+            output = u[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
+            after = before.clone()
         output = packing.put(output, x.shape)
-        return (output, owned(packing.after(after))) if return_state else output
+        if not return_state:
+            return output
+        # copies of what autograd may have saved, since a state may be written in place
+        after = packing.after(after)._each(lambda v: v.clone() if v.requires_grad else v)
+        return output, after
 
     if TYPE_CHECKING:
         __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
 
-    def step(
-        self,
-        x_t: Tensor,  # (b, m)
-        state: StateT,
-    ) -> tuple[Tensor, StateT]:  # (b, m)
+    def step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:  # (b, m) -> (b, m)
         """One token. Raises as `forward` does."""
         self.check_input(x_t, 2)
         return self._step(x_t, state)
 
-    def _step(
-        self,
-        x_t: Tensor,  # (b, input_size)
-        state: StateT,
-    ) -> tuple[Tensor, StateT]:  # (b, m)
-        """`step` with a checked input."""
+    def _step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """`step` with a checked input (b, input_size)."""
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         with without_noise():
-            packing = Packing(None, (x_t.shape[0], 1))
+            packing = Packing((x_t.shape[0], 1))
             output, after = self._call(x_t.unsqueeze(1), state, True, packing)
         return output.squeeze(1), after
 
@@ -393,15 +387,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return self._zeros(batch_size, ())
 
     def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
-        """A state of zeros, with None in place of the tensors that are `missing`."""
-        device, dtype = self._weight.device, self.state_dtype
-        state: StateT = self._make_state(
-            None
-            if name in missing
-            else torch.zeros(b, *(n or 0 for n in size), dtype=dtype, device=device)
-            for name, size in self._state_sizes().items()
-        )
-        return state
+        state: Any = zero_state(self.state_type, self._state_sizes(), b, self._like, missing)
+        return cast(StateT, state)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
@@ -417,8 +404,10 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         """A parameter with the layer's dtype and device."""
         return read_parameter(self.out_proj, "weight")
 
-    def _make_state(self, tensors: Any) -> Any:
-        return self.state_type(*tensors)
+    @property
+    def _like(self) -> Tensor:  # (0,)
+        """A tensor with the dtype and device of the state."""
+        return self._weight.new_empty(0, dtype=self.state_dtype)
 
     def _run_loaded(
         self,
@@ -437,38 +426,13 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
             hook.post_forward(layer, ())
         return found
 
-    def _run_empty(
-        self,
-        x: Tensor,  # (b, t, m), one of them 0
-    ) -> Tensor:  # as x
-        """The outputs of no tokens, with a graph to every parameter, since data-parallel training
-        waits for gradients of them all: a token is run, and none of its outputs is taken."""
-        output, _ = self._run_loaded(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
-        return x[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
-
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
         device."""
         check_layer_input(x, rank, self.d_model, self._weight)
 
-    def checked_state(self, state: StateT, b: int) -> StateT:
+    def checked_state(self, state: Any, b: int) -> StateT:
         """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
         or ValueError where it does not fit the layer."""
-        check_kind(state, self.state_type)
-        sizes = self._state_sizes()
-        for field, tensor in zip(sizes, state.tensors, strict=True):
-            axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
-            check_tensor(f"state.{field}", tensor, f"(b, {axes})")
-        pairs = list(zip(state.tensors, sizes.values(), strict=True))
-        if all(v.dim() == len(size) for v, size in pairs):
-            state = state.stack([state])
-        state = state.at_least(self.state_dtype)
-        like = self._weight.new_empty(0, dtype=self.state_dtype)
-        for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
-            check_field(f"state.{field}", tensor, (b, *size), like)
-        return state
-
-
-def owned(state: StateT) -> StateT:
-    """The state with copies of what autograd may have saved: a state may be written in place."""
-    return state._each(lambda v: v.clone() if v.requires_grad else v)
+        checked: Any = check_state(state, self.state_type, self._state_sizes(), b, self._like)
+        return cast(StateT, checked)

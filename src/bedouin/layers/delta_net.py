@@ -27,7 +27,6 @@ from bedouin.kernels.gated_norm import gated_norm
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     expanded,
     factory_options,
     head_size,
@@ -37,7 +36,7 @@ from bedouin.layers.common import (
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import side_by_side
 
 FLA_UNIT_EPS = 1e-6

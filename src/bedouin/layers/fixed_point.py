@@ -73,7 +73,7 @@ from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
+from bedouin.state import BedouinState, SequenceCall, StateShapes, check_state, zero_state
 from bedouin.wrapped import effective_weight, is_untouched, read_parameter
 
 
@@ -207,8 +207,6 @@ class FixedPointLayer(nn.Module, ABC):
         self.conv = None
         if d_conv is not None:
             self.conv = ShortConvolution(d, None if d_conv == 1 else d_conv, bias=True, **factory)
-        window = None if self.conv is None else self.conv.window_size
-        self.state_size = StateSize(d, d_state, window)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
         self.raw_bias = None
         if self.output == "norm":
@@ -312,13 +310,22 @@ class FixedPointLayer(nn.Module, ABC):
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
-        like = read_parameter(self, "D")
-        return zero_state(batch_size, self.state_size, accumulator(like.dtype), like.device)
+        return zero_state(BedouinState, self._state_sizes(), batch_size, self._like)
+
+    def _state_sizes(self) -> StateShapes:
+        sizes: StateShapes = {"ssm": (self.d_inner, self.d_state), "y": (self.d_inner,)}
+        return sizes if self.conv is None else sizes | {"conv": self.conv.window_size}
+
+    @property
+    def _like(self) -> Tensor:  # (0,)
+        """A tensor with the dtype and device of the state."""
+        D = read_parameter(self, "D")
+        return D.new_empty(0, dtype=accumulator(D.dtype))
 
     def checked_state(self, state: Any, b: int) -> BedouinState:
         """`state` with a batch axis, in at least the dtype of `init_state`; TypeError or ValueError
         where it does not fit the layer."""
-        return check_state(state, b, self.state_size, self.init_state(0).y)
+        return check_state(state, BedouinState, self._state_sizes(), b, self._like)
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
         """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the

@@ -58,10 +58,10 @@ def state_before(
     Raises TypeError or ValueError for a state that does not fit."""
     if state is None:
         return None
-    size, dtype = layer.state_size, accumulator(x.dtype)
-    state = check_state(state, packing.num_states, size, x.new_empty(0, dtype=dtype))
+    shapes, like = layer._state_sizes(), x.new_empty(0, dtype=accumulator(x.dtype))
+    state = check_state(state, BedouinState, shapes, packing.num_states, like)
     if packing.first is not None:
-        state = packing.before(state, zero_state(1, size, dtype, x.device))
+        state = packing.before(state, zero_state(BedouinState, shapes, 1, like))
     return fold_state(state, layer.num_heads)
 
 

@@ -25,7 +25,6 @@ from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     at_least_float32,
     factory_options,
     mark,
@@ -38,7 +37,7 @@ from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.layers.options import FEEDBACK_NORM_EPS
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, last_token, tokens_before
-from bedouin.state import BedouinState, RecurrentState
+from bedouin.state import BedouinState, RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
 
 FEEDBACK_INIT = 0.1
