@@ -187,10 +187,7 @@ class _Stepped:
         """A copy of the state; the state itself if its type is that of another library."""
         return self._state.clone() if isinstance(self._state, RecurrentState) else self._state
 
-    def __call__(
-        self,
-        x_t: Tensor,  # (b, m)
-    ) -> Tensor:  # (b, m)
+    def __call__(self, x_t: Tensor) -> Tensor:  # (b, m) -> (b, m)
         output: Tensor
         output, self._state = self.step(x_t, self._state)
         return output

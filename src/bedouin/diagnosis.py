@@ -256,10 +256,8 @@ def _copy(layer: FixedPointLayer) -> FixedPointLayer:
 
 @torch.no_grad()
 def _run_solvers(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    rtol: float,
-) -> tuple[SolverRun, ...]:
+    probe: FixedPointLayer, x: Tensor, rtol: float
+) -> tuple[SolverRun, ...]:  # (b, t, m)
     """The layer's own solver, and all others that take its mixer."""
     exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if probe.is_structured else []
     others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]

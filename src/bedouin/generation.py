@@ -67,9 +67,8 @@ class Sampling:
 
 
 def _most_probable(
-    probabilities: Tensor,  # (b, v)
-    mass: float,
-) -> Tensor:  # (b, v), not normalized
+    probabilities: Tensor, mass: float
+) -> Tensor:  # (b, v) -> (b, v), not normalized
     """The fewest classes with at least this probability together; 0 for all others."""
     ordered, index = probabilities.sort(-1, descending=True)
     # a class is kept while those before it have less than the mass, so the first one always is

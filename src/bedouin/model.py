@@ -124,12 +124,8 @@ class Block(ResidualBlock):
     """A block of a `SequenceModel`."""
 
     def forward(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: Any = None,
-        run: CallKind = "whole",
-        mask: Tensor | None = None,  # (b, t)
-    ) -> Any:
+        self, x: Tensor, state: Any = None, run: CallKind = "whole", mask: Tensor | None = None
+    ) -> Any:  # (b, t, m), (b, t)
         """(b, t, m) -> (b, t, m), and with another `run` than "whole" also the state after it.
 
         Chunks and tokens (b, m) are calls, because hooks of a module, as those with which FSDP
@@ -367,12 +363,8 @@ class SequenceModel(nn.Module):
         return cast(list[Block], list(self.blocks))
 
     def _run_blocks(
-        self,
-        x: Tensor,  # (..., m)
-        state: ModelState,
-        run: CallKind,
-        mask: Tensor | None = None,  # (b, t)
-    ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
+        self, x: Tensor, state: ModelState, run: CallKind, mask: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:  # (..., m), (b, t) -> (..., m) and the states
         """Each block in turn, with its entry of `state`."""
         states: list[Any] = []
         for block, before in zip(self._blocks, self._checked_states(state), strict=True):
@@ -438,9 +430,7 @@ def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
 
 
 def _make_mixers(
-    mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
-    num_layers: int | None,
-    d_model: int,
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None, d_model: int
 ) -> list[nn.Module]:
     """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
     with another d_model."""

@@ -151,10 +151,8 @@ def find_packing(
 
 
 def _split_at(
-    cu_seqlens: Tensor,  # (l + 1,)
-    x: Tensor,  # (1, t, ...)
-    mask: Tensor | None,  # (1, t) bool
-) -> Packing:
+    cu_seqlens: Tensor, x: Tensor, mask: Tensor | None
+) -> Packing:  # (l + 1,), (1, t, ...), (1, t) bool
     """Each document of the row is a sequence."""
     check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
     _check_like("cu_seqlens", cu_seqlens, x, INDICES)
@@ -180,9 +178,8 @@ def _split_at(
 
 
 def document_begins(
-    seq_idx: Tensor,  # (b, t)
-    mask: Tensor | None,  # (b, t) bool
-) -> Tensor:  # (b, t) bool
+    seq_idx: Tensor, mask: Tensor | None
+) -> Tensor:  # (b, t), (b, t) bool -> (b, t) bool
     """Where the index of a row's tokens changes; the row's first token is no change."""
     if mask is not None:
         # padding has the index of the token before it, or of the first one of the row

@@ -180,11 +180,8 @@ class Attention(RecurrentLayer[AttentionState]):
         return PaddedAttentionState(whole.conv, whole.keys, whole.values, lengths.reshape(b))
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: AttentionState | PaddedAttentionState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Any]:  # (b, t, m)
+        self, x: Tensor, state: AttentionState | PaddedAttentionState, lengths: Tensor | None
+    ) -> tuple[Tensor, Any]:  # (b, t, m), (b,) -> (b, t, m)
         qkv, window = self.conv(self.in_proj(x), state.conv, lengths)
         q, k, v = rearrange(qkv, "b t (i h p) -> i b t h p", i=3, h=self.num_heads)
         t, s = x.shape[1], state.keys.shape[1]
@@ -232,11 +229,8 @@ def _append(
 
 
 def _mask(
-    t: int,
-    s: int,
-    filled: Tensor | None,  # (b,)
-    device: torch.device,
-) -> Tensor:  # (t, s + t) or (b, 1, t, s + t)
+    t: int, s: int, filled: Tensor | None, device: torch.device
+) -> Tensor:  # (b,) -> (t, s + t) or (b, 1, t, s + t)
     """True where one of t tokens may attend: the earlier tokens, itself and those before it."""
     if filled is None:
         return torch.ones(t, s + t, dtype=torch.bool, device=device).tril(s)

@@ -96,11 +96,8 @@ class LSTM(RecurrentLayer[LSTMState]):
         return {"conv": self.conv.window_size, "h": (self.d_inner,), "c": (self.d_inner,)}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: LSTMState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, LSTMState]:  # (b, t, m)
+        self, x: Tensor, state: LSTMState, lengths: Tensor | None
+    ) -> tuple[Tensor, LSTMState]:  # (b, t, m), (b,) -> (b, t, m)
         x, window = self.conv(x, state.conv, lengths)
         if self.conv.width is not None:
             x = F.silu(x)

@@ -129,11 +129,8 @@ class Mamba(RecurrentLayer[MambaState]):
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: MambaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, MambaState]:  # (b, t, m)
+        self, x: Tensor, state: MambaState, lengths: Tensor | None
+    ) -> tuple[Tensor, MambaState]:  # (b, t, m), (b,) -> (b, t, m)
         x, z = self.in_proj(x).chunk(2, -1)
         x, window = self.conv(x, state.conv, lengths)
         x = F.silu(x)
@@ -156,9 +153,8 @@ class Mamba(RecurrentLayer[MambaState]):
         return output, MambaState(window, ssm)
 
     def _project_dt(
-        self,
-        dt: Tensor,  # (b, t, r)
-    ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (d,)
+        self, dt: Tensor
+    ) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d), (d,)
         """dt_proj(dt), and a bias that is still to be added, in float32.
 
         A module that is parametrized, or that another library has wrapped, as adapters do, is

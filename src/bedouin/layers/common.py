@@ -331,12 +331,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
 
     def _call(
-        self,
-        x: Tensor,  # (b, t, input_size)
-        state: StateT | None,
-        return_state: bool,
-        packing: Packing,
-    ) -> Any:
+        self, x: Tensor, state: StateT | None, return_state: bool, packing: Packing
+    ) -> Any:  # (b, t, input_size)
         """`forward` with checked inputs."""
         rows, is_packed = packing.num_states, packing.lengths is not None
         if state is not None:
@@ -410,11 +406,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return self._weight.new_empty(0, dtype=self.state_dtype)
 
     def _run_loaded(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: StateT,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        self, x: Tensor, state: StateT, lengths: Tensor | None
+    ) -> tuple[Tensor, StateT]:  # (b, t, m), (b,) -> (b, t, m)
         """`_run` with the parameters of the layer and of its parts, which a module that accelerate
         offloads has in its own calls alone."""
         layers = [v for v in (self, *self.children()) if isinstance(v, RecurrentLayer)]

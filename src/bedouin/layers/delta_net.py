@@ -177,19 +177,13 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         return {"conv": self.conv.window_size, "memory": memory}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: DeltaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
+        self, x: Tensor, state: DeltaState, lengths: Tensor | None
+    ) -> tuple[Tensor, DeltaState]:  # (b, t, m), (b,) -> (b, t, m)
         projected = self.project(x)
         recalled, after = self.recall(projected, state, lengths)
         return self.output(recalled, projected.gate), after
 
-    def project(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Projected:
+    def project(self, x: Tensor) -> Projected:  # (b, t, m)
         modules = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         joined = side_by_side(x, [module for module in modules if module is not None])
         h, has_gate, has_decay = self.num_heads, self.g_proj is not None, self.a_proj is not None
@@ -228,10 +222,8 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         return recalled, DeltaState(window, memory)
 
     def output(
-        self,
-        recalled: Tensor,  # (b, t, h, v)
-        gate: Tensor | None,  # (b, t, h v)
-    ) -> Tensor:  # (b, t, m)
+        self, recalled: Tensor, gate: Tensor | None
+    ) -> Tensor:  # (b, t, h, v), (b, t, h v) -> (b, t, m)
         """out_proj(norm(o) * SiLU(gate)) of what `recall` returned."""
         if gate is None:
             normed = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)

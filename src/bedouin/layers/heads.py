@@ -21,9 +21,8 @@ InitialScales = tuple[tuple[Any, float], ...]
 
 
 def by_head(
-    v: Tensor,  # (d, ...)
-    num_heads: int,
-) -> Tensor:  # (d, ...), or (H, p, ...) for several heads
+    v: Tensor, num_heads: int
+) -> Tensor:  # (d, ...) -> (d, ...), or (H, p, ...) for several heads
     """A parameter of channels as kernels take it."""
     return v if num_heads == 1 else v.unflatten(0, (num_heads, -1))
 
@@ -96,10 +95,7 @@ class HeadLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         _scale_parts(self.weight, self.scales)
 
-    def forward(
-        self,
-        v: Tensor,  # (H b, ..., in_features)
-    ) -> Tensor:  # (H b, ..., out_features)
+    def forward(self, v: Tensor) -> Tensor:  # (H b, ..., in_features) -> (H b, ..., out_features)
         return apply_weight(v, self.weight)
 
     def extra_repr(self) -> str:
@@ -152,10 +148,7 @@ class HeadNorm(nn.RMSNorm):
         super().__init__(d, eps=eps, **factory)
         self.num_heads = num_heads
 
-    def forward(
-        self,
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def forward(self, v: Tensor) -> Tensor:  # (..., d) -> (..., d)
         by_channels: Tensor = v.unflatten(-1, (self.num_heads, -1))
         normed = F.rms_norm(by_channels, by_channels.shape[-1:], None, self.eps)
         return normed.flatten(-2) * self.weight

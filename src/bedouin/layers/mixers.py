@@ -57,11 +57,8 @@ class ChannelMixer(nn.Module, ABC):
         """(I - Q) v for the Q that `raw` parameterizes."""
 
     def mix(
-        self,
-        raw: Tensor,  # (..., r)
-        x: Tensor,  # (..., d)
-        y: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+        self, raw: Tensor, x: Tensor, y: Tensor
+    ) -> Tensor:  # (..., r), (..., d), (..., d) -> (..., d)
         """x~ = Q (x - y) + y, computed as x + (I - Q)(y - x).
 
         That form loses digits if Q is much smaller than the identity; a mixer with such Q overrides
@@ -99,11 +96,8 @@ class StructuredMixer(ChannelMixer):
         return apply_complement(v, *WYForm(*self(raw)).of_channels(v.shape[-1]))
 
     def mix(
-        self,
-        raw: Tensor,  # (..., r)
-        x: Tensor,  # (..., d)
-        y: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+        self, raw: Tensor, x: Tensor, y: Tensor
+    ) -> Tensor:  # (..., r), (..., d), (..., d) -> (..., d)
         return mix_channels(x, y, *WYForm(*self(raw)).of_channels(x.shape[-1]))
 
 

@@ -197,21 +197,15 @@ class Tracker(RecurrentLayer[TrackerState]):
         return self._call(self._joined(x, read), state, return_state, packing)
 
     def step(
-        self,
-        x_t: Tensor,  # (b, m)
-        state: TrackerState,
-        *,
-        read: Tensor | None = None,  # (b, r)
-    ) -> tuple[Tensor, TrackerState]:  # (b, m)
+        self, x_t: Tensor, state: TrackerState, *, read: Tensor | None = None
+    ) -> tuple[Tensor, TrackerState]:  # (b, m), (b, r) -> (b, m)
         """One token, without noise. Raises as `forward` does, and TypeError for no state."""
         self.check_input(x_t, 2)
         return self._step(self._joined(x_t, read), state)
 
     def _joined(
-        self,
-        x: Tensor,  # (..., m)
-        read: Tensor | None,  # (..., r)
-    ) -> Tensor:  # (..., m + r)
+        self, x: Tensor, read: Tensor | None
+    ) -> Tensor:  # (..., m), (..., r) -> (..., m + r)
         """x with `read` beside it; TypeError or ValueError for one that does not fit."""
         shape = (*x.shape[:-1], self.read_size)
         if read is None and not self.read_size:
@@ -233,11 +227,8 @@ class Tracker(RecurrentLayer[TrackerState]):
         return torch.cat([x, read], -1)
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m + r)
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        self, x: Tensor, state: TrackerState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m + r), (b,) -> (b, t, m)
         u, read = x.split([self.d_model, self.read_size], -1)
         return self.track(u, read if self.read_size else None, state, lengths)
 
@@ -459,11 +450,8 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         return dict(zip(TrackingState._fields, parts, strict=True))
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: TrackingState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, TrackingState]:  # (b, t, m)
+        self, x: Tensor, state: TrackingState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackingState]:  # (b, t, m), (b,) -> (b, t, m)
         of_memory = DeltaState(state.memory_conv, state.memory)
         of_tracker = TrackerState(state.tracker_conv, state.ssm, state.y)
         x = x.to(autocast_dtype(x) or x.dtype)  # once for all projections

@@ -83,12 +83,8 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         return self._residual(x, mixed)
 
     def _mix(
-        self,
-        x: Tensor,  # (b, t, m)
-        cache: Cache | None,
-        mask: Tensor | None,  # (b, t)
-        seq_idx: Tensor | None,  # (b, t)
-    ) -> Tensor:  # (b, t, m)
+        self, x: Tensor, cache: Cache | None, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> Tensor:  # (b, t, m), (b, t), (b, t) -> (b, t, m)
         if cache is None:
             output: Tensor = self.mixer(x, mask=mask, seq_idx=seq_idx)
             return output
