@@ -144,14 +144,6 @@ class Block(ResidualBlock):
             output, state = find_method(self.mixer, "step")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
 
-    def decode(
-        self,
-        x: Tensor,  # (b, m)
-        mix: Callable[[Tensor], Tensor],  # (b, m) -> (b, m)
-    ) -> Tensor:  # (b, m)
-        """One token with `mix`, a decoder of the mixer, in its place."""
-        return self._residual(x, mix(self.norm(x)))
-
 
 class SequenceModel(nn.Module):
     """An embedding, pre-norm residual blocks around the given mixers, RMSNorm and a linear head.
@@ -282,7 +274,7 @@ class SequenceModel(nn.Module):
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
-        ids, real = packing.take(tokens), packing.real
+        ids, real = packing.take(tokens), packing.mask_of_sequences
         if packing.lengths is not None and real is None:
             for mixer in self.mixers:
                 check_takes_mask(mixer)
@@ -385,18 +377,6 @@ class SequenceModel(nn.Module):
                 f"got {len(state)}: start from model.init_state(batch_size)"
             )
         return state
-
-    def decode(
-        self,
-        tokens: Tensor,  # (b,) integer ids
-        mixers: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m) each
-    ) -> Tensor:  # (b, v)
-        """`step` with a decoder in place of each mixer, which keeps the state itself."""
-        _check_tokens(tokens, 1, "(b,)")
-        x = self.embedding(tokens)
-        for block, mix in zip(self._blocks, mixers, strict=True):
-            x = block.decode(x, mix)
-        return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:  # (..., m) -> (..., v)
         logits: Tensor = self.head(self.norm(x))

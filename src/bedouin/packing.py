@@ -21,6 +21,9 @@ StateT = TypeVar("StateT", bound=RecurrentState)
 
 INDICES = torch.int32, torch.int64
 
+_LENGTHS = "_lengths_before_padding"
+"""The name under which a mask of rows whose padding follows their tokens has their lengths."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -48,6 +51,13 @@ class Packing:
     def padded_lengths(self) -> Tensor | None:  # (l,)
         """The lengths; None if there is no padding."""
         return None if self.real is None else self.lengths
+
+    @property
+    def mask_of_sequences(self) -> Tensor | None:  # (l, w) bool
+        """`real`, marked so that the layers of a model need not gather the tokens again."""
+        if self.real is not None and not torch.compiler.is_compiling():
+            setattr(self.real, _LENGTHS, self.lengths)
+        return self.real
 
     def take(self, x: Tensor) -> Tensor:  # (b, t, ...) -> (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
@@ -145,6 +155,8 @@ def find_packing(
         return _split_rows(seq_idx, mask) if seq_idx.numel() else Packing((b, t))
     if mask is None:
         return Packing((b, t))
+    if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
+        return Packing((b, t), known, mask, mask=mask)
     # each row is a sequence of the same width, so that no shape depends on the mask
     row = torch.arange(b, device=x.device).unsqueeze(1).expand(b, t)
     return _place(row.flatten(), mask.sum(1), t, mask)
@@ -224,16 +236,17 @@ def _place(
     size, places = (lengths.shape[0], w), document.shape[0]
     if mask is None and size[0] * w == places:
         return Packing(size, lengths)
-    index, count = torch.arange(places, device=document.device), size[0] * w
-    # how many tokens come before each place, and before each sequence
-    token = index if mask is None else mask.flatten().cumsum(0) - 1
-    target = document * w + token - (lengths.cumsum(0) - lengths)[document]
+    token = place = torch.arange(places, device=document.device)
     if mask is not None:
-        # the last slot is that of places without a token
-        target = torch.where(mask.flatten(), target, count)
-    source = target.new_zeros(count + 1).scatter(0, target, index)[:-1]
-    real, target = tokens_before(lengths, w), target.clamp(max=count - 1)
-    return Packing(size, lengths, real, source, target, mask)
+        token = mask.flatten().cumsum(0) - 1
+        # where each token is; the last slot is that of places without one
+        slot = torch.where(mask.flatten(), token, places)
+        place = token.new_zeros(places + 1).scatter(0, slot, place)
+    starts = lengths.cumsum(0) - lengths  # the tokens before each sequence
+    source = starts.unsqueeze(1) + torch.arange(w, device=document.device)
+    source = place[source.clamp(max=places - 1).flatten()]
+    target = (document * w + token - starts[document]).clamp(0, size[0] * w - 1)
+    return Packing(size, lengths, tokens_before(lengths, w), source, target, mask)
 
 
 def check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

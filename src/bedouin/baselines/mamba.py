@@ -54,7 +54,7 @@ class _DeltaProjection(nn.Linear):
         reset_dt_bias(self.bias)
 
     def _mark_parameters(self) -> None:
-        mark(self._parameters.get("bias"), "_no_reinit")
+        mark(self, "_no_reinit", "bias")
 
 
 class Mamba(RecurrentLayer[MambaState]):
@@ -122,8 +122,7 @@ class Mamba(RecurrentLayer[MambaState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_weight_decay", "A_log", "D")
 
     def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}

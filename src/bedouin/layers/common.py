@@ -49,7 +49,7 @@ TEXT_BLOCK = 512
 
 
 def positive_number(name: str, value: float) -> float:
-    """`value` as a float; TypeError or ValueError that names it unless it is finite and > 0."""
+    """`value` as a float; TypeError or ValueError unless it is finite and > 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number > 0, got {value!r}")
     if not 0 < value < math.inf:
@@ -102,15 +102,17 @@ def reset_dt_bias(bias: Tensor) -> None:
 # which have `_mark_parameters` to set them again.
 
 
-def mark(parameter: Tensor | None, name: str) -> None:
-    """Set the mark `name`, "_no_weight_decay" or "_no_reinit", unless the parameter is None."""
-    if parameter is not None:
-        setattr(parameter, name, True)
+def mark(module: nn.Module, mark: str, *names: str) -> None:
+    """Set "_no_weight_decay" or "_no_reinit" on the parameters of these names that exist."""
+    # plain look-ups, because setting the first parameter of a layer calls this, too
+    for name in names:
+        if module._parameters.get(name) is not None:
+            setattr(module._parameters[name], mark, True)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor reads,
-    since setting it later would have no effect."""
+    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor
+    reads."""
     layer: Any = module
     if name in vars(layer).get("_options", ()) and name not in layer.settable_options:
         owner = type(layer).__name__
@@ -159,14 +161,11 @@ def number_options(module: Any) -> dict[str, Any]:
 
 
 def save_options(module: Any) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int64
-    """The extra state: the number of training calls, where a layer counts them, and the options as
-    the characters of a JSON text.
+    """The extra state: the number of training calls, and the options as characters of a JSON text.
 
     It is a tensor because safetensors holds nothing else, and of a size that differs between few
-    layers because torch.distributed.checkpoint loads a tensor only into one of its own size: of its
-    checkpoints of versions up to 0.2, which have the number of calls alone, load all keys but those
-    that end in _extra_state. All dtypes to which a tool may convert a state_dict represent the
-    characters exactly.
+    layers because torch.distributed.checkpoint loads a tensor only into one of its own size. All
+    dtypes to which a tool may convert a state_dict represent the characters exactly.
     """
     text = json.dumps(module.number_options(), separators=(",", ":"))
     text += " " * (-len(text) % TEXT_BLOCK)
@@ -182,31 +181,27 @@ def load_options(
     that was saved and this one differ. Versions up to 0.2 saved no options."""
     num_calls, *text = state.flatten().tolist()
     module.num_calls = int(num_calls)
-    message = _compare(module, text) if text else ""
-    if message:
-        warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
-
-
-def _compare(module: Any, text: list[float]) -> str:
-    """What to say about the options that were saved; nothing if they are those present."""
-    owner = type_name(module)
+    if not text:
+        return
+    owner, present = type_name(module), json.loads(json.dumps(module.number_options()))
     try:
         saved = json.loads(bytes(map(round, text)))
     except ValueError:  # such as an average of different options
-        return (
+        message = (
             f"the options with which the parameters of this {owner} were saved cannot be read from "
             "its extra state: make sure that they are its own"
         )
-    present = json.loads(json.dumps(module.number_options()))
-    # an option that one of them does not know is none of another version
-    names = [name for name in present if saved.get(name, present[name]) != present[name]]
-    if not names:
-        return ""
-    was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
-    return (
-        f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
-        "outputs may differ from those of what was saved: make it with the saved options"
-    )
+    else:
+        # an option that one of them does not know is none of another version
+        names = [name for name in present if saved.get(name, present[name]) != present[name]]
+        if not names:
+            return
+        was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
+        message = (
+            f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
+            "outputs may differ from those of what was saved: make it with the saved options"
+        )
+    warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
 
 
 def load_parameters(
@@ -216,8 +211,7 @@ def load_parameters(
     local_metadata: dict[str, Any],
     strict: bool,
     missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    *errors: list[str],
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
     number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
@@ -230,8 +224,8 @@ def load_parameters(
             f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
             "those",
         )
-    known = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    nn.Module._load_from_state_dict(module, state_dict, prefix, *known)
+    known = local_metadata, strict, missing_keys
+    nn.Module._load_from_state_dict(module, state_dict, prefix, *known, *errors)
     if key in missing_keys:
         missing_keys.remove(key)
 
@@ -294,7 +288,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         """Draw all parameters anew."""
 
     def _mark_parameters(self) -> None:
-        """Call `mark` for the parameters that have marks; some may not exist yet."""
+        """Call `mark` for the parameters that have marks."""
 
     @abstractmethod
     def _state_sizes(self) -> StateShapes:

@@ -169,8 +169,7 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim

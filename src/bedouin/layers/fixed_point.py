@@ -283,8 +283,8 @@ class FixedPointLayer(nn.Module, ABC):
         __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
-        """One token: (b, m) -> (b, m), solved exactly with any solver of the layer, or by the layer's
-        own with a mixer that is not of the form (e, U, M).
+        """One token: (b, m) -> (b, m), solved exactly; with a mixer that is not of the form (e, U, M)
+        by the layer's solver.
 
         Hooks on the layer run, as in a call. On a GPU a `Decoder` replays steps as CUDA graphs,
         which takes less time. Raises what `forward` raises, and TypeError for a state of None.
@@ -363,13 +363,17 @@ class FixedPointLayer(nn.Module, ABC):
         """The input of the mixer."""
         return x
 
+    @property
+    def activation(self) -> Activation:
+        """How Delta follows from its raw values."""
+        return self.delta_activations[self.decay]
+
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
         mixer: Any = self.mixer
         if kernel_gap(mixer) is not None:
             return None
-        activation, k = self.delta_activations[self.decay], mixer.num_householder
-        return RawLayout(activation, self.selective, k, mixer.beta_max)
+        return RawLayout(self.activation, self.selective, mixer.num_householder, mixer.beta_max)
 
     def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
         """Raw values converted to the inputs of the scan; those behind C are the mixer's."""
@@ -378,7 +382,7 @@ class FixedPointLayer(nn.Module, ABC):
         delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
         ones = torch.ones_like(raw[..., :1])
         B, C = (unit(v) for v in BC) if BC else (ones, ones)
-        layout = RawLayout(self.delta_activations[self.decay], self.selective, 0, 1.0)
+        layout = RawLayout(self.activation, self.selective, 0, 1.0)
         return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
 
     def parameterization(self) -> Parameterization:
@@ -472,10 +476,8 @@ class FixedPointLayer(nn.Module, ABC):
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        # plain look-ups, because setting the first parameter calls this, too
-        mark(self._parameters.get("dt_bias"), "_no_reinit")
-        for name in ("D", "A_log", "omega"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_reinit", "dt_bias")
+        mark(self, "_no_weight_decay", "D", "A_log", "omega")
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""

@@ -168,9 +168,8 @@ class Tracker(RecurrentLayer[TrackerState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias", "erase_bias", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
-        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
+        mark(self, "_no_reinit", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         d = self.num_trackers * self.tracker_dim
