@@ -76,11 +76,9 @@ class ShortConvolution(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added), as
-        `bedouin.kernels.convolution` computes them (b, t, c + a), and the window after the last
-        token.
-
-        A kernel computes this in one pass; a module with hooks is called."""
+        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added)
+        (b, t, c + a), and the window after the last token, in one pass of a kernel; a module with
+        hooks is called."""
         if self.weight is not None and self.bias is None and is_untouched(self):
             found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
             if lengths is not None:
@@ -91,11 +89,8 @@ class ShortConvolution(nn.Module):
         return short_convolution(x, weight, window[:, :0], added, groups, backend=backend)[0], after
 
     def _shifted_sum(self, padded: Tensor) -> Tensor:  # (b, w - 1 + t, c) -> (b, t, c)
-        """The convolution as the sum of its class's docstring, in at least float32.
-
-        On a CPU it takes a seventh of the time of conv1d, forward and backward, and torch.compile
-        makes one kernel of it and its neighbours. On a GPU without torch.compile conv1d takes fewer
-        launches."""
+        """The convolution as a sum, in at least float32: a seventh of the time of conv1d on a CPU,
+        and one kernel with its neighbours for torch.compile, but many launches on a GPU."""
         assert self.weight is not None and self.width is not None
         t = padded.shape[1] + 1 - self.width
         weight = self.weight.to(accumulator(self.weight.dtype))

@@ -29,7 +29,7 @@ def by_head(
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
     """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer; the
-    window of its convolution, which is outside of the folded part, as it is."""
+    window of its convolution is not folded."""
     if num_heads == 1:
         return state
     pair = state.ssm, state.y
@@ -50,11 +50,8 @@ def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
 
 
 class ScaledLinear(nn.Linear):
-    """An nn.Linear without bias whose initial weight is multiplied by `scales`.
-
-    The module itself knows them, since tools that bring modules from the meta device call
-    `reset_parameters` of each one in an order of their own.
-    """
+    """An nn.Linear without bias whose initial weight is multiplied by `scales`, which it keeps,
+    since tools that bring modules from the meta device call `reset_parameters` of each one."""
 
     def __init__(
         self, in_features: int, out_features: int, scales: InitialScales, **factory: Any
@@ -70,9 +67,8 @@ class ScaledLinear(nn.Linear):
 class HeadLinear(nn.Module):
     """Linear maps of several heads without bias: each folded sample uses the weight of its head.
 
-    The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)` and
-    multiplied by `scales`.
-    PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
+    The initial weights of a head are those of `nn.Linear(in_features, out_features)` times
+    `scales`. PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
     target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module.
     """
 
@@ -112,9 +108,7 @@ def _scale_parts(weight: Tensor, scales: InitialScales) -> None:  # weight: any 
 def make_linear(
     num_heads: int, in_features: int, out_features: int, scales: InitialScales = (), **factory: Any
 ) -> nn.Linear | HeadLinear:
-    """A linear map without bias of folded samples; for one head, an nn.Linear.
-
-    factory: the device and dtype of its parameters."""
+    """A linear map without bias of folded samples; for one head, an nn.Linear."""
     scales = tuple((part, factor) for part, factor in scales if factor != 1)
     if num_heads > 1:
         return HeadLinear(num_heads, in_features, out_features, scales, **factory)
