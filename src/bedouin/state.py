@@ -33,10 +33,9 @@ class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
     A call or step converts a state of a lower floating dtype to the one that `init_state` gives,
-    since mixed precision casts what a module is given (FSDP); what it rounded stays rounded.
-    `torch.load` reads states with weights_only=True, an exported program takes and returns them,
-    and code that takes named tuples apart and makes them anew, as for a data loader or for
-    processes, finds the tensors alone. An index selects samples, not fields.
+    since mixed precision casts what a module is given (FSDP). `torch.load` reads states with
+    weights_only=True, an exported program takes and returns them, and code that takes named tuples
+    apart and makes them anew finds the tensors alone. An index selects samples, not fields.
     """
 
     __slots__ = ()
@@ -57,18 +56,19 @@ class RecurrentState:
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples.
-
-        As a property it keeps torch from taking the class for one: exported programs index named
-        tuples for their fields, where an index selects samples here.
-        """
+        """The method of named tuples; a property, since exported programs index what has such a
+        method for its fields, where an index selects samples here."""
         named: Any = self
         return lambda: dict(zip(named._fields, named, strict=False))
 
     def __repr__(self) -> str:
         """Shapes, dtypes and devices, since the numbers would fill screens."""
         named: Any = self
-        fields = (f"{name}={_describe(getattr(self, name))}" for name in named._fields)
+        fields = []
+        for name in named._fields:
+            v = getattr(self, name)
+            about = f"{tuple(v.shape)} {v.dtype} on {v.device}" if isinstance(v, Tensor) else f"{v}"
+            fields.append(f"{name}={about}")
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def detach(self) -> Self:
@@ -94,10 +94,10 @@ class RecurrentState:
     def __getitem__(self, index: Any) -> Self:
         """Samples of the batch, in any order and as often as the index names them.
 
-        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis: state[2:5],
-        state[mask], and state[beams] for the beams that a search keeps. An int drops it: state[i]
-        is a single sample, which calls with a batch of 1 accept and `stack` collects.
-        Raises TypeError for a tuple, ValueError for a state without batch axis.
+        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis, as state[beams]
+        does for the beams that a search keeps. An int drops it: state[i] is a single sample, which
+        calls with a batch of 1 accept and `stack` collects. Raises TypeError for a tuple,
+        ValueError for a state without batch axis.
         """
         if isinstance(index, tuple):
             raise TypeError(
@@ -109,18 +109,14 @@ class RecurrentState:
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
-        """The samples of all states, one after the other, as one batch.
-
-        Raises TypeError for other types, ValueError for no states or one without batch axis.
-        """
+        """The samples of all states, one after the other, as one batch. Raises TypeError for other
+        types, ValueError for no states or one without batch axis."""
         return cls._joined(states, True, torch.cat)
 
     @classmethod
     def stack(cls, states: Sequence[Self]) -> Self:
-        """A batch of single samples, such as `state[i]`.
-
-        Raises TypeError for other types, ValueError for no states or one that has a batch axis.
-        """
+        """A batch of single samples, such as `state[i]`. Raises TypeError for other types,
+        ValueError for no states or one that has a batch axis."""
         return cls._joined(states, False, torch.stack)
 
     @classmethod
@@ -168,7 +164,12 @@ class RecurrentState:
         """The state with tensors of lower floating dtypes converted to `dtype`."""
         if all(v.dtype == dtype for v in self.tensors):
             return self
-        return self._each(lambda v: v.to(dtype) if _is_lower(v.dtype, dtype) else v)
+        bits = torch.finfo(dtype).bits
+
+        def is_lower(v: Tensor) -> bool:
+            return v.is_floating_point() and torch.finfo(v.dtype).bits < bits
+
+        return self._each(lambda v: v.to(dtype) if is_lower(v) else v)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -186,17 +187,6 @@ class RecurrentState:
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """The state with `convert` applied to every tensor."""
         return self._make(convert(v) for v in self.tensors)
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{tuple(value.shape)} {value.dtype} on {value.device}"
-
-
-def _is_lower(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether `one` is a floating dtype of fewer bits than `other`."""
-    return one.is_floating_point and torch.finfo(one).bits < torch.finfo(other).bits
 
 
 def _register_node(kind: type[RecurrentState]) -> None:
@@ -229,9 +219,9 @@ if TYPE_CHECKING:
 else:
 
     class _BedouinFields(NamedTuple):
-        ssm: Tensor  # (b, d, n), the memory h of the scan
-        y: Tensor  # (b, d), the fixed point at the last token
-        conv: Tensor | None = None  # (b, w - 1, c), the last inputs of the layer's convolution
+        ssm: Tensor
+        y: Tensor
+        conv: Tensor | None = None
 
 
 class BedouinState(RecurrentState, _BedouinFields):
@@ -239,8 +229,8 @@ class BedouinState(RecurrentState, _BedouinFields):
 
     ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token; conv:
     (b, d_conv - 1, c), the last inputs of the layer's convolution, None for a layer without one.
-    A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
-    `state.detach()` in place affects neither the call that returned it nor its backward pass.
+    A state that a layer returns owns its memory: writing into `state.detach()` in place affects
+    neither the call that returned it nor its backward pass.
     """
 
     __slots__ = ()

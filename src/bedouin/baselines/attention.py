@@ -193,12 +193,10 @@ class Attention(RecurrentLayer[AttentionState]):
         # torch's fused kernels need adjacent channels, which a convolution's output does not have
         q = q.contiguous()
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
-        causal, mask = False, None
+        # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
+        causal, mask = filled is None and not s and t > 1, None
         if filled is not None or (s and t > 1):
             mask = _mask(t, s, filled, x.device)
-        elif t > 1:
-            # it aligns query 0 with key 0, so it is right only without earlier tokens
-            causal = True
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:

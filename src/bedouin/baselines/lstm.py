@@ -30,12 +30,8 @@ class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
 
 
 class _LSTM(nn.LSTM):
-    """torch.nn.LSTM, whose calls leave the memory of its weights as it is.
-
-    cuDNN is faster with all weights in one buffer, and torch moves them there whenever a call finds
-    other weights than the last one. FSDP puts other weights in their place before each call, and
-    gathers into memory that the moved ones no longer have: they would keep their first values.
-    """
+    """torch.nn.LSTM, whose calls leave the memory of its weights as it is: torch moves new weights
+    into one buffer for cuDNN, and FSDP then gathers into memory that they no longer have."""
 
     _is_running = False
 

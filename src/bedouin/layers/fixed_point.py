@@ -283,8 +283,8 @@ class FixedPointLayer(nn.Module, ABC):
         __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
-        """One token: (b, m) -> (b, m), solved exactly; with a mixer that is not of the form (e, U, M)
-        by the layer's solver.
+        """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
+        that is not of the form (e, U, M).
 
         Hooks on the layer run, as in a call. On a GPU a `Decoder` replays steps as CUDA graphs,
         which takes less time. Raises what `forward` raises, and TypeError for a state of None.

@@ -59,7 +59,7 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         expand = None if hidden is None else hidden / m
         attends = layer_idx in config.attn_layers
         mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
-        ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
+        ResidualBlock.__init__(self, m, mixer, expand, config.rms_norm_eps)
         self.layer_idx = layer_idx
         # known by a mark, since transformers initializes no module without parameters of its own
         ends: list[Any] = [mixer.o_proj] if attends else []
