@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.kernels.checks import check_count as check_count
+from bedouin.kernels.checks import check_number as check_number
 from bedouin.kernels.checks import known_options as known_options
 from bedouin.kernels.checks import one_of as one_of
 from bedouin.kernels.checks import positive_int as positive_int

@@ -98,7 +98,7 @@ def find_fixed_point(
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
-    before = state_before(probe, x, state, find_packing(x))
+    before = state_before(probe, state, find_packing(x))
     projected = project(probe, x, before, None)
     with without_autocast(x.device):
         options, f = probe.solve_options, projected.f

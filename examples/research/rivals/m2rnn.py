@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, h heads, p key channels and v value channel
 + v, w convolution width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -13,13 +13,7 @@ from torch.nn import functional as F
 
 from bedouin.checks import known_options
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.common import (
-    at_least_float32,
-    factory_options,
-    mark,
-    positive_number,
-    reset_dt_bias,
-)
+from bedouin.layers.common import at_least_float32, mark, positive_number, reset_dt_bias
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import A_MAX
 from bedouin.packing import tokens_before, zero_outside
@@ -79,7 +73,7 @@ class M2RNN(MatrixLayer[M2RNNState]):
         super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
         h, p, v = self.num_heads, self.head_dim, self.value_dim
         self.norm_eps = positive_number("norm_eps", norm_eps)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
         self.conv = ShortConvolution(h * (2 * p + v), d_conv, bias=conv_bias, **factory)
         self.f_proj = nn.Linear(d_model, h, bias=False, **factory)

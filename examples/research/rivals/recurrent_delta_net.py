@@ -5,7 +5,7 @@ Letters: b batch, t time, m d_model, h heads, p key channels and v value channel
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -13,15 +13,10 @@ from torch import Tensor, nn
 
 from bedouin.checks import known_options
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.common import (
-    StateShapes,
-    at_least_float32,
-    factory_options,
-    positive_number,
-)
+from bedouin.layers.common import at_least_float32, positive_number
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from research.rivals.matrix_layer import MatrixLayer
 
 
@@ -78,7 +73,7 @@ class RecurrentDeltaNet(MatrixLayer[RecurrentDeltaState]):
         super().__init__(d_model, num_heads, head_dim, expand_v, dtype)
         h, p, v = self.num_heads, self.head_dim, self.value_dim
         self.feedback_init = positive_number("feedback_init", feedback_init)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(d_model, h * (2 * p + v), bias=False, **factory)
         self.b_proj = nn.Linear(d_model, h, bias=False, **factory)
         self.conv = ShortConvolution(h * (2 * p + v), d_conv, bias=conv_bias, **factory)

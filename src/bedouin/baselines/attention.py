@@ -17,7 +17,6 @@ from bedouin.kernels.backend import without_autocast
 from bedouin.layers.common import (
     RecurrentLayer,
     at_least_float32,
-    factory_options,
     head_size,
     positive_number,
 )
@@ -129,7 +128,7 @@ class Attention(RecurrentLayer[AttentionState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_bool("bias", bias)
         h = self.num_heads = positive_int("num_heads", num_heads)
         p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
@@ -143,10 +142,6 @@ class Attention(RecurrentLayer[AttentionState]):
         self.in_proj = nn.Linear(d_model, 3 * h * p, bias=bias, **factory)
         self.conv = ShortConvolution(3 * h * p, d_conv, bias=conv_bias, **factory)
         self.out_proj = nn.Linear(h * p, d_model, bias=bias, **factory)
-
-    def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv, self.out_proj):
-            module.reset_parameters()
 
     @property
     def state_dtype(self) -> torch.dtype:

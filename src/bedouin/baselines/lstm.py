@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.checks import known_options
-from bedouin.layers.common import RecurrentLayer, expanded, factory_options
+from bedouin.layers.common import RecurrentLayer, expanded
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.state import RecurrentState, StateShapes
 
@@ -78,15 +78,11 @@ class LSTM(RecurrentLayer[LSTMState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_inner = expanded("expand", expand, "d_model", d_model)
         self.conv = ShortConvolution(d_model, d_conv, bias=conv_bias, **factory)
         self.lstm = _LSTM(d_model, self.d_inner, batch_first=True, **factory)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
-
-    def reset_parameters(self) -> None:
-        for module in (self.conv, self.lstm, self.out_proj):
-            module.reset_parameters()
 
     def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "h": (self.d_inner,), "c": (self.d_inner,)}

@@ -4,7 +4,7 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, r dt_rank, w convolut
 """
 
 import math
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from bedouin.layers.common import (
     apply_to_parameters,
     at_least_float32,
     expanded,
-    factory_options,
     mark,
     reset_dt_bias,
     set_attribute,
@@ -95,7 +94,7 @@ class Mamba(RecurrentLayer[MambaState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_bool("bias", bias)
         check_backend(backend)
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))

@@ -21,13 +21,7 @@ from bedouin.kernels.launch import accumulator
 from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.solvers.reporting import stacklevel
-from bedouin.state import (
-    RecurrentState,
-    SequenceCall,
-    StateShapes,
-    check_state,
-    zero_state,
-)
+from bedouin.state import RecurrentState, SequenceCall, StateShapes, check_state, zero_state
 from bedouin.wrapped import read_parameter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -43,9 +37,6 @@ REMOVED = (
 
 TEXT_BLOCK = 512
 """The text of a module's options is filled up with spaces to a multiple of this."""
-
-
-# -- numbers and initial values
 
 
 def positive_number(name: str, value: float) -> float:
@@ -72,11 +63,6 @@ def head_size(d_model: int, num_heads: int) -> int:
             f"num_heads must divide d_model = {d_model}, got {num_heads}: choose a divisor"
         )
     return d_model // num_heads
-
-
-def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The arguments `device` and `dtype` of torch's modules and tensor factories."""
-    return {"device": device, "dtype": dtype}
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -205,13 +191,7 @@ def load_options(
 
 
 def load_parameters(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    *errors: list[str],
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
     number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
@@ -224,8 +204,8 @@ def load_parameters(
             f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
             "those",
         )
-    known = local_metadata, strict, missing_keys
-    nn.Module._load_from_state_dict(module, state_dict, prefix, *known, *errors)
+    nn.Module._load_from_state_dict(module, state_dict, prefix, *others, **named)
+    missing_keys: list[str] = others[2]
     if key in missing_keys:
         missing_keys.remove(key)
 
@@ -239,9 +219,6 @@ def type_name(module: nn.Module) -> str:
     return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
 
 
-# -- layers with an explicit recurrence
-
-
 class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics.
 
@@ -251,21 +228,15 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
 
     settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")
     """Options of the constructor that may be set later, too."""
-
     saved_options: ClassVar[tuple[str, ...]] = ()
     """Attributes in the extra state."""
-
     num_calls = 0
     """Explicit layers do not count their calls."""
-
     state_type: ClassVar[type[RecurrentState]]
-
     captures_step: ClassVar[bool] = False
     """Whether a `Decoder` captures `step` as a CUDA graph."""
-
     none_for_zeros: ClassVar[tuple[str, ...]] = ()
     """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
-
     out_proj: nn.Linear
     """The last module of every layer; its weight has the layer's dtype and device."""
 
@@ -283,9 +254,10 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         check_dtype(dtype)
         self.d_model = positive_int("d_model", d_model)
 
-    @abstractmethod
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
+        for module in self.children():
+            cast(Any, module).reset_parameters()
 
     def _mark_parameters(self) -> None:
         """Call `mark` for the parameters that have marks."""
@@ -377,11 +349,11 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return self._zeros(batch_size, ())
 
     def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
-        state: Any = zero_state(self.state_type, self._state_sizes(), b, self._like, missing)
-        return cast(StateT, state)
+        kind = cast(type[StateT], self.state_type)
+        return zero_state(kind, self._state_sizes(), b, self._like, missing)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
-        """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
+        """As `Bedouin.graphed`."""
         return Graphed(self, sample)
 
     @property
@@ -395,8 +367,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return read_parameter(self.out_proj, "weight")
 
     @property
-    def _like(self) -> Tensor:  # (0,)
-        """A tensor with the dtype and device of the state."""
+    def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
         return self._weight.new_empty(0, dtype=self.state_dtype)
 
     def _run_loaded(
@@ -421,5 +392,5 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     def checked_state(self, state: Any, b: int) -> StateT:
         """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
         or ValueError where it does not fit the layer."""
-        checked: Any = check_state(state, self.state_type, self._state_sizes(), b, self._like)
-        return cast(StateT, checked)
+        kind = cast(type[StateT], self.state_type)
+        return check_state(state, kind, self._state_sizes(), b, self._like)

@@ -28,7 +28,6 @@ from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.common import (
     RecurrentLayer,
     expanded,
-    factory_options,
     head_size,
     mark,
     positive_number,
@@ -141,7 +140,7 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         self.head_dim, self.value_dim = p, v
         self._sizes = [h * p, k * h * p, k * h * v]
 
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(d_model, size, bias=False, **factory) for size in self._sizes
         )
@@ -157,9 +156,7 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        module: Any
-        for module in self.children():
-            module.reset_parameters()
+        super().reset_parameters()
         nn.init.ones_(self.norm_weight)
         if self.gated:
             with torch.no_grad():

@@ -15,60 +15,20 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
-from bedouin.checks import (
-    check_batch_size,
-    check_bool,
-    check_dtype,
-    check_layer_idx,
-    check_layer_input,
-    check_not_traced,
-    check_projection_dtype,
-    check_tensor,
-    known_options,
-    one_of,
-    positive_int,
-)
+from bedouin import checks
 from bedouin.graphed import Graphed
 from bedouin.kernels.backend import Backend, without_autocast
-from bedouin.kernels.checks import check_number
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.householder import unit
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layers import common
-from bedouin.layers.common import (
-    REMOVED,
-    at_least_float32,
-    factory_options,
-    inverse_softplus,
-    mark,
-    reset_dt_bias,
-    type_name,
-)
+from bedouin.layers import common, options
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.heads import HeadNorm, make_linear
 from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads
 from bedouin.layers.mixers import ChannelMixer, kernel_gap
-from bedouin.layers.options import (
-    FEEDBACK_NORM_EPS,
-    GRIFFIN_RANGE,
-    GRIFFIN_SHARPNESS,
-    Decay,
-    Initialization,
-    SolveOption,
-    check_device,
-    check_initialization,
-    check_raw_size,
-    check_structure,
-    choose_num_heads,
-    choose_solver,
-    inner_size,
-    make_mixer,
-    ordered_subset,
-    split_feedback_weight,
-    warn_of_singular_systems,
-)
+from bedouin.layers.options import Decay, Initialization, SolveOption
 from bedouin.layers.stages import gated, project, solving, state_after, state_before
 from bedouin.packing import find_packing
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, Solver, SolveStats
@@ -109,17 +69,14 @@ class FixedPointLayer(nn.Module, ABC):
 
     output: Literal["norm", "paper"] = "norm"
     """The output stage: "norm" has z and a norm; "paper" neither, and a bias of Delta alone."""
-    x_proj: Any
-    """W^x: an nn.Linear, or a HeadLinear for several heads."""
-    A_log: nn.Parameter
-    omega: nn.Parameter
-    """The rates of the decays "mamba" and "griffin" (d, n)."""
+    x_proj: Any  # W^x: an nn.Linear, or a HeadLinear for several heads
+    A_log: nn.Parameter  # (d, n), the rates of the decay "mamba"
+    omega: nn.Parameter  # (d, n), those of "griffin"
 
     solve_options: SolveOptions
-    """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
-    `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
+    """Its fields are also attributes of the layer, and the cap, or an int, is `max_steps`."""
     solver = SolveOption[Solver, Solver | Literal["auto"]](
-        "solver", lambda layer, value: choose_solver(value, layer.is_structured)
+        "solver", lambda layer, value: options.choose_solver(value, layer.is_structured)
     )
     adjoint = SolveOption[Adjoint | None, Adjoint | None]("adjoint")
     cap = SolveOption[Cap, Cap]("cap")
@@ -129,16 +86,14 @@ class FixedPointLayer(nn.Module, ABC):
 
     record_history = False
     """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
-    _outcome: Outcome | None = None
-    """That of the last call."""
-    _stats_have_graph = False
-    """Whether the call that `stats` describes recorded gradients."""
+    _outcome: Outcome | None = None  # of the last call
+    _stats_have_graph = False  # whether that call recorded gradients
 
     __setstate__, _apply = common.set_state, common.apply_to_parameters
     _load_from_state_dict = common.load_parameters
     get_extra_state, set_extra_state = common.save_options, common.load_options
 
-    @known_options
+    @checks.known_options
     def __init__(
         self,
         d_model: int,
@@ -168,32 +123,32 @@ class FixedPointLayer(nn.Module, ABC):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.decay = one_of("decay", decay, tuple(self.delta_activations))
-        self.initialization = check_initialization(initialization, self.decay)
-        mixer = self.mixer = make_mixer(mixer, num_householder, beta_max)
-        self.d_model = positive_int("d_model", d_model)
-        self.d_state = positive_int("d_state", d_state)
-        d = self.d_inner = inner_size(expand, d_model)
-        H = self.num_heads = choose_num_heads(num_heads, d)
+        self.decay = checks.one_of("decay", decay, tuple(self.delta_activations))
+        self.initialization = options.check_initialization(initialization, self.decay)
+        mixer = self.mixer = options.make_mixer(mixer, num_householder, beta_max)
+        self.d_model = checks.positive_int("d_model", d_model)
+        self.d_state = checks.positive_int("d_state", d_state)
+        d = self.d_inner = options.inner_size(expand, d_model)
+        H = self.num_heads = options.choose_num_heads(num_heads, d)
         p = self.head_dim = d // H
-        check_bool("feedback_norm", feedback_norm)
-        check_dtype(dtype)
-        gone = dict.fromkeys(("erase", "x"), REMOVED)
-        self.feedback = ordered_subset("feedback", feedback, self.fed_names, gone)
-        self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
-        self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-        check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
-        check_number("norm_eps", norm_eps, 0, 1, open_low=True)
+        checks.check_bool("feedback_norm", feedback_norm)
+        checks.check_dtype(dtype)
+        gone = dict.fromkeys(("erase", "x"), common.REMOVED)
+        self.feedback = options.ordered_subset("feedback", feedback, self.fed_names, gone)
+        self.input_scale = checks.one_of("input_scale", input_scale, get_args(InputScale))
+        self.eigenvalues = checks.one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        checks.check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
+        checks.check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
-        self.layer_idx = check_layer_idx(layer_idx)
-        self.d_conv = None if d_conv is None else positive_int("d_conv", d_conv)
-        chosen, cap = choose_solver(solver, self.is_structured), as_cap(max_steps)
-        options = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
-        self.solve_options = check_structure(mixer, p, options)
-        warn_of_singular_systems(mixer, self.decay, self.input_scale)
+        self.layer_idx = checks.check_layer_idx(layer_idx)
+        self.d_conv = None if d_conv is None else checks.positive_int("d_conv", d_conv)
+        chosen, cap = options.choose_solver(solver, self.is_structured), as_cap(max_steps)
+        solve = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
+        self.solve_options = options.check_structure(mixer, p, solve)
+        options.warn_of_singular_systems(mixer, self.decay, self.input_scale)
         self.draws, self.deferred = Draws(), DeferredWarning()
 
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
         self._sizes = {name: sizes.get(name, p) for name in self.components}
         rows_of_delta, scale = (..., slice(p), slice(None)), self.initialization.delta_from_x
@@ -217,7 +172,7 @@ class FixedPointLayer(nn.Module, ABC):
         if self.decay == "mamba":
             self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
         self._make_parameters(factory)
-        check_device(mixer, self.D.device)
+        options.check_device(mixer, self.D.device)
         self.reset_parameters()
 
     def _make_parameters(self, factory: dict[str, Any]) -> None:
@@ -225,7 +180,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
-            check_raw_size(self, value)
+            options.check_raw_size(self, value)
         common.set_attribute(self, name, value)
 
     def forward(
@@ -265,13 +220,13 @@ class FixedPointLayer(nn.Module, ABC):
         """
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
-        before, lengths = state_before(self, x, state, packing), packing.padded_lengths()
-        options = self.solve_options
+        before, lengths = state_before(self, state, packing), packing.padded_lengths()
+        solve = self.solve_options
         if one_token and self.is_structured:
-            options = replace(options, solver=Direct())
+            solve = replace(solve, solver=Direct())
         projected = project(self, packing.take(x), before, lengths)  # x, z and F of raw
         with without_autocast(x.device):
-            y = options.solve(projected.f, *solving(self, projected.f, options)).value
+            y = solve.solve(projected.f, *solving(self, projected.f, solve)).value
             hidden = gated(self, projected, y)  # SiLU(gate + z) * norm(y + D * x)
         output = packing.put(self.out_proj(hidden), x.shape)
         if not return_state:
@@ -295,7 +250,7 @@ class FixedPointLayer(nn.Module, ABC):
         else:
             # FSDP gathers parameters in hooks, and accelerate loads them in a `forward` of its own
             run = self
-            check_tensor("x", x_t, "(b, m)")
+            checks.check_tensor("x", x_t, "(b, m)")
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         output, after = run(x_t.unsqueeze(1), state, True, one_token=True)
@@ -303,7 +258,7 @@ class FixedPointLayer(nn.Module, ABC):
 
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
-        check_batch_size(batch_size)
+        checks.check_batch_size(batch_size)
         return zero_state(BedouinState, self._state_sizes(), batch_size, self._like)
 
     def _state_sizes(self) -> StateShapes:
@@ -311,8 +266,7 @@ class FixedPointLayer(nn.Module, ABC):
         return sizes if self.conv is None else sizes | {"conv": self.conv.window_size}
 
     @property
-    def _like(self) -> Tensor:  # (0,)
-        """A tensor with the dtype and device of the state."""
+    def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
         D = read_parameter(self, "D")
         return D.new_empty(0, dtype=accumulator(D.dtype))
 
@@ -323,12 +277,8 @@ class FixedPointLayer(nn.Module, ABC):
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
         """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
-        parameters.
-
-        `bedouin.solvers.solve(layer.map(x), y0, solver, time_dim=1)` finds its fixed point from
-        y0 (b, t, d) with any solver and gradient, and torch.autograd.grad(f(y), y, v) is the
-        product of v with its Jacobian. Raises the errors of a call.
-        """
+        parameters, for `bedouin.solvers.solve(layer.map(x), y0, solver, time_dim=1)` with any
+        solver and gradient. Raises the errors of a call."""
         self.check_input(x, rank=3)
         return of_all_heads(project(self, x, None, None).f, self.num_heads)
 
@@ -336,28 +286,27 @@ class FixedPointLayer(nn.Module, ABC):
         """The layer as a callable for inputs like `sample`, on a GPU, without states and masks: its
         forward and backward passes are captured now as CUDA graphs, which a call replays.
 
-        A call raises where it would differ: another shape, dtype, device, training mode, autocast
-        or replaced parameter, or a backward pass after the next call. Raises TypeError or
-        ValueError for a sample that the layer cannot take, that is not on a CUDA device or is
-        empty, and for a random cap in training.
+        A call raises where it would differ: for another shape, dtype, device, mode, autocast or
+        parameter, or a backward pass after the next call. Raises TypeError or ValueError for a
+        sample that does not fit, is not on a CUDA device or is empty, and for a random cap in
+        training.
         """
         return Graphed(self, sample)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop and of the gate, as `split_feedback_weight` returns them; None without
-        feedback."""
+        """W^y of the loop and of the gate; None without feedback."""
         if self.y_proj is None:
             return None, None
         p = self.head_dim
         weight = effective_weight("y_proj", self.y_proj, p, self.D, self.num_heads)
-        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
+        return options.split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
 
     # -- how raw values are read
 
     @abstractmethod
     def _A(self) -> Tensor:
         """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
-        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+        return -options.GRIFFIN_SHARPNESS * F.softplus(common.at_least_float32(self.omega))
 
     def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
         """The input of the mixer."""
@@ -370,9 +319,9 @@ class FixedPointLayer(nn.Module, ABC):
 
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
-        mixer: Any = self.mixer
-        if kernel_gap(mixer) is not None:
+        if kernel_gap(self.mixer) is not None:
             return None
+        mixer: Any = self.mixer
         return RawLayout(self.activation, self.selective, mixer.num_householder, mixer.beta_max)
 
     def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
@@ -380,23 +329,21 @@ class FixedPointLayer(nn.Module, ABC):
         p, n = self.head_dim, self.d_state
         before = [p, n, n] if self.selective else [p]
         delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
-        ones = torch.ones_like(raw[..., :1])
-        B, C = (unit(v) for v in BC) if BC else (ones, ones)
+        B, C = map(unit, BC) if BC else (torch.ones_like(raw[..., :1]),) * 2
         layout = RawLayout(self.activation, self.selective, 0, 1.0)
         return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
 
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""
-        scales, eps = (self.input_scale, self.eigenvalues), self.feedback_norm_eps
+        options = self.input_scale, self.eigenvalues, self.feedback_norm_eps
         gap = kernel_gap(self.mixer) or NO_LAYOUT
-        return Parameterization(self.layout(), *scales, eps, without_layout=gap)
+        return Parameterization(self.layout(), *options, without_layout=gap)
 
     # -- options and parameters
 
     @property
     def is_structured(self) -> bool:
-        """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
-        need."""
+        """Whether the mixer has the form (e, U, M)."""
         return self.mixer.is_structured(self.head_dim)
 
     @property
@@ -416,13 +363,13 @@ class FixedPointLayer(nn.Module, ABC):
 
     @property
     def feedback_norm_eps(self) -> float | None:
-        return FEEDBACK_NORM_EPS if self.feedback_norm else None
+        return options.FEEDBACK_NORM_EPS if self.feedback_norm else None
 
     def number_options(self) -> dict[str, Any]:
         """The options in the extra state; those of the mixer are among them."""
         mixer: Any = self.mixer
         of_mixer = {name: getattr(mixer, name) for name in getattr(mixer, "saved_options", ())}
-        return common.number_options(self) | {"mixer": type_name(mixer)} | of_mixer
+        return common.number_options(self) | {"mixer": common.type_name(mixer)} | of_mixer
 
     @property
     def stats(self) -> SolveStats | None:
@@ -464,32 +411,32 @@ class FixedPointLayer(nn.Module, ABC):
                 self.raw_bias.uniform_(-bound, bound)
             self.D.fill_(1.0)
             if self.decay == "mamba":
-                H, p = self.num_heads, self.head_dim
-                self.A_log.copy_(self.initialization.A_log(H, p, self.A_log))
-                reset_dt_bias(self.dt_bias)
+                shape = self.num_heads, self.head_dim
+                self.A_log.copy_(self.initialization.A_log(*shape, self.A_log))
+                common.reset_dt_bias(self.dt_bias)
             elif self.decay == "griffin":
                 # the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in [0.9, 0.999]
-                decay = torch.empty_like(self.omega).uniform_(*GRIFFIN_RANGE)
-                self.omega.copy_(inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS))
+                decay = torch.empty_like(self.omega).uniform_(*options.GRIFFIN_RANGE)
+                self.omega.copy_(common.inverse_softplus(-decay.log() / options.GRIFFIN_SHARPNESS))
                 self.dt_bias.zero_()
         if self.norm is not None:
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        mark(self, "_no_reinit", "dt_bias")
-        mark(self, "_no_weight_decay", "D", "A_log", "omega")
+        common.mark(self, "_no_reinit", "dt_bias")
+        common.mark(self, "_no_weight_decay", "D", "A_log", "omega")
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        check_not_traced(type(self).__name__)
+        checks.check_not_traced(type(self).__name__)
         # without the call where there is nothing to load
         D = read_parameter(self, "D") if self.D.is_meta else self.D
         if isinstance(x, Tensor) and x.dtype != D.dtype:
-            check_projection_dtype(x, D, self.in_proj)
-        check_layer_input(x, rank, self.d_model, D)
+            checks.check_projection_dtype(x, D, self.in_proj)
+        checks.check_layer_input(x, rank, self.d_model, D)
 
     def extra_repr(self) -> str:
         names = "d_inner", "d_state", "num_heads", "input_scale", "eigenvalues", "feedback"
-        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         solve = f"solver={self.solver}, adjoint={self.adjoint or ImplicitAdjoint()}"
-        return f"{self.d_model}, {options}, {solve}"
+        return f"{self.d_model}, {shown}, {solve}"

@@ -29,7 +29,7 @@ from bedouin.layers.mixers import HouseholderProduct
 from bedouin.packing import Packing, last_token, tokens_before
 from bedouin.solvers.reporting import Caller, Outcome
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, check_state, zero_state
+from bedouin.state import BedouinState
 from bedouin.wrapped import calls_norm, is_plain, is_untouched, norm_parameters, tell_of_hooks
 
 Layer = Any
@@ -48,17 +48,14 @@ class Projected(NamedTuple):
     window: Tensor | None  # (b, w - 1, d), of the convolution after the last token
 
 
-def state_before(
-    layer: Layer, x: Tensor, state: BedouinState | None, packing: Packing
-) -> BedouinState | None:  # (b, t, m)
+def state_before(layer: Layer, state: BedouinState | None, packing: Packing) -> BedouinState | None:
     """The state of the folded samples before the first token; None: zeros.
     Raises TypeError or ValueError for a state that does not fit."""
     if state is None:
         return None
-    shapes, like = layer._state_sizes(), x.new_empty(0, dtype=accumulator(x.dtype))
-    state = check_state(state, BedouinState, shapes, packing.num_states, like)
+    state = layer.checked_state(state, packing.num_states)
     if packing.first is not None:
-        state = packing.before(state, zero_state(BedouinState, shapes, 1, like))
+        state = packing.before(state, layer.init_state(1))
     return fold_state(state, layer.num_heads)
 
 

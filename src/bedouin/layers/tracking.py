@@ -26,7 +26,6 @@ from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
 from bedouin.layers.common import (
     RecurrentLayer,
     at_least_float32,
-    factory_options,
     mark,
     positive_number,
     reset_dt_bias,
@@ -136,7 +135,7 @@ class Tracker(RecurrentLayer[TrackerState]):
         self.norm_eps = positive_number("norm_eps", norm_eps)
         self.layer_idx = check_layer_idx(layer_idx)
 
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.projected_sizes = {"x": H * c, "B": H * n, "C": H * n}
         self.projected_sizes |= {"delta": H * c, "erase": H, "gate": H * c}
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
@@ -155,9 +154,7 @@ class Tracker(RecurrentLayer[TrackerState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv, self.read_proj, self.y_proj, self.out_proj):
-            if module is not None:
-                module.reset_parameters()
+        super().reset_parameters()
         with torch.no_grad():
             states = torch.arange(1, self.tracker_state + 1, device=self.A_log.device)
             self.A_log.copy_(states.log().expand_as(self.A_log))
@@ -429,10 +426,6 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     def out_proj(self) -> nn.Linear:  # type: ignore[override]
         """That of the memory."""
         return self.memory.out_proj
-
-    def reset_parameters(self) -> None:
-        self.memory.reset_parameters()
-        self.tracker.reset_parameters()
 
     def _state_sizes(self) -> StateShapes:
         parts = *self.memory._state_sizes().values(), *self.tracker._state_sizes().values()
