@@ -3,7 +3,7 @@
 from bedouin.bidirectional import Bidirectional
 from bedouin.decode import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.layers.bedouin import Bedouin
+from bedouin.layers.bedouin import Bedouin, FixedPointRNN
 from bedouin.layers.delta_net import GatedDeltaNet
 from bedouin.layers.mixers import (
     ChannelMixer,
@@ -16,7 +16,6 @@ from bedouin.layers.mixers import (
     WYForm,
 )
 from bedouin.layers.options import Initialization
-from bedouin.layers.rnn import FixedPointRNN
 from bedouin.layers.tracking import Tracker, TrackingDeltaNet
 from bedouin.model import SequenceModel
 from bedouin.optimization import param_groups

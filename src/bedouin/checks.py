@@ -156,11 +156,7 @@ def output_tensor(output: object) -> Tensor:
     return tensor
 
 
-def check_projection_dtype(
-    x: Tensor,  # any shape
-    D: Tensor,  # (d,)
-    projection: nn.Module,
-) -> None:
+def check_projection_dtype(x: Tensor, D: Tensor, projection: nn.Module) -> None:  # any shape, (d,)
     """Raise TypeError if x has the dtype of the projections, but D, and so the layer, another."""
     dtype = getattr(getattr(projection, "weight", None), "dtype", None)
     if x.dtype == dtype and not autocast_dtype(x):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bedouin import testing
 from bedouin.kernels.checks import check_number
 from bedouin.kernels.heads import fold
 from bedouin.layers.fixed_point import FixedPointLayer
@@ -26,17 +27,6 @@ from bedouin.solvers import (
     Picard,
     Solver,
     SolveStats,
-)
-from bedouin.testing import (
-    check_layer,
-    compare_gradients,
-    copy_with,
-    decode_gap,
-    exponent,
-    find_fixed_point,
-    layer_gradients,
-    log_growth,
-    relative_error,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +196,7 @@ def diagnose(
     Raises TypeError for another kind of layer, ValueError for x without samples or tokens, and the
     errors of a call.
     """
-    check_layer(layer)
+    testing.check_layer(layer)
     layer.check_input(x, rank=3)
     if not x.numel():
         raise ValueError(f"x must have at least one sample and token, got {tuple(x.shape)}")
@@ -215,7 +205,7 @@ def diagnose(
     probe, x = _copy(layer), x.detach()
     if max_steps is not None:
         probe.cap = FixedCap(max_steps)
-    growth, runs = log_growth(probe, x), _run_solvers(probe, x, rtol)
+    growth, runs = testing.log_growth(probe, x), _run_solvers(probe, x, rtol)
     exact = next((run for run in runs if run.name == _short(Direct())), None)
     bias, cosine = _gradient_bias(_copy(layer).double(), x.double())
     solve = f"{_short(layer.solver)}, {_short(layer.adjoint or ImplicitAdjoint())}"
@@ -226,12 +216,12 @@ def diagnose(
         pivots=None if exact is None else exact.stats.conditioning,
         contraction=_contraction(probe, x),
         growth=growth,
-        lyapunov=exponent(growth),
+        lyapunov=testing.exponent(growth),
         rtol=rtol,
         runs=runs,
         bias=bias,
         cosine=cosine,
-        decode_gap=decode_gap(_copy(layer), x),
+        decode_gap=testing.decode_gap(_copy(layer), x),
     )
     return replace(found, advice=tuple(_advice(found, layer)))
 
@@ -248,20 +238,22 @@ def _copy(layer: FixedPointLayer) -> FixedPointLayer:
 @torch.no_grad()
 def _run_solvers(probe: FixedPointLayer, x: Tensor, rtol: float) -> tuple[SolverRun, ...]:
     """The layer's own solver, and all others that take its mixer, on x (b, t, m)."""
+    own, probe = probe.solver, testing.copy_with(probe, record_history=True, adjoint=None)
     exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if probe.is_structured else []
     others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
-    solvers = [probe.solver, *(solver for solver in exact + others if solver != probe.solver)]
-    probe = copy_with(probe, record_history=True)
-    outputs, stats = [], []
-    for solver in solvers:
-        probe.solver, probe.adjoint = solver, None
-        outputs.append(probe(x))
-        assert probe.stats is not None
-        stats.append(probe.stats)
-    reference = outputs[solvers.index(Direct())] if exact else None
-    errors = (math.nan if reference is None else relative_error(y, reference) for y in outputs)
-    names = map(_short, solvers)
-    return tuple(SolverRun(*run) for run in zip(names, stats, errors, strict=True))
+    found: dict[Solver, tuple[SolveStats, Tensor]] = {}
+    for solver in (own, *exact, *others):
+        if solver not in found:
+            probe.solver = solver
+            output = probe(x)
+            assert probe.stats is not None
+            found[solver] = probe.stats, output
+    reference = found[Direct()][1] if exact else None
+
+    def error(y: Tensor) -> float:
+        return math.nan if reference is None else testing.relative_error(y, reference)
+
+    return tuple(SolverRun(_short(v), stats, error(y)) for v, (stats, y) in found.items())
 
 
 def _short(options: object) -> str:
@@ -276,7 +268,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
     if not probe.is_structured:
         return None
-    found = find_fixed_point(probe, x, solver=Direct())
+    found = testing.find_fixed_point(probe, x, solver=Direct())
     f = found.f.apart()
     assert isinstance(f, StructuredMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
@@ -293,10 +285,10 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
 
 def _gradient_bias(probe: FixedPointLayer, x: Tensor) -> tuple[float, float]:  # x: (b, t, m)
     """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
-    chosen, solver = layer_gradients(probe, x), Direct() if probe.is_structured else EXACT
+    chosen, solver = testing.layer_gradients(probe, x), Direct() if probe.is_structured else EXACT
     probe.cap = FixedCap(10_000)
-    exact = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
-    return compare_gradients(chosen, exact)
+    exact = testing.layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
+    return testing.compare_gradients(chosen, exact)
 
 
 def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:

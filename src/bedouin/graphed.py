@@ -29,10 +29,7 @@ class _Given(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        *grads: Tensor | None,  # any shapes
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # any shapes
         return tuple(None if grad is None else grad.clone() for grad in grads)
 
 

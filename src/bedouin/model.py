@@ -10,17 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bedouin.checks import (
-    check_bool,
-    check_dtype,
-    check_takes_mask,
-    check_tensor,
-    find_method,
-    known_options,
-    positive_int,
-)
+from bedouin import checks
 from bedouin.generation import Sampling, generate
-from bedouin.kernels.checks import check_number
 from bedouin.layers import common
 from bedouin.packing import find_packing
 from bedouin.state import SequenceCall
@@ -116,14 +107,14 @@ class Block(ResidualBlock):
         normed = self.norm(x)
         options = {} if mask is None else {"mask": mask}
         if mask is not None:
-            check_takes_mask(self.mixer)
+            checks.check_takes_mask(self.mixer)
         if run == "whole":
             return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
         if run == "chunk":
-            find_method(self.mixer, "init_state")
+            checks.find_method(self.mixer, "init_state")
             output, state = self.mixer(normed, state=state, return_state=True, **options)
         else:
-            output, state = find_method(self.mixer, "step")(normed, state)
+            output, state = checks.find_method(self.mixer, "step")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
 
 
@@ -172,7 +163,7 @@ class SequenceModel(nn.Module):
     get_extra_state, set_extra_state = common.save_options, common.load_options
     number_options = common.number_options
 
-    @known_options
+    @checks.known_options
     def __init__(
         self,
         vocab_size: int,
@@ -192,14 +183,14 @@ class SequenceModel(nn.Module):
         output_size = vocab_size if output_size is None else output_size
         sizes = {"vocab_size": vocab_size, "d_model": d_model, "output_size": output_size}
         for name, size in sizes.items():
-            positive_int(name, size)
+            checks.positive_int(name, size)
         if mlp_expand is not None:
-            check_number("mlp_expand", mlp_expand, 0, 1e3, open_low=True)
-        check_number("norm_eps", norm_eps, 0, 1, open_low=False)
-        check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
-        check_bool("tie_embeddings", tie_embeddings)
+            checks.check_number("mlp_expand", mlp_expand, 0, 1e3, open_low=True)
+        checks.check_number("norm_eps", norm_eps, 0, 1, open_low=False)
+        checks.check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
+        checks.check_bool("tie_embeddings", tie_embeddings)
         self.norm_eps, self.tie_embeddings = norm_eps, tie_embeddings
-        check_dtype(dtype)
+        checks.check_dtype(dtype)
         if tie_embeddings and vocab_size != output_size:
             raise ValueError(
                 f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
@@ -256,7 +247,7 @@ class SequenceModel(nn.Module):
         ids, real = packing.take(tokens), packing.mask_of_sequences
         if packing.lengths is not None and real is None:
             for mixer in self.mixers:
-                check_takes_mask(mixer)
+                checks.check_takes_mask(mixer)
         x = self.embedding(ids)  # (b, t, m)
         if state is None and not return_state:
             for block in self.blocks:
@@ -305,7 +296,7 @@ class SequenceModel(nn.Module):
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token, one entry for each layer; TypeError for a mixer
         without `init_state`."""
-        return tuple(find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
+        return tuple(checks.find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
     def step(
         self,
@@ -377,7 +368,7 @@ def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:  # x: (..., m
 
 def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
     """Raise TypeError or ValueError unless `tokens` are integer ids of `rank` axes."""
-    check_tensor("tokens", tokens, shape)
+    checks.check_tensor("tokens", tokens, shape)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")
     if tokens.ndim != rank:
@@ -398,7 +389,7 @@ def _make_mixers(
             )
         made = list(mixers)
     elif callable(mixers) and not isinstance(mixers, nn.Module):
-        made = [mixers(index) for index in range(positive_int("num_layers", num_layers))]
+        made = [mixers(index) for index in range(checks.positive_int("num_layers", num_layers))]
     else:
         raise TypeError(
             "mixers must be a sequence of modules, as [Bedouin(64)], or a function that makes one, "

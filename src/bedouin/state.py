@@ -42,17 +42,24 @@ class RecurrentState:
 
     axes: ClassVar[tuple[int, ...]]
     """The number of axes of each field in the state of a single sample, which has no batch axis."""
-
     letters: ClassVar[dict[str, str]] = {}
     """The shapes of fields in letters, for messages."""
-
     optional: ClassVar[tuple[str, ...]] = ()
     """The fields that may be None."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         torch.serialization.add_safe_globals([cls])
-        _register_node(cls)
+        register_pytree_node(
+            cls,
+            lambda state: (list(state), None),
+            lambda values, _: cls._make(values),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+            flatten_with_keys_fn=lambda state: (
+                [(GetAttrKey(name), v) for name, v in state._asdict().items()],
+                None,
+            ),
+        )
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
@@ -126,50 +133,37 @@ class RecurrentState:
             raise ValueError(
                 f"{name} must get a list of at least one {cls.__name__}, got {states!r:.80}"
             )
+        shapes = []
         for state in states:
             if not isinstance(state, cls):
                 raise TypeError(
                     f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
                 )
             state._check_batched(batched, name)
-            state._check_like(states[0], name)
+            shapes.append([tuple(v.shape[int(batched) :]) for v in state.tensors])
+            if shapes[-1] != shapes[0]:
+                raise ValueError(
+                    f"{name} needs states of one layer, got tensors of shapes {shapes[0]} and "
+                    f"{shapes[-1]}"
+                )
         fields = zip(*(state.tensors for state in states), strict=True)
         return cls._make(join(list(field)) for field in fields)
 
     def _check_batched(self, batched: bool, user: str) -> None:
-        if self._is_batched() == batched:
+        if (self.tensors[0].dim() > self.axes[0]) == batched:
             return
         has, remedy = ("no", "stack") if batched else ("a", "cat")
         needs = "states with a batch axis" if batched else "states of single samples"
         raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
 
-    def _check_like(self, first: Self, user: str) -> None:
-        batch_axes = 1 if self._is_batched() else 0
-        if len(self.tensors) != len(first.tensors):
-            raise ValueError(
-                f"{user} needs states of one layer, got one with {len(first.tensors)} and one with "
-                f"{len(self.tensors)} tensors"
-            )
-        for ours, theirs in zip(self.tensors, first.tensors, strict=True):
-            if ours.shape[batch_axes:] != theirs.shape[batch_axes:]:
-                raise ValueError(
-                    f"{user} needs states of one layer, got tensors of shapes "
-                    f"{tuple(theirs.shape)} and {tuple(ours.shape)}"
-                )
-
-    def _is_batched(self) -> bool:
-        return self.tensors[0].dim() > self.axes[0]
-
     def at_least(self, dtype: torch.dtype) -> Self:
         """The state with tensors of lower floating dtypes converted to `dtype`."""
         if all(v.dtype == dtype for v in self.tensors):
             return self
-        bits = torch.finfo(dtype).bits
-
-        def is_lower(v: Tensor) -> bool:
-            return v.is_floating_point() and torch.finfo(v.dtype).bits < bits
-
-        return self._each(lambda v: v.to(dtype) if is_lower(v) else v)
+        bits, finfo = torch.finfo(dtype).bits, torch.finfo
+        return self._each(
+            lambda v: v.to(dtype) if v.is_floating_point() and finfo(v.dtype).bits < bits else v
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -187,24 +181,6 @@ class RecurrentState:
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """The state with `convert` applied to every tensor."""
         return self._make(convert(v) for v in self.tensors)
-
-
-def _register_node(kind: type[RecurrentState]) -> None:
-    """Tell torch.utils._pytree, with which torch takes arguments apart, what the fields are."""
-
-    def flatten(state: Any) -> tuple[list[Any], None]:
-        return list(state), None
-
-    def flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(GetAttrKey(name), v) for name, v in state._asdict().items()], None
-
-    register_pytree_node(
-        kind,
-        flatten,
-        lambda values, _: kind._make(values),
-        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
-        flatten_with_keys_fn=flatten_with_keys,
-    )
 
 
 if TYPE_CHECKING:
@@ -306,42 +282,33 @@ def check_state(
         state = state.stack([state])
     state = state.at_least(like.dtype)
     for name, shape in shapes.items():
-        _check_field(f"state.{name}", getattr(state, name), (b, *shape), like)
+        tensor: Tensor = getattr(state, name)
+        # compared one by one: torch.compile cannot look for a symbolic size in a tuple
+        fits = tensor.dim() == len(shape) + 1 and all(
+            n is None or n == size for size, n in zip(tensor.shape, (b, *shape), strict=True)
+        )
+        if not fits:
+            expected = ", ".join("any" if n is None else str(n) for n in (b, *shape))
+            raise ValueError(
+                f"state.{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one "
+                "with init_state(batch_size) or select samples with state[...]"
+            )
+        if tensor.dtype != like.dtype:
+            raise ValueError(
+                f"state.{name} must have dtype {like.dtype}, got {tensor.dtype}: use "
+                f"state.to({like.dtype})"
+            )
+        if tensor.device != like.device:
+            raise ValueError(
+                f"state.{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
+            )
     checked: StateT = state
     return checked
 
 
-def _check_field(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    like: Tensor,  # any shape
-) -> None:
-    """Raise ValueError unless a tensor of a state has this shape, where None is any length, and
-    the dtype and device of `like`."""
-    # compared one by one: torch.compile cannot look for a symbolic size in a tuple
-    fits = tensor.dim() == len(shape) and all(
-        n is None or n == size for size, n in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
-        expected = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(
-            f"{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one with "
-            "init_state(batch_size) or select samples with state[...]"
-        )
-    if tensor.dtype != like.dtype:
-        raise ValueError(
-            f"{name} must have dtype {like.dtype}, got {tensor.dtype}: use state.to({like.dtype})"
-        )
-    if tensor.device != like.device:
-        raise ValueError(
-            f"{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
-        )
-
-
 class SequenceCall(Protocol[AnyStateT]):
-    """How a layer or model with states of this type is called, for type checkers. `options` are
-    mask, cu_seqlens and seq_idx, and of `step`, which takes this way, one_token."""
+    """How a layer or model with states of this type is called, for type checkers; `options` are
+    mask, cu_seqlens and seq_idx, and of `step` one_token."""
 
     @overload
     def __call__(

@@ -36,12 +36,12 @@ from bedouin import (  # noqa: E402
     Monarch,
     NoMixing,
 )
-from bedouin.integrations.described import describe, restore  # noqa: E402
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinConfig,
     BedouinForCausalLM,
     BedouinModel,
 )
+from bedouin.integrations.hf.configuration import describe, restore  # noqa: E402
 from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, Picard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")

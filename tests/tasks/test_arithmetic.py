@@ -7,7 +7,7 @@ import torch
 from tests.tasks.rows import is_uniform, left_part, well_formed
 
 from bedouin.tasks import ModularArithmetic, stream
-from bedouin.tasks.expressions import (
+from bedouin.tasks.arithmetic import (
     Kind,
     Layout,
     bracketed_layout,

@@ -14,12 +14,7 @@ from torch.nn import functional as F
 
 from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.common import (
-    RecurrentLayer,
-    at_least_float32,
-    head_size,
-    positive_number,
-)
+from bedouin.layers.common import RecurrentLayer, at_least_float32, head_size, positive_number
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.state import Join, RecurrentState, StateShapes

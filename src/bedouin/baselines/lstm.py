@@ -93,31 +93,27 @@ class LSTM(RecurrentLayer[LSTMState]):
         x, window = self.conv(x, state.conv, lengths)
         if self.conv.width is not None:
             x = F.silu(x)
-        h, c = (v.to(x.dtype).unsqueeze(0) for v in (state.h, state.c))
-        hidden, (h, c) = self._run_lstm(x, (h, c), lengths)
-        h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in (h, c))
-        return self.out_proj(hidden), LSTMState(window, h, c)
-
-    def _run_lstm(
-        self,
-        x: Tensor,  # (b, t, m)
-        before: tuple[Tensor, Tensor],  # (1, b, d) each
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # (b, t, d), (1, b, d) each
+        before = tuple(v.to(x.dtype).unsqueeze(0) for v in (state.h, state.c))
         if lengths is None:
             hidden, after = self.lstm(x, before)
-            return hidden, after
+        else:
+            hidden, after = self._run_padded(x, before, lengths)
+        h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in after)
+        return self.out_proj(hidden), LSTMState(window, h, c)
+
+    def _run_padded(
+        self, x: Tensor, before: tuple[Tensor, ...], lengths: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # (b, t, m), (1, b, d) each, (b,) -> (b, t, d)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "mask with return_state=True must be None during the capture of a CUDA graph, "
                 "since torch.nn.LSTM reads lengths on the host: call without return_state"
             )
         # torch packs no empty sequence
-        packed = pack_padded_sequence(
-            x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
-        )
+        options: Any = {"batch_first": True, "enforce_sorted": False}
+        packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), **options)
         output, after = self.lstm(packed, before)
         hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
         some = (lengths > 0).unsqueeze(-1)
-        h, c = (torch.where(some, v, v0) for v, v0 in zip(after, before, strict=True))
-        return hidden, (h, c)
+        pairs = zip(after, before, strict=True)
+        return hidden, tuple(torch.where(some, v, v0) for v, v0 in pairs)

@@ -13,16 +13,7 @@ from torch.nn import functional as F
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
-from bedouin.layers.common import (
-    RecurrentLayer,
-    apply_to_parameters,
-    at_least_float32,
-    expanded,
-    mark,
-    reset_dt_bias,
-    set_attribute,
-    set_state,
-)
+from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.state import RecurrentState, StateShapes
@@ -45,18 +36,19 @@ class _DeltaProjection(nn.Linear):
     """The linear map to Delta. Its bias is marked `_no_reinit`; the module itself keeps that mark,
     because `load_state_dict(assign=True)` replaces parameters one module at a time."""
 
-    __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
+    __setattr__, __setstate__ = common.set_attribute, common.set_state
+    _apply = common.apply_to_parameters
 
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
-        reset_dt_bias(self.bias)
+        common.reset_dt_bias(self.bias)
 
     def _mark_parameters(self) -> None:
-        mark(self, "_no_reinit", "bias")
+        common.mark(self, "_no_reinit", "bias")
 
 
-class Mamba(RecurrentLayer[MambaState]):
+class Mamba(common.RecurrentLayer[MambaState]):
     """Mamba-1's block on Bedouin's selective scan, (b, t, m) -> (b, t, m).
 
         x, z = in_proj(u);  x = SiLU(conv(x));  dt, B, C = x_proj(x);  Delta = softplus(dt_proj(dt))
@@ -101,7 +93,7 @@ class Mamba(RecurrentLayer[MambaState]):
         self.backend, self.d_state = backend, positive_int("d_state", d_state)
         default_rank = math.ceil(d_model / 16)
         self.dt_rank = default_rank if dt_rank is None else positive_int("dt_rank", dt_rank)
-        d = self.d_inner = expanded("expand", expand, "d_model", d_model)
+        d = self.d_inner = common.expanded("expand", expand, "d_model", d_model)
         self.in_proj = nn.Linear(d_model, 2 * d, bias=bias, **factory)
         self.conv = ShortConvolution(d, d_conv, bias=conv_bias, **factory)
         self.x_proj = nn.Linear(d, self.dt_rank + 2 * d_state, bias=False, **factory)
@@ -116,12 +108,12 @@ class Mamba(RecurrentLayer[MambaState]):
             module.reset_parameters()
         with torch.no_grad():
             n = torch.arange(1, self.d_state + 1, device=self.D.device)
-            self.A_log.copy_(at_least_float32(n).log().expand_as(self.A_log))
+            self.A_log.copy_(common.at_least_float32(n).log().expand_as(self.A_log))
             self.D.fill_(1.0)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        mark(self, "_no_weight_decay", "A_log", "D")
+        common.mark(self, "_no_weight_decay", "A_log", "D")
 
     def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
@@ -136,28 +128,19 @@ class Mamba(RecurrentLayer[MambaState]):
         dt, B, C = self.x_proj(x).split([self.dt_rank, n, n], -1)
         raw, bias = self._project_dt(dt)
         with without_autocast(x.device):
-            raw = at_least_float32(raw)
-            delta = F.softplus(raw if bias is None else raw + at_least_float32(bias))
+            raw = common.at_least_float32(raw)
+            delta = F.softplus(raw if bias is None else raw + common.at_least_float32(bias))
             if lengths is not None:
                 # the memory passes through padding
                 delta = zero_outside(tokens_before(lengths, x.shape[1]), delta)
-            A = -torch.exp(at_least_float32(self.A_log))
-            y, ssm = selective_scan(
-                *(x, delta, A, B, C, state.ssm, self.D),
-                eigenvalues=self.eigenvalues,
-                backend=self.backend,
-            )
-        output = self.out_proj(y.to(z.dtype) * F.silu(z))
-        return output, MambaState(window, ssm)
+            A = -torch.exp(common.at_least_float32(self.A_log))
+            options: Any = {"eigenvalues": self.eigenvalues, "backend": self.backend}
+            y, ssm = selective_scan(x, delta, A, B, C, state.ssm, self.D, **options)
+        return self.out_proj(y.to(z.dtype) * F.silu(z)), MambaState(window, ssm)
 
-    def _project_dt(
-        self, dt: Tensor
-    ) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d), (d,)
-        """dt_proj(dt), and a bias that is still to be added, in float32.
-
-        A module that is parametrized, or that another library has wrapped, as adapters do, is
-        called and adds its own.
-        """
+    def _project_dt(self, dt: Tensor) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d)
+        """dt_proj(dt), and its bias (d,), which is added in float32; None where the module is
+        called, since it is parametrized or wrapped, and adds its own."""
         proj = self.dt_proj
         if type(proj) is _DeltaProjection and is_untouched(proj):
             return F.linear(dt, proj.weight), proj.bias

@@ -27,7 +27,6 @@ from bedouin.wrapped import read_parameter
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StateT = TypeVar("StateT", bound=RecurrentState)
 
-DELTA_RANGE = (1e-3, 0.1)
 
 REMOVED = (
     "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
@@ -59,9 +58,8 @@ def expanded(name: str, factor: float, base: str, size: int) -> int:
 def head_size(d_model: int, num_heads: int) -> int:
     """d_model / num_heads; ValueError unless that is an integer."""
     if d_model % num_heads:
-        raise ValueError(
-            f"num_heads must divide d_model = {d_model}, got {num_heads}: choose a divisor"
-        )
+        divides = f"num_heads must divide d_model = {d_model}"
+        raise ValueError(f"{divides}, got {num_heads}: choose a divisor")
     return d_model // num_heads
 
 
@@ -78,7 +76,7 @@ def inverse_softplus(value: Tensor) -> Tensor:  # any shape -> as `value`
 @torch.no_grad()
 def reset_dt_bias(bias: Tensor) -> None:
     """Fill `bias` so that softplus(bias) is log-uniform in [1e-3, 0.1], as Mamba does."""
-    low, high = map(math.log, DELTA_RANGE)
+    low, high = math.log(1e-3), math.log(0.1)
     bias.copy_(inverse_softplus(torch.exp(torch.rand_like(bias) * (high - low) + low)))
 
 
@@ -133,8 +131,7 @@ def apply_to_parameters(
 
 
 def convolved_error(expected: str, got: str) -> ValueError:
-    """The error for parameters or options of a `Convolved`, which was a layer behind a convolution
-    with SiLU."""
+    """The error for parameters or options of a `Convolved`, a layer behind a convolution."""
     return ValueError(
         f"{expected}, got {got} of a Convolved: bedouin 0.1.0 is the last version that reads it; "
         "use that version, or train a layer with d_conv, whose convolution is its own"
@@ -159,10 +156,7 @@ def save_options(module: Any) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int6
     return torch.tensor([module.num_calls, *text.encode("ascii")], device="cpu")
 
 
-def load_options(
-    module: Any,
-    state: Tensor,  # as of save_options, or (): the number of calls alone
-) -> None:
+def load_options(module: Any, state: Tensor) -> None:  # as of save_options, or (), the calls alone
     """Take the number of calls, and issue a UserWarning that names the options in which the module
     that was saved and this one differ. Versions up to 0.2 saved no options."""
     num_calls, *text = state.flatten().tolist()
@@ -195,9 +189,7 @@ def load_parameters(
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
     number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
-
-    Raises ValueError for the parameters of a `Convolved` around the layer, whose names begin with
-    `conv` and `layer`."""
+    Raises ValueError for the parameters of a `Convolved`, named `conv` and `layer`."""
     inner, key = f"{prefix}layer.", prefix + "_extra_state"
     if f"{prefix}conv.weight" in state_dict and any(k.startswith(inner) for k in state_dict):
         raise convolved_error(
@@ -385,8 +377,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return found
 
     def check_input(self, x: Tensor, rank: int) -> None:
-        """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
-        device."""
+        """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, in the layer's dtype."""
         check_layer_input(x, rank, self.d_model, self._weight)
 
     def checked_state(self, state: Any, b: int) -> StateT:

@@ -25,14 +25,7 @@ from bedouin.kernels.delta_rule import (
 )
 from bedouin.kernels.output import gated_norm
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.layers.common import (
-    RecurrentLayer,
-    expanded,
-    head_size,
-    mark,
-    positive_number,
-    reset_dt_bias,
-)
+from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.state import RecurrentState, StateShapes
@@ -74,7 +67,7 @@ class Projected(NamedTuple):
     a: Tensor | None  # (b, t, h), raw decay
 
 
-class DeltaProduct(RecurrentLayer[DeltaState]):
+class DeltaProduct(common.RecurrentLayer[DeltaState]):
     """DeltaProduct, (b, t, m) -> (b, t, m): k delta-rule steps a token and head,
 
         S <- alpha_t S,  then for j = 1 ... k:  S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T
@@ -132,11 +125,11 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         check_delta_backend(backend)
         self.gated, self.backend = gated, backend
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-        self.norm_eps = positive_number("norm_eps", norm_eps)
+        self.norm_eps = common.positive_number("norm_eps", norm_eps)
         k = self.num_householder = positive_int("num_householder", num_householder)
         h = self.num_heads = positive_int("num_heads", num_heads)
-        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
-        v = expanded("expand_v", expand_v, "head_dim", p)
+        p = common.head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
+        v = common.expanded("expand_v", expand_v, "head_dim", p)
         self.head_dim, self.value_dim = p, v
         self._sizes = [h * p, k * h * p, k * h * v]
 
@@ -162,11 +155,11 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
             with torch.no_grad():
                 # exp(A_log) is uniform in (0, 16]: rand may be 0, whose logarithm is not finite
                 self.A_log.copy_(torch.log(A_MAX * (1 - torch.rand_like(self.A_log))))
-            reset_dt_bias(self.dt_bias)
+            common.reset_dt_bias(self.dt_bias)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        mark(self, "_no_weight_decay", "A_log", "dt_bias")
+        common.mark(self, "_no_weight_decay", "A_log", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim

@@ -15,20 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bedouin.kernels import direct
 from bedouin.kernels.backend import Backend, has_values
-from bedouin.kernels.direct import (
-    LocalFactors,
-    ReportBackward,
-    Sweep,
-    direct_sweep,
-    direct_sweep_reference,
-    factor_local,
-    gain_gap,
-    input_gain,
-    smallest_pivot,
-    solve_local,
-    solve_local_transposed,
-)
 from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.householder import apply_complement_transposed, mix_channels
@@ -160,11 +148,8 @@ def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tens
 
 
 def _call(
-    module: nn.Module,
-    values: Sequence[Tensor],  # any shapes
-    raw: Tensor,  # (..., raw size of the mixer)
-    *args: Tensor,  # (..., d)
-) -> Any:
+    module: nn.Module, values: Sequence[Tensor], raw: Tensor, *args: Tensor
+) -> Any:  # any shapes, (..., raw size of the mixer), (..., d)
     """module(raw, *args) with `values` in place of what `_named_values` lists."""
     names = (name for name, _ in _named_values(module, raw.dtype))
     named = dict(zip(names, values, strict=True))
@@ -194,11 +179,7 @@ class MixerBind:
     def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
         self.split, self.mixer = split, mixer
 
-    def __call__(
-        self,
-        raw: Tensor,  # (..., r)
-        *mixer_values: Tensor,  # any shapes
-    ) -> Coefficients:
+    def __call__(self, raw: Tensor, *mixer_values: Tensor) -> Coefficients:  # (..., r), any shapes
         delta, B, C, mixer_raw = self.split(raw)
         values = mixer_values
         form = _call(self.mixer, values, mixer_raw) if values else self.mixer(mixer_raw)
@@ -209,7 +190,7 @@ class MixerBind:
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
-    _swept: Sweep | None = None
+    _swept: direct.Sweep | None = None
     """The last sweep."""
 
     @property
@@ -219,22 +200,23 @@ class StructuredMap(FixedPointMap):
 
     def _local(
         self, y: Tensor
-    ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, LocalFactors]:  # (b, t, d)
+    ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, direct.LocalFactors]:  # (b, t, d)
         """x and the coefficients of all tokens for the feedback that y gives, e or None where it is
         0, sigma (b, t, d), and the factors of the local equations."""
         x, raw = self.fed(y)
         found = self.bind(raw, *self.mixer_values)
         diagonal = self.parameterization.diagonal(found.e)
         sigma, gap = self._input_gain(found.delta, found.B, found.C)
-        return x, found, diagonal, sigma, factor_local(sigma, diagonal, found.U, found.M, gap)
+        factors = direct.factor_local(sigma, diagonal, found.U, found.M, gap)
+        return x, found, diagonal, sigma, factors
 
-    def sweep(self, unroll: bool, report: ReportBackward | None = None) -> Sweep:
+    def sweep(self, unroll: bool, report: direct.ReportBackward | None = None) -> direct.Sweep:
         """The exact solve; `unroll` differentiates the loop instead of the fixed point."""
         options = self.operands, self.parameterization, self.bind, self.mixer_values
         if unroll:
-            self._swept = direct_sweep_reference(*options)
+            self._swept = direct.direct_sweep_reference(*options)
         else:
-            self._swept = direct_sweep(*options, report=report, backend=self.backend)
+            self._swept = direct.direct_sweep(*options, report=report, backend=self.backend)
         return self._swept
 
     def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
@@ -244,12 +226,12 @@ class StructuredMap(FixedPointMap):
         return swept.h if swept is not None and swept.y is y else super().memory(y)
 
     def attach(
-        self, y_star: Tensor, report: ReportBackward | None = None
+        self, y_star: Tensor, report: direct.ReportBackward | None = None
     ) -> Tensor:  # (b, t, d) -> (b, t, d)
         """y_star with the exact implicit gradient."""
         arguments = self.operands, self.parameterization, self.bind, self.mixer_values
         options: dict[str, Any] = {"report": report, "backend": self.backend}
-        return direct_sweep(*arguments, y_star=y_star, **options).y
+        return direct.direct_sweep(*arguments, y_star=y_star, **options).y
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Any:  # y: (b, t, d)
         """An iteration in kernels, or None if these do not support the rule or this map, whose
@@ -268,8 +250,8 @@ class StructuredMap(FixedPointMap):
         options = self._scan_options()
         p, _ = selective_scan(mixed, delta, A, B, C, exclusive=True, **options)
         # the pivots of padding are 1, the largest that a pivot is
-        pivot = smallest_pivot(factors).amin(1)
-        return self._without_padding(solve_local(p, factors, x)), pivot
+        pivot = direct.smallest_pivot(factors).amin(1)
+        return self._without_padding(direct.solve_local(p, factors, x)), pivot
 
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
         """The functions w -> L^T w and r -> (I - L^T)^-1 r of values like y_star (b, t, d),
@@ -281,7 +263,7 @@ class StructuredMap(FixedPointMap):
             return apply_complement_transposed(sigma * w, diagonal, found.U, found.M)
 
         def invert(r: Tensor) -> Tensor:
-            return solve_local_transposed(r, factors)
+            return direct.solve_local_transposed(r, factors)
 
         return apply, invert
 
@@ -297,8 +279,8 @@ class StructuredMap(FixedPointMap):
         if A.dim() == 3:
             A = per_sample(A, delta.shape[0]).unsqueeze(1)
         decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
-        gap = gain_gap(decay, B, C, options) if options.layout is None else None
-        return input_gain(s, B, C), gap
+        gap = direct.gain_gap(decay, B, C, options) if options.layout is None else None
+        return direct.input_gain(s, B, C), gap
 
 
 class MapOfHeads:

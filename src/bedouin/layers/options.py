@@ -16,13 +16,7 @@ from bedouin.checks import positive_int
 from bedouin.kernels.checks import check_number, strict_options
 from bedouin.kernels.scan import InputScale
 from bedouin.layers.common import REMOVED
-from bedouin.layers.mixers import (
-    MAX_DENSE,
-    ChannelMixer,
-    HouseholderProduct,
-    NoMixing,
-    kernel_gap,
-)
+from bedouin.layers.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing, kernel_gap
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.solvers.solve import SolveOptions
 

@@ -23,13 +23,7 @@ from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
-from bedouin.layers.common import (
-    RecurrentLayer,
-    at_least_float32,
-    mark,
-    positive_number,
-    reset_dt_bias,
-)
+from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
 from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
@@ -69,7 +63,7 @@ class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
     axes = (2, 2, 1)
 
 
-class Tracker(RecurrentLayer[TrackerState]):
+class Tracker(common.RecurrentLayer[TrackerState]):
     """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
 
         x, B, C = SiLU(conv(W u));   Delta, beta^e, gate = W u
@@ -129,10 +123,9 @@ class Tracker(RecurrentLayer[TrackerState]):
         check_number("feedback_noise", feedback_noise, 0, 1e3, open_low=False)
         check_backend(backend)
         self.feedback_noise, self.backend = float(feedback_noise), backend
-        self.read_size = 0
-        if read_size != 0 or isinstance(read_size, bool):
-            self.read_size = positive_int("read_size", read_size, " or 0")
-        self.norm_eps = positive_number("norm_eps", norm_eps)
+        is_zero = read_size == 0 and not isinstance(read_size, bool)
+        self.read_size = 0 if is_zero else positive_int("read_size", read_size, " or 0")
+        self.norm_eps = common.positive_number("norm_eps", norm_eps)
         self.layer_idx = check_layer_idx(layer_idx)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -158,15 +151,15 @@ class Tracker(RecurrentLayer[TrackerState]):
         with torch.no_grad():
             states = torch.arange(1, self.tracker_state + 1, device=self.A_log.device)
             self.A_log.copy_(states.log().expand_as(self.A_log))
-        reset_dt_bias(self.dt_bias)
+        common.reset_dt_bias(self.dt_bias)
         nn.init.constant_(self.erase_bias, ERASE_BIAS)
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm_weight)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
-        mark(self, "_no_reinit", "dt_bias")
+        common.mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
+        common.mark(self, "_no_reinit", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         d = self.num_trackers * self.tracker_dim
@@ -202,17 +195,16 @@ class Tracker(RecurrentLayer[TrackerState]):
         self, x: Tensor, read: Tensor | None
     ) -> Tensor:  # (..., m), (..., r) -> (..., m + r)
         """x with `read` beside it; TypeError or ValueError for one that does not fit."""
-        shape = (*x.shape[:-1], self.read_size)
-        if read is None and not self.read_size:
-            return x
-        if read is None or not self.read_size:
+        if (read is None) == bool(self.read_size):
             got = "None" if read is None else f"one of {type(read).__name__}"
             raise ValueError(
                 f"read must be given for a tracker with read_size > 0, and only then, got {got} "
                 f"with read_size={self.read_size}"
             )
+        if read is None:
+            return x
         check_tensor("read", read, "(b, t, read_size)")
-        if read.shape != shape:
+        if read.shape != (shape := (*x.shape[:-1], self.read_size)):
             raise ValueError(f"read must have shape {shape}, got {tuple(read.shape)}")
         if read.dtype != x.dtype or read.device != x.device:
             raise ValueError(
@@ -225,10 +217,10 @@ class Tracker(RecurrentLayer[TrackerState]):
         self, x: Tensor, state: TrackerState, lengths: Tensor | None
     ) -> tuple[Tensor, TrackerState]:  # (b, t, m + r), (b,) -> (b, t, m)
         u, read = x.split([self.d_model, self.read_size], -1)
-        return self.track(u, read if self.read_size else None, state, lengths)
+        return self.track(u, read, state, lengths)
 
     def track(
-        self, u: Tensor, read: Tensor | None, state: TrackerState, lengths: Tensor | None
+        self, u: Tensor, read: Tensor, state: TrackerState, lengths: Tensor | None
     ) -> tuple[Tensor, TrackerState]:  # (b, t, m), (b, t, r), (b,) -> (b, t, m)
         """The outputs, and the state after the last token."""
         H, c, n = self.num_trackers, self.tracker_dim, self.tracker_state
@@ -243,9 +235,8 @@ class Tracker(RecurrentLayer[TrackerState]):
         acted, window = self.conv.activated(projected, *before, backend=self.backend)
         # The skip is without what is read: the memory that is read has an output of its own, and
         # with a second one through D associative recall is learned late, if at all.
-        sizes = [H * c, H * n, H * n, acted.shape[-1] - self.conv.channels]
-        skip, B, C, x = acted.split(sizes, -1)
-        x = skip if of_x is None else x
+        skip, B, C, fed = acted.split([H * c, H * n, H * n, acted.shape[-1] - H * (c + 2 * n)], -1)
+        x = skip if of_x is None else fed
         with without_autocast(u.device):
             inputs = self._inputs((x, B, C, delta, erase, gate, skip), state, lengths)
             if choose_track(inputs, self.backend) == "triton":
@@ -270,12 +261,12 @@ class Tracker(RecurrentLayer[TrackerState]):
             x, delta = x + of_x, delta + of_delta
         if lengths is not None:
             padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
-            delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
-            erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
+            delta, erase = (
+                v.masked_fill(padded, closed_value(-CLOSED, v.dtype)) for v in (delta, erase)
+            )
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
-        rows = x, B, C, delta, erase, gate, skip
         parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
-        return TrackInputs(*rows, *parameters, state.ssm, state.y)
+        return TrackInputs(x, B, C, delta, erase, gate, skip, *parameters, state.ssm, state.y)
 
     def _by_sweep(self, inputs: TrackInputs) -> Tracked:
         """`track` by the general sweep, which no transform of torch.func stops."""
@@ -291,7 +282,7 @@ class Tracker(RecurrentLayer[TrackerState]):
             before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
             h0, y0 = before.ssm, before.y
         folded = torch.cat(raw, -1)[..., :r]
-        A = -torch.exp(at_least_float32(inputs.A_log))
+        A = -torch.exp(common.at_least_float32(inputs.A_log))
         operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
         y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
@@ -332,7 +323,7 @@ class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]
     axes = (2, 3, 2, 2, 1)
 
 
-class TrackingDeltaNet(RecurrentLayer[TrackingState]):
+class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
     """A layer that tracks a state and recalls what a sequence contains, (b, t, m) -> (b, t, m).
 
         layer = TrackingDeltaNet(d_model)

@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.tasks.checks import whole_number
-from bedouin.tasks.streams import Split, resolve_split
+from bedouin.tasks.streams import Split, resolve_split, whole_number
 
 IGNORE: Final = -100
 """The label of positions that losses and accuracies ignore (`ignore_index` of `cross_entropy`)."""

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import whole_number
 from bedouin.tasks.group import Group, check_group
-from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash, whole_number
 
 NUM_NAMES: Final = 26
 _USE, _REBIND = 0.8, 0.1

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from bedouin.tasks.checks import whole_number
+from bedouin.tasks.streams import whole_number
 
 Permutation = tuple[int, ...]
 
@@ -35,8 +35,8 @@ class Group:
     followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
 
     generators: permutations of 0 … degree - 1, each the tuple of its images. Raises ValueError for
-    no generator, one that is not a permutation, different degrees, or more than 1024 elements, and
-    TypeError for generators that are not tuples of ints.
+    no generator, one that is not a permutation, or more than 1024 elements, TypeError for
+    generators that are not tuples of ints.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Group:
     def __post_init__(self) -> None:
         # a group is a key of the cache of tables and must be hashable
         nested = isinstance(self.generators, tuple) and all(
-            isinstance(g, tuple) for g in self.generators
+            isinstance(g, tuple) and all(type(image) is int for image in g) for g in self.generators
         )
-        if not nested or any(type(image) is not int for g in self.generators for image in g):
+        if not nested:
             raise TypeError(
                 f"generators must be a tuple of tuples of ints, got {self.generators!r}"
             )
@@ -104,10 +104,6 @@ class Group:
                     found.append(product)
         return torch.stack([columns[p] for p in self.permutations], dim=-1)
 
-    def table_on(self, device: torch.device) -> Tensor:
-        """`table` on a device, which keeps its copy."""
-        return on_device(self, "table", device)
-
     @cached_property
     def num_moved(self) -> tuple[int, ...]:
         """The number of points that each element moves (2 for a transposition)."""
@@ -117,7 +113,7 @@ class Group:
         """Running products g_0 · g_1 · … · g_t, a parallel scan of about log2(t) table look-ups."""
         if elements.dtype != torch.int64:
             raise TypeError(f"elements must be of dtype torch.int64, got {elements.dtype}")
-        table, span, products = self.table_on(elements.device), 1, elements
+        table, span, products = on_device(self, "table", elements.device), 1, elements
         while span < elements.shape[-1]:
             longer = table[products[..., :-span], products[..., span:]]
             products = torch.cat([products[..., :span], longer], dim=-1)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import whole_number
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash, whole_number
 
 
 @dataclass(frozen=True)

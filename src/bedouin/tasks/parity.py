@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from bedouin.checks import one_of
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash, whole_number
 
 LabelAt = Literal["last", "every"]
 
@@ -31,16 +31,14 @@ class Parity(Task):
         labels  1 1 0 1 1 0     1 0 1 1 . .
 
     Protocol. Bits are uniform and independent, except that the last one keeps the row in its
-    stream's split (see `bedouin.tasks.streams`): of the two rows that differ in the last bit only,
-    one is a train row and one is a test row. Published (xLSTM, arXiv 2405.04517; arXiv 2411.12537):
-    a label at the last position, lengths uniform from 3 to 40 in training and from 40 to 256 in the
-    test (`min_length=3, length=40`, then `min_length=40, length=256`), scaled accuracy. The lengths
-    of their code count the answer, which is no token here.
+    stream's split (see `bedouin.tasks.streams`). Published (xLSTM, arXiv 2405.04517; arXiv
+    2411.12537): a label at the last position, lengths uniform from 3 to 40 in training and from 40
+    to 256 in the test, scaled accuracy. The lengths of their code count the answer, no token here.
 
     Args:
         length: number of bits in a row, the largest one if `min_length` is given.
-        min_length: draw the number of bits of every row uniformly from `min_length` to `length`,
-            both included, and fill rows with padding up to `length`. None: every row has `length`.
+        min_length: draw the number of bits of every row uniformly from `min_length` to `length` and
+            fill rows with padding up to `length`. None: every row has `length`.
         label_at: `"last"`: at the last bit; `"every"`: at every bit, the parity up to it.
 
     Raises ValueError for a field out of its range and TypeError for a number that is no int.

@@ -11,10 +11,10 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bedouin.checks import one_of
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import one_of, whole_number
 from bedouin.tasks.group import Group, check_group, generating_set, on_device
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash, whole_number
 
 Elements = Literal["all", "swaps", "3-permutations"]
 Protocol = Literal["plain", "official"]
@@ -101,6 +101,11 @@ class WordProblem(Task):
                 'include_identity=True needs elements="swaps" or "3-permutations": '
                 'elements="all" draws the identity anyway'
             )
+        if self.generators is None and self.generator_seed != 0:
+            raise ValueError(
+                f"generator_seed must be 0 without generators, got {self.generator_seed}: "
+                "it chooses the set of generators"
+            )
         if self.generators is not None:
             whole_number("generators", self.generators, 2, self.group.order)
             whole_number("generator_seed", self.generator_seed, 0)
@@ -109,11 +114,6 @@ class WordProblem(Task):
                     f'generators needs elements="all", got {self.elements!r}: both restrict what '
                     "is drawn"
                 )
-        elif self.generator_seed != 0:
-            raise ValueError(
-                f"generator_seed must be 0 without generators, got {self.generator_seed}: "
-                "it chooses the set of generators"
-            )
         if len(self.alphabet) < 2:
             raise ValueError(
                 f"elements={self.elements!r} must leave at least two elements of {self.group.name} "

@@ -1,4 +1,9 @@
-"""The configuration of Bedouin's models for transformers."""
+"""The configuration of Bedouin's models for transformers.
+
+Solvers, adjoints, caps, mixers and initializations are entries of a file of JSON, such as
+{"type": "Picard", "rtol": 1e-4}. A class of a user is saved by the name of its module, which is
+imported before a file is read.
+"""
 
 import inspect
 from dataclasses import fields
@@ -10,7 +15,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from bedouin.checks import one_of
-from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
 from bedouin.integrations.layers import LAYERS, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
@@ -21,50 +25,102 @@ from bedouin.layers.mixers import ChannelMixer
 from bedouin.layers.options import Initialization, choose_num_heads
 from bedouin.solvers import Adjoint, Cap, Solver
 
+# The options of a layer, all of which are fields of `BedouinConfig`, or other names of them.
 _OPTIONS = [
     name
     for name in inspect.signature(Bedouin).parameters
     if name not in ("d_model", "layer_idx", "device", "dtype")
 ]
-"""The options of a layer, all of which are fields of `BedouinConfig`, or other names of them."""
-
+# The options of a layer that are no entries of `layer`.
 _OF_ALL = ("d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size")
-"""The options of a layer that are no entries of `layer`."""
-
+# Those that may be objects, and are dicts in a configuration.
 _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
-"""Those that may be objects, and are dicts in a configuration."""
-
+# Fields of earlier configurations, and those of `Initialization` that have taken their place.
 _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
-"""Fields of earlier configurations, and those of `Initialization` that have taken their place."""
-
+# Fields of configurations of version 0.2.0, and entries of their `initialization`, that have been
+# removed. Every file of that version has them; only with these values is there still such a layer.
 _REMOVED: dict[str, Any] = {
     **{"erase": 0.0, "projection": "inner", "output": "norm", "bias": True},
     **{"feedback_scope": "head", "feedback_heads": None, "num_groups": None},
     **{"bounded_x": False, "feedback_noise": 0.0},
 }
 _REMOVED_INITIALIZATION = {"memory_heads": 0, "memory_rates": None, "memory_delta": 1.0}
-"""Fields of configurations of version 0.2.0, and entries of their `initialization`, that have been
-removed. Every file of that version has them; only with these values is there still such a layer."""
 
 _FUSED: Any = (False, True, "auto", *get_args(Kernel))
-
+# Names that transformers gives to configurations without a field for them.
 _OF_TRANSFORMERS = {
     *GenerationConfig().to_dict(),
     *("attn_implementation", "experts_implementation", "per_layer_config"),
     *("auto_map", "quantization_config", "tokenizer_class"),
 }
-"""Names that transformers gives to configurations without a field for them."""
-
+# hidden_size, num_hidden_layers and intermediate_size of the presets.
 _SIZES = {"60m": (512, 6, 1984), "130m": (768, 8, 2624), "370m": (1024, 16, 3456)}
-"""hidden_size, num_hidden_layers and intermediate_size of the presets."""
-
+# The options of attention that need not be given, and their defaults.
 _ATTENTION = {"num_kv_heads": None, "window": None, "rope_theta": 1e4}
-"""The options of attention that need not be given, and their defaults."""
-
 _REMOTE = "modeling_bedouin"
 _REMOTE_CODE = """# transformers runs this with trust_remote_code=True; the import registers models.
 from bedouin.integrations.hf import BedouinConfig  # noqa: F401
 """
+
+# What is described by its type and the arguments of its constructor, which are all attributes.
+Described = Adjoint | Cap | ChannelMixer | Initialization | Solver
+
+
+def describe(name: str, value: Any) -> Any:
+    """An object as {"type": ..., and all options}, a tuple as a list; any other value as it is.
+
+    A dict is checked and completed. Raises TypeError for a type that a file cannot name or an
+    option that is no attribute, and what the type raises for its options.
+    """
+    value = restore(name, value)
+    if not isinstance(value, Described):
+        return list(value) if isinstance(value, tuple) else value
+    kind, options = type(value), inspect.signature(type(value)).parameters
+    if _types().get(_name(kind)) is not kind:
+        raise TypeError(
+            f"{name} must be one of {', '.join(_types())} to be saved, got {kind.__qualname__}: "
+            f"define that class at the top level of a module, or set {name} of the layers once the "
+            "model is made"
+        )
+    for option in options:
+        if not hasattr(value, option):
+            raise TypeError(
+                f"{name} must have its options as attributes to be saved, got {kind.__qualname__} "
+                f"without {option}: write self.{option} = {option} in its __init__"
+            )
+    found = {option: describe(f"{name}.{option}", getattr(value, option)) for option in options}
+    return {"type": _name(kind), **found}
+
+
+def restore(name: str, value: Any) -> Any:
+    """The inverse of `describe`. Raises TypeError for a type that no imported module defines, and
+    what the type raises."""
+    if not isinstance(value, dict):
+        return value
+    options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
+    kind, types = options.pop("type", None), _types()
+    if not isinstance(kind, str) or kind not in types:
+        raise TypeError(
+            f"{name} must be an object or a dict whose 'type' is one of {', '.join(types)}, got "
+            f"{value!r}: import the module of another class before its file is read"
+        )
+    return types[kind](**options)
+
+
+def _types() -> dict[str, type]:
+    """The classes that a file can name: those at the top level of the modules imported so far."""
+    found, kinds = {}, list(get_args(Described))
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if not inspect.isabstract(kind) and "<locals>" not in kind.__qualname__:
+            found[_name(kind)] = kind
+    return found
+
+
+def _name(kind: type) -> str:
+    """The name of a class in a file: alone for this library's, else behind its module's."""
+    own = kind.__module__.partition(".")[0] == "bedouin"
+    return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @strict
@@ -81,20 +137,18 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             options as {"type": "TrackingDeltaNet", "num_trackers": 2}. It becomes such a dict with
             all options, which is saved; the options of `Bedouin` are then their defaults.
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init: options of `bedouin.Bedouin`, where state_size
-            is called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1.
-        mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
-            `bedouin.Bedouin`, too. Objects become dicts such as {"type": "Picard", "rtol": 1e-4,
-            ...}, which are saved; a class of your own must be at the top level of a module, which
-            is imported before a file is read, and keep its options as attributes. With a mixer,
-            num_householder and beta_max are their defaults.
+            feedback, feedback_norm, feedback_init, mixer, solver, adjoint, max_steps,
+            initialization, backend, on_unconverged: options of `bedouin.Bedouin`, where state_size
+            is called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1;
+            with a mixer both are their defaults. Objects become dicts such as {"type": "Picard",
+            "rtol": 1e-4, ...}, which are saved; a class of your own must be at the top level of a
+            module, which is imported before a file is read, and keep its options as attributes.
         conv_kernel: width of the convolution in each mixer, d_conv; None for no convolution.
         attn_layers: indices of the layers whose mixer is causal attention, at most all but one.
         attn: their options, {"num_heads": 8, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}:
             query heads, heads of keys and values (by default as many), how many tokens a token
-            sees, itself among them (None: all), and the base of the rotary positions. It is
-            computed by `attn_implementation`, "sdpa" or "eager". In a window, padding between
-            tokens counts as tokens; padding on the left does not.
+            sees, itself and padding between tokens among them (None: all), and the base of the
+            rotary positions. `attn_implementation`, "sdpa" or "eager", computes it.
         rms_norm_eps: epsilon of every norm.
         initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
             have their own initialization.
@@ -108,11 +162,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             first of liger, fla and torch that can run, which a warning names.
 
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
-    too. What a file contains beyond them are attributes, as in every configuration of transformers;
-    another name in a call raises TypeError, a value of another type transformers'
-    StrictDataclassError. A layer with another name or unknown options, and attn_layers and attn
-    that do not fit, raise ValueError or TypeError at once, what the mixers cannot take when a model
-    is made.
+    too. Other names in a file are attributes, as in every configuration of transformers; in a call
+    they raise TypeError, a value of another type transformers' StrictDataclassError. A layer with
+    another name or unknown options, and attn_layers and attn that do not fit, raise ValueError or
+    TypeError at once, what the mixers cannot take when a model is made.
     """
 
     # A new option of Bedouin is a field here, whose default is what it means to be absent from a
@@ -181,11 +234,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         if earlier:
             self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
-        if from_file:
-            of_convolved = others.pop("use_conv_bias", None) is not None
-            if of_convolved and self.conv_kernel is not None:
-                got = f"conv_kernel={self.conv_kernel!r}"
-                raise convolved_error("conv_kernel must be None in a file of version 0.1.0", got)
+        if from_file and others.pop("use_conv_bias", None) is not None and self.conv_kernel:
+            got = f"conv_kernel={self.conv_kernel!r}"
+            raise convolved_error("conv_kernel must be None in a file of version 0.1.0", got)
         others = _without_removed("", others, _REMOVED)
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
@@ -209,7 +260,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             self.attn = _check_attention(self)
         if from_file and self.layer == "Bedouin" and self.num_heads is None:
             # files of versions up to 0.2.0 leave the number out where it was that of their rule
-            self.num_heads = _heads_of_0_2(self._inner_size)
+            d = self._inner_size
+            self.num_heads = d // 128 if d >= 512 and d % 128 == 0 else 1
         super().__post_init__(**others)
 
     @property
@@ -248,12 +300,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         """
         if name not in _SIZES:
             raise ValueError(f"name must be one of {', '.join(_SIZES)}, got {name!r}")
-        names = cls.attribute_map
-        hidden, layers, intermediate = _SIZES[name]
-        chosen: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
-        chosen |= {"intermediate_size": intermediate, "rescale_prenorm_residual": True}
-        chosen["layer"] = "TrackingDeltaNet"
-        chosen |= {names.get(option, option): value for option, value in options.items()}
+        sizes = "hidden_size", "num_hidden_layers", "intermediate_size"
+        chosen: dict[str, Any] = dict(zip(sizes, _SIZES[name], strict=True))
+        chosen |= {"layer": "TrackingDeltaNet", "rescale_prenorm_residual": True}
+        chosen |= {cls.attribute_map.get(option, option): v for option, v in options.items()}
         return cls(**chosen)
 
     @property
@@ -312,11 +362,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                     f"that layer are entries of layer={{'type': {type!r}, ...}}"
                 )
         return make_layer(type, self.hidden_size, norm_eps=self.rms_norm_eps, **options)
-
-
-def _heads_of_0_2(d_inner: int) -> int:
-    """The default number of heads up to version 0.2.0."""
-    return d_inner // 128 if d_inner >= 512 and d_inner % 128 == 0 else 1
 
 
 def _without_removed(

@@ -22,11 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.utils import can_return_tuple, logging
 
-from bedouin.integrations.hf.attention import (
-    BedouinAttention,
-    attention_config,
-    attention_options,
-)
+from bedouin.integrations.hf.attention import BedouinAttention, attention_config, attention_options
 from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.layers import mix, row_mask
@@ -42,12 +38,9 @@ from bedouin.wrapped import is_untouched
 
 _LOGGER: Any = logging.get_logger(__name__)
 
+# What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q.
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q."""
-
 _OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
-"""The arguments that say where documents of a prompt are."""
-
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
@@ -56,16 +49,16 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
 
     def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
         m, hidden = config.hidden_size, config.intermediate_size
-        expand = None if hidden is None else hidden / m
         attends = layer_idx in config.attn_layers
         mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
+        expand = None if hidden is None else hidden / m
         ResidualBlock.__init__(self, m, mixer, expand, config.rms_norm_eps)
         self.layer_idx = layer_idx
         # known by a mark, since transformers initializes no module without parameters of its own
-        ends: list[Any] = [mixer.o_proj] if attends else []
-        ends += [] if self.mlp is None else [self.mlp[1].out_proj]
-        for projection in ends:
-            projection.ends_branch = True
+        if attends:
+            mixer.o_proj.ends_branch = True
+        if self.mlp is not None:
+            self.mlp[1].out_proj.ends_branch = True  # type: ignore[union-attr]
 
     def forward(
         self,
@@ -78,20 +71,13 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         normed = self.norm(x)
         if isinstance(self.mixer, BedouinAttention):
             mixed, _ = self.mixer(normed, **(attention or {}), **{CACHE_NAME: past_key_values})
+        elif past_key_values is None:
+            mixed = self.mixer(normed, mask=mask, seq_idx=seq_idx)
         else:
-            mixed = self._mix(normed, past_key_values, mask, seq_idx)
+            kept = cache_layer(past_key_values, self.layer_idx)
+            mixed, state = mix(self.mixer, normed, kept.state, mask, seq_idx=seq_idx)
+            kept.write(state, x.shape[1])
         return self._residual(x, mixed)
-
-    def _mix(
-        self, x: Tensor, cache: Cache | None, mask: Tensor | None, seq_idx: Tensor | None
-    ) -> Tensor:  # (b, t, m), (b, t), (b, t) -> (b, t, m)
-        if cache is None:
-            output: Tensor = self.mixer(x, mask=mask, seq_idx=seq_idx)
-            return output
-        kept = cache_layer(cache, self.layer_idx)
-        output, state = mix(self.mixer, x, kept.state, mask, seq_idx=seq_idx)
-        kept.write(state, x.shape[1])
-        return output
 
 
 class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
@@ -174,10 +160,9 @@ class BedouinModel(BedouinPreTrainedModel):
             place; None: a new one if use_cache, which is False in training unless it is given.
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
-            changes or position_ids is 0. The cache holds the state after a row's last document,
-            whose keys alone later tokens see; attention counts its positions in each document.
-            Padding by attention_mask belongs to no document. Beside that mask position_ids do not
-            describe documents, as in transformers, whose generate passes both.
+            changes or position_ids is 0; padding belongs to none. The cache holds the state after
+            a row's last document, whose keys alone later tokens see. Beside attention_mask
+            position_ids do not describe documents, as in transformers, whose generate passes both.
 
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
         two caches, for attention_mask of another shape, and what the layers raise.
@@ -186,7 +171,8 @@ class BedouinModel(BedouinPreTrainedModel):
             if name not in _LENGTHS:
                 own = list(inspect.signature(BedouinModel.forward).parameters)
                 raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
-        if self._choose(output_attentions, "output_attentions"):
+        config = self.config
+        if config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions must be False: no attention weights are returned")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
@@ -195,15 +181,16 @@ class BedouinModel(BedouinPreTrainedModel):
         seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
         cache = self._cache(one_cache(past_key_values, cache), use_cache)
         attention = None
-        if self.config.attn_layers:
-            attention = attention_options(self.config, self.rotary_emb, x, mask, seq_idx, cache)
-        wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
+        if config.attn_layers:
+            attention = attention_options(config, self.rotary_emb, x, mask, seq_idx, cache)
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
         hidden: list[Tensor] = []
         for layer in self.layers:
             hidden.append(x)
             x = layer(x, cache, mask, seq_idx, attention)
         x = self.norm(x)
-        return BaseModelOutputWithPast(x, cache, (*hidden, x) if wants_hidden else None)
+        return BaseModelOutputWithPast(x, cache, (*hidden, x) if output_hidden_states else None)
 
     def _cache(self, past: Cache | None, use_cache: bool | None) -> Cache | None:
         if use_cache is None:
@@ -217,9 +204,6 @@ class BedouinModel(BedouinPreTrainedModel):
                 )
             return None
         return DynamicCache(config=self.config) if use_cache and past is None else past
-
-    def _choose(self, value: bool | None, name: str) -> bool:
-        return bool(getattr(self.config, name) if value is None else value)
 
 
 class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -257,15 +241,14 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
             tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all.
         skip_logits: whether head and loss are computed together, as fuse_linear_cross_entropy says,
-            and logits are None, as in Liger Kernel; None: in training with labels, unless lm_head
-            has hooks, which run in calls alone. If all labels are ignored that loss is 0, where
-            transformers' is NaN.
+            and logits are None; None: in training with labels, unless lm_head has hooks. If all
+            labels are ignored that loss is 0, where transformers' is NaN.
         Other arguments are those of `BedouinModel.forward` and of transformers' loss. `Trainer`
         drops the columns of a data set that have no name here.
 
         Raises what `BedouinModel.forward` and `linear_cross_entropy` raise, and ValueError for
-        skip_logits without labels or with fuse_linear_cross_entropy=False, and for a head or a loss
-        that cannot be fused.
+        skip_logits without labels or fuse_linear_cross_entropy, and for a head or loss that cannot
+        be fused.
         """
         fused, skips = self.config.fuse_linear_cross_entropy, skip_logits
         if skips is None:
@@ -298,8 +281,8 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         if skips:
             loss = self._fused_loss(x, labels, **for_loss)
         elif labels is not None:
-            size = self.config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **for_loss)
+            for_loss["vocab_size"] = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, **for_loss)
         return CausalLMOutputWithPast(loss, logits, getattr(found, CACHE_NAME), found.hidden_states)
 
     def generate(self, *args: Any, **options: Any) -> Any:
