@@ -15,9 +15,9 @@ class Bidirectional(nn.Module):
 
         layer = Bidirectional(Bedouin(64), Bedouin(64))
 
-    The result of the second layer is reversed back, so that both belong to the same token. With
-    padding or documents, the tokens of each row or document are reversed among themselves. There
-    is no state and no `step`, because the second layer begins with the last token.
+    The result of the second layer is reversed back, and the tokens of each row or document are
+    reversed among themselves. There is no state and no `step`, because the second layer begins with
+    the last token.
 
     Args:
         forwards: the layer that reads from the first token on.
@@ -55,14 +55,13 @@ class Bidirectional(nn.Module):
         if given:
             for layer in (self.forwards, self.backwards):
                 check_takes_mask(layer)
-        ahead = output_tensor(self.forwards(x, **given))
         # the same for x reversed in time
-        behind_options = {
+        reversed_options = {
             name: x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)
             for name, value in given.items()
         }
-        behind = output_tensor(self.backwards(x.flip(1), **behind_options))
-        return ahead + behind.flip(1)
+        ahead = output_tensor(self.forwards(x, **given))
+        return ahead + output_tensor(self.backwards(x.flip(1), **reversed_options)).flip(1)
 
     @property
     def stats(self) -> tuple[Any, Any] | None:

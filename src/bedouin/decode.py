@@ -1,8 +1,8 @@
 """Decoding: a layer or a whole model, one token at a time, as a CUDA graph on a GPU.
 
-A token is the layer's own exact step: a graph removes the time that the host needs to launch it.
-The graph reads the parameters at their addresses, so a change in place affects the next token. If a
-parameter, module or storage is replaced, the token is captured again.
+A token is the layer's own exact step: a graph removes the time that the host needs to launch it. It
+reads parameters at their addresses: a change in place affects the next token, and after another the
+token is captured again.
 
 Letters: b batch, m d_model, v classes.
 """
@@ -30,7 +30,6 @@ from bedouin.wrapped import ReplacementWatch, is_untouched
 
 CHECK_TOKENS = 32
 """Tokens between two asynchronous checks of whether all of them were solved."""
-
 WARMUP_RUNS = 2
 """Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
 
@@ -81,9 +80,8 @@ class Decoder:
         mixers, b = self._mixers, self.batch_size
         if state is None:
             state = self.layer.init_state(b)
-        if not self.is_model:
-            state = [state]
-        elif not isinstance(state, tuple | list) or len(state) != len(mixers):
+        states = state if self.is_model else [state]
+        if not isinstance(states, tuple | list) or len(states) != len(mixers):
             raise ValueError(
                 f"state must be a tuple with one entry for each of the {len(mixers)} layers, got "
                 f"{type(state).__name__}: start from model.init_state(batch_size)"
@@ -92,7 +90,7 @@ class Decoder:
             find_method(mixer, "step")
         self._states: list[Any] = [
             mixer.checked_state(before, b).detach() if is_decoded(mixer) else before
-            for mixer, before in zip(mixers, state, strict=True)
+            for mixer, before in zip(mixers, states, strict=True)
         ]
         self._graph: _Graph | None = None
 
@@ -128,12 +126,9 @@ class Decoder:
 
     def _step(self, x_t: Tensor) -> tuple[Tensor, list[Any]]:  # as __call__
         """The output at a token, and the states of the layers after it."""
-        output: Tensor
-        if not self.is_model:
-            output, after = self.layer.step(x_t, self._states[0])
-            return output, [after]
-        output, states = self.layer.step(x_t, tuple(self._states))
-        return output, list(states)
+        before = tuple(self._states) if self.is_model else self._states[0]
+        output, after = self.layer.step(x_t, before)
+        return output, list(after) if self.is_model else [after]
 
     def _check(self, x_t: Tensor) -> None:
         b = self.batch_size
@@ -158,10 +153,9 @@ class Decoder:
         """Whether a graph is captured for x_t."""
         if not self._allows_graph(x_t) or not len(x_t) or not has_values(x_t):
             return False
-        if not all(_has_kernels(mixer, x_t) for mixer in self._mixers):
-            return False
-        # last, since it visits every module: a replay calls no Python functions
-        return all(is_untouched(module) for module in self.layer.modules())
+        # modules last, since that visits every one: a replay calls no Python functions
+        has_kernels = all(_has_kernels(mixer, x_t) for mixer in self._mixers)
+        return has_kernels and all(map(is_untouched, self.layer.modules()))
 
 
 class _Solve:
@@ -169,10 +163,9 @@ class _Solve:
 
     def __init__(self, layer: Any, x_t: Tensor) -> None:  # x_t: (b, m), or tokens (b,)
         self.layer, self._tokens = layer, 0
-        # of the last token, at fixed addresses
-        self._measured: Measured | None = None
-        ones = torch.ones(layer.num_heads * len(x_t), dtype=torch.bool, device=x_t.device)
-        self._all_converged = ones
+        self._measured: Measured | None = None  # of the last token, at fixed addresses
+        rows = layer.num_heads * len(x_t)
+        self._all_converged = torch.ones(rows, dtype=torch.bool, device=x_t.device)
 
     def record(self) -> None:
         """Keep what the last step measured; part of the graph."""
@@ -190,9 +183,9 @@ class _Solve:
         """What was measured of the last token, at addresses of its own."""
         measured = self._measured
         assert measured is not None and measured.pivot is not None
-        kept = measured.defect, measured.scale, measured.pivot, converged.unsqueeze(1)
-        defect, scale, pivot, frozen = (v.clone() for v in kept)
-        return Measured(defect, scale, pivot, frozen=frozen)
+        kept = measured.defect, measured.scale, measured.pivot
+        defect, scale, pivot = (v.clone() for v in kept)
+        return Measured(defect, scale, pivot, frozen=converged.unsqueeze(1).clone())
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -295,9 +288,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     return graph.replay, output
 
 
-def graph_key(
-    x_t: Tensor,  # (b, m), or tokens (b,)
-) -> tuple[Any, ...]:
+def graph_key(x_t: Tensor) -> tuple[Any, ...]:  # (b, m), or tokens (b,)
     """The properties of an input for which a graph is valid: shape, dtypes, device and stream."""
     key = x_t.shape, x_t.dtype, autocast_dtype(x_t), x_t.device
     if not x_t.is_cuda:

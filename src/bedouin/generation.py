@@ -77,7 +77,21 @@ def generate(
 ) -> Tensor:  # (b, t + max_new_tokens)
     """`SequenceModel.generate`."""
     check_tensor("prompt", prompt, "(b, t)")
-    _check_arguments(model, prompt, max_new_tokens, eos)
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(
+            f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
+            "begin with a token of its own for the start"
+        )
+    check_count("max_new_tokens", max_new_tokens, 0)
+    check_count("eos", eos, 0, optional=True)
+    inputs, classes = model.embedding.num_embeddings, model.head.out_features
+    if inputs != classes:
+        raise ValueError(
+            "generate needs a model whose classes are its input ids, got vocab_size = "
+            f"{inputs} and output_size = {classes}: leave output_size out"
+        )
+    if eos is not None and eos >= classes:
+        raise ValueError(f"eos must be an id below vocab_size = {classes}, got {eos}")
     if max_new_tokens == 0 or len(prompt) == 0:
         return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
     with without_noise():
@@ -115,21 +129,3 @@ def is_sharded(model: nn.Module) -> bool:
     must take as many tokens, so none of them may stop before the others."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
-
-
-def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int | None) -> None:
-    if prompt.dim() != 2 or prompt.shape[1] == 0:
-        raise ValueError(
-            f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
-            "begin with a token of its own for the start"
-        )
-    check_count("max_new_tokens", max_new_tokens, 0)
-    check_count("eos", eos, 0, optional=True)
-    inputs, classes = model.embedding.num_embeddings, model.head.out_features
-    if inputs != classes:
-        raise ValueError(
-            "generate needs a model whose classes are its input ids, got vocab_size = "
-            f"{inputs} and output_size = {classes}: leave output_size out"
-        )
-    if eos is not None and eos >= classes:
-        raise ValueError(f"eos must be an id below vocab_size = {classes}, got {eos}")

@@ -24,7 +24,7 @@ class _Given(torch.autograd.Function):
     graph."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # *tensors: any shapes
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # any shapes
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -142,12 +142,9 @@ def _check_capture(layer: Any, sample: Tensor) -> None:
         )
 
 
-def capture(
-    layer: Any,
-    sample: Tensor,  # (b, t, m)
-    parameters: tuple[Tensor, ...],  # of the layer
-) -> Replay:
-    """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
+def capture(layer: Any, sample: Tensor, parameters: tuple[Tensor, ...]) -> Replay:
+    """The function (x, *parameters) -> output that replays graphs of the layer, whose parameters
+    these are, for the sample (b, t, m)."""
     device, cast_to = sample.device.type, autocast_dtype(sample)
     options = getattr(layer, "solve_options", None)
     # without the cache of autocast, whose casts of the weights would become constants

@@ -26,12 +26,9 @@ ModelState = tuple[Any, ...]
 class _Embedding(nn.Embedding):
     """An embedding whose initial values have a standard deviation of its own."""
 
-    std = 1.0
-
     def __init__(self, vocab_size: int, d_model: int, std: float, **factory: Any) -> None:
+        self.std = std  # torch's constructor draws a weight
         super().__init__(vocab_size, d_model, **factory)
-        self.std = std
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
@@ -41,10 +38,9 @@ class _TiedHead(nn.Linear):
     """A head with the weight of an embedding, which is also drawn as there."""
 
     def __init__(self, embedding: _Embedding) -> None:
-        self.std = embedding.std  # torch's constructor draws a weight
-        super().__init__(
-            embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta"
-        )
+        self.std = embedding.std
+        classes, m = embedding.weight.shape
+        super().__init__(m, classes, bias=False, device="meta")
         self.weight = embedding.weight
 
     def reset_parameters(self) -> None:
@@ -104,18 +100,18 @@ class Block(ResidualBlock):
         Chunks and tokens (b, m) are calls, because hooks of a module, as those with which FSDP
         gathers its parameters, run in calls alone.
         """
-        normed = self.norm(x)
+        normed, mixer = self.norm(x), self.mixer
         options = {} if mask is None else {"mask": mask}
         if mask is not None:
-            checks.check_takes_mask(self.mixer)
+            checks.check_takes_mask(mixer)
         if run == "whole":
-            return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
+            return self._residual(x, _mixed(mixer, mixer(normed, **options), x))
         if run == "chunk":
-            checks.find_method(self.mixer, "init_state")
-            output, state = self.mixer(normed, state=state, return_state=True, **options)
+            checks.find_method(mixer, "init_state")
+            output, state = mixer(normed, state=state, return_state=True, **options)
         else:
-            output, state = checks.find_method(self.mixer, "step")(normed, state)
-        return self._residual(x, _mixed(self.mixer, output, x)), state
+            output, state = checks.find_method(mixer, "step")(normed, state)
+        return self._residual(x, _mixed(mixer, output, x)), state
 
 
 class SequenceModel(nn.Module):
@@ -126,10 +122,9 @@ class SequenceModel(nn.Module):
         model = SequenceModel(60, 128, [Bedouin(128), Attention(128), Bedouin(128)])    # a hybrid
         logits = model(tokens)                                           # (b, t) -> (b, t, v)
 
-    A mixer is any module (b, t, m) -> (b, t, m), here also `bedouin.baselines.Attention`. If a
-    mixer returns a tuple, such as flash-linear-attention's (output, None, cache), its first entry
-    is used.
-    `init_state`, `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
+    A mixer is any module (b, t, m) -> (b, t, m), here also `bedouin.baselines.Attention`; if it
+    returns a tuple, as flash-linear-attention's layers do, the first entry is used. `init_state`,
+    `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
     `step(x, state)` and `forward(x, state=…, return_state=True)`, as `bedouin.Bedouin` has.
 
     The model does not synchronize with the device and does not write in place, so it runs under
@@ -239,8 +234,7 @@ class SequenceModel(nn.Module):
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
-            given: Any = state  # None is refused
-            x, state = self._run_blocks(self.embedding(tokens), given, "token")
+            x, state = self._run_blocks(self.embedding(tokens), cast(ModelState, state), "token")
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
@@ -332,15 +326,16 @@ class SequenceModel(nn.Module):
 
     def _checked_states(self, state: ModelState) -> ModelState:
         """`state`; TypeError or ValueError unless it has one entry for each layer."""
+        start = "start from model.init_state(batch_size)"
         if not isinstance(state, tuple | list) or hasattr(state, "_fields"):
             raise TypeError(
                 "state must be a tuple with one entry for each layer, got "
-                f"{type(state).__name__}: start from model.init_state(batch_size)"
+                f"{type(state).__name__}: {start}"
             )
         if len(state) != len(self.blocks):
             raise ValueError(
-                f"state must have one entry for each of the {len(self.blocks)} layers, "
-                f"got {len(state)}: start from model.init_state(batch_size)"
+                f"state must have one entry for each of the {len(self.blocks)} layers, got "
+                f"{len(state)}: {start}"
             )
         return state
 
@@ -353,15 +348,15 @@ def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:  # x: (..., m
     """The tensor in `output`, the return value of `mixer`. Raises TypeError if there is none and
     ValueError if its shape is not that of the residual stream x."""
     tensor = output[0] if isinstance(output, tuple) and output else output
+    must = f"mixer {type(mixer).__name__} must return"
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"mixer {type(mixer).__name__} must return a tensor of the shape of its input, or a "
-            f"tuple that begins with one, got {type(output).__name__}"
+            f"{must} a tensor of the shape of its input, or a tuple that begins with one, got "
+            f"{type(output).__name__}"
         )
     if tensor.shape != x.shape:
         raise ValueError(
-            f"mixer {type(mixer).__name__} must return the shape of its input, "
-            f"{tuple(x.shape)}, got {tuple(tensor.shape)}"
+            f"{must} the shape of its input, {tuple(x.shape)}, got {tuple(tensor.shape)}"
         )
     return tensor
 

@@ -23,12 +23,16 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     check_number("weight_decay", weight_decay, 0, 1e3, open_low=False)
     # one that is shared is exempt if it is so in one of its places
-    exempt_ids = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if _is_exempt(name, parameter, module)
-    }
+    exempt_ids = set()
+    for module in model.modules():
+        # by name, as norms are written anew in many libraries; FSDP and parametrizations derive
+        # classes with a name in front of, or behind, that of the base
+        is_norm = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
+        is_norm = is_norm or isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, v in module.named_parameters(recurse=False, remove_duplicate=False):
+            is_bias = name.startswith("bias") or name.endswith("bias")
+            if is_bias or is_norm or getattr(v, "_no_weight_decay", False):
+                exempt_ids.add(id(v))
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -38,12 +42,3 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": decayed, "weight_decay": float(weight_decay)},
         {"params": exempt, "weight_decay": 0.0},
     ]
-
-
-def _is_exempt(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-    is_bias = name.startswith("bias") or name.endswith("bias")
-    # by name, as norms are written anew in many libraries; FSDP and parametrizations derive
-    # classes with a name in front of, or behind, that of the base
-    is_norm = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
-    is_norm = is_norm or isinstance(module, nn.modules.batchnorm._NormBase)
-    return is_bias or is_norm or bool(getattr(parameter, "_no_weight_decay", False))

@@ -1,8 +1,8 @@
 """Sequences of several lengths in one tensor: padded rows, and rows of several documents.
 
 Layers are causal, so they compute such sequences as a batch in which each begins at the left and
-padding follows its last token: a `Packing` says which token goes where. The padding then has no
-influence on any token, if x is 0 there, and only the state after it and the statistics need care.
+padding with x = 0 follows its last token: a `Packing` says which token goes where. Only the state
+after the padding and the statistics need care.
 
 Letters: b rows, t time, l sequences (the b rows without their padding, or documents), w the length
 of the longest one.
@@ -20,7 +20,6 @@ from bedouin.state import RecurrentState
 StateT = TypeVar("StateT", bound=RecurrentState)
 
 INDICES = torch.int32, torch.int64
-
 _LENGTHS = "_lengths_before_padding"
 """The name under which a mask of rows whose padding follows their tokens has their lengths."""
 
@@ -67,12 +66,9 @@ class Packing:
         """The inverse of `take`, with zeros at places without a token."""
         return y if self.lengths is None else _move(y, self.target, shape[:2], self.mask)
 
-    def before(
-        self,
-        state: StateT,  # of rows, or with cu_seqlens of documents
-        zeros: StateT,  # of one sample before its first token
-    ) -> StateT:
-        """The states before the first token of each sequence."""
+    def before(self, state: StateT, zeros: StateT) -> StateT:
+        """The states before the first token of each sequence, from those of rows, or with
+        cu_seqlens of documents, and that of one sample before its first token."""
         if self.first is None:
             return state
         if not isinstance(zeros, RecurrentState):
@@ -129,12 +125,8 @@ def find_packing(
     cu_seqlens: Tensor | None = None,  # (l + 1,)
     seq_idx: Tensor | None = None,  # (b, t)
 ) -> Packing:
-    """What the arguments of a call say about x.
+    """What the arguments of a call say about x, as `Bedouin.forward` describes them.
 
-    mask: bool, True for real tokens, padding anywhere. cu_seqlens: int32 or int64, the places in
-    a single row where each document begins, and the row's length last. seq_idx: int32 or int64; a
-    document ends where it changes. The latter two are read by the host, once. With a mask, padding
-    is in no document: those of cu_seqlens are shorter by it, and its seq_idx has no influence.
     Raises TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and
     seq_idx, cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what
     the host would have to read.
@@ -266,10 +258,8 @@ def _check_like(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, 
             f"{name} must have dtype {names}, got {value.dtype}: use {name}.to({dtypes[-1]})"
         )
     if value.device != x.device:
-        raise ValueError(
-            f"{name} must be on the device of x, {x.device}, got {value.device}: use "
-            f"{name}.to(x.device)"
-        )
+        place = f"on the device of x, {x.device}"
+        raise ValueError(f"{name} must be {place}, got {value.device}: use {name}.to(x.device)")
 
 
 def check_readable(name: str, x: Tensor) -> None:

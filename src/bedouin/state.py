@@ -141,11 +141,12 @@ class RecurrentState:
                 )
             state._check_batched(batched, name)
             shapes.append([tuple(v.shape[int(batched) :]) for v in state.tensors])
-            if shapes[-1] != shapes[0]:
-                raise ValueError(
-                    f"{name} needs states of one layer, got tensors of shapes {shapes[0]} and "
-                    f"{shapes[-1]}"
-                )
+            first, last = shapes[0], shapes[-1]
+            if first != last:
+                got = f"tensors of shapes {first} and {last}"
+                if len(first) != len(last):
+                    got = f"one with {len(first)} and one with {len(last)} tensors"
+                raise ValueError(f"{name} needs states of one layer, got {got}")
         fields = zip(*(state.tensors for state in states), strict=True)
         return cls._make(join(list(field)) for field in fields)
 

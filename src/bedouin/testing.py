@@ -36,24 +36,20 @@ __all__ = [
 LayerT = TypeVar("LayerT", bound=FixedPointLayer)
 
 
-def relative_error(
-    actual: Tensor,  # any shape
-    expected: Tensor,  # the same shape
-) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:  # any shape, the same for both
     """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero; inf if
     non-finite entries differ."""
+    found, scale = _distance(actual, expected)
+    return found.max().item() / (scale or 1.0) if found.numel() else 0.0
+
+
+def _distance(actual: Tensor, expected: Tensor) -> tuple[Tensor, float]:
+    """|actual - expected|, 0 where both are the same non-finite value and inf where only one is
+    NaN; and the largest finite |expected|, 0 without any."""
     a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
-    difference = distance(a, e)
-    if difference.numel() == 0:
-        return 0.0
-    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item()
-    return difference.max().item() / (scale or 1.0)
-
-
-def distance(a: Tensor, e: Tensor) -> Tensor:  # any shape, the same for all
-    """|a - e|; 0 where both are the same non-finite value, inf where only one is NaN."""
     found = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
-    return torch.where(found.isnan(), torch.inf, found)
+    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item() if e.numel() else 0.0
+    return torch.where(found.isnan(), torch.inf, found), scale
 
 
 @dataclass(frozen=True)
@@ -106,8 +102,8 @@ def find_fixed_point(
         hidden = gated(probe, projected, y)
     assert probe.stats is not None
     heads = probe.num_heads
-    f_of_heads = of_all_heads(f, heads)
-    return FixedPoint(f_of_heads, unfold(y, heads), probe.out_proj(hidden), probe.stats)
+    found = of_all_heads(f, heads), unfold(y, heads), probe.out_proj(hidden), probe.stats
+    return FixedPoint(*found)
 
 
 @torch.no_grad()
@@ -130,12 +126,12 @@ def measure_growth(
     check_layer(layer)
     if size <= 0:
         raise ValueError(f"size must be positive, got {size}")
+    if x.numel() == 0:
+        return 1.0
     probe = copy_with(layer, on_unconverged="ignore").double().eval()
     x = x.detach().double()
     solver = Direct() if probe.is_structured else probe.solver
     state = None if state is None else state.detach().to(torch.float64)
-    if x.numel() == 0:
-        return 1.0
     generator = torch.Generator().manual_seed(seed)
     base = find_fixed_point(probe, x, solver=solver, state=state)
     growth = 1.0
@@ -180,12 +176,9 @@ def layer_gradients(
     return dict(zip(named, grads, strict=True))
 
 
-def compare_gradients(
-    a: dict[str, Tensor],  # of `layer_gradients`
-    b: dict[str, Tensor],
-) -> tuple[float, float]:
+def compare_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
     """|a - b| / |b| in the 2-norm, and the cosine of the angle between a and b, of the gradients of
-    all parameters. NaN where a norm is zero."""
+    all parameters, as `layer_gradients` returns them. NaN where a norm is zero."""
     u, v = (
         torch.cat([grad.flatten().double() for name, grad in found.items() if name != "x"])
         for found in (a, b)
@@ -243,8 +236,7 @@ def log_growth(
     return torch.stack(rows)
 
 
-def _flat_state(state: BedouinState) -> Tensor:
-    """(b, numbers of a state): memory, y and window of each sample."""
+def _flat_state(state: BedouinState) -> Tensor:  # (b, numbers of a state)
     return torch.cat([v.flatten(1) for v in state.tensors], 1)
 
 
@@ -267,9 +259,7 @@ def lyapunov(
     return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))
 
 
-def exponent(
-    growth: Tensor,  # (t, b), of `log_growth`
-) -> Tensor:  # (b,)
+def exponent(growth: Tensor) -> Tensor:  # (t, b), of `log_growth` -> (b,)
     """The growth a token over the last three quarters of the tokens."""
     t, first = len(growth), len(growth) // 4
     before = growth[first - 1] if first else torch.zeros_like(growth[0])
@@ -285,26 +275,21 @@ def copy_with(layer: LayerT, **attributes: Any) -> LayerT:
 
 
 def assert_close(
-    name: str,
-    actual: Tensor,  # any shape
-    expected: Tensor,  # the same shape
-    rtol: float = 1e-10,
-    atol: float = 0.0,
-) -> None:
+    name: str, actual: Tensor, expected: Tensor, rtol: float = 1e-10, atol: float = 0.0
+) -> None:  # any shape, the same for both
     """Raise AssertionError unless shapes and dtypes are equal and max|actual - expected| <= atol +
     rtol max|expected|, where NaN equals NaN. The message names the worst index."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     if actual.dtype != expected.dtype:
         raise AssertionError(f"{name}: dtype {actual.dtype}, not {expected.dtype}")
-    a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
-    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item() if e.numel() else 0.0
-    error = relative_error(a, e)
-    if error * (scale or 1.0) <= atol + rtol * scale:
+    found, scale = _distance(actual, expected)
+    worst = found.max().item() if found.numel() else 0.0
+    if worst <= atol + rtol * scale:
         return
-    worst = distance(a, e).flatten().argmax()
-    index = tuple(int(i) for i in torch.unravel_index(worst, a.shape))
+    index = tuple(int(i) for i in torch.unravel_index(found.flatten().argmax(), found.shape))
     raise AssertionError(
-        f"{name}: relative error {error:.2e} > {rtol:.1e} (largest expected {scale:.2e}), worst at "
-        f"{index}: {a[index].item():.17g}, expected {e[index].item():.17g}"
+        f"{name}: relative error {worst / (scale or 1.0):.2e} > {rtol:.1e} (largest expected "
+        f"{scale:.2e}), worst at {index}: {actual[index].item():.17g}, expected "
+        f"{expected[index].item():.17g}"
     )

@@ -21,11 +21,9 @@ from bedouin.layers.heads import HeadLinear, HeadNorm
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
-
 LEAST_JOINED = 64
 """The fewest tokens for which weights are copied: on a CPU for one product of several projections,
 on a GPU for rows of one projection that are aligned."""
-
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -119,17 +117,14 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def calls_norm(norm: nn.Module | None) -> bool:
-    """Whether the output stage calls the norm, because it has hooks or a `forward` of its own.
-
-    Not `is_untouched`, whose call costs the host time in every call of the layer; the `forward`
-    that accelerate sets on the object moves the input or loads the weight.
-    """
+    """Whether the output stage calls the norm, because it has hooks or a `forward` of its own; that
+    which accelerate sets on the object moves the input or loads the weight."""
     if norm is None:
         return False
-    own = vars(norm)
+    # not is_untouched, whose call costs the host time in every call of the layer
     hooked = norm._forward_hooks or norm._forward_pre_hooks
     hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
-    return bool(hooked) or ("forward" in own and "_hf_hook" not in own)
+    return bool(hooked) or ("forward" in vars(norm) and "_hf_hook" not in vars(norm))
 
 
 def _trained_copy(norm: Any) -> Any:
@@ -162,10 +157,9 @@ def effective_weight(
 ) -> Tensor:  # (r, p) or (H, r, p), p = inputs
     """The matrix that the module multiplies by.
 
-    A module that is not plain is called with the unit vectors and with twice these: hooks run and
-    act, and see those vectors, not the tokens. Dropout inside of the module, as that of an adapter
-    in training, is drawn once for the call and drops the same inputs for all samples and tokens.
-    Raises TypeError for a module with hooks that is not linear.
+    A module that is not plain is called with the unit vectors and with twice these, which hooks
+    see, not the tokens. Dropout inside of the module is drawn once for the call and drops the same
+    inputs for all tokens. Raises TypeError for a module with hooks that is not linear.
     """
     if is_plain(module):
         return module.weight
@@ -177,46 +171,31 @@ def effective_weight(
     columns: Tensor = module(rows)
     if hooked:
         columns, twice = columns.chunk(2, -2)
-        _check_linear(name, columns, twice)
+        readable = not torch.compiler.is_compiling() and not is_transformed()
+        if readable and has_values(columns):
+            tolerance = 10 * torch.finfo(columns.dtype).eps
+            if not torch.allclose(twice, 2 * columns, rtol=tolerance, atol=tolerance):
+                raise TypeError(
+                    f"{name} must stay linear with its hooks, since the solve multiplies by its "
+                    "matrix without calling it at each token, but twice the input did not give "
+                    "twice the output: hook the layer, x_proj or out_proj, or change the weight "
+                    "with torch.nn.utils.parametrize"
+                )
     return columns.mT.contiguous()
-
-
-def _check_linear(
-    name: str,
-    columns: Tensor,  # (..., p, r)
-    twice: Tensor,  # (..., p, r), what twice the vectors gave
-) -> None:
-    """Raise TypeError unless the second is twice the first, where the host can read them."""
-    if torch.compiler.is_compiling() or is_transformed() or not has_values(columns):
-        return
-    tolerance = 10 * torch.finfo(columns.dtype).eps
-    if not torch.allclose(twice, 2 * columns, rtol=tolerance, atol=tolerance):
-        raise TypeError(
-            f"{name} must stay linear with its hooks, since the solve multiplies by its matrix "
-            "without calling it at each token, but twice the input did not give twice the output: "
-            "hook the layer, x_proj or out_proj, or change the weight with "
-            "torch.nn.utils.parametrize"
-        )
 
 
 def _is_hooked(module: nn.Module) -> bool:
     """Whether there are hooks on the module or in it, but for torch's own, which gather a sharded
     weight or compute it, as those of weight_norm do."""
     hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
-    for hook in hooks:
-        owner = getattr(hook, "__func__", hook)
-        home = getattr(owner, "__module__", None) or type(hook).__module__
-        if home.partition(".")[0] != "torch":
-            return True
-    return False
+    owners = ((getattr(hook, "__func__", hook), type(hook)) for hook in hooks)
+    homes = (getattr(own, "__module__", None) or kind.__module__ for own, kind in owners)
+    return any(home.partition(".")[0] != "torch" for home in homes)
 
 
 class ReplacementWatch:
     """Detects that a module, parameter or storage of a layer or model was replaced since the watch
-    was made.
-
-    Changes in place are not detected and need not be: a graph reads the current values.
-    """
+    was made. Changes in place need not be: a graph reads the current values."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._submodules: list[tuple[dict[str, Any], str, object]] = []
@@ -247,8 +226,17 @@ def side_by_side(
     x: Tensor,  # (b, t, p)
     modules: Sequence[nn.Module],  # (b, t, p) -> (b, t, r_i)
 ) -> Tensor:  # (b, t, sum r_i), or with more columns, which nothing may read
-    """What the modules make of x, one beside the other; in one product where that is faster."""
-    if not _joins(x, modules):
+    """What the modules make of x, one beside the other; in one product where that is faster.
+
+    torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
+    GPU, where a copy takes less time than the launches of several products.
+    """
+    # first, so that no condition on the number of tokens is traced
+    joins = not torch.compiler.is_compiling() and all(map(is_plain, modules))
+    if joins:
+        is_long, are_several = x[..., 0].numel() >= LEAST_JOINED, len(modules) > 1
+        joins = (is_long or are_several) if x.is_cuda else (is_long and are_several)
+    if not joins:
         found = [module(x) for module in modules]
         return found[0] if len(found) == 1 else torch.cat(found, -1)
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
@@ -257,16 +245,3 @@ def side_by_side(
         # any rows serve, since nothing reads their results; new zeros would take a launch
         weights.append(weights[0].detach()[:1].expand(missing, -1))
     return F.linear(x, torch.cat(weights))
-
-
-def _joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
-    """Whether `side_by_side` copies the weights for one product.
-
-    torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
-    GPU, where a copy takes less time than the launches of several products.
-    """
-    # first, so that no condition on the number of tokens is traced
-    if torch.compiler.is_compiling() or not all(map(is_plain, modules)):
-        return False
-    is_long, are_several = x[..., 0].numel() >= LEAST_JOINED, len(modules) > 1
-    return (is_long or are_several) if x.is_cuda else (is_long and are_several)

@@ -148,26 +148,25 @@ class Attention(RecurrentLayer[AttentionState]):
         return {"conv": self.conv.window_size, "keys": cache, "values": cache}
 
     def checked_state(self, state: Any, b: int) -> Any:
+        lengths = None
         if isinstance(state, PaddedAttentionState):
-            return self._checked_padded(state, b)
+            *fields, lengths = state.tensors
+            state = AttentionState(*fields)
         state = super().checked_state(state, b)
         if state.keys.shape != state.values.shape:
             raise ValueError(
                 "state.keys and state.values must have one shape, got "
                 f"{tuple(state.keys.shape)} and {tuple(state.values.shape)}"
             )
-        return state
-
-    def _checked_padded(self, state: PaddedAttentionState, b: int) -> PaddedAttentionState:
-        *fields, lengths = state.tensors
-        whole = self.checked_state(AttentionState(*fields), b)
+        if lengths is None:
+            return state
         check_tensor("state.lengths", lengths, "(b,)")
         if lengths.numel() != b or lengths.dtype != torch.int64:
             raise ValueError(
                 f"state.lengths must be int64 of shape ({b},), got {lengths.dtype} of "
                 f"{tuple(lengths.shape)}: select samples with state[...]"
             )
-        return PaddedAttentionState(whole.conv, whole.keys, whole.values, lengths.reshape(b))
+        return PaddedAttentionState._make((*state.tensors, lengths.reshape(b)))
 
     def _run(
         self, x: Tensor, state: AttentionState | PaddedAttentionState, lengths: Tensor | None
@@ -202,11 +201,9 @@ class Attention(RecurrentLayer[AttentionState]):
 
 
 def _append(
-    cache: Tensor,  # (b, s, h, p)
-    new: Tensor,  # (b, t, h, p)
-    filled: Tensor | None,  # (b,), places of the cache that are filled; None: all
-) -> Tensor:  # (b, s + t, h, p)
-    """The filled places of the cache, and behind them the new ones."""
+    cache: Tensor, new: Tensor, filled: Tensor | None
+) -> Tensor:  # (b, s, h, p), (b, t, h, p), (b,) -> (b, s + t, h, p)
+    """The filled places of the cache, None for all, and behind them the new ones."""
     joined = torch.cat([cache, new], dim=1)
     if filled is None:
         return joined
@@ -227,10 +224,8 @@ def _mask(
 
 
 def rotate(
-    x: Tensor,  # (b, t, h, p), p even
-    start: int | Tensor,  # (b,)
-    base: float,
-) -> Tensor:  # (b, t, h, p)
+    x: Tensor, start: int | Tensor, base: float
+) -> Tensor:  # (b, t, h, p) with p even, (b,) -> (b, t, h, p)
     """Rotary positions start, start + 1, ...: channel pairs (i, i + p/2) turned by the angle
     position * base^(-2i/p), in at least float32."""
     half = x.shape[-1] // 2

@@ -114,7 +114,5 @@ class BedouinLayer(nn.Module):
                 "BedouinLayer(..., layer_idx=i)"
             )
         kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
-        if kept is None or kept["recurrent_state"] is None:
-            return None
-        state: RecurrentState = self.layer.state_type._make(kept["recurrent_state"])
-        return state
+        tensors = None if kept is None else kept["recurrent_state"]
+        return None if tensors is None else self.layer.state_type._make(tensors)

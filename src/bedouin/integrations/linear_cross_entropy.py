@@ -16,10 +16,8 @@ from bedouin.kernels.launch import accumulator
 
 Kernel = Literal["torch", "liger", "fla"]
 """What computes the loss: this module, or Triton kernels of Liger Kernel or of FLA."""
-
 CHUNK = 2**26
 """How many logits exist at once, at least those of one token."""
-
 _LIBRARIES = {"liger": "liger_kernel", "fla": "fla"}
 _INSTALLS = {"liger": "liger-kernel", "fla": "flash-linear-attention"}
 
@@ -76,13 +74,13 @@ def linear_cross_entropy(
             total: Tensor = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
             return total
         options: Any = {"ignore_index": ignore_index, "reduction": "sum"}
-        if kernel == "liger":
-            module = import_module("liger_kernel.transformers")
-            options["accum_dtype"] = torch.float32
-            total = module.LigerFusedLinearCrossEntropyLoss(**options)(weight, x, labels, bias)
+        if kernel == "fla":
+            loss = import_module("fla.modules").FusedLinearCrossEntropyLoss(**options)
+            total = loss(x, labels, weight, bias)
         else:
-            module = import_module("fla.modules")
-            total = module.FusedLinearCrossEntropyLoss(**options)(x, labels, weight, bias)
+            module = import_module("liger_kernel.transformers")
+            loss = module.LigerFusedLinearCrossEntropyLoss(**options, accum_dtype=torch.float32)
+            total = loss(weight, x, labels, bias)
         return total
 
 
@@ -138,10 +136,6 @@ class _Chunked(torch.autograd.Function):
             )
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         # written in the dtype of the result, since that of the weight is large in another
-        grads = (
-            None
-            if saved is None
-            else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
-            for saved, dtype in pairs
-        )
+        outs = ((v, None if v is None else torch.empty_like(v, dtype=kind)) for v, kind in pairs)
+        grads = (None if v is None else torch.mul(v, grad, out=out) for v, out in outs)
         return (*grads, None, None, None)

@@ -20,8 +20,7 @@ from bedouin.integrations.layers import make_layer, mix
 from bedouin.noise import without_noise
 from bedouin.state import RecurrentState
 
-States = tuple[Tensor, ...]
-"""The tensors of the layer's state."""
+States = tuple[Tensor, ...]  # the tensors of a layer's state
 
 
 class BedouinMixer(nn.Module):
@@ -52,12 +51,11 @@ class BedouinMixer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        options |= {"device": device, "dtype": dtype, "layer_idx": layer_idx}
         sizes = {"d_state": d_state, "expand": expand}
         options |= {name: size for name, size in sizes.items() if size is not None}
         options |= {} if d_conv == "default" else {"d_conv": d_conv}
-        self.layer = make_layer(layer, d_model, **options)
-        self.layer_idx = layer_idx
+        options |= {"device": device, "dtype": dtype, "layer_idx": layer_idx}
+        self.layer, self.layer_idx = make_layer(layer, d_model, **options), layer_idx
 
     def forward(
         self,

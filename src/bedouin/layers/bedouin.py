@@ -59,18 +59,17 @@ class Bedouin(FixedPointLayer):
     solver; d_model alone gives one sweep over time with the exact gradient.
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
-    exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
-    the worst seeds at the training length and the conditioning of the local systems; the input
-    scale "delta" has the better medians at eight times that length (examples/results/history).
+    exact parameterization. The defaults were chosen on the word problem of A5, by the worst seeds;
+    the input scale "delta" has the better medians at eight times the length of training
+    (examples/results/history).
 
     Size:
         d_model: m, the width of input and output.
         d_state: n, the states of a channel. Parameters and time grow with it.
         expand: d = expand * m inner channels.
         num_heads: H, a divisor of d. The channels are H groups, each with Q_t, B_t, C_t, gate and
-            both norms of its own, projected from its own x and y alone; the products with W^x and
-            W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
-            heads. A layer of H heads is H layers of one head side by side; each converges by
+            both norms of its own, projected from its own x and y alone, so that W^x and W^y have
+            about 1 / H of the weights. in_proj and out_proj mix the heads. Each head converges by
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: as few heads of 32 to 128 channels as divide d, else 1.
 
@@ -86,8 +85,8 @@ class Bedouin(FixedPointLayer):
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
             1 - |lambda|. With mamba decay, "delta" and mixing, local systems can become singular in
-            training (SolveStats.conditioning), since Delta is unbounded: the constructor issues a
-            UserWarning, unless k beta_max <= 0.01, with which Delta would have to exceed 100.
+            training (SolveStats.conditioning), of which the constructor warns, unless
+            k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x. 1:
             SiLU alone. None: neither.
@@ -105,9 +104,8 @@ class Bedouin(FixedPointLayer):
         adjoint: the gradient, such as OneStepAdjoint(); None: ImplicitAdjoint(), the exact one.
         max_steps: an int or a Cap. Direct needs none.
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
-            layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither.
-            Applies to the forward solve and to the adjoint solve in the backward pass (see
-            ImplicitAdjoint).
+            layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither,
+            for the forward solve and for that of the backward pass (see ImplicitAdjoint).
         backend: "auto", "triton" or "reference". On a GPU "auto" warns of a layer whose sweep has
             no Triton kernel.
 
@@ -154,10 +152,9 @@ class Bedouin(FixedPointLayer):
         without norm, and a bias on Delta only. solver None: Picard with the paper's stop rule at
         0.1, which returns the last evaluation. adjoint None: the one-step gradient.
 
-        For the paper's random caps, pass max_steps=GammaCap(4.0, 1.0, 100); for its initialization
-        in the copying task, where the weights from x to Delta are zero (v1, section 4.5), pass
-        initialization=Initialization(delta_from_x=0.0). `options` are other options of Bedouin; one
-        that is fixed above raises TypeError.
+        Its random caps are max_steps=GammaCap(4.0, 1.0, 100), its initialization in the copying
+        task (v1, section 4.5) initialization=Initialization(delta_from_x=0.0). `options` are other
+        options of Bedouin; one that is fixed above raises TypeError.
         """
         fixed: dict[str, Any] = {
             "num_heads": 1,

@@ -360,7 +360,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
 
     @property
     def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
-        return self._weight.new_empty(0, dtype=self.state_dtype)
+        return torch.empty(0, dtype=self.state_dtype, device=self._weight.device)
 
     def _run_loaded(
         self, x: Tensor, state: StateT, lengths: Tensor | None

@@ -79,14 +79,14 @@ class ShortConvolution(nn.Module):
         """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added)
         (b, t, c + a), and the window after the last token, in one pass of a kernel; a module with
         hooks is called."""
-        if self.weight is not None and self.bias is None and is_untouched(self):
-            found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
-            if lengths is not None:
-                after = _last(torch.cat([window.to(x.dtype), x], dim=1), 0, window, lengths)
-            return found, after
-        x, after = self(x, window, lengths)
-        weight = x.new_ones(self.channels, 1)
-        return short_convolution(x, weight, window[:, :0], added, groups, backend=backend)[0], after
+        if self.weight is None or self.bias is not None or not is_untouched(self):
+            x, after = self(x, window, lengths)
+            window, weight = window[:, :0], x.new_ones(self.channels, 1)
+            return short_convolution(x, weight, window, added, groups, backend=backend)[0], after
+        found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
+        if lengths is not None:
+            after = _last(torch.cat([window.to(x.dtype), x], dim=1), 0, window, lengths)
+        return found, after
 
     def _shifted_sum(self, padded: Tensor) -> Tensor:  # (b, w - 1 + t, c) -> (b, t, c)
         """The convolution as a sum, in at least float32: a seventh of the time of conv1d on a CPU,
@@ -103,10 +103,9 @@ class ShortConvolution(nn.Module):
         return f"{self.channels}, width={self.width}, bias={self.bias is not None}"
 
 
-def _last(
-    padded: Tensor, t: int, window: Tensor, lengths: Tensor | None
-) -> Tensor:  # (b, w - 1 + t, c), (b, w - 1, c), (b,) -> (b, w - 1, c)
-    """The inputs before the first token after each sample, in the dtype of the window."""
+def _last(padded: Tensor, t: int, window: Tensor, lengths: Tensor | None) -> Tensor:
+    """The inputs (b, w - 1, c) before the first token after each sample, of the window and t tokens
+    (b, w - 1 + t, c), in the dtype of the window."""
     if lengths is None:
         # a copy: a view would keep all of `padded` alive
         return padded[:, t:].clone().to(window.dtype)

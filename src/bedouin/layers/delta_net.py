@@ -33,13 +33,10 @@ from bedouin.wrapped import side_by_side
 
 FLA_UNIT_EPS = 1e-6
 """Under the root of the norm of queries and keys, as in flash-linear-attention."""
-
 A_MAX = 16.0
 """The largest initial exp(A_log) of a gated layer, as in Gated DeltaNet."""
-
 HEAD_DIM = 128
 """Most key channels of a head that is not told how many to have."""
-
 SLOW_RATES = 0.01
 """Factor on the usual initial decay rates: memories that forget less at first learn associative
 recall (examples/results/table)."""
@@ -83,9 +80,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
             each head, as in Gated DeltaNet (arXiv 2412.06464).
         eigenvalues: of I - beta k k^T; "positive": beta = sigmoid(b_proj(x)), so in [0, 1];
             "full": beta = 2 sigmoid(b_proj(x)), so in [-1, 1].
-        num_heads: h.
-        head_dim: p; None: d_model / num_heads.
-        expand_v: v is expand_v * p.
+        num_heads: h. head_dim: p; None: d_model / num_heads. expand_v: v is expand_v * p.
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
@@ -299,10 +294,9 @@ class GatedDeltaNet(DeltaNet):
             positive_int("num_heads", num_heads, " or None")
         if head_dim is not None:
             positive_int("head_dim", head_dim, " or None")
-        elif num_heads is not None:
-            head_dim = max(1, d_model // num_heads)
         else:
-            head_dim = max(1, min(HEAD_DIM, d_model // 2))
+            size = min(HEAD_DIM, d_model // 2) if num_heads is None else d_model // num_heads
+            head_dim = max(1, size)
         super().__init__(
             d_model,
             gated=True,

@@ -268,7 +268,8 @@ class FixedPointLayer(nn.Module, ABC):
     @property
     def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
         D = read_parameter(self, "D")
-        return D.new_empty(0, dtype=accumulator(D.dtype))
+        # not D.new_empty, which is sharded where D is
+        return torch.empty(0, dtype=accumulator(D.dtype), device=D.device)
 
     def checked_state(self, state: Any, b: int) -> BedouinState:
         """`state` with a batch axis, in at least the dtype of `init_state`; TypeError or ValueError

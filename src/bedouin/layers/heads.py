@@ -1,7 +1,7 @@
 """Linear maps and norms of heads: channels cut into groups that share no weights.
 
-Inside of a layer of H heads a sample is H folded samples: folded sample j b + i is head j of sample
-i. One head is the layer without this module: nothing is folded.
+Inside of a layer of H > 1 heads a sample is H folded samples: folded sample j b + i is head j of
+sample i.
 
 Letters: b batch, t time, d d_inner, n d_state, H heads, p = d / H channels of a head, r rows.
 """
@@ -43,8 +43,7 @@ def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
     if num_heads == 1:
         ssm, y = (v.clone() for v in pair)
     else:
-        # joined by torch.cat, since a view keeps FSDP from gathering the parameters for its
-        # backward
+        # by torch.cat, since a view keeps FSDP from gathering the parameters for its backward
         ssm, y = (torch.cat(v.unflatten(0, (num_heads, -1)).unbind(), 1) for v in pair)
     return BedouinState(ssm, y, state.conv)
 

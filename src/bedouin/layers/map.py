@@ -55,7 +55,8 @@ class FixedPointMap:
         self.operands, self.parameterization = operands, parameterization
         self.mixer, self.split, self.backend = mixer, split, backend
         self.lengths = lengths
-        # these are computed when they are first read: the kernels need none of them
+        # computed when they are first read: kernels need none of them. functools.cached_property
+        # has a lock in Python 3.11, which torch.compile cannot trace
         self._real: Tensor | None = None
         self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
@@ -89,8 +90,7 @@ class FixedPointMap:
             return ()
         if self._mixer_values is None:
             dtype = self.operands.A.dtype
-            # cached with its graph, for the reason given in `wide`
-            with torch.enable_grad():
+            with torch.enable_grad():  # as in `wide`
                 named = _named_values(self.mixer, dtype)
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
         return self._mixer_values
@@ -122,12 +122,9 @@ class FixedPointMap:
         return (mixed, delta, self.operands.A, B, C), self._scan_options()
 
     def _scan_options(self) -> dict[str, Any]:
-        return {
-            "h0": self.wide.start()[0],
-            "input_scale": self.parameterization.input_scale,
-            "eigenvalues": self.parameterization.eigenvalues,
-            "backend": self.backend,
-        }
+        options = self.parameterization
+        scales = {"input_scale": options.input_scale, "eigenvalues": options.eigenvalues}
+        return {"h0": self.wide.start()[0], "backend": self.backend, **scales}
 
     def _mix(
         self, raw: Tensor, x: Tensor, y: Tensor
@@ -163,9 +160,7 @@ class _Mix(nn.Module):
         super().__init__()
         self.mixer = mixer
 
-    def forward(
-        self, raw: Tensor, x: Tensor, y: Tensor
-    ) -> Tensor:  # (b, t, raw size of the mixer), (b, t, d), (b, t, d) -> (b, t, d)
+    def forward(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:  # as ChannelMixer.mix
         return self.mixer.mix(raw, x, y)
 
 
@@ -181,9 +176,8 @@ class MixerBind:
 
     def __call__(self, raw: Tensor, *mixer_values: Tensor) -> Coefficients:  # (..., r), any shapes
         delta, B, C, mixer_raw = self.split(raw)
-        values = mixer_values
+        values, no_erase = mixer_values, raw[..., :0]
         form = _call(self.mixer, values, mixer_raw) if values else self.mixer(mixer_raw)
-        no_erase = raw[..., :0]
         return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), no_erase)
 
 

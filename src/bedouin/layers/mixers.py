@@ -95,16 +95,20 @@ class StructuredMixer(ChannelMixer):
         return mix_channels(x, y, *WYForm(*self(raw)).of_channels(x.shape[-1]))
 
 
+def _unit_rows(raw: Tensor, k: int) -> tuple[Tensor, Tensor]:  # (..., k d + k)
+    """U (..., k, d), whose rows have unit length, and alpha (..., k)."""
+    u, alpha = raw[..., :-k], raw[..., -k:]
+    return unit(u.unflatten(-1, (k, u.shape[-1] // k))), alpha
+
+
 class HouseholderProduct(StructuredMixer):
     """Q = H_1 H_2 ... H_k with H_i = I - beta_i u_i u_i^T, u_i unit.
 
     beta_i = beta_max sigmoid(alpha_i). With beta_max = 1 every H_i has eigenvalues in [0, 1];
     beta_max = 2 allows reflections, and local systems that are singular (see
-    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha. The product of
-    no reflections is `NoMixing`.
+    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha.
     Layers with a subclass run in the kernels, too, unless it overrides `__call__`, `forward`,
-    `complement`, `mix` or `raw_size`; what it overrides then runs in plain PyTorch, of which a
-    warning tells on a GPU.
+    `complement`, `mix` or `raw_size`, which a warning tells on a GPU.
     Source: arXiv 2503.10799, section 4; arXiv 2502.10297.
     Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 1 or
     beta_max outside (0, 2].
@@ -123,9 +127,7 @@ class HouseholderProduct(StructuredMixer):
         return self.num_householder * (d_inner + 1)
 
     def forward(self, raw: Tensor) -> WYForm:
-        k = self.num_householder
-        u, alpha = raw[..., :-k], raw[..., -k:]
-        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))  # (..., k, d)
+        U, alpha = _unit_rows(raw, self.num_householder)
         T = wy_factor(U, self.beta_max * torch.sigmoid(alpha))
         return WYForm(torch.zeros_like(raw[..., :1]), U, T)
 
@@ -136,8 +138,7 @@ class HouseholderProduct(StructuredMixer):
 class NoMixing(HouseholderProduct):
     """Q = I, the product of k = 0 reflections, which has no raw values.
 
-    The fixed point is y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T, so that tokens
-    influence later ones through the diagonal memory and the feedback alone.
+    The fixed point is y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T.
     """
 
     def __init__(self) -> None:
@@ -154,15 +155,11 @@ class NoMixing(HouseholderProduct):
         return ""
 
 
-_COMPUTING = "__call__", "forward", "complement", "mix", "raw_size"
-"""The methods that say what the raw values of a mixer are and what is computed from them."""
-
-
 def kernel_gap(mixer: ChannelMixer) -> str | None:
     """What no kernel computes of a mixer, as a part of a message; None where kernels compute it.
 
     They compute products of reflections from num_householder and beta_max alone, which a subclass
-    of HouseholderProduct is as long as it inherits all methods of `_COMPUTING`.
+    of HouseholderProduct is as long as it inherits all methods that read raw values.
     """
     kind = type(mixer)
     if not is_untouched(mixer):
@@ -170,9 +167,8 @@ def kernel_gap(mixer: ChannelMixer) -> str | None:
     if not isinstance(mixer, HouseholderProduct):
         return f"the mixer {kind.__name__} (only HouseholderProduct)"
     base = NoMixing if isinstance(mixer, NoMixing) else HouseholderProduct
-    own = []
-    if kind is not base:
-        own = [name for name in _COMPUTING if getattr(kind, name) is not getattr(base, name)]
+    computing = ("__call__", "forward", "complement", "mix", "raw_size") if kind is not base else ()
+    own = [name for name in computing if getattr(kind, name) is not getattr(base, name)]
     if isinstance(mixer.beta_max, Tensor):
         own.append("a tensor beta_max")
     if own:
@@ -200,9 +196,7 @@ class LowRank(StructuredMixer):
         return self.rank * (d_inner + 1)
 
     def forward(self, raw: Tensor) -> WYForm:
-        k = self.rank
-        u, alpha = raw[..., :-k], raw[..., -k:]
-        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))
+        U, alpha = _unit_rows(raw, self.rank)
         return WYForm(torch.ones_like(raw[..., :1]), U, torch.diag_embed(-torch.sigmoid(alpha)))
 
     def extra_repr(self) -> str:
@@ -211,8 +205,7 @@ class LowRank(StructuredMixer):
 
 def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (..., n, p, p)
     """n matrices scaled to a Frobenius norm below 1, which bounds the spectral norm."""
-    rows: Tensor = raw.unflatten(-1, (n, p * p))
-    matrices: Tensor = unit(rows, 1 / (p * p)).unflatten(-1, (p, p))
+    matrices: Tensor = unit(raw.unflatten(-1, (n, p * p)), 1 / (p * p)).unflatten(-1, (p, p))
     return matrices
 
 
@@ -220,8 +213,8 @@ class FactoredMixer(ChannelMixer):
     """A Q made of small matrices, where vectors of d = i j channels are matrices (i, j).
 
     Q mixes each column by an I - R (i, i), then each row by an I - S (j, j). The R and S have norms
-    below 1, so that Q is invertible, and raw values of 0 give Q = I. Raw values of a token: all R,
-    then all S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
+    below 1, so that Q is invertible; raw values of 0 give Q = I. Raw values of a token: all R, then
+    all S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
     Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
 
     Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in

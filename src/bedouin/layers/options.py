@@ -23,12 +23,9 @@ from bedouin.solvers.solve import SolveOptions
 Decay = Literal["mamba", "griffin", "sigmoid"]
 
 FEEDBACK_NORM_EPS = 1e-5
-GRIFFIN_RANGE = (0.9, 0.999)
-GRIFFIN_SHARPNESS = 8.0
-
+GRIFFIN_RANGE, GRIFFIN_SHARPNESS = (0.9, 0.999), 8.0
 LARGE_DELTA = 100.0
 """Delta = softplus(raw) is assumed to stay below this in training."""
-
 LEAST_HEAD, MOST_HEAD = 32, 128
 """Channels of a head by default."""
 
@@ -58,8 +55,8 @@ class Initialization:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
         if isinstance(self.rates, list):  # a pair of a file
             object.__setattr__(self, "rates", tuple(self.rates))
-        ends = self.rates if isinstance(self.rates, tuple) else (self.rates,)
-        if isinstance(self.rates, tuple) and len(ends) != 2:
+        ends = self.rates if isinstance(self.rates, tuple) else (self.rates,) * 2
+        if len(ends) != 2:
             raise ValueError(
                 f"rates must be a number, or a pair (first head, last head), got {self.rates!r}"
             )
@@ -110,19 +107,12 @@ def split_feedback_weight(
         return None, weight
     # the gradient of one split is one concatenation
     loop, gate = weight.split([sum(fed), p], -2)
-    names = tuple(sizes)
-    first = names[: names.index(feedback[-1]) + 1]
+    first = tuple(sizes)[: list(sizes).index(feedback[-1]) + 1]
     if feedback == first:
         return loop, gate
-    rows = dict(zip(feedback, loop.split(fed, -2), strict=True))
-    heads = gate.shape[:-2]
-    blocks = [
-        rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], p) for name in first
-    ]
+    rows, heads = dict(zip(feedback, loop.split(fed, -2), strict=True)), gate.shape[:-2]
+    blocks = [rows.get(name, gate.new_zeros(*heads, sizes[name], p)) for name in first]
     return torch.cat(blocks, -2), gate
-
-
-# -- sizes and names
 
 
 def inner_size(expand: float, d_model: int) -> int:
@@ -130,10 +120,10 @@ def inner_size(expand: float, d_model: int) -> int:
     check_number("expand", expand, 0, 1e3, open_low=True)
     d = round(expand * d_model)
     if d < 1 or not math.isclose(d, expand * d_model, rel_tol=1e-9):
-        near = max(d, 1)
+        found, near = f"{expand} * {d_model} = {expand * d_model:.6g}", max(d, 1)
         raise ValueError(
-            f"expand * d_model must be a whole number of channels, at least 1, got {expand} * "
-            f"{d_model} = {expand * d_model:.6g}: for {near} use expand={near} / {d_model}"
+            "expand * d_model must be a whole number of channels, at least 1, got "
+            f"{found}: for {near} use expand={near} / {d_model}"
         )
     return d
 
@@ -170,9 +160,6 @@ def ordered_subset(
     if not all(v in valid for v in names):
         raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
     return tuple(v for v in valid if v in names)
-
-
-# -- mixers
 
 
 def make_mixer(
@@ -245,9 +232,6 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: Input
     )
 
 
-# -- solves
-
-
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
     Direct is faster than Jacobi with feedback and without it (examples/results/benchmark)."""
@@ -284,9 +268,7 @@ class SolveOption(Generic[GetT, SetT]):
     convert: from the layer and what is set, the value of the field.
     """
 
-    def __init__(
-        self, field: str, convert: Callable[[Any, SetT], Any] = lambda layer, value: value
-    ) -> None:
+    def __init__(self, field: str, convert: Callable[[Any, SetT], Any] = lambda _, v: v) -> None:
         self.field, self.convert = field, convert
 
     def __get__(self, layer: Any, owner: type | None = None) -> GetT:
@@ -295,5 +277,5 @@ class SolveOption(Generic[GetT, SetT]):
 
     def __set__(self, layer: Any, value: SetT) -> None:
         changes: dict[str, Any] = {self.field: self.convert(layer, value)}
-        options = replace(layer.solve_options, **changes)
-        layer.solve_options = check_structure(layer.mixer, layer.head_dim, options)
+        changed = replace(layer.solve_options, **changes)
+        layer.solve_options = check_structure(layer.mixer, layer.head_dim, changed)

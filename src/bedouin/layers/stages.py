@@ -94,10 +94,9 @@ def project(
     return Projected(f, x, z[0] if z else None, gate, W_gate, low, window)
 
 
-def _project_x(
-    layer: Layer, x: Tensor
-) -> Tensor:  # (b', t, p) -> (b', t, r + p), or with more columns, which nothing may read
-    """W^x x with its bias, which begins with that of Delta and ends with the gate's."""
+def _project_x(layer: Layer, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, r + p), or more columns
+    """W^x x with its bias, which begins with that of Delta and ends with the gate's; nothing may
+    read more columns than these."""
     bias, spare, is_matrix = by_head(layer.dt_bias, layer.num_heads), 0, is_plain(layer.x_proj)
     if is_matrix and choose_backend(layer.backend, x.device, x.dtype) == "triton":
         # kernels and cuBLAS read rows fast that begin at aligned addresses
@@ -119,10 +118,8 @@ def _project_x(
     return (product + rows).to(product.dtype)
 
 
-def _hold_memory(
-    layer: Layer, raw: Tensor, lengths: Tensor
-) -> Tensor:  # (b', t, r), (b',) -> (b', t, r)
-    """Raw values for which Delta is 0 in the padding.
+def _hold_memory(layer: Layer, raw: Tensor, lengths: Tensor) -> Tensor:  # (b', t, r), (b',)
+    """Raw values (b', t, r) for which Delta is 0 in the padding.
 
     The decay is then 1 and the input scale 0, in every parameterization: the memory passes, and
     no gradient reaches the other raw values.
@@ -161,19 +158,15 @@ def _keep_outcome(layer: Layer, outcome: Outcome) -> None:
         layer.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
 
-def state_after(
-    layer: Layer,
-    projected: Projected,
-    y: Tensor,  # (b', t, p), the fixed point
-) -> BedouinState:
+def state_after(layer: Layer, projected: Projected, y: Tensor) -> BedouinState:  # y: as in `gated`
     """The state after the last token, in memory of its own."""
     f = projected.f
     if not y.shape[1]:
         h, last = f.wide.start()
-    elif f.lengths is None:
-        h, last = f.memory(y), y[:, -1]
     else:
-        h, last = f.memory(y), last_token(y, f.lengths, f.operands.y0)
+        h, last = f.memory(y), y[:, -1]
+        if f.lengths is not None:
+            last = last_token(y, f.lengths, f.operands.y0)
     return unfold_state(BedouinState(h, last, projected.window), layer.num_heads)
 
 
@@ -193,8 +186,7 @@ def gated(
     weight, eps = norm_parameters(layer.norm)
     if calls_norm(layer.norm):
         return _gated_by_module(layer, projected, y, fed)
-    weight = None if weight is None else by_head(weight, H)
-    D = by_head(layer.D, H)
+    D, weight = by_head(layer.D, H), None if weight is None else by_head(weight, H)
     hidden = gated_output(y, x, D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=backend)
     if not hidden.numel():
         # Solves and kernels leave out what has no entries, while data-parallel training waits

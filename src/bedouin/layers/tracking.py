@@ -35,14 +35,11 @@ from bedouin.wrapped import effective_weight, side_by_side
 
 FEEDBACK_INIT = 0.1
 """Factor on the usual initial values of W_y: with 1 the untrained recurrence is chaotic."""
-
 ERASE_BIAS = -3.0
 """The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
 well (examples/results/history)."""
-
 WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
 """States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
-
 MAP = Parameterization(
     RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", FEEDBACK_NORM_EPS, feeds_x=True
 )
@@ -135,8 +132,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         self.conv = ShortConvolution(H * (c + 2 * n), d_conv, bias=False, **factory)
         self.read_proj = None
         if self.read_size:
-            from_zero = ((..., 0.0),)
-            self.read_proj = make_linear(1, self.read_size, 2 * H * c, from_zero, **factory)
+            self.read_proj = make_linear(1, read_size, 2 * H * c, ((..., 0.0),), **factory)
         self.y_proj = make_linear(H, c, 3 * c, ((..., FEEDBACK_INIT),), **factory)
         self.A_log = nn.Parameter(torch.empty(H * c, n, **factory))
         self.dt_bias = nn.Parameter(torch.empty(H * c, **factory))
@@ -151,10 +147,10 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         with torch.no_grad():
             states = torch.arange(1, self.tracker_state + 1, device=self.A_log.device)
             self.A_log.copy_(states.log().expand_as(self.A_log))
+            self.erase_bias.fill_(ERASE_BIAS)
+            self.D.fill_(1.0)
+            self.norm_weight.fill_(1.0)
         common.reset_dt_bias(self.dt_bias)
-        nn.init.constant_(self.erase_bias, ERASE_BIAS)
-        nn.init.ones_(self.D)
-        nn.init.ones_(self.norm_weight)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
@@ -338,9 +334,8 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
                  y_t = h_t C_t; x^_t and Delta_t depend on the input, on o_t and on y_{t-1}
         output   that of the memory + that of the tracker
 
-    `memory` is a `GatedDeltaNet` of h heads, which the input alone writes and reads. `tracker` is a
-    `Tracker`, which reads what the memory recalls, without a norm, so that what is not found is
-    small.
+    `memory` is a `GatedDeltaNet`, which the input alone writes and reads; `tracker` is a `Tracker`,
+    which reads what the memory recalls, without a norm, so that what is not found is small.
 
     Size:
         d_model: m, the width of input and output.
@@ -388,29 +383,19 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
     ) -> None:
         super().__init__(d_model, dtype)
         self.layer_idx, self.backend = check_layer_idx(layer_idx), backend
-        self.memory = GatedDeltaNet(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            d_conv=d_conv,
-            norm_eps=norm_eps,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        shared: dict[str, Any] = {"d_conv": d_conv, "norm_eps": norm_eps, **factory}
+        sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "expand_v": expand_v}
+        self.memory = GatedDeltaNet(d_model, **sizes, backend=backend, **shared)
         self.tracker = Tracker(
             d_model,
             num_trackers=num_trackers,
             tracker_dim=tracker_dim,
             tracker_state=tracker_state,
-            d_conv=d_conv,
             feedback_noise=feedback_noise,
             read_size=self.memory.num_heads * self.memory.value_dim,
-            norm_eps=norm_eps,
             backend=kernel_backend(backend),
-            device=device,
-            dtype=dtype,
+            **shared,
         )
 
     @property

@@ -20,7 +20,6 @@ Permutation = tuple[int, ...]
 
 MAX_ORDER: Final = 1024
 """The largest order of a group; its multiplication table has order² entries (S6 has order 720)."""
-
 _MAX_TRIES: Final = 1000
 _FORMS: Final = "S5, A5, Z60, D8 or a product such as A4xZ5"
 

@@ -8,9 +8,16 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bedouin.checks import one_of
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash, whole_number
+from bedouin.tasks.streams import (
+    Split,
+    draw_last,
+    draw_lengths,
+    integers,
+    one_of,
+    row_hash,
+    whole_number,
+)
 
 LabelAt = Literal["last", "every"]
 

@@ -49,8 +49,8 @@ def attention_options(
     """What every attention layer of one call is given: its mask and the rotary embedding.
 
     Positions count the real tokens of a document. Which tokens before are real, and in a row's last
-    document, is kept in the cache of the first Bedouin layer, so that later calls need not say it.
-    Raises ValueError and TypeError for seq_idx and a cache that do not fit x.
+    document, is kept in the cache of the first Bedouin layer. Raises ValueError and TypeError for
+    seq_idx and a cache that do not fit x.
     """
     first = config.attn_layers[0]
     kept = None if cache is None else cache_layer(cache, config.layer_types.index(LAYER_TYPE))

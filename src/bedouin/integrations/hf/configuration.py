@@ -45,7 +45,6 @@ _REMOVED: dict[str, Any] = {
     **{"bounded_x": False, "feedback_noise": 0.0},
 }
 _REMOVED_INITIALIZATION = {"memory_heads": 0, "memory_rates": None, "memory_delta": 1.0}
-
 _FUSED: Any = (False, True, "auto", *get_args(Kernel))
 # Names that transformers gives to configurations without a field for them.
 _OF_TRANSFORMERS = {
