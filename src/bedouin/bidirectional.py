@@ -16,12 +16,8 @@ class Bidirectional(nn.Module):
         layer = Bidirectional(Bedouin(64), Bedouin(64))
 
     The result of the second layer is reversed back, and the tokens of each row or document are
-    reversed among themselves. There is no state and no `step`, because the second layer begins with
-    the last token.
-
-    Args:
-        forwards: the layer that reads from the first token on.
-        backwards: the layer that reads from the last token on; `forwards` itself shares weights.
+    reversed among themselves. There is no state and no `step`, because `backwards` begins with the
+    last token; `forwards` itself as `backwards` shares weights.
 
     Raises TypeError for arguments that are not modules, ValueError for layers of different d_model.
     """
@@ -46,10 +42,7 @@ class Bidirectional(nn.Module):
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
         seq_idx: Tensor | None = None,  # (b, t)
     ) -> Tensor:  # (b, t, m)
-        """mask, cu_seqlens and seq_idx as in `Bedouin`.
-
-        Raises the errors of the layers, and TypeError where one takes no mask and one is given.
-        """
+        """mask, cu_seqlens and seq_idx as in `Bedouin`; TypeError where a layer takes no mask."""
         options = {"mask": mask, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
         given = {name: value for name, value in options.items() if value is not None}
         if given:

@@ -78,8 +78,7 @@ def check_layer_input(
     d_model: int,
     weight: Tensor,  # a parameter of the layer, any shape
 ) -> None:
-    """Raise TypeError or ValueError unless x has this rank, width m, and the layer's device and
-    dtype; under autocast it may have another dtype."""
+    """Raise TypeError or ValueError unless x has this rank, width m, and fits the layer."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
     if hasattr(weight, "full_tensor") and not hasattr(x, "full_tensor"):

@@ -271,10 +271,8 @@ def _load(buffers: list[RecurrentState], states: list[RecurrentState]) -> None:
 
 
 def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """(replay, output): a CUDA graph of `run`, and the buffer to which a replay writes the result.
-
-    `run` is first called a few times on a side stream.
-    """
+    """(replay, output): a CUDA graph of `run`, after calls of it on a side stream, and its
+    buffer."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -318,8 +316,7 @@ def _allows_graph(layer: Any) -> bool:
 
 
 def _has_kernels(layer: Any, x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
-    """Whether a layer that solves has kernels; other mixers are user code, which may read the
-    device."""
+    """Whether a layer that solves has kernels; others may be user code, which reads the device."""
     if not hasattr(layer, "solve_options"):
         return True
     if layer.layout() is None:

@@ -42,11 +42,10 @@ POWER_STEPS = 40
 
 @dataclass(frozen=True, eq=False)
 class SolverRun:
-    """One solver on the input.
+    """One solver on the input, by its rtol and the options that are not the default.
 
-    name: the solver, with its rtol and the options that are not the default. stats: with their
-    history, (evaluations, b). error: of its output against that of the exact solve, relative, in
-    the max norm; NaN if the mixer has no exact solve.
+    stats: with their history, (evaluations, b). error: of its output against that of the exact
+    solve, relative, in the max norm; NaN if the mixer has no exact solve.
     """
 
     name: str

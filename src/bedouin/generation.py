@@ -23,8 +23,7 @@ READ_EVERY = 32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits; arguments and errors are those of
-    `SequenceModel.generate`."""
+    """How a token is chosen from logits, as `SequenceModel.generate` describes it."""
 
     temperature: float = 0.0
     top_k: int | None = None

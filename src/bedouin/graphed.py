@@ -20,8 +20,7 @@ Replay = Callable[..., Tensor]
 
 
 class _Given(torch.autograd.Function):
-    """Its arguments. The gradients are copies: the next backward pass overwrites those of a
-    graph."""
+    """Its arguments. The gradients are copies: the next backward pass overwrites a graph's."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # any shapes
@@ -34,8 +33,7 @@ class _Given(torch.autograd.Function):
 
 
 class _Result(torch.autograd.Function):
-    """A copy of the output of a graph, whose backward pass may only follow its own forward pass,
-    and only once."""
+    """A copy of the output of a graph, whose backward pass follows its own call, once."""
 
     @staticmethod
     def forward(ctx: Any, graphed: "Graphed", output: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
@@ -63,9 +61,8 @@ class Graphed:
     """A layer's call and its backward pass for inputs like `sample`, replayed as CUDA graphs.
 
     Made by `layer.graphed(sample)`. Parameters are read where they are, so that an optimizer's step
-    in place counts. Outputs and gradients are copies that later calls leave alone. Warnings about
-    convergence are not issued, and `layer.stats` holds the statistics of the last replay, without
-    those of the backward pass.
+    in place counts. Outputs and gradients are copies. Warnings about convergence are not issued,
+    and `layer.stats` are those of the last replay, without those of the backward pass.
     """
 
     def __init__(self, layer: Any, sample: Tensor) -> None:
@@ -78,8 +75,7 @@ class Graphed:
         self._watch = ReplacementWatch(layer)
 
     def __call__(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
-        """The output for x; raises TypeError, ValueError or RuntimeError where a replay would not
-        be the same as a call of the layer."""
+        """The output for x; raises where a replay would not be the same as a call of the layer."""
         self._check(x)
         self.calls += 1
         output = self._run(*_Given.apply(x, *self._parameters))  # type: ignore[no-untyped-call]
@@ -143,8 +139,7 @@ def _check_capture(layer: Any, sample: Tensor) -> None:
 
 
 def capture(layer: Any, sample: Tensor, parameters: tuple[Tensor, ...]) -> Replay:
-    """The function (x, *parameters) -> output that replays graphs of the layer, whose parameters
-    these are, for the sample (b, t, m)."""
+    """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
     device, cast_to = sample.device.type, autocast_dtype(sample)
     options = getattr(layer, "solve_options", None)
     # without the cache of autocast, whose casts of the weights would become constants

@@ -48,8 +48,7 @@ class _TiedHead(nn.Linear):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x), of
-    expand * d_model hidden units."""
+    """SwiGLU (arXiv 2002.05202), W_2 (SiLU(W_g x) ⊙ W_1 x), of expand * d_model hidden units."""
 
     def __init__(self, d_model: int, expand: float, **factory: Any) -> None:
         super().__init__()
@@ -64,8 +63,7 @@ class GatedMLP(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if mlp_expand is not
-    None."""
+    """A pre-norm block: x + mixer(norm(x)), then x + mlp(norm(x)) with an mlp_expand."""
 
     def __init__(
         self,
@@ -96,10 +94,7 @@ class Block(ResidualBlock):
         self, x: Tensor, state: Any = None, run: CallKind = "whole", mask: Tensor | None = None
     ) -> Any:  # (b, t, m), (b, t)
         """(b, t, m) -> (b, t, m), and with another `run` than "whole" also the state after it.
-
-        Chunks and tokens (b, m) are calls, because hooks of a module, as those with which FSDP
-        gathers its parameters, run in calls alone.
-        """
+        Chunks and tokens (b, m) are calls, as hooks such as those of FSDP run in calls alone."""
         normed, mixer = self.norm(x), self.mixer
         options = {} if mask is None else {"mask": mask}
         if mask is not None:
@@ -203,8 +198,7 @@ class SequenceModel(nn.Module):
             self.head = nn.Linear(d_model, output_size, bias=False, **factory)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As torch's, which replaces parameters of the meta device one module at a time: a weight
-        that is tied stays so."""
+        """As torch's, which replaces parameters one module at a time: a tied weight stays so."""
         is_tied = isinstance(self.head, _TiedHead) and self.head.weight is self.embedding.weight
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if is_tied:
@@ -225,8 +219,7 @@ class SequenceModel(nn.Module):
         """Logits (b, t, v); with `return_state` also the state after the last token.
 
         Chunks, mask, cu_seqlens and seq_idx are as in `Bedouin`. Padding may be any number; its
-        logits are 0. Mixers are called with a mask. `step` is a call with `one_token`, so that
-        hooks of the model run for it, too.
+        logits are 0. `step` is a call with `one_token`, so that hooks of the model run for it, too.
 
         Raises TypeError for tokens that are not int64 or int32, for states, padding or documents
         that a mixer does not take, ValueError for tokens not of rank 2 and a state for another
@@ -288,8 +281,7 @@ class SequenceModel(nn.Module):
         return generate(self, prompt, max_new_tokens, sampling, eos=eos, mask=mask)
 
     def init_state(self, batch_size: int) -> ModelState:
-        """The state before the first token, one entry for each layer; TypeError for a mixer
-        without `init_state`."""
+        """The state before the first token, one entry a layer; TypeError for a mixer without."""
         return tuple(checks.find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
     def step(
@@ -297,8 +289,7 @@ class SequenceModel(nn.Module):
         tokens: Tensor,  # (b,) integer ids
         state: ModelState,
     ) -> tuple[Tensor, ModelState]:  # (b, v) and the state
-        """The logits at one token, and the next state. Raises as a call, and TypeError for a mixer
-        without `step`."""
+        """The logits at one token, and the next state. Raises as a call."""
         found: tuple[Tensor, ModelState] = self(tokens, state, True, one_token=True)
         return found
 
@@ -345,8 +336,7 @@ class SequenceModel(nn.Module):
 
 
 def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:  # x: (..., m)
-    """The tensor in `output`, the return value of `mixer`. Raises TypeError if there is none and
-    ValueError if its shape is not that of the residual stream x."""
+    """The tensor that `mixer` returned; TypeError or ValueError unless it is like x."""
     tensor = output[0] if isinstance(output, tuple) and output else output
     must = f"mixer {type(mixer).__name__} must return"
     if not isinstance(tensor, Tensor):

@@ -17,8 +17,7 @@ _of_thread = _OfThread()
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Calls inside compute without noise, also of layers in training mode: single tokens and the
-    prompt of a generation."""
+    """Calls inside, single tokens and the prompt of a generation, compute without noise."""
     before = _of_thread.is_off
     _of_thread.is_off = True
     try:

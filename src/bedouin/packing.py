@@ -26,12 +26,10 @@ _LENGTHS = "_lengths_before_padding"
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of l sequences are in b rows. A state is one of sequences, or of rows.
-
-    Without lengths each row is a sequence, and all of its tokens are real.
-    source and target say for each place of a sequence from which of the b t its token comes, and
-    for each place of a row at which of the l w its token is; None: at the same one.
-    """
+    """Where the tokens of l sequences are in b rows; without lengths each row is a sequence without
+    padding. A state is one of sequences, or of rows. source and target say for each place of a
+    sequence from which of the b t its token comes, and for each place of a row at which of the l w
+    its token is; None: at the same one."""
 
     size: tuple[int, int]  # l, w
     lengths: Tensor | None = None  # (l,)
@@ -79,8 +77,7 @@ class Packing:
         return type(zeros).cat([zeros, state])[self.first]
 
     def after(self, state: StateT) -> StateT:
-        """From the states after each sequence those after the last token of each row, or with
-        cu_seqlens of each document."""
+        """The states after the last token of each row, or with cu_seqlens of each document."""
         return state if self.last is None else state[self.last]
 
 

@@ -32,10 +32,10 @@ Join = Callable[[list[Tensor]], Tensor]
 class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
-    A call or step converts a state of a lower floating dtype to the one that `init_state` gives,
-    since mixed precision casts what a module is given (FSDP). `torch.load` reads states with
-    weights_only=True, an exported program takes and returns them, and code that takes named tuples
-    apart and makes them anew finds the tensors alone. An index selects samples, not fields.
+    A call or step converts a state of a lower floating dtype to that of `init_state`, since mixed
+    precision casts what a module is given (FSDP). `torch.load` reads states with weights_only=True,
+    exported programs take and return them, and code that takes named tuples apart finds the tensors
+    alone. An index selects samples, not fields.
     """
 
     __slots__ = ()
@@ -63,8 +63,7 @@ class RecurrentState:
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples; a property, since exported programs index what has such a
-        method for its fields, where an index selects samples here."""
+        """Named tuples' method; a property, as exports index the fields of what has the method."""
         named: Any = self
         return lambda: dict(zip(named._fields, named, strict=False))
 
@@ -101,10 +100,9 @@ class RecurrentState:
     def __getitem__(self, index: Any) -> Self:
         """Samples of the batch, in any order and as often as the index names them.
 
-        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis, as state[beams]
-        does for the beams that a search keeps. An int drops it: state[i] is a single sample, which
-        calls with a batch of 1 accept and `stack` collects. Raises TypeError for a tuple,
-        ValueError for a state without batch axis.
+        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis. An int drops it:
+        state[i] is a single sample, which calls with a batch of 1 accept and `stack` collects.
+        Raises TypeError for a tuple, ValueError for a state without batch axis.
         """
         if isinstance(index, tuple):
             raise TypeError(
@@ -241,8 +239,7 @@ def zero_state(
     like: Tensor,  # any shape, with the dtype and device of the state
     missing: tuple[str, ...] = (),
 ) -> StateT:
-    """The state before the first token: zeros, and None in place of the tensors that are
-    `missing`."""
+    """The state before the first token: zeros, and None for the tensors that are `missing`."""
     return kind._make(
         None if name in missing else like.new_zeros(b, *(n or 0 for n in shape))
         for name, shape in shapes.items()

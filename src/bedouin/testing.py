@@ -44,8 +44,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:  # any shape, the
 
 
 def _distance(actual: Tensor, expected: Tensor) -> tuple[Tensor, float]:
-    """|actual - expected|, 0 where both are the same non-finite value and inf where only one is
-    NaN; and the largest finite |expected|, 0 without any."""
+    """|actual - expected|, 0 where both are not finite and equal, inf where one is NaN; and the
+    largest finite |expected|."""
     a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
     found = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
     scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item() if e.numel() else 0.0
@@ -87,10 +87,8 @@ def find_fixed_point(
     solver: Solver | None = None,
     state: BedouinState | None = None,
 ) -> FixedPoint:
-    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings.
-
-    Raises TypeError for another kind of layer.
-    """
+    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings; TypeError
+    for another kind of layer."""
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
@@ -156,11 +154,9 @@ def layer_gradients(
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """Gradients of a random linear function of output and new state, by name: those of the
-    parameters, "x", and, if a state is given, "state.ssm", "state.y" and "state.conv".
-
-    The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
-    layer's own. Works on a copy; gradients and statistics of `layer` do not change.
-    """
+    parameters, "x", and, if a state is given, "state.ssm", "state.y" and "state.conv". The function
+    depends only on the shapes and `seed`. `adjoint` or `solver` None means the layer's own. Works
+    on a copy."""
     probe = copy_with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
     if state is not None:
@@ -209,12 +205,10 @@ def log_growth(
     seed: int = 0,
 ) -> Tensor:  # (t, b)
     """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
-    state after it, at the states that x leads to from zero.
-
-    The largest of a few random unit vectors v, in the 2-norm of the whole state; -inf where all of
-    them have become 0. J v is a difference quotient in float64 over 1e-7 of the length of the last
-    state, by `Direct` if the mixer allows it.
-    """
+    state after it, at the states that x leads to from zero: the largest of a few random unit
+    vectors v, in the 2-norm of the whole state; -inf where all of them have become 0. J v is a
+    difference quotient in float64 over 1e-7 of the length of the last state, by `Direct` if the
+    mixer allows it."""
     probe = copy_with(layer, on_unconverged="ignore").double().eval()
     probe.solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
     x, b, one = x.detach().double(), len(x), probe.init_state(1)

@@ -28,27 +28,21 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The dictionaries of the forward and backward hooks on the module itself, which registering a
-    hook changes in place."""
+    """The dictionaries of forward and backward hooks on the module, which change in place."""
     return [getattr(module, name) for name in _HOOKS]
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the module's class and nothing else.
-
-    Not with a hook on the module itself, nor with a `forward` that another library, as accelerate,
-    has set on the object.
-    """
+    """Whether a call runs the `forward` of the module's class and nothing else: no hook on the
+    module itself, and no `forward` that another library, as accelerate, has set on the object."""
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return False
     return not (module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module multiplies by `module.weight` and does nothing else.
-
-    It may have parametrizations, which compute `weight`, or be of a class that FSDP derived.
-    """
+    """Whether a call of the module multiplies by `module.weight` and does nothing else. It may have
+    parametrizations, which compute `weight`, or be of a class that FSDP derived."""
     if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
         return False
     if type(module).forward not in (nn.Linear.forward, HeadLinear.forward):
@@ -61,10 +55,8 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def read_parameter(module: nn.Module, name: str) -> Tensor:
-    """The parameter of a module that need not be called, as a call would see it.
-
-    A module that accelerate offloads has its parameters on the meta device except in calls.
-    """
+    """The parameter of a module that need not be called, as a call would see it: one that
+    accelerate offloads has its parameters on the meta device except in calls."""
     value: Tensor = getattr(module, name)
     hook = vars(module).get("_hf_hook")
     if hook is None or not value.is_meta:
@@ -76,8 +68,7 @@ def read_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def tell_of_hooks(layer: nn.Module, name: str, module: nn.Module) -> None:
-    """Warn, once a layer and child, that a module is called because of its hooks, where a kernel
-    would compute it in less time."""
+    """Warn once that a module is called because of its hooks, which takes longer than kernels."""
     told = layer.__dict__.setdefault("_told_of_hooks", set())
     if name in told or torch.compiler.is_compiling():
         return
@@ -92,11 +83,8 @@ def tell_of_hooks(layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
-    """The weight and eps of a layer's norm; None and 0 without one.
-
-    The output stage computes the norm itself, unless the module is hooked (`calls_norm`). Raises
-    TypeError for a module that would compute something else.
-    """
+    """The weight and eps of a layer's norm; None and 0 without one. The output stage computes the
+    norm itself, unless it is hooked; TypeError for a module that would compute something else."""
     if norm is None:
         return None, 0.0
     used: Any = norm if _is_norm(norm) else _trained_copy(norm)
@@ -155,12 +143,9 @@ def effective_weight(
     like: Tensor,  # a parameter of the layer, any shape
     num_heads: int,
 ) -> Tensor:  # (r, p) or (H, r, p), p = inputs
-    """The matrix that the module multiplies by.
-
-    A module that is not plain is called with the unit vectors and with twice these, which hooks
-    see, not the tokens. Dropout inside of the module is drawn once for the call and drops the same
-    inputs for all tokens. Raises TypeError for a module with hooks that is not linear.
-    """
+    """The matrix that the module multiplies by. A module that is not plain is called with the unit
+    vectors and with twice these, which hooks see, not the tokens; dropout inside of it is drawn
+    once for the call. Raises TypeError for a module with hooks that is not linear."""
     if is_plain(module):
         return module.weight
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
@@ -185,8 +170,7 @@ def effective_weight(
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether there are hooks on the module or in it, but for torch's own, which gather a sharded
-    weight or compute it, as those of weight_norm do."""
+    """Whether there are hooks on the module or in it, but for torch's, as of weight_norm."""
     hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
     owners = ((getattr(hook, "__func__", hook), type(hook)) for hook in hooks)
     homes = (getattr(own, "__module__", None) or kind.__module__ for own, kind in owners)
@@ -209,8 +193,7 @@ class ReplacementWatch:
                         self._tensors.append((owner, name, tensor, tensor.data_ptr()))
 
     def has_changed(self) -> bool:
-        """Whether anything was replaced; compares addresses, so it does not synchronize. A hook
-        that was registered counts, since it would not run in a replay."""
+        """Whether anything was replaced or hooked; compares addresses, without synchronization."""
         if any(self._hooks):
             return True
         for owner, name, module in self._submodules:
@@ -227,10 +210,8 @@ def side_by_side(
     modules: Sequence[nn.Module],  # (b, t, p) -> (b, t, r_i)
 ) -> Tensor:  # (b, t, sum r_i), or with more columns, which nothing may read
     """What the modules make of x, one beside the other; in one product where that is faster.
-
     torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
-    GPU, where a copy takes less time than the launches of several products.
-    """
+    GPU, where a copy takes less time than the launches of several products."""
     # first, so that no condition on the number of tokens is traced
     joins = not torch.compiler.is_compiling() and all(map(is_plain, modules))
     if joins:

@@ -52,11 +52,9 @@ class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
 
 
 class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
-    """The state of samples with different numbers of earlier tokens.
-
-    The fields of `AttentionState`, where s is the most places, and lengths: (b,) int64, how many of
-    them each sample has filled from the left, which is the position of its next token.
-    """
+    """The state of samples with different numbers of earlier tokens: the fields of
+    `AttentionState`, where s is the most places, and lengths: (b,) int64, the places that each
+    sample has filled from the left, and so the position of its next token."""
 
     __slots__ = ()
     axes = (2, 3, 3, 0)
@@ -92,17 +90,14 @@ class Attention(RecurrentLayer[AttentionState]):
 
         o_t = sum_{s <= t} softmax_s(R_t q_t . R_s k_s / sqrt(p)) v_s
 
-    Sources: Attention Is All You Need (arXiv 1706.03762); RoFormer (arXiv 2104.09864) for the
-    rotations R.
+    Sources: Attention Is All You Need (arXiv 1706.03762); RoFormer (arXiv 2104.09864), rotations R.
 
     Args:
-        num_heads: h. head_dim: p; None: d_model / num_heads.
-        rope_base: base of the rotary frequencies, which need an even number of channels a head;
-            None: no positions.
+        num_heads: h. head_dim: p, even with positions; None: d_model / num_heads.
+        rope_base: base of the rotary frequencies; None: no positions.
         bias: whether the projections have biases.
-        d_conv: width of a short convolution of queries, keys and values, as Primer
-            (arXiv 2109.08668) has it; None (the default): no convolution.
-        conv_bias: whether that convolution has a bias.
+        d_conv, conv_bias: width of a short convolution of queries, keys and values, as Primer
+            (arXiv 2109.08668) has it, and whether it has a bias; None: no convolution.
     """
 
     state_type = AttentionState
@@ -226,8 +221,7 @@ def _mask(
 def rotate(
     x: Tensor, start: int | Tensor, base: float
 ) -> Tensor:  # (b, t, h, p) with p even, (b,) -> (b, t, h, p)
-    """Rotary positions start, start + 1, ...: channel pairs (i, i + p/2) turned by the angle
-    position * base^(-2i/p), in at least float32."""
+    """Rotary positions from start on: channels (i, i + p/2) turned by position * base^(-2i/p)."""
     half = x.shape[-1] // 2
     with without_autocast(x.device):
         first, second = at_least_float32(x).chunk(2, -1)

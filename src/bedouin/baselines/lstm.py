@@ -59,9 +59,8 @@ class LSTM(RecurrentLayer[LSTMState]):
 
     Args:
         expand: hidden units for each input channel; 2 gives the width that Bedouin has.
-        d_conv: width of a short convolution with SiLU before the LSTM, as xLSTM (arXiv 2405.04517)
-            has it; None (the default): no convolution.
-        conv_bias: whether that convolution has a bias.
+        d_conv, conv_bias: width of a short convolution with SiLU before the LSTM, as xLSTM
+            (arXiv 2405.04517) has it, and whether it has a bias; None: no convolution.
     """
 
     state_type = LSTMState

@@ -61,8 +61,7 @@ class Mamba(common.RecurrentLayer[MambaState]):
         expand: d_inner is expand * d_model.
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         dt_rank: rank of the projection to Delta; None: ceil(d_model / 16).
-        eigenvalues: "positive": lambda in [0, 1]; "full": 2 lambda - 1 in [-1, 1]
-            (Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, 2411.12537).
+        eigenvalues: "positive": lambda in [0, 1]; "full": 2 lambda - 1 in [-1, 1] (2411.12537).
         backend: implementation of the scan: "auto", "triton" or "reference".
     """
 
@@ -139,8 +138,8 @@ class Mamba(common.RecurrentLayer[MambaState]):
         return self.out_proj(y.to(z.dtype) * F.silu(z)), MambaState(window, ssm)
 
     def _project_dt(self, dt: Tensor) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d)
-        """dt_proj(dt), and its bias (d,), which is added in float32; None where the module is
-        called, since it is parametrized or wrapped, and adds its own."""
+        """dt_proj(dt), and its bias (d,), added in float32; None of a changed module, which adds
+        it."""
         proj = self.dt_proj
         if type(proj) is _DeltaProjection and is_untouched(proj):
             return F.linear(dt, proj.weight), proj.bias

@@ -89,7 +89,7 @@ class BedouinLayer(nn.Module):
         past_key_values: fla.models.utils.Cache, whose recurrent_state is the tuple of the state's
             tensors before the tokens, and with use_cache after them, of each row or document. Calls
             with a cache and without gradients have no noise of feedback_noise.
-        others: FLA's models pass all their arguments to every layer; they have no effect.
+        others: what FLA's models pass to every layer, without effect.
 
         Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
         """

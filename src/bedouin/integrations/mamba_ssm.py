@@ -114,8 +114,7 @@ class BedouinMixer(nn.Module):
         return state.clone() if torch.is_grad_enabled() else state
 
     def _get_states_from_cache(self, params: Any, batch_size: int) -> States:
-        """This layer's states of the batch at batch_size_offset, which are made if there are none
-        or, for a new sequence, too few."""
+        """This layer's states of the batch at batch_size_offset, made where there are too few."""
         if self.layer_idx is None:
             raise ValueError(
                 "layer_idx must be an int for calls with inference_params, got None: use "

@@ -95,8 +95,7 @@ def mark(module: nn.Module, mark: str, *names: str) -> None:
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor
-    reads."""
+    """nn.Module's __setattr__; AttributeError for an option that only the constructor reads."""
     layer: Any = module
     if name in vars(layer).get("_options", ()) and name not in layer.settable_options:
         owner = type(layer).__name__
@@ -145,11 +144,9 @@ def number_options(module: Any) -> dict[str, Any]:
 
 def save_options(module: Any) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int64
     """The extra state: the number of training calls, and the options as characters of a JSON text.
-
     It is a tensor because safetensors holds nothing else, and of a size that differs between few
-    layers because torch.distributed.checkpoint loads a tensor only into one of its own size. All
-    dtypes to which a tool may convert a state_dict represent the characters exactly.
-    """
+    layers because torch.distributed.checkpoint loads one only into its own size. All dtypes to
+    which a tool may convert it represent the characters exactly."""
     text = json.dumps(module.number_options(), separators=(",", ":"))
     text += " " * (-len(text) % TEXT_BLOCK)
     # on the CPU also where a context makes tensors on another device
@@ -203,20 +200,17 @@ def load_parameters(
 
 
 def type_name(module: nn.Module) -> str:
-    """The name of a module's class, or if FSDP or a parametrization has derived that, of its own.
-
-    The module of a derived class is one of torch, or if it has abstract methods `abc`."""
+    """The name of the first class that is none of torch, or of `abc`, as FSDP and parametrizations
+    derive them."""
     kinds = type(module).__mro__
     derived = "torch", "abc"
     return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
 
 
 class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
-    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics.
-
-    A subclass names the type of its state, the sizes of the state's tensors, and computes outputs
-    and the state after the last token. One with `saved_options` has an extra state.
-    """
+    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics. A
+    subclass names the type of its state, the sizes of its tensors, and computes outputs and the
+    state after the last token. One with `saved_options` has an extra state."""
 
     settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")
     """Options of the constructor that may be set later, too."""
@@ -265,11 +259,9 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         state: StateT,
         lengths: Tensor | None,  # (b,)
     ) -> tuple[Tensor, StateT]:  # (b, t, m)
-        """The outputs and the state after the last token, whose tensors autograd may have saved.
-
-        lengths: the tokens of each sample, which padding with x = 0 follows; None: t. The outputs
-        of padding may be anything finite.
-        """
+        """The outputs, finite in padding, and the state after the last token, whose tensors
+        autograd may have saved. lengths: the tokens of each sample before padding with x = 0; None:
+        t."""
 
     def forward(
         self,
@@ -281,10 +273,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
         seq_idx: Tensor | None = None,  # (b, t)
     ) -> Any:
-        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
-
-        Chunks, states, mask, cu_seqlens, seq_idx and errors are as in `Bedouin`.
-        """
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state). Chunks, states,
+        mask, cu_seqlens, seq_idx and errors are as in `Bedouin`."""
         self.check_input(x, 3)
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
 
@@ -365,8 +355,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     def _run_loaded(
         self, x: Tensor, state: StateT, lengths: Tensor | None
     ) -> tuple[Tensor, StateT]:  # (b, t, m), (b,) -> (b, t, m)
-        """`_run` with the parameters of the layer and of its parts, which a module that accelerate
-        offloads has in its own calls alone."""
+        """`_run` with the parameters of the layer and its parts, also where accelerate offloads."""
         layers = [v for v in (self, *self.children()) if isinstance(v, RecurrentLayer)]
         hooked = [(v, vars(v)["_hf_hook"]) for v in layers if "_hf_hook" in vars(v)]
         for layer, hook in hooked:
@@ -381,7 +370,6 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         check_layer_input(x, rank, self.d_model, self._weight)
 
     def checked_state(self, state: Any, b: int) -> StateT:
-        """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
-        or ValueError where it does not fit the layer."""
+        """`state` with a batch axis, at least in `state_dtype`; an error where it does not fit."""
         kind = cast(type[StateT], self.state_type)
         return check_state(state, kind, self._state_sizes(), b, self._like)

@@ -18,10 +18,8 @@ from bedouin.wrapped import is_untouched
 
 
 class ShortConvolution(nn.Module):
-    """y_t = sum_i weight[:, i] * x_{t - w + 1 + i} + bias for each channel by itself.
-
-    A width of None is the identity. The state is the window of the last w - 1 inputs.
-    """
+    """y_t = sum_i weight[:, i] * x_{t - w + 1 + i} + bias for each channel by itself, the identity
+    for a width of None. The state is the window of the last w - 1 inputs."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -53,7 +51,6 @@ class ShortConvolution(nn.Module):
         self, x: Tensor, window: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # (b, t, c), (b, w - 1, c), (b,)
         """The convolved x (b, t, c) and the window after the last token, in the window's dtype.
-
         lengths: the tokens of each sample, which padding follows; None: t."""
         if self.weight is None:
             return x, window
@@ -76,9 +73,9 @@ class ShortConvolution(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added)
-        (b, t, c + a), and the window after the last token, in one pass of a kernel; a module with
-        hooks is called."""
+        """SiLU(conv(x)) with groups of unit length, then SiLU(conv(x)[..., :a] + added), (b, t, c +
+        a), and the window after the last token, in one pass of a kernel; a module with hooks is
+        called."""
         if self.weight is None or self.bias is not None or not is_untouched(self):
             x, after = self(x, window, lengths)
             window, weight = window[:, :0], x.new_ones(self.channels, 1)

@@ -224,8 +224,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
 
 
 class DeltaNet(DeltaProduct):
-    """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1 and its other
-    options.
+    """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1, and its options.
 
     The defaults are those of flash-linear-attention's layers: eigenvalues in [0, 1], and None for
     an expand_v of 1 without output gate, or where `gated` 2 and a gate. Sources: DeltaNet (arXiv

@@ -239,10 +239,10 @@ class FixedPointLayer(nn.Module, ABC):
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
-        that is not of the form (e, U, M).
+        that is not of the form (e, U, M). Hooks on the layer run, as in a call.
 
-        Hooks on the layer run, as in a call. On a GPU a `Decoder` replays steps as CUDA graphs,
-        which takes less time. Raises what `forward` raises, and TypeError for a state of None.
+        On a GPU a `Decoder` replays steps as CUDA graphs, which takes less time. Raises what
+        `forward` raises, and TypeError for a state of None.
         """
         run: Any = self.forward
         if is_untouched(self):
@@ -272,8 +272,8 @@ class FixedPointLayer(nn.Module, ABC):
         return torch.empty(0, dtype=accumulator(D.dtype), device=D.device)
 
     def checked_state(self, state: Any, b: int) -> BedouinState:
-        """`state` with a batch axis, in at least the dtype of `init_state`; TypeError or ValueError
-        where it does not fit the layer."""
+        """`state` with a batch axis, at least in float32; an error where it does not fit the
+        layer."""
         return check_state(state, BedouinState, self._state_sizes(), b, self._like)
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
@@ -289,8 +289,7 @@ class FixedPointLayer(nn.Module, ABC):
 
         A call raises where it would differ: for another shape, dtype, device, mode, autocast or
         parameter, or a backward pass after the next call. Raises TypeError or ValueError for a
-        sample that does not fit, is not on a CUDA device or is empty, and for a random cap in
-        training.
+        sample that does not fit, is empty or on no CUDA device, and for a random cap in training.
         """
         return Graphed(self, sample)
 
@@ -376,10 +375,9 @@ class FixedPointLayer(nn.Module, ABC):
     def stats(self) -> SolveStats | None:
         """Statistics of the last call, also of one that raised a ConvergenceError; None before any.
 
-        A sample's are the worst of its heads. They are reduced when they are first read. Neither
-        loading a state_dict, nor the recomputation of non-reentrant checkpointing, nor torch.export
-        changes them. Under torch.func transforms they are tensors of the transform, which the
-        transformed function may return; copies and pickles have None then.
+        A sample's are the worst of its heads, reduced when they are first read. Neither loading,
+        nor the recomputation of checkpointing, nor torch.export changes them. Under torch.func
+        transforms they are tensors of the transform; copies and pickles have None then.
         """
         return None if self._outcome is None else self._outcome.stats
 

@@ -28,8 +28,7 @@ def by_head(
 
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
-    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer; the
-    window of its convolution is not folded."""
+    """The state of folded samples, ssm (H b, p, n) and y (H b, p); the window is not folded."""
     if num_heads == 1:
         return state
     pair = state.ssm, state.y
@@ -64,12 +63,10 @@ class ScaledLinear(nn.Linear):
 
 
 class HeadLinear(nn.Module):
-    """Linear maps of several heads without bias: each folded sample uses the weight of its head.
-
-    The initial weights of a head are those of `nn.Linear(in_features, out_features)` times
-    `scales`. PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
-    target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module.
-    """
+    """Linear maps of several heads without bias: each folded sample uses the weight of its head,
+    whose initial values are those of `nn.Linear(in_features, out_features)` times `scales`. PEFT
+    adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
+    target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module."""
 
     def __init__(
         self,

@@ -37,11 +37,9 @@ class ScanInputs(NamedTuple):
 
 
 class FixedPointMap:
-    """y (b, t, d) -> F(y) for any mixer, as Picard, Anderson and Broyden require.
-
-    `split` turns raw values (..., r) into the scan's inputs. `lengths` are the tokens before the
-    padding of each sample, None without padding, in which the layer makes Delta 0.
-    """
+    """y (b, t, d) -> F(y) for any mixer, as Picard, Anderson and Broyden require. `split` turns raw
+    values (..., r) into the scan's inputs; `lengths` are the tokens before the padding of each
+    sample, where the layer makes Delta 0, None without padding."""
 
     def __init__(
         self,
@@ -84,8 +82,7 @@ class FixedPointMap:
 
     @property
     def mixer_values(self) -> tuple[Tensor, ...]:
-        """The values of `_named_values` for the mixer, in the dtype of A; none where a layout
-        describes it."""
+        """The values of `_named_values` in the dtype of A; none where a layout describes them."""
         if self.parameterization.layout is not None:
             return ()
         if self._mixer_values is None:
@@ -96,8 +93,7 @@ class FixedPointMap:
         return self._mixer_values
 
     def fed(self, y: Tensor) -> tuple[Tensor, Tensor]:  # (b, t, d) -> (b, t, d), (b, t, r)
-        """x and the raw values with the feedback W^y norm(y_{t-1}), where the y before the first
-        token is that of the state."""
+        """x and the raw values with the feedback W^y norm(y_{t-1}), at first that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
 
     def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
@@ -137,8 +133,7 @@ class FixedPointMap:
 
 
 def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-    """Names and values of the parameters, and of the buffers of a floating dtype other than
-    `dtype`; the other buffers need no conversion."""
+    """Names and values of the parameters, and of floating buffers of another dtype."""
     buffers = module.named_buffers()
     others = [(n, v) for n, v in buffers if v.is_floating_point() and v.dtype != dtype]
     return [*module.named_parameters(), *others]
@@ -165,11 +160,9 @@ class _Mix(nn.Module):
 
 
 class MixerBind:
-    """raw (..., r) -> Delta, B, C, e, U, M, computed with the given values of the mixer.
-
-    Not a method of the map, because an autograd graph refers to this object and the map refers to a
-    tensor of that graph: Python's garbage collector never frees a cycle through an autograd graph.
-    """
+    """raw (..., r) -> Delta, B, C, e, U, M, computed with the given values of the mixer. Not a
+    method of the map, because an autograd graph refers to this object and the map to a tensor of
+    that graph: Python's garbage collector never frees such a cycle."""
 
     def __init__(self, split: Callable[[Tensor], ScanInputs], mixer: ChannelMixer) -> None:
         self.split, self.mixer = split, mixer
@@ -195,8 +188,8 @@ class StructuredMap(FixedPointMap):
     def _local(
         self, y: Tensor
     ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, direct.LocalFactors]:  # (b, t, d)
-        """x and the coefficients of all tokens for the feedback that y gives, e or None where it is
-        0, sigma (b, t, d), and the factors of the local equations."""
+        """x, the coefficients of all tokens for y, e or None where it is 0, sigma (b, t, d), and
+        the factors of the local equations."""
         x, raw = self.fed(y)
         found = self.bind(raw, *self.mixer_values)
         diagonal = self.parameterization.diagonal(found.e)
@@ -214,8 +207,7 @@ class StructuredMap(FixedPointMap):
         return self._swept
 
     def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
-        """h after the last token of y, without another scan if y is the result of the last
-        sweep."""
+        """h after the last token of y, without another scan for the result of the last sweep."""
         swept = self._swept
         return swept.h if swept is not None and swept.y is y else super().memory(y)
 
@@ -228,17 +220,16 @@ class StructuredMap(FixedPointMap):
         return direct.direct_sweep(*arguments, y_star=y_star, **options).y
 
     def fuse(self, y: Tensor, rule: IterationRule) -> Any:  # y: (b, t, d)
-        """An iteration in kernels, or None if these do not support the rule or this map, whose
-        mixer must be a HouseholderProduct, and for tensors without values. Raises ValueError if
-        backend="triton" cannot run."""
+        """An iteration in kernels; None for a rule, mixer or tensors that these do not support.
+        Raises ValueError if backend="triton" cannot run."""
         if not has_values(y):
             return None
         arguments = self.operands, y, self.parameterization, self.mixer_values, rule
         return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
-        """G(y) (b, t, d), and the smallest pivot (b,). G solves the local equation of each token,
-        with its memory and its feedback computed from y."""
+        """G(y) (b, t, d), which solves the local equation of each token, and the least pivot
+        (b,)."""
         x, (delta, B, C, _, U, M, _), diagonal, _, factors = self._local(y)
         mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
         options = self._scan_options()
@@ -248,8 +239,7 @@ class StructuredMap(FixedPointMap):
         return self._without_padding(direct.solve_local(p, factors, x)), pivot
 
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """The functions w -> L^T w and r -> (I - L^T)^-1 r of values like y_star (b, t, d),
-        L_t = diag(sigma_t) (I - Q_t) at y_star."""
+        """w -> L^T w and r -> (I - L^T)^-1 r, where L_t = diag(sigma_t) (I - Q_t) at y_star."""
         with torch.no_grad():
             _, found, diagonal, sigma, factors = self._local(y_star)
 
@@ -278,10 +268,8 @@ class StructuredMap(FixedPointMap):
 
 
 class MapOfHeads:
-    """F of all heads, (b, t, H d) -> (b, t, H d), with their channels side by side.
-
-    No head reads another, so that solvers take them apart: each is a sample of the map `apart()`.
-    """
+    """F of all heads, (b, t, H d) -> (b, t, H d), with their channels side by side. No head reads
+    another: solvers take them apart, each a sample of the map `apart()`."""
 
     def __init__(self, of_samples: FixedPointMap, num_heads: int) -> None:
         self.of_samples, self.parts = of_samples, num_heads

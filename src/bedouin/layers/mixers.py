@@ -58,8 +58,8 @@ class ChannelMixer(nn.Module, ABC):
     def mix(
         self, raw: Tensor, x: Tensor, y: Tensor
     ) -> Tensor:  # (..., r), (..., d), (..., d) -> (..., d)
-        """x~ = Q (x - y) + y, computed as x + (I - Q)(y - x), which loses digits where Q is much
-        smaller than the identity: a mixer with such Q overrides this method."""
+        """x~ = Q (x - y) + y, as x + (I - Q)(y - x); a mixer with small Q overrides it for its
+        digits."""
         return x + self.complement(raw, y - x)
 
     def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)
@@ -67,8 +67,7 @@ class ChannelMixer(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} declares no dense(raw)")
 
     def is_structured(self, d_inner: int) -> bool:
-        """Whether `forward` returns a form (e, U, M) for d_inner channels, which `Direct`, `Jacobi`
-        and the exact adjoint need."""
+        """Whether `forward` returns (e, U, M), for `Direct`, `Jacobi` and the exact adjoint."""
         return type(self).dense is not ChannelMixer.dense and d_inner <= MAX_DENSE
 
     def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
@@ -136,10 +135,8 @@ class HouseholderProduct(StructuredMixer):
 
 
 class NoMixing(HouseholderProduct):
-    """Q = I, the product of k = 0 reflections, which has no raw values.
-
-    The fixed point is y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T.
-    """
+    """Q = I, the product of no reflections, without raw values: y_t = h_t C_t with h_t = lambda_t
+    h_{t-1} + (s_t x_t) B_t^T."""
 
     def __init__(self) -> None:
         # not the constructor of the product, which requires a reflection
@@ -156,11 +153,9 @@ class NoMixing(HouseholderProduct):
 
 
 def kernel_gap(mixer: ChannelMixer) -> str | None:
-    """What no kernel computes of a mixer, as a part of a message; None where kernels compute it.
-
-    They compute products of reflections from num_householder and beta_max alone, which a subclass
-    of HouseholderProduct is as long as it inherits all methods that read raw values.
-    """
+    """What no kernel computes of a mixer, as a part of a message; None where kernels compute it:
+    products of reflections from num_householder and beta_max alone, and subclasses that inherit all
+    methods that read raw values."""
     kind = type(mixer)
     if not is_untouched(mixer):
         return f"the mixer {kind.__name__} with hooks"
@@ -180,9 +175,8 @@ class LowRank(StructuredMixer):
     """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
 
     I - Q has full rank (e = 1, M = -diag(alpha)). The local systems can be singular if the input
-    gain reaches 1, in particular if it does so in more than `rank` channels. Raw values of a token:
-    k d for u, then k for alpha.
-    Raises TypeError for a rank that is not an int, ValueError for rank < 1.
+    gain reaches 1, in particular in more than `rank` channels. Raw values of a token: k d for u,
+    then k for alpha. Raises TypeError for a rank that is not an int, ValueError for rank < 1.
     """
 
     saved_options = ("rank",)
@@ -216,7 +210,6 @@ class FactoredMixer(ChannelMixer):
     below 1, so that Q is invertible; raw values of 0 give Q = I. Raw values of a token: all R, then
     all S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
     Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
-
     Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in
     `raw_size` for a d that is not their product.
     """

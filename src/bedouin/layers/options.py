@@ -73,8 +73,7 @@ class Initialization:
 
 
 def check_initialization(value: object, decay: str) -> Initialization:
-    """`value`, or for None the usual initial values. Raises TypeError for another type, ValueError
-    for rates that the decay does not have."""
+    """`value`, or for None the usual initial values; an error for one that does not fit."""
     if value is None:
         return Initialization()
     if not isinstance(value, Initialization):
@@ -97,11 +96,8 @@ def split_feedback_weight(
     p: int,
 ) -> tuple[Tensor | None, Tensor]:
     """W^y of the loop (f, p) or (H, f, p), None if `feedback` names components of size 0 alone, and
-    W^y of the gate (p, p) or (H, p, p).
-
-    `sizes` are those of all components, in the order of the raw values. The f rows are those up to
-    the last component with feedback, zero for components in between without.
-    """
+    of the gate (p, p) or (H, p, p). `sizes` are those of all components, in the order of the raw
+    values; the f rows end with the last component with feedback, and are zero for those without."""
     fed = [sizes[name] for name in feedback]
     if not any(fed):
         return None, weight
@@ -130,11 +126,9 @@ def inner_size(expand: float, d_model: int) -> int:
 
 def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     """H: `num_heads`, or for None as few heads of 32 to 128 channels as divide d_inner, for which
-    there are kernels; 1 if there is no such divisor. Heads of 128 learn A5 better than smaller
-    ones, and copying better than one head (examples/results/heads).
-
-    Raises TypeError for a value that is no int, ValueError for one that does not divide d_inner.
-    """
+    there are kernels, else 1. Heads of 128 learn A5 better than smaller ones, and copying better
+    than one head (examples/results/heads). Raises TypeError for a value that is no int, ValueError
+    for one that does not divide d_inner."""
     if num_heads is None:
         sizes = range(min(MOST_HEAD, d_inner), LEAST_HEAD - 1, -1)
         return next((d_inner // p for p in sizes if d_inner % p == 0), 1)
@@ -150,8 +144,7 @@ def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
 def ordered_subset(
     name: str, values: Collection[str], valid: tuple[str, ...], absent: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The names in `values` in the order of `valid`. Raises ValueError for any other name, with the
-    reason for a name that is `absent`."""
+    """The names in `values` in the order of `valid`; ValueError for another, with its reason."""
     is_collection = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
     # a list, because an iterator can be read only once
     names = list(values) if is_collection else [None]
@@ -209,11 +202,9 @@ def check_device(mixer: nn.Module, device: torch.device) -> None:
 
 
 def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: InputScale) -> None:
-    """Issue a UserWarning, for the caller of a layer's constructor, if the layer's local systems
-    I - (B . C) diag(s) (I - Q) can become singular because s = Delta is unbounded.
-
-    |B . C| <= 1 and |I - Q| <= k beta_max, so they are invertible while Delta < 1 / (k beta_max).
-    """
+    """Issue a UserWarning, for the caller of a layer's constructor, if the local systems I - (B .
+    C) diag(s) (I - Q) can become singular because s = Delta is unbounded: |B . C| <= 1 and |I - Q|
+    <= k beta_max, so they are invertible while Delta < 1 / (k beta_max)."""
     if input_scale != "delta" or decay != "mamba":
         return
     # NoMixing is the product of no reflections; a subclass may compute another Q
@@ -263,10 +254,8 @@ SetT = TypeVar("SetT")
 
 
 class SolveOption(Generic[GetT, SetT]):
-    """A field of a layer's `solve_options` as a settable attribute of the layer.
-
-    convert: from the layer and what is set, the value of the field.
-    """
+    """A field of a layer's `solve_options` as a settable attribute of the layer. convert: from the
+    layer and what is set, the value of the field."""
 
     def __init__(self, field: str, convert: Callable[[Any, SetT], Any] = lambda _, v: v) -> None:
         self.field, self.convert = field, convert

@@ -49,8 +49,7 @@ class Projected(NamedTuple):
 
 
 def state_before(layer: Layer, state: BedouinState | None, packing: Packing) -> BedouinState | None:
-    """The state of the folded samples before the first token; None: zeros.
-    Raises TypeError or ValueError for a state that does not fit."""
+    """The state of the folded samples before the first token; None: zeros."""
     if state is None:
         return None
     state = layer.checked_state(state, packing.num_states)
@@ -119,11 +118,8 @@ def _project_x(layer: Layer, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, r + 
 
 
 def _hold_memory(layer: Layer, raw: Tensor, lengths: Tensor) -> Tensor:  # (b', t, r), (b',)
-    """Raw values (b', t, r) for which Delta is 0 in the padding.
-
-    The decay is then 1 and the input scale 0, in every parameterization: the memory passes, and
-    no gradient reaches the other raw values.
-    """
+    """Raw values (b', t, r) for which Delta is 0 in the padding: the decay is then 1 and the input
+    scale 0, so that the memory passes, and no gradient reaches the other raw values."""
     closed = CLOSED if layer.activation == "softplus_of_minus" else -CLOSED
     padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
     # one split, because its gradient is one concatenation

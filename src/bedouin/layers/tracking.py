@@ -247,8 +247,8 @@ class Tracker(common.RecurrentLayer[TrackerState]):
     def _inputs(
         self, rows: tuple[Tensor, ...], state: TrackerState, lengths: Tensor | None
     ) -> TrackInputs:
-        """What the recurrence takes of the rows (b, t, ...): with noise, and with closed padding,
-        where Delta and beta^e are so low that the memory passes."""
+        """The recurrence's inputs of the rows (b, t, ...), with noise, and padding that keeps the
+        memory."""
         H, c = self.num_trackers, self.tracker_dim
         x, B, C, delta, erase, gate, skip = rows
         if draws_noise(self):

@@ -165,16 +165,14 @@ class ModularArithmetic(Task):
     Protocol. Published (xLSTM, arXiv 2405.04517; arXiv 2411.12537; Fixed-Point RNNs): m = 5,
     lengths uniform from 3 to 40 in training and from 40 to 256 in the test, scaled accuracy. The
     lengths of their code count the answer, which is no token here, and with brackets a padding
-    token. With brackets and multiplication the values are not uniform: for m = 5, lengths 40 to
-    256, 0 has probability 0.30, so an answer that is always 0 has a scaled accuracy of 0.12.
+    token. There the values are not uniform: for m = 5, lengths 40 to 256, with multiplication, 0
+    has probability 0.30, so an answer that is always 0 has a scaled accuracy of 0.12.
 
     Args:
         modulus: m, at least 2. The digits are 0 to m - 1, one token each, also above 10.
         brackets: whether there are brackets and negations.
-        length: number of tokens in a row, `=` included, the largest one if `min_length` is given.
-            Without brackets only even numbers are possible.
-        min_length: draw the length of every row uniformly from the possible ones in `min_length` to
-            `length`, both included, and fill rows with padding. None: every row has `length`.
+        length, min_length: the number of tokens in a row, `=` included, even without brackets; with
+            a min_length uniform over the possible ones from that on, and padding fills rows.
         multiplication: whether `*` is drawn; its token exists in any case.
 
     Raises ValueError for a field out of its range and TypeError for a number that is no int.

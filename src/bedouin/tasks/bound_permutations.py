@@ -32,21 +32,19 @@ class BoundPermutations(Task):
 
     A blank stands for `IGNORE`. Token ids: names 0 to 25, element g is 26 + g, then `!` 26 + n, `?`
     27 + n, `.` 28 + n, and padding 29 + n. Products are those of `WordProblem`; names of a row are
-    distinct and drawn uniformly, as are elements.
+    distinct and drawn uniformly, as are elements, m and L.
 
-    Protocol. m and L are uniform over their ranges. Train with at most 4 operations first and more
-    later (`dataclasses.replace(task, max_operations=8)`). The element of the last definition keeps
-    the row in its stream's split (see `bedouin.tasks.streams`). Report the accuracy of products and
-    of answers separately (`products`, `answers`).
+    Protocol. Train with at most 4 operations first and more later (`dataclasses.replace(task,
+    max_operations=8)`). The element of the last definition keeps the row in its stream's split (see
+    `bedouin.tasks.streams`). Report `products` and `answers` separately.
 
     Args:
         group: the group, for instance `Group.from_name("S3")`.
         min_definitions, max_definitions: the range of m, at most 26.
         min_operations, max_operations: the range of L.
 
-    Raises:
-        ValueError: a field out of its range, or a group of one element.
-        TypeError: a group that is no `Group`, a number that is no int.
+    Raises ValueError for a field out of its range or a group of one element, TypeError for a group
+    that is no `Group` and a number that is no int.
     """
 
     group: Group = Group.from_name("A5")

@@ -36,13 +36,13 @@ class Copying(Task):
 
     Protocol (Repeat After Me, arXiv 2402.01032, and Fixed-Point RNNs, arXiv 2503.10799). Lengths
     are uniform in [min_length, max_length], letters uniform and independent. Predictions are
-    teacher-forced argmaxes, *not* generated: after a wrong letter the model reads the right one.
-    The final `.` counts in the loss but in neither accuracy. The last letter keeps a string in its
-    stream's split (see `bedouin.tasks.streams`); the official code has no such split.
+    teacher-forced argmaxes, *not* generated. The final `.` counts in the loss but in neither
+    accuracy. The last letter keeps a string in its stream's split (see `bedouin.tasks.streams`);
+    the official code has no such split.
 
     `protocol="official"` fills evaluation rows with `.` up to `context_len`, as the code of
-    Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they cost
-    time but do not change the result. The official script also omits the longest evaluation length.
+    Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they do not
+    change the result. The official script also omits the longest evaluation length.
 
     Args:
         context_len: tokens in a training row; at least one whole sample, 2·max_length + 3.
@@ -100,11 +100,9 @@ class Copying(Task):
         device: torch.device | str | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """Evaluation rows, each one string of exactly `length` letters, 1 or more.
-
-        They have 2·length + 3 tokens, padded to `context_len` in the official protocol. The other
-        arguments and the errors are those of `sample`, which draws packed training rows of
-        `context_len` tokens and, with `length`, evaluation rows too.
+        """Evaluation rows, each one string of exactly `length` letters, 1 or more: 2·length + 3
+        tokens, padded to `context_len` in the official protocol. The other arguments and the errors
+        are those of `sample`, which draws packed training rows, and with `length` these.
         """
         whole_number("length", length, 1)
         return self.sample(batch_size, generator, device=device, length=length, split=split)

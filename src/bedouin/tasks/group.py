@@ -147,9 +147,9 @@ def compose(first: Permutation, second: Permutation) -> Permutation:
 def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
     """Numbers of `size` elements, the identity excluded, that generate the group, ascending.
 
-    Drawn uniformly among all such sets; the same (group, size, seed) gives the same set on every
-    machine. Raises ValueError for a size outside of [2, order), a seed below 0, or if 1000 draws
-    give no such set, and TypeError for a number that is no int.
+    Drawn uniformly among all such sets; the same arguments give the same set on every machine.
+    Raises ValueError for a number out of its range or if 1000 draws give no such set, and TypeError
+    for a number that is no int.
     """
     whole_number("size", size, 2, group.order)
     draws = random.Random(whole_number("seed", seed, 0))

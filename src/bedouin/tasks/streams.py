@@ -163,8 +163,7 @@ def integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Gener
 
 
 def row_hash(tokens: Tensor) -> Tensor:  # (..., t) int64 -> (...) int64
-    """A hash in [0, 2**31) of each row: a sum modulo 2**64 with a pseudorandom weight for each
-    position, mixed at the end. Zeros appended to a row do not change it."""
+    """A hash in [0, 2**31) of each row, which zeros appended to a row do not change."""
     weights = _mix64(torch.arange(1, tokens.shape[-1] + 1, device=tokens.device))
     return _mix64((tokens * weights).sum(dim=-1)) & 0x7FFF_FFFF
 

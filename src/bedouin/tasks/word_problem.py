@@ -63,16 +63,14 @@ class WordProblem(Task):
         length: number of group elements in a row.
         elements: what is drawn. `"all"`; `"swaps"`: transpositions only; `"3-permutations"`:
             elements that move two or three points. Labels still range over the whole group.
-        tokens_per_transition: r; every element is followed by r - 1 filler tokens, which give a
-            layer more steps for each product.
+        tokens_per_transition: r; every element is followed by r - 1 filler tokens.
         protocol: `"plain"` or `"official"`.
         include_identity: whether `"swaps"` and `"3-permutations"` draw the identity too.
         label_at: `"transition"`: a label at the last token of every element; `"every"`: at the
-            fillers too, where the label of a product comes r - 1 tokens after its element;
-            `"last"`: at the last token of the row only.
-        generators: draw from a random set of this many elements that generates the group (see
-            `bedouin.tasks.generating_set`); None: from all.
-        generator_seed: which of these sets.
+            fillers too, where a product's comes r - 1 tokens after its element; `"last"`: at the
+            last token of the row only.
+        generators, generator_seed: draw from a random set of this many elements that generates the
+            group, and which one (`bedouin.tasks.generating_set`); None: from all.
 
     Raises ValueError for a field out of its range, fields that exclude each other and fewer than
     two elements to draw from, and TypeError for another type of a field.

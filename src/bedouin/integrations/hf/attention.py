@@ -46,12 +46,10 @@ def attention_options(
     seq_idx: Tensor | None,  # (b, t)
     cache: Cache | None,
 ) -> dict[str, Any]:
-    """What every attention layer of one call is given: its mask and the rotary embedding.
-
-    Positions count the real tokens of a document. Which tokens before are real, and in a row's last
-    document, is kept in the cache of the first Bedouin layer. Raises ValueError and TypeError for
-    seq_idx and a cache that do not fit x.
-    """
+    """What every attention layer of one call is given: its mask and the rotary embedding. Positions
+    count the real tokens of a document; which tokens before are real, and in a row's last document,
+    is kept in the cache of the first Bedouin layer. Raises ValueError and TypeError for seq_idx and
+    a cache that do not fit x."""
     first = config.attn_layers[0]
     kept = None if cache is None else cache_layer(cache, config.layer_types.index(LAYER_TYPE))
     s, seen = (0, None) if kept is None else (kept.num_tokens, kept.seen)

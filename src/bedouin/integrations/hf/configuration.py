@@ -66,11 +66,9 @@ Described = Adjoint | Cap | ChannelMixer | Initialization | Solver
 
 
 def describe(name: str, value: Any) -> Any:
-    """An object as {"type": ..., and all options}, a tuple as a list; any other value as it is.
-
-    A dict is checked and completed. Raises TypeError for a type that a file cannot name or an
-    option that is no attribute, and what the type raises for its options.
-    """
+    """An object as {"type": ..., and all options}, a tuple as a list; any other value as it is. A
+    dict is checked and completed. Raises TypeError for a type that a file cannot name or an option
+    that is no attribute, and what the type raises for its options."""
     value = restore(name, value)
     if not isinstance(value, Described):
         return list(value) if isinstance(value, tuple) else value
@@ -92,8 +90,7 @@ def describe(name: str, value: Any) -> Any:
 
 
 def restore(name: str, value: Any) -> Any:
-    """The inverse of `describe`. Raises TypeError for a type that no imported module defines, and
-    what the type raises."""
+    """The inverse of `describe`. Raises TypeError for an unknown type, and what the type raises."""
     if not isinstance(value, dict):
         return value
     options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
@@ -283,8 +280,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """A configuration of a usual size, whose mixers are a `TrackingDeltaNet`, or those of the
-        kind `layer`.
+        """A configuration of a usual size of the kind `layer`, by default a `TrackingDeltaNet`.
 
         Every mixer is followed by a gated MLP; the embedding is tied, and
         rescale_prenorm_residual is True. With the default vocabulary of 50,280:
@@ -332,8 +328,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         """Nothing: transformers would admit its own types of layers only."""
 
     def make_mixer(self, layer_idx: int) -> Any:
-        """The layer that the options describe. Raises ValueError for options without effect, and
-        what the layer raises."""
+        """The layer that the options describe; ValueError for options without effect."""
         if isinstance(self.layer, dict):
             return self._make_other(**self.layer, layer_idx=layer_idx)
         options = {name: restore(name, getattr(self, name)) for name in _OPTIONS}
@@ -389,8 +384,7 @@ def _describe_layer(layer: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _check_attention(config: BedouinConfig) -> dict[str, Any]:
-    """The options of the attention layers, completed. Raises ValueError for those that do not fit,
-    and for layers that the model does not have."""
+    """The options of the attention layers, completed; ValueError for those that do not fit."""
     layers, n, m = config.attn_layers, config.num_hidden_layers, config.hidden_size
     if not set() < set(layers) < set(range(n)) or len(set(layers)) != len(layers):
         raise ValueError(

@@ -328,8 +328,8 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The arguments of `forward` for the next call of `generate`, which reads from the names
-        here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
+        """The arguments of `forward` for the next call of `generate`, which reads the names
+        here."""
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
         # transformers 5.16 does not say of chunks of a prompt that they are the first iteration
@@ -345,9 +345,8 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
 
 
 class BedouinForSequenceClassification(GenericForSequenceClassification, BedouinPreTrainedModel):  # type: ignore[misc]
-    """`BedouinModel` with transformers' head for a row, read at its last token that is no padding.
-
-    config.num_labels classes, and config.pad_token_id for more than one row."""
+    """`BedouinModel` with transformers' head for a row of config.num_labels classes, read at the
+    last token that is not config.pad_token_id."""
 
     accepts_loss_kwargs = False
 
