@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bedouin.checks import check_tensor
 from bedouin.decode import Decoder
 from bedouin.kernels.checks import check_count, check_number
-from bedouin.noise import without_noise
+from bedouin.layers.common import without_noise
 
 READ_EVERY = 32
 """Tokens between two reads of whether all samples have ended, each of which synchronizes a GPU."""

@@ -1,4 +1,4 @@
-"""A sequence model around any mixing layer: embedding, residual blocks, head.
+"""A sequence model around any mixing layer, and a layer that reads a sequence from both ends.
 
 Letters: b batch, t time, m d_model, v classes (output_size).
 """
@@ -333,6 +333,59 @@ class SequenceModel(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:  # (..., m) -> (..., v)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class Bidirectional(nn.Module):
+    """The sum of a layer on x and of another on x reversed in time, (b, t, m) -> (b, t, m).
+
+        layer = Bidirectional(Bedouin(64), Bedouin(64))
+
+    The result of the second layer is reversed back, and the tokens of each row or document are
+    reversed among themselves. There is no state and no `step`, because `backwards` begins with the
+    last token; `forwards` itself as `backwards` shares weights.
+
+    Raises TypeError for arguments that are not modules, ValueError for layers of different d_model.
+    """
+
+    def __init__(self, forwards: nn.Module, backwards: nn.Module) -> None:
+        super().__init__()
+        for name, layer in (("forwards", forwards), ("backwards", backwards)):
+            if not isinstance(layer, nn.Module):
+                raise TypeError(f"{name} must be a module, got {type(layer).__name__}")
+        widths = [getattr(layer, "d_model", None) for layer in (forwards, backwards)]
+        if widths[0] != widths[1] and None not in widths:
+            raise ValueError(
+                f"forwards and backwards must have one d_model, got {widths[0]} and {widths[1]}"
+            )
+        self.forwards, self.backwards = forwards, backwards
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Tensor:  # (b, t, m)
+        """mask, cu_seqlens and seq_idx as in `Bedouin`; TypeError where a layer takes no mask."""
+        options = {"mask": mask, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given:
+            for layer in (self.forwards, self.backwards):
+                checks.check_takes_mask(layer)
+        # the same for x reversed in time
+        reversed_options = {
+            name: x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)
+            for name, value in given.items()
+        }
+        ahead = checks.output_tensor(self.forwards(x, **given))
+        return ahead + checks.output_tensor(self.backwards(x.flip(1), **reversed_options)).flip(1)
+
+    @property
+    def stats(self) -> tuple[Any, Any] | None:
+        """The `stats` of the last call of both layers; None before any call."""
+        both = tuple(getattr(layer, "stats", None) for layer in (self.forwards, self.backwards))
+        return None if both == (None, None) else (both[0], both[1])
 
 
 def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:  # x: (..., m)

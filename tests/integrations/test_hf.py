@@ -23,7 +23,7 @@ from bedouin.integrations.hf import (  # noqa: E402
     BedouinCacheLayer,
     BedouinForCausalLM,
 )
-from bedouin.integrations.hf.attention import BedouinAttention, attention_options  # noqa: E402
+from bedouin.integrations.hf.models import BedouinAttention, attention_options  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_bool, one_of
 from bedouin.integrations.layers import make_layer, mix, row_mask
-from bedouin.noise import without_noise
+from bedouin.layers.common import without_noise
 from bedouin.state import RecurrentState
 
 Mode = Literal["chunk", "fused_recurrent"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.integrations.layers import make_layer, mix
-from bedouin.noise import without_noise
+from bedouin.layers.common import without_noise
 from bedouin.state import RecurrentState
 
 States = tuple[Tensor, ...]  # the tensors of a layer's state

@@ -1,5 +1,5 @@
-"""What layers share: marks and saved options, initial values, and the interface of layers with an
-explicit recurrence.
+"""What layers share: marks for optimizers, saved options, initial values, noise, and the interface
+of layers with an explicit recurrence.
 
 Letters: b batch, t time, m d_model.
 """
@@ -7,9 +7,11 @@ Letters: b batch, t time, m d_model.
 import json
 import math
 import sys
+import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 
 from bedouin.checks import check_batch_size, check_dtype, check_layer_input, positive_int
 from bedouin.graphed import Graphed
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.launch import accumulator
-from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.solvers.reporting import stacklevel
 from bedouin.state import RecurrentState, SequenceCall, StateShapes, check_state, zero_state
@@ -92,6 +94,43 @@ def mark(module: nn.Module, mark: str, *names: str) -> None:
     for name in names:
         if module._parameters.get(name) is not None:
             setattr(module._parameters[name], mark, True)
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay, as the first argument of an optimizer.
+
+        optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
+
+    Not decayed are parameters marked `_no_weight_decay` (A_log, omega and D of a layer), biases,
+    and the parameters of norms: modules whose class is called ...Norm. Every parameter that
+    requires a gradient is in one of the two groups once, also if modules share it. As for any
+    optimizer, call it once the model is on its device and sharded, and before its first forward.
+
+    Raises TypeError for a model that is not a module, ValueError for a weight_decay below 0.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_number("weight_decay", weight_decay, 0, 1e3, open_low=False)
+    # one that is shared is exempt if it is so in one of its places
+    exempt_ids = set()
+    for module in model.modules():
+        # by name, as norms are written anew in many libraries; FSDP and parametrizations derive
+        # classes with a name in front of, or behind, that of the base
+        is_norm = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
+        is_norm = is_norm or isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, v in module.named_parameters(recurse=False, remove_duplicate=False):
+            is_bias = name.startswith("bias") or name.endswith("bias")
+            if is_bias or is_norm or getattr(v, "_no_weight_decay", False):
+                exempt_ids.add(id(v))
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[id(parameter) in exempt_ids].append(parameter)
+    decayed, exempt = groups
+    return [
+        {"params": decayed, "weight_decay": float(weight_decay)},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -205,6 +244,34 @@ def type_name(module: nn.Module) -> str:
     kinds = type(module).__mro__
     derived = "torch", "abc"
     return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
+
+
+# -- the noise of `feedback_noise`: in training calls of `forward` alone
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        # not of the class: guards of torch.compile expect it among the attributes of the object
+        self.is_off = False
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Calls inside, single tokens and the prompt of a generation, compute without noise."""
+    before = _of_thread.is_off
+    _of_thread.is_off = True
+    try:
+        yield
+    finally:
+        _of_thread.is_off = before
+
+
+def draws_noise(layer: Any) -> bool:
+    """Whether this call of a layer with `feedback_noise` draws it."""
+    return bool(layer.training and layer.feedback_noise and not _of_thread.is_off)
 
 
 class RecurrentLayer(nn.Module, ABC, Generic[StateT]):

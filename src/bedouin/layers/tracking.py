@@ -28,7 +28,6 @@ from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
 from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.layers.options import FEEDBACK_NORM_EPS
-from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, last_token, tokens_before
 from bedouin.state import BedouinState, RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
@@ -251,7 +250,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         memory."""
         H, c = self.num_trackers, self.tracker_dim
         x, B, C, delta, erase, gate, skip = rows
-        if draws_noise(self):
+        if common.draws_noise(self):
             drawn = torch.randn(2, *x.shape, dtype=x.dtype, device=x.device)
             of_x, of_delta = (self.feedback_noise * drawn).unbind()
             x, delta = x + of_x, delta + of_delta

@@ -1,6 +1,6 @@
 """Backbone and models of Bedouin layers, and of attention, for transformers.
 
-Letters: b batch, t time, m hidden_size, v vocab_size.
+Letters: b batch, t time, s tokens before these, m hidden_size, v vocab_size.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.initialization import normal_
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -19,21 +20,20 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRotaryEmbedding
 from transformers.utils import can_return_tuple, logging
 
-from bedouin.integrations.hf.attention import BedouinAttention, attention_config, attention_options
-from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
+from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.layers import mix, row_mask
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.kernels.checks import unknown_option
-from bedouin.layers.common import RecurrentLayer
+from bedouin.layers.common import RecurrentLayer, without_noise
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import ResidualBlock
-from bedouin.noise import without_noise
-from bedouin.packing import check_bounds
+from bedouin.packing import INDICES, check_bounds, check_rows, document_begins
 from bedouin.wrapped import is_untouched
 
 _LOGGER: Any = logging.get_logger(__name__)
@@ -42,6 +42,82 @@ _LOGGER: Any = logging.get_logger(__name__)
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 _OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+def attention_config(config: BedouinConfig) -> MistralConfig:
+    """Mistral's configuration of the attention layers."""
+    options: Any = config.attn
+    return MistralConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=options["num_heads"],
+        num_key_value_heads=options["num_kv_heads"],
+        sliding_window=options["window"],
+        rope_parameters={"rope_type": "default", "rope_theta": options["rope_theta"]},
+    )
+
+
+class BedouinAttention(MistralAttention):  # type: ignore[misc]
+    """Causal grouped-query attention with rotary positions: Mistral's, which has no biases."""
+
+    def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
+        super().__init__(attention_config(config), layer_idx)
+        # the model's, in which set_attn_implementation sets the function that computes it
+        self.config = config
+
+
+def attention_options(
+    config: BedouinConfig,
+    rotary: MistralRotaryEmbedding,
+    x: Tensor,  # (b, t, m)
+    mask: Tensor | None,  # (b, t) bool
+    seq_idx: Tensor | None,  # (b, t)
+    cache: Cache | None,
+) -> dict[str, Any]:
+    """What every attention layer of one call is given: its mask and the rotary embedding. Positions
+    count the real tokens of a document; which tokens before are real, and in a row's last document,
+    is kept in the cache of the first Bedouin layer. Raises ValueError and TypeError for seq_idx and
+    a cache that do not fit x."""
+    first = config.attn_layers[0]
+    kept = None if cache is None else cache_layer(cache, config.layer_types.index(LAYER_TYPE))
+    s, seen = (0, None) if kept is None else (kept.num_tokens, kept.seen)
+    if seen is not None and len(seen) != len(x):
+        raise ValueError(
+            f"past_key_values must be of {len(x)} rows, as the ids, got {len(seen)}: use its "
+            "batch_select_indices or batch_repeat_interleave"
+        )
+    options: dict[str, Any] = {"attention_mask": None, "layer_idx": first, CACHE_NAME: cache}
+    # a static layer has empty places, which transformers expects in a wholly static cache alone
+    options["allow_is_causal_skip"] = cache is None or not cache.layers[first].is_compileable
+    if mask is None and seq_idx is None and seen is None:
+        positions = torch.arange(s, s + x.shape[1], device=x.device).unsqueeze(0)
+    else:
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
+        seen = x.new_ones(x.shape[0], s, dtype=torch.bool) if seen is None else seen
+        options["attention_mask"] = torch.cat([seen, real], 1)
+        within = seen.sum(1, keepdim=True) + real.cumsum(1)
+        if seq_idx is not None:
+            check_rows("seq_idx", seq_idx, x, INDICES)
+            begins = document_begins(seq_idx, mask)
+            within = within - torch.where(begins, within - real.long(), 0).cummax(1).values
+            document = begins.cumsum(1)  # the first one is that of the tokens before
+            last = document[:, -1:]
+            seen, real = seen & (last == 0), real & (document == last)
+            of_places = torch.cat([document.new_zeros(seen.shape), document], 1)
+
+            def same_document(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                # a static cache has places after the last token
+                return of_places[b, q] == of_places[b, k.clamp(max=of_places.shape[1] - 1)]
+
+            options["and_mask_function"] = same_document
+        positions = (within - 1).clamp(min=0)
+        if kept is not None:
+            kept.seen = torch.cat([seen, real], 1)
+    windowed = config.sliding_window is not None
+    make_mask = create_sliding_window_causal_mask if windowed else create_causal_mask
+    return {
+        "attention_mask": make_mask(config=config, inputs_embeds=x, **options),
+        "position_embeddings": rotary(x, positions),
+    }
 
 
 class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[misc]
