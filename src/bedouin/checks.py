@@ -104,16 +104,6 @@ def check_layer_input(
         )
 
 
-def check_not_traced(owner: str) -> None:
-    """Raise RuntimeError under torch.jit.trace."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise RuntimeError(
-            f"{owner} cannot be recorded by torch.jit.trace, which knows neither loops over tokens "
-            "nor sizes: use torch.compile or torch.export, and torch.onnx.export(..., "
-            "dynamo=True) for ONNX"
-        )
-
-
 def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
     # others may replace `forward` on the object; a graph that depends on the memory is recompiled
@@ -145,22 +135,3 @@ def find_method(mixer: object, name: str) -> Callable[..., Any]:
             "on whole sequences without states"
         )
     return method
-
-
-def output_tensor(output: object) -> Tensor:
-    """The output of a layer, which is the first entry if it returns a tuple."""
-    tensor = output[0] if isinstance(output, tuple) else output
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
-    return tensor
-
-
-def check_projection_dtype(x: Tensor, D: Tensor, projection: nn.Module) -> None:  # any shape, (d,)
-    """Raise TypeError if x has the dtype of the projections, but D, and so the layer, another."""
-    dtype = getattr(getattr(projection, "weight", None), "dtype", None)
-    if x.dtype == dtype and not autocast_dtype(x):
-        raise TypeError(
-            f"the parameter D must have the dtype of the layer's projections {dtype}, got "
-            f"{D.dtype}: convert the whole layer with to({dtype}), or keep all of it in {D.dtype} "
-            "and use torch.autocast"
-        )

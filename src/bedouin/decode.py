@@ -50,8 +50,7 @@ class Decoder:
     without kernels or with hooks, backend="reference", on_unconverged="raise") a call is `step`.
 
     Args:
-        layer: a Bedouin, a FixedPointRNN, a TrackingDeltaNet, GatedDeltaNet or Tracker, or a
-            SequenceModel.
+        layer: a Bedouin, FixedPointRNN, TrackingDeltaNet, GatedDeltaNet, Tracker or SequenceModel.
         batch_size: number of samples b that are decoded side by side.
         state: the initial state, for instance from `layer(prompt, return_state=True)`, of a model a
             tuple with the state of each layer; None: zeros.
@@ -116,7 +115,10 @@ class Decoder:
         self._check(x_t)
         if graph is not None:
             self.reset(self.state)
-        if not self._takes_graph(x_t):
+        takes_graph = self._allows_graph(x_t) and len(x_t) and has_values(x_t)
+        takes_graph = takes_graph and all(_has_kernels(mixer, x_t) for mixer in self._mixers)
+        # modules last, since that visits every one: a replay calls no Python functions
+        if not takes_graph or not all(map(is_untouched, self.layer.modules())):
             output, self._states = self._step(x_t)
             return output
         with torch.inference_mode(False):  # whose tensors cannot be written outside of it
@@ -148,14 +150,6 @@ class Decoder:
         if not isinstance(x_t, Tensor) or not can_capture(x_t):
             return False
         return all(is_decoded(mixer) and _allows_graph(mixer) for mixer in self._mixers)
-
-    def _takes_graph(self, x_t: Tensor) -> bool:
-        """Whether a graph is captured for x_t."""
-        if not self._allows_graph(x_t) or not len(x_t) or not has_values(x_t):
-            return False
-        # modules last, since that visits every one: a replay calls no Python functions
-        has_kernels = all(_has_kernels(mixer, x_t) for mixer in self._mixers)
-        return has_kernels and all(map(is_untouched, self.layer.modules()))
 
 
 class _Solve:

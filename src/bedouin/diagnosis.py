@@ -69,17 +69,15 @@ class Diagnosis:
 
     layer: the layer's class, solver and adjoint. shape, dtype: of the input (b, t, m).
     pivots: the smallest pivot of each sample's local systems, at most 1; 0 is a singular token.
-        None for a mixer without the form (e, U, M).
     contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads,
-        by which the error of undamped Picard ends up shrinking with each step; above 1 it diverges.
-        None for a mixer without the form (e, U, M).
+        by which each step of undamped Picard shrinks its error in the end; above 1 it diverges.
+        Both are None for a mixer without the form (e, U, M).
     growth: the logarithm of the growth of a perturbation of the state over the first tokens
-        (`bedouin.testing.log_growth`).
-    lyapunov: its mean a token (`bedouin.testing.lyapunov`): above 0 the layer is chaotic.
+        (`bedouin.testing.log_growth`). lyapunov: its mean a token; above 0 the layer is chaotic.
     rtol: the tolerance of the solvers. runs: each solver on the input, the layer's own first.
-    bias: |g - g*| / |g*| in the 2-norm, of the gradients g of all parameters by the layer's solver
-        and adjoint, and g* the exact ones, both in float64, for a random linear loss.
-    cosine: of the angle between g and g*. NaN as the bias if g* is zero.
+    bias, cosine: |g - g*| / |g*| in the 2-norm and the angle's cosine, of the gradients g of all
+        parameters by the layer's solver and adjoint and the exact g*, both in float64, for a random
+        linear loss; NaN if g* is zero.
     decode_gap: `step` token by token against one call, relative, in the max norm.
     advice: sentences about what to change, at least one.
     """
@@ -175,9 +173,8 @@ def diagnose(
     """Measure how well the solve of `layer` works on x, and what each solver needs for it.
 
     Pivots, solvers and the decoder are measured in the layer's dtype and backend, growth and
-    gradients in float64. All of it uses copies of the layer in evaluation mode: its statistics,
-    gradients, mode and counters do not change, and hooks on it are not called. Takes about the time
-    of 20 calls and t steps; a few samples are enough.
+    gradients in float64, with copies of the layer in evaluation mode, whose hooks are not called.
+    Takes about the time of 20 calls and t steps; a few samples are enough.
 
     Args:
         layer: a Bedouin or FixedPointRNN; of a model, one of its layers.
@@ -199,14 +196,20 @@ def diagnose(
     if max_steps is not None:
         probe.cap = FixedCap(max_steps)
     growth, runs = testing.log_growth(probe, x), _run_solvers(probe, x, rtol)
-    exact = next((run for run in runs if run.name == _short(Direct())), None)
-    bias, cosine = _gradient_bias(_copy(layer).double(), x.double())
+    direct = next((run for run in runs if run.name == _short(Direct())), None)
+    wide, wide_x = _copy(layer).double(), x.double()
+    gradients = testing.layer_gradients(wide, wide_x)
+    wide.cap = FixedCap(10_000)
+    # for a mixer without an exact solve, one to rounding
+    solver = Direct() if wide.is_structured else Picard(rtol=1e-13)
+    exact = testing.layer_gradients(wide, wide_x, ImplicitAdjoint(), solver=solver)
+    bias, cosine = testing.compare_gradients(gradients, exact)
     solve = f"{_short(layer.solver)}, {_short(layer.adjoint or ImplicitAdjoint())}"
     found = Diagnosis(
         layer=f"{type(layer).__name__}, {solve}",
         shape=tuple(x.shape),
         dtype=x.dtype,
-        pivots=None if exact is None else exact.stats.conditioning,
+        pivots=None if direct is None else direct.stats.conditioning,
         contraction=_contraction(probe, x),
         growth=growth,
         lyapunov=testing.exponent(growth),
@@ -274,16 +277,6 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
         w = w / torch.where(norm == 0, 1.0, norm)
         total = total + norm.log() if 2 * i >= POWER_STEPS else total
     return (2 * total / POWER_STEPS).exp().max().item()
-
-
-def _gradient_bias(probe: FixedPointLayer, x: Tensor) -> tuple[float, float]:  # x: (b, t, m)
-    """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
-    chosen = testing.layer_gradients(probe, x)
-    probe.cap = FixedCap(10_000)
-    # for a mixer without an exact solve, one to rounding
-    solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
-    exact = testing.layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
-    return testing.compare_gradients(chosen, exact)
 
 
 def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:

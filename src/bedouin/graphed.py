@@ -5,8 +5,7 @@ Letters: b batch, t time, m d_model.
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -141,35 +140,25 @@ def _check_capture(layer: Any, sample: Tensor) -> None:
 def capture(layer: Any, sample: Tensor, parameters: tuple[Tensor, ...]) -> Replay:
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
     device, cast_to = sample.device.type, autocast_dtype(sample)
-    options = getattr(layer, "solve_options", None)
+    options, collects = getattr(layer, "solve_options", None), gc.isenabled()
     # without the cache of autocast, whose casts of the weights would become constants
     autocast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
     # torch takes uninitialized memory for the cotangents of the capture, which may be NaN
     if options is not None:
         layer.solve_options = replace(options, on_unconverged="ignore")
-    try:
-        with torch.cuda.device_of(sample), autocast, _undisturbed():
-            run = torch.cuda.make_graphed_callables(
-                lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
-            )
-    finally:
-        if options is not None:
-            layer.solve_options = options
-    return cast(Replay, run)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A capture without what would end it and without torch's warning about its own streams."""
-    collects = gc.isenabled()
     # a graph of an earlier layer that is freed during a capture makes the capture fail
     gc.collect()
     gc.disable()
     try:
-        with warnings.catch_warnings():
+        with torch.cuda.device_of(sample), autocast, warnings.catch_warnings():
             # torch warms up on a stream of its own before it captures on another one
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
-            yield
+            run = torch.cuda.make_graphed_callables(
+                lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
+            )
     finally:
         if collects:
             gc.enable()
+        if options is not None:
+            layer.solve_options = options
+    return cast(Replay, run)

@@ -126,8 +126,7 @@ class SequenceModel(nn.Module):
     `torch.func.functional_call` and `vmap` over stacked parameters if its mixers do.
 
     Args:
-        vocab_size: number of input ids.
-        d_model: width m of the residual stream.
+        vocab_size, d_model: number of input ids, and width m of the residual stream.
         mixers: the mixing layers, or a function from the index of a layer to its mixer, which
             requires `num_layers`. They keep their device and dtype.
         num_layers: number of layers, only if `mixers` is a function.
@@ -141,8 +140,7 @@ class SequenceModel(nn.Module):
         device, dtype: of all parameters except the mixers'.
 
     Raises TypeError for arguments of another type and a missing `num_layers`, ValueError for a
-    number out of range, no mixer, an unneeded `num_layers`, and a tied head with output_size !=
-    vocab_size.
+    number out of range, no mixer, an unneeded `num_layers`, and a tied head with other classes.
     """
 
     saved_options = ("norm_eps", "tie_embeddings")
@@ -378,8 +376,9 @@ class Bidirectional(nn.Module):
             name: x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)
             for name, value in given.items()
         }
-        ahead = checks.output_tensor(self.forwards(x, **given))
-        return ahead + checks.output_tensor(self.backwards(x.flip(1), **reversed_options)).flip(1)
+        ahead = _mixed(self.forwards, self.forwards(x, **given), x)
+        behind = _mixed(self.backwards, self.backwards(x.flip(1), **reversed_options), x)
+        return ahead + behind.flip(1)
 
     @property
     def stats(self) -> tuple[Any, Any] | None:

@@ -155,15 +155,6 @@ class RecurrentState:
         needs = "states with a batch axis" if batched else "states of single samples"
         raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
 
-    def at_least(self, dtype: torch.dtype) -> Self:
-        """The state with tensors of lower floating dtypes converted to `dtype`."""
-        if all(v.dtype == dtype for v in self.tensors):
-            return self
-        bits, finfo = torch.finfo(dtype).bits, torch.finfo
-        return self._each(
-            lambda v: v.to(dtype) if v.is_floating_point() and finfo(v.dtype).bits < bits else v
-        )
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The fields, one after the other."""
@@ -278,7 +269,11 @@ def check_state(
         check_tensor(f"state.{name}", getattr(state, name), kind.letters.get(name, f"(b, {axes})"))
     if all(getattr(state, name).dim() == len(shape) for name, shape in shapes.items()):
         state = state.stack([state])
-    state = state.at_least(like.dtype)
+    dtype, size = like.dtype, like.dtype.itemsize
+    if any(v.dtype != dtype for v in state.tensors):
+        state = state._each(
+            lambda v: v.to(dtype) if v.is_floating_point() and v.dtype.itemsize < size else v
+        )
     for name, shape in shapes.items():
         tensor: Tensor = getattr(state, name)
         # compared one by one: torch.compile cannot look for a symbolic size in a tuple

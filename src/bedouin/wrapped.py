@@ -87,7 +87,12 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
     norm itself, unless it is hooked; TypeError for a module that would compute something else."""
     if norm is None:
         return None, 0.0
-    used: Any = norm if _is_norm(norm) else _trained_copy(norm)
+    used: Any = norm
+    if isinstance(getattr(norm, "modules_to_save", None), nn.ModuleDict) and is_untouched(norm):
+        # PEFT's wrapper of the copies that it trains, one of which may be in use
+        copies, active = used.modules_to_save, used.active_adapters
+        trains = active and not used.disable_adapters and all(name in copies for name in active)
+        used = copies[active[0]] if trains else used.original_module
     own, kind = vars(used), type(used)
     if not _is_norm(used) or used.weight is None or used.eps is None:
         raise TypeError(
@@ -115,17 +120,6 @@ def calls_norm(norm: nn.Module | None) -> bool:
     return bool(hooked) or ("forward" in vars(norm) and "_hf_hook" not in vars(norm))
 
 
-def _trained_copy(norm: Any) -> Any:
-    """The module that is in use where PEFT's modules_to_save has put a wrapper; else `norm`."""
-    copies = getattr(norm, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict) or not is_untouched(norm):
-        return norm
-    active = norm.active_adapters
-    if norm.disable_adapters or not active or any(name not in copies for name in active):
-        return norm.original_module
-    return copies[active[0]]
-
-
 def apply_projection(
     module: LinearModule, v: Tensor, dtype: torch.dtype
 ) -> Tensor:  # (H b, ..., p) -> (H b, ..., r)
@@ -149,7 +143,11 @@ def effective_weight(
     if is_plain(module):
         return module.weight
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
-    hooked = _is_hooked(module)
+    # but for hooks of torch, which gather a sharded weight or compute it, as those of weight_norm
+    hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
+    owners = ((getattr(hook, "__func__", hook), type(hook)) for hook in hooks)
+    homes = (getattr(own, "__module__", None) or kind.__module__ for own, kind in owners)
+    hooked = any(home.partition(".")[0] != "torch" for home in homes)
     rows = torch.cat([identity, 2 * identity]) if hooked else identity
     if num_heads > 1:
         rows = rows.expand(num_heads, -1, -1)
@@ -167,14 +165,6 @@ def effective_weight(
                     "with torch.nn.utils.parametrize"
                 )
     return columns.mT.contiguous()
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether there are hooks on the module or in it, but for torch's, as of weight_norm."""
-    hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
-    owners = ((getattr(hook, "__func__", hook), type(hook)) for hook in hooks)
-    homes = (getattr(own, "__module__", None) or kind.__module__ for own, kind in owners)
-    return any(home.partition(".")[0] != "torch" for home in homes)
 
 
 class ReplacementWatch:

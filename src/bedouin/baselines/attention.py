@@ -67,19 +67,17 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
     @classmethod
     def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Self:
         s = max((state.keys.shape[-3] for state in states if isinstance(state, CACHES)), default=0)
-        padded = [cls._padded(v, s) if isinstance(v, CACHES) else v for v in states]
+        padded = []
+        for state in states:
+            if isinstance(state, CACHES):
+                conv, keys, values, *rest = state.tensors
+                lengths = rest or [
+                    keys.new_full(keys.shape[:-3], keys.shape[-3], dtype=torch.int64)
+                ]
+                more = 0, 0, 0, 0, 0, s - keys.shape[-3]
+                state = cls._make((conv, F.pad(keys, more), F.pad(values, more), *lengths))
+            padded.append(state)
         return super()._joined(padded, batched, join)
-
-    @classmethod
-    def _padded(cls, state: "AttentionState | PaddedAttentionState", s: int) -> Self:
-        """The state with s places."""
-        filled, batch = state.keys.shape[-3], state.keys.shape[:-3]
-        keys, values = (F.pad(v, (0, 0, 0, 0, 0, s - filled)) for v in (state.keys, state.values))
-        if isinstance(state, PaddedAttentionState):
-            lengths = state.lengths
-        else:
-            lengths = keys.new_full(batch, filled, dtype=torch.int64)
-        return cls._make((state.conv, keys, values, lengths))
 
 
 CACHES = (AttentionState, PaddedAttentionState)
@@ -179,8 +177,11 @@ class Attention(RecurrentLayer[AttentionState]):
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
         # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
         causal, mask = filled is None and not s and t > 1, None
-        if filled is not None or (s and t > 1):
-            mask = _mask(t, s, filled, x.device)
+        if filled is not None:  # True for the earlier tokens, itself and those before it
+            last = filled.unsqueeze(1) + torch.arange(t, device=x.device)  # (b, t)
+            mask = (torch.arange(s + t, device=x.device) <= last.unsqueeze(-1)).unsqueeze(1)
+        elif s and t > 1:
+            mask = torch.ones(t, s + t, dtype=torch.bool, device=x.device).tril(s)
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:
@@ -206,16 +207,6 @@ def _append(
     place, end = torch.arange(places, device=cache.device), filled.unsqueeze(1)
     index = torch.where(place < end, place, place - end + s).clamp(max=places - 1)
     return joined.gather(1, index[..., None, None].expand(joined.shape))
-
-
-def _mask(
-    t: int, s: int, filled: Tensor | None, device: torch.device
-) -> Tensor:  # (b,) -> (t, s + t) or (b, 1, t, s + t)
-    """True where one of t tokens may attend: the earlier tokens, itself and those before it."""
-    if filled is None:
-        return torch.ones(t, s + t, dtype=torch.bool, device=device).tril(s)
-    last = filled.unsqueeze(1) + torch.arange(t, device=device)  # (b, t)
-    return (torch.arange(s + t, device=device) <= last.unsqueeze(-1)).unsqueeze(1)
 
 
 def rotate(

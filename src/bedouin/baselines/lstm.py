@@ -96,23 +96,17 @@ class LSTM(RecurrentLayer[LSTMState]):
         if lengths is None:
             hidden, after = self.lstm(x, before)
         else:
-            hidden, after = self._run_padded(x, before, lengths)
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "mask with return_state=True must be None during the capture of a CUDA graph, "
+                    "since torch.nn.LSTM reads lengths on the host: call without return_state"
+                )
+            # torch packs no empty sequence
+            options: Any = {"batch_first": True, "enforce_sorted": False}
+            packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), **options)
+            output, after = self.lstm(packed, before)
+            hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
+            pairs, some = zip(after, before, strict=True), (lengths > 0).unsqueeze(-1)
+            after = [torch.where(some, v, v0) for v, v0 in pairs]
         h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in after)
         return self.out_proj(hidden), LSTMState(window, h, c)
-
-    def _run_padded(
-        self, x: Tensor, before: tuple[Tensor, ...], lengths: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # (b, t, m), (1, b, d) each, (b,) -> (b, t, d)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "mask with return_state=True must be None during the capture of a CUDA graph, "
-                "since torch.nn.LSTM reads lengths on the host: call without return_state"
-            )
-        # torch packs no empty sequence
-        options: Any = {"batch_first": True, "enforce_sorted": False}
-        packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), **options)
-        output, after = self.lstm(packed, before)
-        hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
-        some = (lengths > 0).unsqueeze(-1)
-        pairs = zip(after, before, strict=True)
-        return hidden, tuple(torch.where(some, v, v0) for v, v0 in pairs)

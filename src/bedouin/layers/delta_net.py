@@ -262,10 +262,8 @@ class GatedDeltaNet(DeltaNet):
     Args:
         num_heads: h; None: d_model // head_dim.
         head_dim: p; None: d_model // num_heads, or without num_heads min(128, d_model // 2).
-        expand_v: v is expand_v * p.
-        d_conv: width of the short convolution; None: no convolution, SiLU stays.
+        expand_v, d_conv, backend: as in `bedouin.baselines.DeltaProduct`.
         norm_eps: of the norm of each head's outputs.
-        backend: of the delta rule, as in `bedouin.baselines.DeltaProduct`.
         layer_idx: kept as an attribute, as users of transformers expect.
 
     Raises TypeError or ValueError for options of another type or out of range.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from bedouin import checks
 from bedouin.graphed import Graphed
-from bedouin.kernels.backend import Backend, without_autocast
+from bedouin.kernels.backend import Backend, autocast_dtype, without_autocast
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.householder import unit
 from bedouin.kernels.launch import accumulator
@@ -172,7 +172,13 @@ class FixedPointLayer(nn.Module, ABC):
         if self.decay == "mamba":
             self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
         self._make_parameters(factory)
-        options.check_device(mixer, self.D.device)
+        for name, parameter in mixer.named_parameters():
+            if parameter.device != self.D.device:
+                raise ValueError(
+                    f"mixer must be on the layer's device {self.D.device}, got {name} on "
+                    f"{parameter.device}: make it there, or move the whole layer with to(device) "
+                    "once it is made"
+                )
         self.reset_parameters()
 
     def _make_parameters(self, factory: dict[str, Any]) -> None:
@@ -180,7 +186,13 @@ class FixedPointLayer(nn.Module, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
-            options.check_raw_size(self, value)
+            size, made = value.raw_size(self.head_dim), self._sizes["mixer"]
+            if size != made:
+                raise ValueError(
+                    f"mixer must have {made} raw values a token and head, for which the layer's "
+                    f"projections were made, got {value} with {size}: make a new layer, "
+                    f"{type(self).__name__}(..., mixer=...)"
+                )
         common.set_attribute(self, name, value)
 
     def forward(
@@ -427,11 +439,22 @@ class FixedPointLayer(nn.Module, ABC):
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        checks.check_not_traced(type(self).__name__)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be recorded by torch.jit.trace, which knows neither "
+                "loops over tokens nor sizes: use torch.compile or torch.export, and "
+                "torch.onnx.export(..., dynamo=True) for ONNX"
+            )
         # without the call where there is nothing to load
         D = read_parameter(self, "D") if self.D.is_meta else self.D
-        if isinstance(x, Tensor) and x.dtype != D.dtype:
-            checks.check_projection_dtype(x, D, self.in_proj)
+        if isinstance(x, Tensor) and x.dtype != D.dtype and not autocast_dtype(x):
+            dtype = getattr(getattr(self.in_proj, "weight", None), "dtype", None)
+            if x.dtype == dtype:
+                raise TypeError(
+                    f"the parameter D must have the dtype of the layer's projections {dtype}, got "
+                    f"{D.dtype}: convert the whole layer with to({dtype}), or keep all of it in "
+                    f"{D.dtype} and use torch.autocast"
+                )
         checks.check_layer_input(x, rank, self.d_model, D)
 
     def extra_repr(self) -> str:

@@ -98,8 +98,7 @@ class FixedPointMap:
 
     def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """F(y)."""
-        tensors, options = self._scan_arguments(y)
-        return self._without_padding(selective_scan(*tensors, **options)[0])
+        return self._without_padding(self._scan(y)[0])
 
     def _without_padding(self, v: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
         """v, where the values of the padding are 0: solvers that combine all tokens see these."""
@@ -107,29 +106,21 @@ class FixedPointMap:
 
     def memory(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, d, n)
         """h after the last token of y."""
-        tensors, options = self._scan_arguments(y)
-        return selective_scan(*tensors, **options)[1]
+        return self._scan(y)[1]
 
-    def _scan_arguments(self, y: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """The arguments of the scan whose results are F(y) and the memory, for y (b, t, d)."""
+    def _scan(self, y: Tensor) -> tuple[Tensor, Tensor]:  # (b, t, d) -> (b, t, d), (b, d, n)
         x, raw = self.fed(y)
         delta, B, C, mixer_raw = self.split(raw)
-        mixed = self._mix(mixer_raw, x, y)
-        return (mixed, delta, self.operands.A, B, C), self._scan_options()
+        if self.mixer_values:
+            mixed = _call(_Mix(self.mixer), self.mixer_values, mixer_raw, x, y)
+        else:
+            mixed = self.mixer.mix(mixer_raw, x, y)
+        return selective_scan(mixed, delta, self.operands.A, B, C, **self._scan_options())
 
     def _scan_options(self) -> dict[str, Any]:
         options = self.parameterization
         scales = {"input_scale": options.input_scale, "eigenvalues": options.eigenvalues}
         return {"h0": self.wide.start()[0], "backend": self.backend, **scales}
-
-    def _mix(
-        self, raw: Tensor, x: Tensor, y: Tensor
-    ) -> Tensor:  # (b, t, raw size of the mixer), (b, t, d), (b, t, d) -> (b, t, d)
-        """x~."""
-        if not self.mixer_values:
-            return self.mixer.mix(raw, x, y)
-        mixed: Tensor = _call(_Mix(self.mixer), self.mixer_values, raw, x, y)
-        return mixed
 
 
 def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
@@ -193,7 +184,17 @@ class StructuredMap(FixedPointMap):
         x, raw = self.fed(y)
         found = self.bind(raw, *self.mixer_values)
         diagonal = self.parameterization.diagonal(found.e)
-        sigma, gap = self._input_gain(found.delta, found.B, found.C)
+        # except for the coupled scale, s has no state axis and does not depend on A, so that one
+        # column of A is enough
+        options = self.parameterization
+        coupled = options.input_scale == "one_minus_decay"
+        A = self.operands.A if coupled else self.operands.A[..., :1]
+        if A.dim() == 3:
+            A = per_sample(A, len(x)).unsqueeze(1)
+        decay, s = discretize(found.delta, A, options.input_scale, options.eigenvalues)
+        sigma, gap = direct.input_gain(s, found.B, found.C), None
+        if options.layout is None:  # for mixers with e
+            gap = direct.gain_gap(decay, found.B, found.C, options)
         factors = direct.factor_local(sigma, diagonal, found.U, found.M, gap)
         return x, found, diagonal, sigma, factors
 
@@ -250,21 +251,6 @@ class StructuredMap(FixedPointMap):
             return direct.solve_local_transposed(r, factors)
 
         return apply, invert
-
-    def _input_gain(
-        self, delta: Tensor, B: Tensor, C: Tensor
-    ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (b, t, n), (b, t, n)
-        """sigma (b, t, d), and for mixers with e also 1 - sigma (b, t, d) from `gain_gap`."""
-        options = self.parameterization
-        # except for the coupled scale, s has no state axis and does not depend on A, so that one
-        # column of A is enough
-        coupled = options.input_scale == "one_minus_decay"
-        A = self.operands.A if coupled else self.operands.A[..., :1]
-        if A.dim() == 3:
-            A = per_sample(A, delta.shape[0]).unsqueeze(1)
-        decay, s = discretize(delta, A, options.input_scale, options.eigenvalues)
-        gap = direct.gain_gap(decay, B, C, options) if options.layout is None else None
-        return direct.input_gain(s, B, C), gap
 
 
 class MapOfHeads:

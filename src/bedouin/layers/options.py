@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.checks import positive_int
 from bedouin.kernels.checks import check_number, strict_options
@@ -178,27 +178,6 @@ def make_mixer(
     if not isinstance(mixer, ChannelMixer):
         raise TypeError(f"mixer must be a ChannelMixer such as LowRank(2), got {mixer!r}")
     return mixer
-
-
-def check_raw_size(layer: Any, mixer: ChannelMixer) -> None:
-    """Raise ValueError unless the layer's projections have the raw values of another mixer."""
-    size, made = mixer.raw_size(layer.head_dim), layer._sizes["mixer"]
-    if size != made:
-        raise ValueError(
-            f"mixer must have {made} raw values a token and head, for which the layer's "
-            f"projections were made, got {mixer} with {size}: make a new layer, "
-            f"{type(layer).__name__}(..., mixer=...)"
-        )
-
-
-def check_device(mixer: nn.Module, device: torch.device) -> None:
-    """Raise ValueError unless the mixer's parameters are on the layer's device."""
-    for name, parameter in mixer.named_parameters():
-        if parameter.device != device:
-            raise ValueError(
-                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
-                "make it there, or move the whole layer with to(device) once it is made"
-            )
 
 
 def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: InputScale) -> None:

@@ -81,7 +81,13 @@ def project(
     raw, gate, _ = product.split([r, p, product.shape[-1] - r - p], -1)
     if lengths is not None:
         lengths = lengths.repeat(H)
-        raw = _hold_memory(layer, raw, lengths)
+        # Delta is 0 in the padding: the decay is then 1 and the input scale 0, so that the memory
+        # passes, and no gradient reaches the other raw values. One split, because its gradient is
+        # one concatenation.
+        delta, rest = raw.split([p, r - p], -1)
+        closed = CLOSED if layer.activation == "softplus_of_minus" else -CLOSED
+        padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
+        raw = torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
     with without_autocast(u.device):
         W_y, W_gate = layer._feedback_weights(low)
         A = by_head(layer._A().to(dtype), H)
@@ -115,16 +121,6 @@ def _project_x(layer: Layer, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, r + 
         )
     rows = bias if bias.dim() == 1 else per_sample(bias, product.shape[0]).unsqueeze(1)
     return (product + rows).to(product.dtype)
-
-
-def _hold_memory(layer: Layer, raw: Tensor, lengths: Tensor) -> Tensor:  # (b', t, r), (b',)
-    """Raw values (b', t, r) for which Delta is 0 in the padding: the decay is then 1 and the input
-    scale 0, so that the memory passes, and no gradient reaches the other raw values."""
-    closed = CLOSED if layer.activation == "softplus_of_minus" else -CLOSED
-    padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-    # one split, because its gradient is one concatenation
-    delta, rest = raw.split([layer.head_dim, raw.shape[-1] - layer.head_dim], -1)
-    return torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
 
 
 def solving(layer: Layer, f: FixedPointMap, options: SolveOptions) -> tuple[Tensor, Caller]:

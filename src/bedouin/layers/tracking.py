@@ -73,8 +73,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
     head. Each of the H trackers reads its own output alone. W_r begins at zero.
 
     Args:
-        num_trackers: H.
-        tracker_dim: c, the channels of a tracker.
+        num_trackers, tracker_dim: H, and c, the channels of a tracker.
         tracker_state: n, the states of a channel; None: 128 from a d_model of 256 on, else 64.
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         feedback_noise: standard deviation of the noise on x^ and on the raw Delta in training calls

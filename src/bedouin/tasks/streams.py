@@ -115,8 +115,11 @@ def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank:
     """
     number = whole_number("seed", seed, 0, MAX_SEED) * MAX_RANK
     number += whole_number("rank", rank, 0, MAX_RANK)
+    # a one-to-one map on [0, 2**31): odd multipliers and xor-shifts are both invertible
+    for factor in (0x45D9F3B, 0x2C1B3C6D):
+        number = ((number ^ (number >> 16)) * factor) & (2**31 - 1)
     generator = Stream(device, split)
-    generator.manual_seed(2 * _mix31(number) + (split == "test"))
+    generator.manual_seed(2 * (number ^ (number >> 16)) + (split == "test"))
     return generator
 
 
@@ -173,11 +176,3 @@ def _mix64(x: Tensor) -> Tensor:  # (...) int64
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
     return x ^ ((x >> 31) & (2**33 - 1))
-
-
-def _mix31(x: int) -> int:
-    """A one-to-one map on [0, 2**31): odd multipliers and xor-shifts are both invertible."""
-    mask = 2**31 - 1
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & mask
-    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & mask
-    return x ^ (x >> 16)

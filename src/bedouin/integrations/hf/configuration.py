@@ -330,7 +330,17 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def make_mixer(self, layer_idx: int) -> Any:
         """The layer that the options describe; ValueError for options without effect."""
         if isinstance(self.layer, dict):
-            return self._make_other(**self.layer, layer_idx=layer_idx)
+            layer, usual = dict(self.layer), BedouinConfig()
+            kind = layer.pop("type")
+            for name in (self.attribute_map.get(n, n) for n in _OPTIONS if n not in _OF_ALL):
+                value, default = getattr(self, name), getattr(usual, name)
+                if value != default:
+                    raise ValueError(
+                        f"{name} must be {default!r} beside layer={kind!r}, got {value!r}: options "
+                        f"of that layer are entries of layer={{'type': {kind!r}, ...}}"
+                    )
+            layer |= {"norm_eps": self.rms_norm_eps, "layer_idx": layer_idx}
+            return make_layer(kind, self.hidden_size, **layer)
         options = {name: restore(name, getattr(self, name)) for name in _OPTIONS}
         unread, beside = [], ""
         if self.mixer is not None:
@@ -344,18 +354,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                     f"{name} must be {usual} {beside}, got {value}: it is an option of reflections"
                 )
         return make_layer("Bedouin", self.hidden_size, layer_idx=layer_idx, **options)
-
-    def _make_other(self, type: str, **options: Any) -> Any:
-        """The layer of this type, of which no option of `Bedouin` is one."""
-        usual = BedouinConfig()
-        for name in (self.attribute_map.get(n, n) for n in _OPTIONS if n not in _OF_ALL):
-            value, default = getattr(self, name), getattr(usual, name)
-            if value != default:
-                raise ValueError(
-                    f"{name} must be {default!r} beside layer={type!r}, got {value!r}: options of "
-                    f"that layer are entries of layer={{'type': {type!r}, ...}}"
-                )
-        return make_layer(type, self.hidden_size, norm_eps=self.rms_norm_eps, **options)
 
 
 def _without_removed(

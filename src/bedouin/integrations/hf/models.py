@@ -254,8 +254,30 @@ class BedouinModel(BedouinPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = row_mask(attention_mask, x)
-        seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
-        cache = self._cache(one_cache(past_key_values, cache), use_cache)
+        b, t = x.shape[:2]
+        # seq_idx (b, t): the index of each token's document; None for one document a row
+        if seq_idx is None and cu_seq_lens_q is not None:
+            if b != 1:
+                raise ValueError(
+                    f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
+                )
+            check_bounds("cu_seq_lens_q", cu_seq_lens_q.tolist(), t)
+            tokens = torch.arange(t, device=x.device)
+            seq_idx = torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
+        elif seq_idx is None and position_ids is not None and mask is None:
+            seq_idx = (position_ids == 0).cumsum(-1).expand(b, t)
+        cache = one_cache(past_key_values, cache)
+        if use_cache is None:
+            use_cache = cache is not None or (config.use_cache and not self.training)
+        if self.gradient_checkpointing and self.training:
+            # the recomputation of a block would continue from the state after it
+            if cache is not None:
+                raise ValueError(
+                    "past_key_values must be None under gradient checkpointing in training: call "
+                    "model.gradient_checkpointing_disable() or model.eval()"
+                )
+        elif use_cache and cache is None:
+            cache = DynamicCache(config=config)
         attention = None
         if config.attn_layers:
             attention = attention_options(config, self.rotary_emb, x, mask, seq_idx, cache)
@@ -267,19 +289,6 @@ class BedouinModel(BedouinPreTrainedModel):
             x = layer(x, cache, mask, seq_idx, attention)
         x = self.norm(x)
         return BaseModelOutputWithPast(x, cache, (*hidden, x) if output_hidden_states else None)
-
-    def _cache(self, past: Cache | None, use_cache: bool | None) -> Cache | None:
-        if use_cache is None:
-            use_cache = past is not None or (self.config.use_cache and not self.training)
-        if self.gradient_checkpointing and self.training:
-            # the recomputation of a block would continue from the state after it
-            if past is not None:
-                raise ValueError(
-                    "past_key_values must be None under gradient checkpointing in training: call "
-                    "model.gradient_checkpointing_disable() or model.eval()"
-                )
-            return None
-        return DynamicCache(config=self.config) if use_cache and past is None else past
 
 
 class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -431,28 +440,3 @@ class BedouinForTokenClassification(GenericForTokenClassification, BedouinPreTra
     """`BedouinModel` with transformers' head for every token, of config.num_labels classes."""
 
     accepts_loss_kwargs = False
-
-
-def _documents(
-    x: Tensor,  # (b, t, m)
-    mask: Tensor | None,  # (b, t)
-    seq_idx: Tensor | None,  # (b, t)
-    cu_seq_lens_q: Tensor | None,  # (documents + 1,)
-    position_ids: Tensor | None,  # (b, t)
-) -> Tensor | None:  # (b, t)
-    """The index of each token's document; None for one document a row."""
-    if seq_idx is not None:
-        return seq_idx
-    if cu_seq_lens_q is not None:
-        b, t = x.shape[:2]
-        if b != 1:
-            raise ValueError(
-                f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
-            )
-        ends: list[int] = cu_seq_lens_q.tolist()
-        check_bounds("cu_seq_lens_q", ends, t)
-        tokens = torch.arange(t, device=x.device)
-        return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
-    if position_ids is None or mask is not None:
-        return None
-    return (position_ids == 0).cumsum(-1).expand(x.shape[:2])
