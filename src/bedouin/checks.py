@@ -73,11 +73,8 @@ def check_tensor(name: str, value: object, shape: str) -> None:
 
 
 def check_layer_input(
-    x: Tensor,  # (b, t, m) for rank 3, (b, m) for rank 2
-    rank: int,
-    d_model: int,
-    weight: Tensor,  # a parameter of the layer, any shape
-) -> None:
+    x: Tensor, rank: int, d_model: int, weight: Tensor
+) -> None:  # x: (b, t, m) for rank 3, (b, m) for rank 2
     """Raise TypeError or ValueError unless x has this rank, width m, and fits the layer."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)

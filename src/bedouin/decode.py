@@ -105,9 +105,8 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(
-        self,
-        x_t: Tensor,  # (b, m), or tokens (b,) of a model
-    ) -> Tensor:  # (b, m), or logits (b, v)
+        self, x_t: Tensor
+    ) -> Tensor:  # (b, m), or tokens (b,) of a model -> (b, m), or logits (b, v)
         """The output at the next token. Raises the errors of `step`."""
         graph = self._graph
         if graph is not None and self._allows_graph(x_t) and graph.fits(x_t):

@@ -164,12 +164,8 @@ class Diagnosis:
 
 
 def diagnose(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), b >= 1, t >= 1
-    *,
-    rtol: float | None = None,
-    max_steps: int | None = None,
-) -> Diagnosis:
+    layer: FixedPointLayer, x: Tensor, *, rtol: float | None = None, max_steps: int | None = None
+) -> Diagnosis:  # (b, t, m), b >= 1, t >= 1
     """Measure how well the solve of `layer` works on x, and what each solver needs for it.
 
     Pivots, solvers and the decoder are measured in the layer's dtype and backend, growth and

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.checks import check_tensor
 from bedouin.decode import Decoder
@@ -110,7 +110,9 @@ def generate(
     result = prompt.new_full((len(prompt), max_new_tokens), 0 if eos is None else eos)
     result[:, 0] = token
     ended = torch.zeros_like(token, dtype=torch.bool)
-    stops = not is_sharded(model)
+    # processes that share a model by FSDP meet in every call, so none may stop before the others
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    stops = fsdp is None or not any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
     for i in range(1, max_new_tokens):
         if eos is not None:
             ended = ended | (token == eos)
@@ -121,10 +123,3 @@ def generate(
             token = token.masked_fill(ended, eos)
         result[:, i] = token
     return torch.cat([prompt, result], 1)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP shares out the model's parameters. The processes meet in every call then, and
-    must take as many tokens, so none of them may stop before the others."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())

@@ -283,10 +283,8 @@ class SequenceModel(nn.Module):
         return tuple(checks.find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
     def step(
-        self,
-        tokens: Tensor,  # (b,) integer ids
-        state: ModelState,
-    ) -> tuple[Tensor, ModelState]:  # (b, v) and the state
+        self, tokens: Tensor, state: ModelState
+    ) -> tuple[Tensor, ModelState]:  # (b,) integer ids -> (b, v) and the state
         """The logits at one token, and the next state. Raises as a call."""
         found: tuple[Tensor, ModelState] = self(tokens, state, True, one_token=True)
         return found

@@ -22,7 +22,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from bedouin.checks import check_tensor
 
-AnyStateT = TypeVar("AnyStateT")
+S = TypeVar("S")
 StateT = TypeVar("StateT", bound="RecurrentState")
 
 Join = Callable[[list[Tensor]], Tensor]
@@ -224,12 +224,8 @@ not in it is None."""
 
 
 def zero_state(
-    kind: type[StateT],
-    shapes: StateShapes,
-    b: int,
-    like: Tensor,  # any shape, with the dtype and device of the state
-    missing: tuple[str, ...] = (),
-) -> StateT:
+    kind: type[StateT], shapes: StateShapes, b: int, like: Tensor, missing: tuple[str, ...] = ()
+) -> StateT:  # like: with the dtype and device of the state
     """The state before the first token: zeros, and None for the tensors that are `missing`."""
     return kind._make(
         None if name in missing else like.new_zeros(b, *(n or 0 for n in shape))
@@ -238,12 +234,8 @@ def zero_state(
 
 
 def check_state(
-    state: Any,
-    kind: type[StateT],
-    shapes: StateShapes,
-    b: int,
-    like: Tensor,  # any shape, with the dtype and device of the state
-) -> StateT:
+    state: Any, kind: type[StateT], shapes: StateShapes, b: int, like: Tensor
+) -> StateT:  # like: with the dtype and device of the state
     """`state` with a batch axis, of which a single sample gets one of 1, and at least in the dtype
     of `like`. Raises TypeError for another type, ValueError for another shape, dtype or device."""
     if not isinstance(state, kind):
@@ -299,30 +291,19 @@ def check_state(
     return checked
 
 
-class SequenceCall(Protocol[AnyStateT]):
-    """How a layer or model with states of this type is called, for type checkers; `options` are
+class SequenceCall(Protocol[S]):
+    """How a layer or model with states of this type is called, for type checkers; `others` are
     mask, cu_seqlens and seq_idx, and of `step` one_token."""
 
     @overload
     def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        return_state: Literal[False] = False,
-        **options: Any,
+        self, x: Tensor, state: S | None = None, return_state: Literal[False] = False, **others: Any
     ) -> Tensor: ...
 
     @overload
     def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        *,
-        return_state: Literal[True],
-        **options: Any,
-    ) -> tuple[Tensor, AnyStateT]: ...
+        self, x: Tensor, state: S | None = None, *, return_state: Literal[True], **others: Any
+    ) -> tuple[Tensor, S]: ...
 
     @overload
-    def __call__(
-        self, x: Tensor, state: AnyStateT | None, return_state: bool, **options: Any
-    ) -> Any: ...
+    def __call__(self, x: Tensor, state: S | None, return_state: bool, **others: Any) -> Any: ...

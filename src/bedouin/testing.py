@@ -198,12 +198,8 @@ def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
 
 @torch.no_grad()
 def log_growth(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    num_directions: int = 8,
-    seed: int = 0,
-) -> Tensor:  # (t, b)
+    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
+) -> Tensor:  # (b, t, m), t >= 1 -> (t, b)
     """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
     state after it, at the states that x leads to from zero: the largest of a few random unit
     vectors v, in the 2-norm of the whole state; -inf where all of them have become 0. J v is a
@@ -235,12 +231,8 @@ def _flat_state(state: BedouinState) -> Tensor:  # (b, numbers of a state)
 
 
 def lyapunov(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    num_directions: int = 8,
-    seed: int = 0,
-) -> Tensor:  # (b,)
+    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
+) -> Tensor:  # (b, t, m), t >= 1 -> (b,)
     """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token.
 
     Above 0 small differences grow over time, below 0 they are forgotten. The first quarter of the

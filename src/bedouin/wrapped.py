@@ -43,11 +43,8 @@ def is_untouched(module: nn.Module) -> bool:
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module multiplies by `module.weight` and does nothing else. It may have
     parametrizations, which compute `weight`, or be of a class that FSDP derived."""
-    if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
-        return False
-    if type(module).forward not in (nn.Linear.forward, HeadLinear.forward):
-        return False
-    if not is_untouched(module):
+    is_known = type(module).forward in (nn.Linear.forward, HeadLinear.forward)
+    if not is_known or getattr(module, "bias", None) is not None or not is_untouched(module):
         return False
     # a quantized tensor, as torchao's, multiplies vectors in a call, and is no matrix for kernels
     kind = type(module._parameters.get("weight"))
@@ -93,20 +90,16 @@ def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
         copies, active = used.modules_to_save, used.active_adapters
         trains = active and not used.disable_adapters and all(name in copies for name in active)
         used = copies[active[0]] if trains else used.original_module
-    own, kind = vars(used), type(used)
-    if not _is_norm(used) or used.weight is None or used.eps is None:
+    kind: Any = type(used)
+    is_norm = getattr(kind, "forward", None) in (nn.RMSNorm.forward, HeadNorm.forward)
+    if not is_norm or used.weight is None or used.eps is None:
         raise TypeError(
             "norm must be an nn.RMSNorm with a weight and an eps, because the output stage "
             f"computes it without calling the module, got {kind.__module__}.{kind.__qualname__}: "
             "change the weight with torch.nn.utils.parametrize, or train a copy with PEFT's "
             "modules_to_save"
         )
-    return read_parameter(used, "weight") if "_hf_hook" in own else used.weight, used.eps
-
-
-def _is_norm(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    return getattr(kind, "forward", None) in (nn.RMSNorm.forward, HeadNorm.forward)
+    return read_parameter(used, "weight"), used.eps
 
 
 def calls_norm(norm: nn.Module | None) -> bool:
@@ -114,10 +107,8 @@ def calls_norm(norm: nn.Module | None) -> bool:
     which accelerate sets on the object moves the input or loads the weight."""
     if norm is None:
         return False
-    # not is_untouched, whose call costs the host time in every call of the layer
-    hooked = norm._forward_hooks or norm._forward_pre_hooks
-    hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
-    return bool(hooked) or ("forward" in vars(norm) and "_hf_hook" not in vars(norm))
+    has_own = "forward" in vars(norm) and "_hf_hook" not in vars(norm)
+    return has_own or any(hooks_of(norm))
 
 
 def apply_projection(
@@ -131,12 +122,8 @@ def apply_projection(
 
 
 def effective_weight(
-    name: str,
-    module: LinearModule,
-    inputs: int,
-    like: Tensor,  # a parameter of the layer, any shape
-    num_heads: int,
-) -> Tensor:  # (r, p) or (H, r, p), p = inputs
+    name: str, module: LinearModule, inputs: int, like: Tensor, num_heads: int
+) -> Tensor:  # like: a parameter of the layer -> (r, p) or (H, r, p), p = inputs
     """The matrix that the module multiplies by. A module that is not plain is called with the unit
     vectors and with twice these, which hooks see, not the tokens; dropout inside of it is drawn
     once for the call. Raises TypeError for a module with hooks that is not linear."""

@@ -50,9 +50,8 @@ def mix(
 
 
 def row_mask(
-    attention_mask: Tensor | None,  # (b, t) or (b, tokens before + t)
-    x: Tensor,  # (b, t, m)
-) -> Tensor | None:  # (b, t) bool
+    attention_mask: Tensor | None, x: Tensor
+) -> Tensor | None:  # (b, t) or (b, tokens before + t), (b, t, m) -> (b, t) bool
     """The last t columns of a mask of ones and zeros. Raises ValueError for another shape."""
     if attention_mask is None:
         return None

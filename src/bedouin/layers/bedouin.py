@@ -124,13 +124,8 @@ class Bedouin(FixedPointLayer):
         "delta_from_x_init": "use initialization=Initialization(delta_from_x=...)",
         "rate_scale": "use initialization=Initialization(rates=...)",
         **dict.fromkeys(("output", "bias"), "Bedouin.from_paper makes a layer with the paper's"),
-        **dict.fromkeys(
-            (
-                *("erase", "projection", "feedback_scope", "feedback_heads", "num_groups"),
-                *("bounded_x", "feedback_noise"),
-            ),
-            REMOVED,
-        ),
+        **dict.fromkeys(("erase", "projection", "bounded_x", "feedback_noise"), REMOVED),
+        **dict.fromkeys(("feedback_scope", "feedback_heads", "num_groups"), REMOVED),
     }
     recall = _Removed(f"Bedouin has no recall: {REMOVED}")
     delta_activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
@@ -264,31 +259,14 @@ class FixedPointRNN(FixedPointLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            d_model,
-            d_state=1,
-            expand=expand,
-            num_heads=num_heads,
-            num_householder=num_householder,
-            beta_max=beta_max,
-            mixer=mixer,
-            decay=decay,
-            input_scale="one_minus_decay",
-            eigenvalues=eigenvalues,
-            feedback=feedback,
-            feedback_norm=feedback_norm,
-            feedback_init=feedback_init,
-            d_conv=d_conv,
-            norm_eps=norm_eps,
-            solver=solver,
-            adjoint=adjoint,
-            max_steps=max_steps,
-            on_unconverged=on_unconverged,
-            backend=backend,
-            layer_idx=layer_idx,
-            device=device,
-            dtype=dtype,
-        )
+        options: dict[str, Any] = {"d_state": 1, "expand": expand, "num_heads": num_heads}
+        options |= {"num_householder": num_householder, "beta_max": beta_max, "mixer": mixer}
+        options |= {"decay": decay, "input_scale": "one_minus_decay", "eigenvalues": eigenvalues}
+        options |= {"feedback": feedback, "feedback_norm": feedback_norm, "d_conv": d_conv}
+        options |= {"feedback_init": feedback_init, "norm_eps": norm_eps, "layer_idx": layer_idx}
+        options |= {"solver": solver, "adjoint": adjoint, "max_steps": max_steps}
+        options |= {"on_unconverged": on_unconverged, "backend": backend}
+        super().__init__(d_model, **options, device=device, dtype=dtype)
 
     def _make_parameters(self, factory: dict[str, Any]) -> None:
         self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)

@@ -321,11 +321,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
 
     @abstractmethod
     def _run(
-        self,
-        x: Tensor,  # (b, t, m), neither empty
-        state: StateT,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        self, x: Tensor, state: StateT, lengths: Tensor | None
+    ) -> tuple[Tensor, StateT]:  # (b, t, m), neither empty, (b,) -> (b, t, m)
         """The outputs, finite in padding, and the state after the last token, whose tensors
         autograd may have saved. lengths: the tokens of each sample before padding with x = 0; None:
         t."""

@@ -294,19 +294,11 @@ class GatedDeltaNet(DeltaNet):
         else:
             size = min(HEAD_DIM, d_model // 2) if num_heads is None else d_model // num_heads
             head_dim = max(1, size)
-        super().__init__(
-            d_model,
-            gated=True,
-            eigenvalues="full",
-            num_heads=max(1, d_model // head_dim) if num_heads is None else num_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            d_conv=d_conv,
-            norm_eps=norm_eps,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        heads = max(1, d_model // head_dim) if num_heads is None else num_heads
+        options: dict[str, Any] = {"gated": True, "eigenvalues": "full", "d_conv": d_conv}
+        options |= {"num_heads": heads, "head_dim": head_dim, "expand_v": expand_v}
+        options |= {"norm_eps": norm_eps, "backend": backend, "device": device, "dtype": dtype}
+        super().__init__(d_model, **options)
         self.layer_idx = check_layer_idx(layer_idx)
 
     def reset_parameters(self) -> None:

@@ -59,11 +59,8 @@ def state_before(layer: Layer, state: BedouinState | None, packing: Packing) -> 
 
 
 def project(
-    layer: Layer,
-    u: Tensor,  # (b, t, m)
-    before: BedouinState | None,  # of folded samples
-    lengths: Tensor | None,  # (b,), tokens before the padding; None: t
-) -> Projected:
+    layer: Layer, u: Tensor, before: BedouinState | None, lengths: Tensor | None
+) -> Projected:  # u: (b, t, m), before: of folded samples, lengths: (b,)
     """x, z = in_proj(u), raw = W^x x_t and the map F with its feedback W^y norm(y_{t-1})."""
     layer.deferred.flush()
     if isinstance(layer.mixer, HouseholderProduct) and not is_untouched(layer.mixer):
@@ -163,10 +160,8 @@ def state_after(layer: Layer, projected: Projected, y: Tensor) -> BedouinState: 
 
 
 def gated(
-    layer: Layer,
-    projected: Projected,
-    y: Tensor,  # (b', t, p), the fixed point
-) -> Tensor:  # (b, t, d)
+    layer: Layer, projected: Projected, y: Tensor
+) -> Tensor:  # y: (b', t, p), the fixed point -> (b, t, d)
     """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
     includes its feedback W^y norm(y_{t-1})."""
     f, x, z, gate, W_gate, dtype, _ = projected
@@ -189,11 +184,8 @@ def gated(
 
 
 def _gated_by_module(
-    layer: Layer,
-    projected: Projected,
-    y: Tensor,  # (b', t, p), the fixed point
-    fed: Tensor | None,  # (b', t, p), the gate's feedback
-) -> Tensor:  # (b, t, d)
+    layer: Layer, projected: Projected, y: Tensor, fed: Tensor | None
+) -> Tensor:  # as `gated`; fed: (b', t, p), the gate's feedback
     """`gated` where the norm is called, since it has hooks."""
     norm: Any = layer.norm
     if layer.num_heads > 1 and not isinstance(norm, HeadNorm):

@@ -280,17 +280,10 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
         y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
-        hidden = gated_output(
-            y,
-            fold(inputs.skip, H),
-            by_head(inputs.D, H),
-            fold(inputs.gate, H),
-            z=apply_weight(normed, W_gate),
-            weight=by_head(inputs.weight, H),
-            eps=self.norm_eps,
-            dtype=low,
-            backend=self.backend,
-        )
+        D, weight = (by_head(v, H) for v in (inputs.D, inputs.weight))
+        parts = fold(inputs.skip, H), D, fold(inputs.gate, H), None, apply_weight(normed, W_gate)
+        options: dict[str, Any] = {"eps": self.norm_eps, "dtype": low, "backend": self.backend}
+        hidden = gated_output(y, *parts, weight, **options)
         return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
     def extra_repr(self) -> str:
@@ -385,16 +378,10 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
         shared: dict[str, Any] = {"d_conv": d_conv, "norm_eps": norm_eps, **factory}
         sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "expand_v": expand_v}
         self.memory = GatedDeltaNet(d_model, **sizes, backend=backend, **shared)
-        self.tracker = Tracker(
-            d_model,
-            num_trackers=num_trackers,
-            tracker_dim=tracker_dim,
-            tracker_state=tracker_state,
-            feedback_noise=feedback_noise,
-            read_size=self.memory.num_heads * self.memory.value_dim,
-            backend=kernel_backend(backend),
-            **shared,
-        )
+        sizes = {"num_trackers": num_trackers, "tracker_dim": tracker_dim}
+        sizes |= {"tracker_state": tracker_state, "feedback_noise": feedback_noise}
+        sizes |= {"read_size": self.memory.num_heads * self.memory.value_dim}
+        self.tracker = Tracker(d_model, **sizes, backend=kernel_backend(backend), **shared)
 
     @property
     def out_proj(self) -> nn.Linear:  # type: ignore[override]

@@ -55,10 +55,7 @@ def scaled_accuracy(prediction: Tensor, labels: Tensor, *, chance: float) -> Ten
     return scale_accuracy(token_accuracy(prediction, labels), chance)
 
 
-def _classes(
-    prediction: Tensor,  # (b, t, v) or (b, t)
-    labels: Tensor,  # (b, t)
-) -> Tensor:  # (b, t)
+def _classes(prediction: Tensor, labels: Tensor) -> Tensor:  # (b, t, v) or (b, t), (b, t)
     """Predicted class ids; IGNORE, which counts as wrong, where a logit is NaN."""
     _check_ids("labels", labels)
     if prediction.shape == labels.shape:

@@ -273,7 +273,16 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "layer":
-            value = _describe_layer(value)
+            # the name of Bedouin, whose options are fields, or another type and all of its options
+            given: dict[str, Any] = dict(value) if isinstance(value, dict) else {"type": value}
+            kind, valid = one_of("layer", given.pop("type", None), tuple(LAYERS)), {}
+            if kind != "Bedouin":
+                options = inspect.signature(LAYERS[kind]).parameters.items()
+                valid = {option: v.default for option, v in options if option not in _OF_ALL}
+            for option in given:
+                if option not in valid:
+                    raise TypeError(unknown_option(f"layer {kind}", option, list(valid)))
+            value = {"type": kind, **valid, **given} if valid else kind
         if name == "initialization" and isinstance(value, dict):
             value = _without_removed("initialization.", value, _REMOVED_INITIALIZATION)
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
@@ -364,21 +373,6 @@ def _without_removed(
         if name in removed and value != removed[name]:
             raise ValueError(f"{prefix}{name} must be {removed[name]!r}, got {value!r}: {REMOVED}")
     return {name: value for name, value in options.items() if name not in removed}
-
-
-def _describe_layer(layer: str | dict[str, Any]) -> str | dict[str, Any]:
-    """The name of `Bedouin`, whose options are fields, or the type of another layer and all of its
-    options. Raises ValueError for another name, TypeError for an unknown option."""
-    given: dict[str, Any] = dict(layer) if isinstance(layer, dict) else {"type": layer}
-    kind: str = one_of("layer", given.pop("type", None), tuple(LAYERS))
-    valid: dict[str, Any] = {}
-    if kind != "Bedouin":
-        parameters = inspect.signature(LAYERS[kind]).parameters.items()
-        valid = {name: option.default for name, option in parameters if name not in _OF_ALL}
-    for name in given:
-        if name not in valid:
-            raise TypeError(unknown_option(f"layer {kind}", name, list(valid)))
-    return {"type": kind, **valid, **given} if valid else kind
 
 
 def _check_attention(config: BedouinConfig) -> dict[str, Any]:

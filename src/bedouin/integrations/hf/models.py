@@ -346,19 +346,11 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
                 f"{fused} and {'no ' if labels is None else ''}labels: see BedouinConfig"
             )
         for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
-        found = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=one_cache(past_key_values, cache),
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            seq_idx=seq_idx,
-            position_ids=position_ids,
-            cu_seq_lens_q=cu_seq_lens_q,
-            **others,
-        )
+        given: dict[str, Any] = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        given |= {"use_cache": use_cache, "output_hidden_states": output_hidden_states}
+        given |= {"seq_idx": seq_idx, "position_ids": position_ids, "return_dict": True}
+        given |= {"past_key_values": one_cache(past_key_values, cache)}
+        found = self.model(input_ids, **given, cu_seq_lens_q=cu_seq_lens_q, **others)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         x = found.last_hidden_state[:, kept]
         logits = None if skips else self.lm_head(x)
