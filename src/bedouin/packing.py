@@ -81,13 +81,9 @@ class Packing:
         return state if self.last is None else state[self.last]
 
 
-def _move(
-    v: Tensor,  # (i, j, ...)
-    index: Tensor | None,  # (k l,), of the i j; None: k l = i j, in the same order
-    size: tuple[int, ...],  # k, l
-    kept: Tensor | None,  # (k, l) bool; None: all
-) -> Tensor:  # (k, l, ...)
-    """v at the index where `kept` is True, and 0 elsewhere."""
+def _move(v: Tensor, index: Tensor | None, size: tuple[int, ...], kept: Tensor | None) -> Tensor:
+    """v (i, j, ...) as (k, l, ...), where size = (k, l): at the index (k l,) of the i j, None for
+    the same order, where kept (k, l) is True, None for all, and 0 elsewhere."""
     flat = v.flatten(0, 1)
     moved = (flat if index is None else flat.index_select(0, index)).unflatten(0, size)
     # not a view, since that would keep FSDP from gathering the parameters for its backward
@@ -105,12 +101,9 @@ def zero_outside(mask: Tensor, v: Tensor) -> Tensor:  # (l, w) bool, (l, w, ...)
     return v.masked_fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
 
 
-def last_token(
-    y: Tensor,  # (l, w, d), w > 0
-    lengths: Tensor,  # (l,)
-    before: Tensor | None,  # (l, d), the value for a sequence without tokens; None: zeros
-) -> Tensor:  # (l, d)
-    """y at the last token of each sequence."""
+def last_token(y: Tensor, lengths: Tensor, before: Tensor | None) -> Tensor:
+    """y (l, w, d), w > 0, at the last token of each sequence of lengths (l,), and `before` (l, d),
+    None for zeros, of a sequence without tokens."""
     index = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, y.shape[2])
     last = y.gather(1, index).squeeze(1)
     return torch.where(lengths[:, None] > 0, last, 0.0 if before is None else before)
@@ -214,13 +207,9 @@ def _count(document: Tensor, mask: Tensor | None, num: int) -> Tensor:  # (b t,)
     return document.new_zeros(num).scatter_add(0, document, real)
 
 
-def _place(
-    document: Tensor,  # (b t,), the sequence of each place, in order
-    lengths: Tensor,  # (l,)
-    w: int,
-    mask: Tensor | None,  # (b, t) bool, the places with a token
-) -> Packing:
-    """The packing of sequences that follow one another."""
+def _place(document: Tensor, lengths: Tensor, w: int, mask: Tensor | None) -> Packing:
+    """The packing of sequences of lengths (l,) that follow one another. document: (b t,), that of
+    each place, in order. mask: (b, t), the places with a token."""
     # not by len, which makes a symbolic size a constant
     size, places = (lengths.shape[0], w), document.shape[0]
     if mask is None and size[0] * w == places:

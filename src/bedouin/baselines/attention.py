@@ -100,6 +100,7 @@ class Attention(RecurrentLayer[AttentionState]):
 
     state_type = AttentionState
     saved_options = ("num_heads", "rope_base")
+    shown_options = ("num_heads", "rope_base")
 
     @known_options
     def __init__(
@@ -191,9 +192,6 @@ class Attention(RecurrentLayer[AttentionState]):
         after = filled + (t if lengths is None else lengths)
         keys, values = (zero_outside(tokens_before(after, s + t), u) for u in (keys, values))
         return output, PaddedAttentionState(window, keys, values, after)
-
-    def extra_repr(self) -> str:
-        return f"{self.d_model}, num_heads={self.num_heads}, rope_base={self.rope_base}"
 
 
 def _append(

@@ -67,6 +67,7 @@ class Mamba(common.RecurrentLayer[MambaState]):
 
     state_type = MambaState
     saved_options = ("eigenvalues",)
+    shown_options = ("d_inner", "d_state", "dt_rank", "eigenvalues")
 
     @known_options
     def __init__(
@@ -144,9 +145,3 @@ class Mamba(common.RecurrentLayer[MambaState]):
         if type(proj) is _DeltaProjection and is_untouched(proj):
             return F.linear(dt, proj.weight), proj.bias
         return proj(dt), None
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
-            f"dt_rank={self.dt_rank}, eigenvalues={self.eigenvalues!r}"
-        )

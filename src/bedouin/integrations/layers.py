@@ -12,7 +12,6 @@ from bedouin.checks import find_method, one_of
 from bedouin.layers.bedouin import Bedouin
 from bedouin.layers.delta_net import GatedDeltaNet
 from bedouin.layers.tracking import Tracker, TrackingDeltaNet
-from bedouin.state import RecurrentState
 
 LAYERS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Bedouin, GatedDeltaNet, Tracker, TrackingDeltaNet)
@@ -25,12 +24,8 @@ def make_layer(layer: str, d_model: int, **options: Any) -> Any:
 
 
 def mix(
-    layer: Any,
-    x: Tensor,  # (b, t, m)
-    state: RecurrentState | None,
-    mask: Tensor | None,  # (b, t) bool
-    **documents: Tensor | None,  # seq_idx (b, t) or cu_seqlens (documents + 1,)
-) -> tuple[Tensor, Any]:  # (b, t, m) and the state after x
+    layer: Any, x: Tensor, state: Any, mask: Tensor | None, **documents: Tensor | None
+) -> tuple[Tensor, Any]:  # (b, t, m), (b, t) bool -> (b, t, m) and the state after x
     """A call from a state. A single token after others is decoded by `step`; where its mask is
     False the output is 0 and the state stays."""
     is_token = x.shape[1] == 1 and all(v is None for v in documents.values())

@@ -86,11 +86,7 @@ class BedouinMixer(nn.Module):
         _write(states, after)
         return output
 
-    def step(
-        self,
-        hidden_states: Tensor,  # (b, 1, m)
-        *states: Tensor,  # (b, ...), of allocate_inference_cache
-    ) -> tuple[Tensor, ...]:  # (b, 1, m) and the states
+    def step(self, hidden_states: Tensor, *states: Tensor) -> tuple[Tensor, ...]:  # (b, 1, m)
         """One token. The states are updated in place, and keep their addresses."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
             raise ValueError(

@@ -290,6 +290,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     """Whether a `Decoder` captures `step` as a CUDA graph."""
     none_for_zeros: ClassVar[tuple[str, ...]] = ()
     """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
+    shown_options: ClassVar[tuple[str, ...]] = ()
+    """Attributes in the text of a layer, after d_model."""
     out_proj: nn.Linear
     """The last module of every layer; its weight has the layer's dtype and device."""
 
@@ -314,6 +316,10 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
 
     def _mark_parameters(self) -> None:
         """Call `mark` for the parameters that have marks."""
+
+    def extra_repr(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.shown_options)
+        return ", ".join([str(self.d_model), *shown])
 
     @abstractmethod
     def _state_sizes(self) -> StateShapes:

@@ -94,6 +94,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
     none_for_zeros = ("memory",)
     settable_options = ("backend", "layer_idx", "norm_eps")
     saved_options = ("num_householder", "num_heads", "head_dim", "eigenvalues", "norm_eps")
+    shown_options = "num_householder", "gated", "eigenvalues", "num_heads", "head_dim", "value_dim"
 
     @known_options
     def __init__(
@@ -214,13 +215,6 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
                 hidden = gated_norm(recalled, gate, *norm, backend=backend)
         output: Tensor = self.out_proj(hidden)
         return output
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, num_householder={self.num_householder}, gated={self.gated}, "
-            f"eigenvalues={self.eigenvalues!r}, num_heads={self.num_heads}, "
-            f"head_dim={self.head_dim}, value_dim={self.value_dim}"
-        )
 
 
 class DeltaNet(DeltaProduct):

@@ -113,12 +113,9 @@ def make_linear(
     return nn.Linear(in_features, out_features, bias=False, **factory)
 
 
-def project_heads(
-    v: Tensor,  # (H b, t, p)
-    weight: Tensor,  # (r, p) or (H, r, p)
-    bias: Tensor,  # (s,) or (H, s), s >= r
-) -> Tensor:  # (H b, t, s), of which nothing may read the last s - r columns
-    """W v + bias with the weight of the sample's head, cast as autocast does."""
+def project_heads(v: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """W v + bias (H b, t, s) of v (H b, t, p), cast as autocast does, with the weight (r, p) or
+    (H, r, p) and bias (s,) or (H, s) of its head. Nothing may read the last s - r columns."""
     missing = bias.shape[-1] - weight.shape[-2]
     if missing:
         # any rows serve; new zeros would take a launch

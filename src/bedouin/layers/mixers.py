@@ -70,6 +70,9 @@ class ChannelMixer(nn.Module, ABC):
         """Whether `forward` returns (e, U, M), for `Direct`, `Jacobi` and the exact adjoint."""
         return type(self).dense is not ChannelMixer.dense and d_inner <= MAX_DENSE
 
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.saved_options)
+
     def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes: e = 0, U = I and M = I - Q."""
         Q = self.dense(raw)
@@ -130,9 +133,6 @@ class HouseholderProduct(StructuredMixer):
         T = wy_factor(U, self.beta_max * torch.sigmoid(alpha))
         return WYForm(torch.zeros_like(raw[..., :1]), U, T)
 
-    def extra_repr(self) -> str:
-        return f"num_householder={self.num_householder}, beta_max={self.beta_max}"
-
 
 class NoMixing(HouseholderProduct):
     """Q = I, the product of no reflections, without raw values: y_t = h_t C_t with h_t = lambda_t
@@ -192,9 +192,6 @@ class LowRank(StructuredMixer):
     def forward(self, raw: Tensor) -> WYForm:
         U, alpha = _unit_rows(raw, self.rank)
         return WYForm(torch.ones_like(raw[..., :1]), U, torch.diag_embed(-torch.sigmoid(alpha)))
-
-    def extra_repr(self) -> str:
-        return f"rank={self.rank}"
 
 
 def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (..., n, p, p)
@@ -268,9 +265,6 @@ class FactoredMixer(ChannelMixer):
         # Q[a j + n, b j + m] = (I - R_m)[a, b] (I - S_a)[n, m], as (..., a, n, b, m)
         Q: Tensor = columns.movedim(-3, -1).unsqueeze(-3) * rows.unsqueeze(-2)
         return Q.flatten(-4, -3).flatten(-2)
-
-    def extra_repr(self) -> str:
-        return f"factors={self.factors}"
 
 
 class Kronecker(FactoredMixer):

@@ -90,11 +90,8 @@ def check_initialization(value: object, decay: str) -> Initialization:
 
 
 def split_feedback_weight(
-    weight: Tensor,  # (s + p, p) or (H, s + p, p): the s rows of `feedback` and, last, of the gate
-    feedback: tuple[str, ...],
-    sizes: dict[str, int],
-    p: int,
-) -> tuple[Tensor | None, Tensor]:
+    weight: Tensor, feedback: tuple[str, ...], sizes: dict[str, int], p: int
+) -> tuple[Tensor | None, Tensor]:  # (s + p, p) or (H, s + p, p): rows of `feedback`, then the gate
     """W^y of the loop (f, p) or (H, f, p), None if `feedback` names components of size 0 alone, and
     of the gate (p, p) or (H, p, p). `sizes` are those of all components, in the order of the raw
     values; the f rows end with the last component with feedback, and are zero for those without."""

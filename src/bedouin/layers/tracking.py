@@ -89,6 +89,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
 
     state_type = TrackerState
     saved_options = ("norm_eps",)
+    shown_options = ("num_trackers", "tracker_dim", "tracker_state", "read_size", "feedback_noise")
     none_for_zeros = ("ssm", "y")
     captures_step = True
 
@@ -285,13 +286,6 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         options: dict[str, Any] = {"eps": self.norm_eps, "dtype": low, "backend": self.backend}
         hidden = gated_output(y, *parts, weight, **options)
         return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, num_trackers={self.num_trackers}, tracker_dim={self.tracker_dim}, "
-            f"tracker_state={self.tracker_state}, read_size={self.read_size}, "
-            f"feedback_noise={self.feedback_noise}"
-        )
 
 
 class _TrackingFields(NamedTuple):

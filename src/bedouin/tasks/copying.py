@@ -5,7 +5,7 @@ Letters: b batch, t time, v vocabulary; J strings packed into a row, L letters i
 
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -92,20 +92,13 @@ class Copying(Task):
         return 1 / self.num_letters
 
     def sample_eval(
-        self,
-        batch_size: int,
-        length: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        split: Split | None = None,
+        self, batch_size: int, length: int, generator: torch.Generator, **options: Any
     ) -> Batch:
         """Evaluation rows, each one string of exactly `length` letters, 1 or more: 2·length + 3
-        tokens, padded to `context_len` in the official protocol. The other arguments and the errors
-        are those of `sample`, which draws packed training rows, and with `length` these.
-        """
+        tokens, padded to `context_len` in the official protocol. The options and the errors are
+        those of `sample`, which draws packed training rows, and with `length` these."""
         whole_number("length", length, 1)
-        return self.sample(batch_size, generator, device=device, length=length, split=split)
+        return self.sample(batch_size, generator, length=length, **options)
 
     def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """`token_accuracy` of the letters: the fraction of answer letters that are right."""
