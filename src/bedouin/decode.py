@@ -122,7 +122,7 @@ class Decoder:
             return output
         with torch.inference_mode(False):  # whose tensors cannot be written outside of it
             self._states = [v.clone() for v in self._states]
-            self._graph = graph = _Graph(self.layer, self._mixers, self._states, x_t, self._step)
+            self._graph = graph = _Graph(self, x_t)
         return graph.run(x_t)
 
     def _step(self, x_t: Tensor) -> tuple[Tensor, list[Any]]:  # as __call__
@@ -148,7 +148,7 @@ class Decoder:
         """Whether this call may replay a graph if there is one for x_t."""
         if not isinstance(x_t, Tensor) or not can_capture(x_t):
             return False
-        return all(is_decoded(mixer) and _allows_graph(mixer) for mixer in self._mixers)
+        return all(map(_allows_graph, self._mixers))
 
 
 class _Solve:
@@ -168,9 +168,8 @@ class _Solve:
     def keep_outcome(self) -> None:
         """Set the layer's `stats` to those of the last token."""
         if self._measured is not None:
-            outcome = Outcome(self.layer.num_heads)
+            self.layer.__dict__["_outcome"] = outcome = Outcome(self.layer.num_heads)
             outcome.take(self._copied(self._measured.converged))
-            self.layer.__dict__["_outcome"] = outcome
 
     def _copied(self, converged: Tensor) -> Measured:  # (b',)
         """What was measured of the last token, at addresses of its own."""
@@ -212,22 +211,16 @@ class _Solve:
 
 
 class _Graph:
-    """One token, of a layer or of a whole model, ready to be replayed."""
+    """One token of a decoder, ready to be replayed."""
 
-    def __init__(
-        self,
-        module: Any,
-        mixers: Sequence[Any],
-        states: list[RecurrentState],  # of the mixers, buffers that every token overwrites
-        x_t: Tensor,  # (b, m), or tokens (b,)
-        step: Callable[[Tensor], tuple[Tensor, list[RecurrentState]]],  # from `states`
-    ) -> None:
+    def __init__(self, decoder: Decoder, x_t: Tensor) -> None:  # x_t: (b, m), or tokens (b,)
+        states, mixers = decoder._states, decoder._mixers  # buffers that every token overwrites
         self.key, before = graph_key(x_t), [state.clone() for state in states]
         self.solves = [_Solve(mixer, x_t) for mixer in mixers if hasattr(mixer, "solve_options")]
         self.x = x_t.clone(memory_format=torch.contiguous_format)
 
         def run() -> Tensor:
-            output, after = step(self.x)
+            output, after = decoder._step(self.x)
             _load(states, after)
             for solve in self.solves:
                 solve.record()
@@ -241,7 +234,7 @@ class _Graph:
                 captures.enter_context(solve.captured())
             self.replay, self.output = capture(run)
         _load(states, before)
-        self._watch = ReplacementWatch(module)
+        self._watch = ReplacementWatch(decoder.layer)
 
     def fits(self, x_t: Tensor) -> bool:
         """Whether a replay computes what the module now computes for x_t."""
@@ -301,10 +294,10 @@ def can_capture(x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
 
 
 def _allows_graph(layer: Any) -> bool:
-    """Not where the host must read every outcome."""
+    """Whether a graph may capture the layer's `step`, of which the host need not read outcomes."""
     options = getattr(layer, "solve_options", None)
     if options is None:
-        return bool(layer.backend != "torch")
+        return is_decoded(layer) and layer.backend != "torch"
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 
 
@@ -312,7 +305,6 @@ def _has_kernels(layer: Any, x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
     """Whether a layer that solves has kernels; others may be user code, which reads the device."""
     if not hasattr(layer, "solve_options"):
         return True
-    if layer.layout() is None:
-        return False
     # with "triton", too: the layer refuses what its kernels cannot compute
-    return choose_backend("auto", x_t.device, layer.D.dtype) == "triton"
+    kind = choose_backend("auto", x_t.device, layer.D.dtype)
+    return layer.layout() is not None and kind == "triton"

@@ -4,8 +4,9 @@ Letters: b batch, t time, s earlier tokens, m d_model, h heads, p channels of a 
 w convolution width.
 """
 
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from einops import rearrange
@@ -19,18 +20,7 @@ from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
 from bedouin.state import Join, RecurrentState, StateShapes
 
-
-class _AttentionFields(NamedTuple):
-    conv: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-class _PaddedFields(NamedTuple):
-    conv: Tensor
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor
+_AttentionFields = namedtuple("_AttentionFields", "conv keys values")
 
 
 class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
@@ -51,7 +41,10 @@ class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
         return super()._joined(states, batched, join)
 
 
-class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
+_PaddedAttentionFields = namedtuple("_PaddedAttentionFields", "conv keys values lengths")
+
+
+class PaddedAttentionState(RecurrentState, _PaddedAttentionFields):  # type: ignore[misc]
     """The state of samples with different numbers of earlier tokens: the fields of
     `AttentionState`, where s is the most places, and lengths: (b,) int64, the places that each
     sample has filled from the left, and so the position of its next token."""

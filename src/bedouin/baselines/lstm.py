@@ -3,7 +3,8 @@
 Letters: b batch, t time, m d_model, d hidden units, w convolution width.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,7 @@ from bedouin.layers.convolution import ShortConvolution
 from bedouin.state import RecurrentState, StateShapes
 
 
-class _LSTMFields(NamedTuple):
-    conv: Tensor
-    h: Tensor
-    c: Tensor
-
-
-class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
+class LSTMState(RecurrentState, namedtuple("_LSTMState", "conv h c")):  # type: ignore[misc]
     """conv: (b, w - 1, m), the last inputs of the convolution; h, c: (b, d); at least float32."""
 
     __slots__ = ()

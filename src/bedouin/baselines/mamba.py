@@ -4,7 +4,8 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, r dt_rank, w convolut
 """
 
 import math
-from typing import Any, NamedTuple, get_args
+from collections import namedtuple
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,7 @@ from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import is_untouched
 
 
-class _MambaFields(NamedTuple):
-    conv: Tensor
-    ssm: Tensor
-
-
-class MambaState(RecurrentState, _MambaFields):  # type: ignore[misc]
+class MambaState(RecurrentState, namedtuple("_MambaState", "conv ssm")):  # type: ignore[misc]
     """conv: (b, w - 1, d), the last inputs of the convolution; ssm: (b, d, n); at least float32."""
 
     __slots__ = ()

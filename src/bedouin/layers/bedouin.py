@@ -8,22 +8,16 @@ from collections.abc import Collection
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from bedouin.checks import known_options
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.layers.common import REMOVED, at_least_float32
+from bedouin.layers.common import REMOVED
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.heads import make_linear
 from bedouin.layers.mixers import ChannelMixer, HouseholderProduct
-from bedouin.layers.options import GRIFFIN_RANGE
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.reporting import OnUnconverged
-from bedouin.wrapped import apply_projection
 
 
 class _Removed:
@@ -178,11 +172,6 @@ class Bedouin(FixedPointLayer):
         )
         return layer
 
-    def _A(self) -> Tensor:
-        if self.decay == "mamba":
-            return -torch.exp(at_least_float32(self.A_log))
-        return super()._A()
-
 
 class FixedPointRNN(FixedPointLayer):
     """An RNN whose state is a vector: the fixed point of channel mixing and a gated diagonal scan.
@@ -230,9 +219,6 @@ class FixedPointRNN(FixedPointLayer):
     }
     absent_options: ClassVar[dict[str, str]] = {"projection": REMOVED}
 
-    b_proj: Any
-    """W_b: an nn.Linear, or a HeadLinear for several heads."""
-
     @known_options
     def __init__(
         self,
@@ -267,23 +253,3 @@ class FixedPointRNN(FixedPointLayer):
         options |= {"solver": solver, "adjoint": adjoint, "max_steps": max_steps}
         options |= {"on_unconverged": on_unconverged, "backend": backend}
         super().__init__(d_model, **options, device=device, dtype=dtype)
-
-    def _make_parameters(self, factory: dict[str, Any]) -> None:
-        self.b_proj = make_linear(self.num_heads, self.head_dim, self.head_dim, **factory)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.b_proj.reset_parameters()
-        if self.decay == "sigmoid":
-            with torch.no_grad():
-                decay = torch.empty_like(self.dt_bias).uniform_(*GRIFFIN_RANGE)
-                self.dt_bias.copy_(torch.logit(decay))
-
-    def _A(self) -> Tensor:
-        if self.decay == "sigmoid":
-            return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1)
-        return super()._A()
-
-    def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
-        x = x.to(accumulator(x.dtype))
-        return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x

@@ -5,6 +5,7 @@ of a head, w convolution width.
 """
 
 import math
+from collections import namedtuple
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -42,12 +43,7 @@ SLOW_RATES = 0.01
 recall (examples/results/table)."""
 
 
-class _DeltaFields(NamedTuple):
-    conv: Tensor
-    memory: Tensor
-
-
-class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
+class DeltaState(RecurrentState, namedtuple("_DeltaState", "conv memory")):  # type: ignore[misc]
     """conv: (b, w - 1, h (p + k p + k v)), the last inputs of the convolution; memory:
     (b, h, p, v); at least float32."""
 

@@ -5,7 +5,6 @@ values of a head, the first f with feedback. b' = H b are folded samples (layers
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -37,10 +36,10 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, SequenceCall, StateShapes, check_state, zero_state
-from bedouin.wrapped import effective_weight, is_untouched, read_parameter
+from bedouin.wrapped import apply_projection, effective_weight, is_untouched, read_parameter
 
 
-class FixedPointLayer(nn.Module, ABC):
+class FixedPointLayer(nn.Module):
     """The base class of Bedouin, which has all of its options, and FixedPointRNN.
 
     Adapters such as LoRA, parametrizations and FSDP may wrap the projections: in_proj, x_proj and
@@ -70,6 +69,7 @@ class FixedPointLayer(nn.Module, ABC):
     output: Literal["norm", "paper"] = "norm"
     """The output stage: "norm" has z and a norm; "paper" neither, and a bias of Delta alone."""
     x_proj: Any  # W^x: an nn.Linear, or a HeadLinear for several heads
+    b_proj: Any  # W_b where B is not selective, as x_proj
     A_log: nn.Parameter  # (d, n), the rates of the decay "mamba"
     omega: nn.Parameter  # (d, n), those of "griffin"
 
@@ -124,6 +124,7 @@ class FixedPointLayer(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.decay = checks.one_of("decay", decay, tuple(self.delta_activations))
+        self.activation = self.delta_activations[self.decay]  # how Delta follows from raw values
         self.initialization = options.check_initialization(initialization, self.decay)
         mixer = self.mixer = options.make_mixer(mixer, num_householder, beta_max)
         self.d_model = checks.positive_int("d_model", d_model)
@@ -140,6 +141,7 @@ class FixedPointLayer(nn.Module, ABC):
         checks.check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
         checks.check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
+        self.feedback_norm_eps = options.FEEDBACK_NORM_EPS if feedback_norm else None
         self.layer_idx = checks.check_layer_idx(layer_idx)
         self.d_conv = None if d_conv is None else checks.positive_int("d_conv", d_conv)
         chosen, cap = options.choose_solver(solver, self.is_structured), as_cap(max_steps)
@@ -151,6 +153,10 @@ class FixedPointLayer(nn.Module, ABC):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
         self._sizes = {name: sizes.get(name, p) for name in self.components}
+        # r, the raw values of a token and head without the gate, and the parts of in_proj's output
+        self.raw_size = sum(self._sizes.values())
+        parts = ("x",) if self.output == "paper" else ("x", "z")
+        self.projected_sizes = dict.fromkeys(parts, d)
         rows_of_delta, scale = (..., slice(p), slice(None)), self.initialization.delta_from_x
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
         self.x_proj = make_linear(H, p, self.raw_size + p, ((rows_of_delta, scale),), **factory)
@@ -171,7 +177,8 @@ class FixedPointLayer(nn.Module, ABC):
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         if self.decay == "mamba":
             self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
-        self._make_parameters(factory)
+        if not self.selective:
+            self.b_proj = make_linear(H, p, p, **factory)
         for name, parameter in mixer.named_parameters():
             if parameter.device != self.D.device:
                 raise ValueError(
@@ -180,9 +187,6 @@ class FixedPointLayer(nn.Module, ABC):
                     "once it is made"
                 )
         self.reset_parameters()
-
-    def _make_parameters(self, factory: dict[str, Any]) -> None:
-        """Make the parameters that a subclass has besides those of the base class."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
@@ -315,19 +319,20 @@ class FixedPointLayer(nn.Module, ABC):
 
     # -- how raw values are read
 
-    @abstractmethod
     def _A(self) -> Tensor:
-        """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
-        return -options.GRIFFIN_SHARPNESS * F.softplus(common.at_least_float32(self.omega))
+        """A (d, n), with which the decay is exp(A Delta)."""
+        if self.decay == "mamba":
+            return -torch.exp(common.at_least_float32(self.A_log))
+        if self.decay == "griffin":
+            return -options.GRIFFIN_SHARPNESS * F.softplus(common.at_least_float32(self.omega))
+        return -torch.ones_like(common.at_least_float32(self.D)).unsqueeze(-1)
 
     def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
-        """The input of the mixer."""
-        return x
-
-    @property
-    def activation(self) -> Activation:
-        """How Delta follows from its raw values."""
-        return self.delta_activations[self.decay]
+        """The input of the mixer: x, or where B is not selective b * x."""
+        if self.selective:
+            return x
+        x = x.to(accumulator(x.dtype))
+        return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x
 
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
@@ -359,23 +364,9 @@ class FixedPointLayer(nn.Module, ABC):
         return self.mixer.is_structured(self.head_dim)
 
     @property
-    def projected_sizes(self) -> dict[str, int]:
-        """The parts of in_proj's output in their order."""
-        return dict.fromkeys(("x",) if self.output == "paper" else ("x", "z"), self.d_inner)
-
-    @property
-    def raw_size(self) -> int:
-        """r, the number of raw values per token and head, without the gate."""
-        return sum(self._sizes.values())
-
-    @property
     def norm_eps(self) -> float | None:
         """The eps of the output norm; None without one."""
         return getattr(self.norm, "eps", None)
-
-    @property
-    def feedback_norm_eps(self) -> float | None:
-        return options.FEEDBACK_NORM_EPS if self.feedback_norm else None
 
     def number_options(self) -> dict[str, Any]:
         """The options in the extra state; those of the mixer are among them."""
@@ -432,6 +423,12 @@ class FixedPointLayer(nn.Module, ABC):
                 self.dt_bias.zero_()
         if self.norm is not None:
             self.norm.reset_parameters()
+        if not self.selective:
+            self.b_proj.reset_parameters()
+        if self.decay == "sigmoid":
+            with torch.no_grad():
+                decay = torch.empty_like(self.dt_bias).uniform_(*options.GRIFFIN_RANGE)
+                self.dt_bias.copy_(torch.logit(decay))
 
     def _mark_parameters(self) -> None:
         common.mark(self, "_no_reinit", "dt_bias")

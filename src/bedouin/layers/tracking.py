@@ -7,7 +7,8 @@ Between the projections a tracker has H b folded samples, each one head of one s
 """
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +46,7 @@ MAP = Parameterization(
 """The recurrence of a tracker as a map without mixing, whose exact sweep the kernels compute."""
 
 
-class _TrackerFields(NamedTuple):
-    conv: Tensor
-    ssm: Tensor
-    y: Tensor
-
-
-class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
+class TrackerState(RecurrentState, namedtuple("_TrackerState", "conv ssm y")):  # type: ignore[misc]
     """conv: (b, w - 1, H (c + 2 n)), the last inputs of the convolution; ssm: (b, H c, n), the
     memory h; y: (b, H c), the output of the recurrence at the last token; at least float32."""
 
@@ -288,12 +283,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
 
-class _TrackingFields(NamedTuple):
-    memory_conv: Tensor
-    memory: Tensor
-    tracker_conv: Tensor
-    ssm: Tensor
-    y: Tensor
+_TrackingFields = namedtuple("_TrackingFields", "memory_conv memory tracker_conv ssm y")
 
 
 class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]

@@ -208,7 +208,6 @@ class ModularArithmetic(Task):
 
     @property
     def output_size(self) -> int:
-        """Number of classes, m."""
         return self.modulus
 
     def decode(self, tokens: Tensor) -> list[str]:

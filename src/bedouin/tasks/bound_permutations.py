@@ -69,7 +69,6 @@ class BoundPermutations(Task):
 
     @property
     def output_size(self) -> int:
-        """Number of classes, the elements."""
         return self.group.order
 
     def sample(  # type: ignore[override]

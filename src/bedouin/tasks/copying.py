@@ -88,7 +88,6 @@ class Copying(Task):
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing a letter."""
         return 1 / self.num_letters
 
     def sample_eval(

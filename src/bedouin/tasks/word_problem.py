@@ -149,7 +149,6 @@ class WordProblem(Task):
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing an element."""
         return 1 / self.group.order
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
