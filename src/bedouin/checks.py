@@ -72,10 +72,8 @@ def check_tensor(name: str, value: object, shape: str) -> None:
     raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}{remedy}")
 
 
-def check_layer_input(
-    x: Tensor, rank: int, d_model: int, weight: Tensor
-) -> None:  # x: (b, t, m) for rank 3, (b, m) for rank 2
-    """Raise TypeError or ValueError unless x has this rank, width m, and fits the layer."""
+def check_layer_input(x: Tensor, rank: int, d_model: int, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless x (b, t, m) or, of rank 2, (b, m) fits the layer."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
     if hasattr(weight, "full_tensor") and not hasattr(x, "full_tensor"):

@@ -104,9 +104,7 @@ class Decoder:
         return tuple(states) if self.is_model else states[0]
 
     @torch.no_grad()
-    def __call__(
-        self, x_t: Tensor
-    ) -> Tensor:  # (b, m), or tokens (b,) of a model -> (b, m), or logits (b, v)
+    def __call__(self, x_t: Tensor) -> Tensor:  # (b, m), or tokens (b,) -> (b, m), or (b, v)
         """The output at the next token. Raises the errors of `step`."""
         graph = self._graph
         if graph is not None and self._allows_graph(x_t) and graph.fits(x_t):

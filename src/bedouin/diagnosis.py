@@ -12,22 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from bedouin import testing
+from bedouin import solvers, testing
 from bedouin.kernels.checks import check_number
 from bedouin.kernels.heads import fold
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.map import StructuredMap
-from bedouin.solvers import (
-    Anderson,
-    Broyden,
-    Direct,
-    FixedCap,
-    ImplicitAdjoint,
-    Jacobi,
-    Picard,
-    Solver,
-    SolveStats,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,14 +31,12 @@ POWER_STEPS = 40
 
 @dataclass(frozen=True, eq=False)
 class SolverRun:
-    """One solver on the input, by its rtol and the options that are not the default.
-
-    stats: with their history, (evaluations, b). error: of its output against that of the exact
-    solve, relative, in the max norm; NaN if the mixer has no exact solve.
-    """
+    """One solver on the input, by its rtol and the options that are not the default. stats: with
+    their history, (evaluations, b). error: of its output against that of the exact solve, relative,
+    in the max norm; NaN if the mixer has no exact solve."""
 
     name: str
-    stats: SolveStats
+    stats: solvers.SolveStats
     error: float
 
     @property
@@ -190,17 +177,17 @@ def diagnose(
     check_number("rtol", rtol, 0, 1e6, open_low=False)
     probe, x = _copy(layer), x.detach()
     if max_steps is not None:
-        probe.cap = FixedCap(max_steps)
+        probe.cap = solvers.FixedCap(max_steps)
     growth, runs = testing.log_growth(probe, x), _run_solvers(probe, x, rtol)
-    direct = next((run for run in runs if run.name == _short(Direct())), None)
+    direct = next((run for run in runs if run.name == _short(solvers.Direct())), None)
     wide, wide_x = _copy(layer).double(), x.double()
     gradients = testing.layer_gradients(wide, wide_x)
-    wide.cap = FixedCap(10_000)
+    wide.cap = solvers.FixedCap(10_000)
     # for a mixer without an exact solve, one to rounding
-    solver = Direct() if wide.is_structured else Picard(rtol=1e-13)
-    exact = testing.layer_gradients(wide, wide_x, ImplicitAdjoint(), solver=solver)
+    solver = solvers.Direct() if wide.is_structured else solvers.Picard(rtol=1e-13)
+    exact = testing.layer_gradients(wide, wide_x, solvers.ImplicitAdjoint(), solver=solver)
     bias, cosine = testing.compare_gradients(gradients, exact)
-    solve = f"{_short(layer.solver)}, {_short(layer.adjoint or ImplicitAdjoint())}"
+    solve = f"{_short(layer.solver)}, {_short(layer.adjoint or solvers.ImplicitAdjoint())}"
     found = Diagnosis(
         layer=f"{type(layer).__name__}, {solve}",
         shape=tuple(x.shape),
@@ -230,17 +217,18 @@ def _copy(layer: FixedPointLayer) -> FixedPointLayer:
 @torch.no_grad()
 def _run_solvers(probe: FixedPointLayer, x: Tensor, rtol: float) -> tuple[SolverRun, ...]:
     """The layer's own solver, and all others that take its mixer, on x (b, t, m)."""
-    own, probe = probe.solver, testing.copy_with(probe, record_history=True, adjoint=None)
-    exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if probe.is_structured else []
-    others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
-    found: dict[Solver, tuple[SolveStats, Tensor]] = {}
-    for solver in (own, *exact, *others):
+    probe = testing.copy_with(probe, record_history=True, adjoint=None)
+    chosen, structured = [probe.solver], probe.is_structured
+    chosen += [solvers.Direct(), solvers.Jacobi(rtol=rtol)] if structured else []
+    chosen += [kind(rtol=rtol) for kind in (solvers.Picard, solvers.Anderson, solvers.Broyden)]
+    found: dict[solvers.Solver, tuple[solvers.SolveStats, Tensor]] = {}
+    for solver in chosen:
         if solver not in found:
             probe.solver = solver
             output = probe(x)
             assert probe.stats is not None
             found[solver] = probe.stats, output
-    reference = found[Direct()][1] if exact else None
+    reference = found[solvers.Direct()][1] if structured else None
 
     def error(y: Tensor) -> float:
         return math.nan if reference is None else testing.relative_error(y, reference)
@@ -260,7 +248,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
     if not probe.is_structured:
         return None
-    found = testing.find_fixed_point(probe, x, solver=Direct())
+    found = testing.find_fixed_point(probe, x, solver=solvers.Direct())
     f = found.f.apart()
     assert isinstance(f, StructuredMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
@@ -284,7 +272,7 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
         remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
         advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
-    elif layer.is_structured and not isinstance(layer.solver, Direct) and own.steps > t / 2:
+    elif layer.is_structured and not isinstance(layer.solver, solvers.Direct) and own.steps > t / 2:
         advice.append(
             f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
             "exact."
@@ -319,7 +307,7 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     loose = max(1e-4, 100 * torch.finfo(found.dtype).eps)
     if not found.decode_gap <= loose:
         narrow = f"a wider dtype than {str(found.dtype).removeprefix('torch.')}"
-        remedy = narrow if isinstance(layer.solver, Direct) else "Direct, or a smaller rtol"
+        remedy = narrow if isinstance(layer.solver, solvers.Direct) else "Direct, or a smaller rtol"
         advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
     return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]
 

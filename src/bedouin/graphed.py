@@ -57,15 +57,36 @@ class _Result(torch.autograd.Function):
 
 
 class Graphed:
-    """A layer's call and its backward pass for inputs like `sample`, replayed as CUDA graphs.
-
-    Made by `layer.graphed(sample)`. Parameters are read where they are, so that an optimizer's step
-    in place counts. Outputs and gradients are copies. Warnings about convergence are not issued,
-    and `layer.stats` are those of the last replay, without those of the backward pass.
-    """
+    """A layer's call and its backward pass for inputs like `sample`, replayed as CUDA graphs. Made
+    by `layer.graphed(sample)`. Parameters are read where they are, so that an optimizer's step in
+    place counts. Outputs and gradients are copies. Warnings about convergence are not issued, and
+    `layer.stats` are those of the last replay, without those of the backward pass."""
 
     def __init__(self, layer: Any, sample: Tensor) -> None:
-        _check_capture(layer, sample)
+        layer.check_input(sample, rank=3)
+        for name, module in layer.named_modules():
+            if not is_untouched(module):
+                raise ValueError(
+                    f"graphed needs a layer without hooks, which a replay would not run, got some on "
+                    f"{name or 'the layer'}: remove them, or call the layer itself"
+                )
+        if not is_cuda_device(sample.device):
+            no_cuda = (
+                "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
+            )
+            raise ValueError(
+                f"graphed needs a sample on a CUDA device, got {sample.device}{no_cuda}: move layer "
+                "and sample there, or call the layer itself, which needs no graph"
+            )
+        if not sample.numel():
+            raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
+        options = getattr(layer, "solve_options", None)  # a layer without a solver has none
+        cap = None if options is None else options.cap
+        if layer.training and cap is not None and cap.is_random:
+            raise ValueError(
+                f"a graph would replay one draw of {cap} for ever: set max_steps to an int, or "
+                "capture the layer in evaluation mode"
+            )
         self.calls = 0
         self._layer, self._parameters = layer, tuple(layer.parameters())
         self._sample = sample.detach().clone().requires_grad_(sample.requires_grad)
@@ -110,31 +131,6 @@ class Graphed:
                 "a module, a parameter or its memory was replaced, or a hook registered, after the "
                 "capture: capture layer.graphed(sample) again"
             )
-
-
-def _check_capture(layer: Any, sample: Tensor) -> None:
-    layer.check_input(sample, rank=3)
-    for name, module in layer.named_modules():
-        if not is_untouched(module):
-            raise ValueError(
-                f"graphed needs a layer without hooks, which a replay would not run, got some on "
-                f"{name or 'the layer'}: remove them, or call the layer itself"
-            )
-    if not is_cuda_device(sample.device):
-        no_cuda = "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
-        raise ValueError(
-            f"graphed needs a sample on a CUDA device, got {sample.device}{no_cuda}: move layer "
-            "and sample there, or call the layer itself, which needs no graph"
-        )
-    if not sample.numel():
-        raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
-    options = getattr(layer, "solve_options", None)  # a layer without a solver has none
-    cap = None if options is None else options.cap
-    if layer.training and cap is not None and cap.is_random:
-        raise ValueError(
-            f"a graph would replay one draw of {cap} for ever: set max_steps to an int, or "
-            "capture the layer in evaluation mode"
-        )
 
 
 def capture(layer: Any, sample: Tensor, parameters: tuple[Tensor, ...]) -> Replay:

@@ -282,10 +282,8 @@ class SequenceModel(nn.Module):
         """The state before the first token, one entry a layer; TypeError for a mixer without."""
         return tuple(checks.find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
-    def step(
-        self, tokens: Tensor, state: ModelState
-    ) -> tuple[Tensor, ModelState]:  # (b,) integer ids -> (b, v) and the state
-        """The logits at one token, and the next state. Raises as a call."""
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:  # (b,)
+        """The logits (b, v) at one token, and the next state. Raises as a call."""
         found: tuple[Tensor, ModelState] = self(tokens, state, True, one_token=True)
         return found
 

@@ -115,12 +115,10 @@ def find_packing(
     cu_seqlens: Tensor | None = None,  # (l + 1,)
     seq_idx: Tensor | None = None,  # (b, t)
 ) -> Packing:
-    """What the arguments of a call say about x, as `Bedouin.forward` describes them.
-
-    Raises TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and
-    seq_idx, cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what
-    the host would have to read.
-    """
+    """What the arguments of a call say about x, as `Bedouin.forward` describes them. Raises
+    TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and seq_idx,
+    cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what the host
+    would have to read."""
     b, t = x.shape[:2]
     if mask is not None:
         check_rows("mask", mask, x, (torch.bool,))
@@ -144,10 +142,8 @@ def find_packing(
     return _place(row.flatten(), mask.sum(1), t, mask)
 
 
-def _split_at(
-    cu_seqlens: Tensor, x: Tensor, mask: Tensor | None
-) -> Packing:  # (l + 1,), (1, t, ...), (1, t) bool
-    """Each document of the row is a sequence."""
+def _split_at(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None) -> Packing:
+    """Each document of the row x (1, t, ...) is a sequence; cu_seqlens (l + 1,), mask (1, t)."""
     check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
     _check_like("cu_seqlens", cu_seqlens, x, INDICES)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
@@ -171,9 +167,7 @@ def _split_at(
     return _place(document, lengths, w, mask)
 
 
-def document_begins(
-    seq_idx: Tensor, mask: Tensor | None
-) -> Tensor:  # (b, t), (b, t) bool -> (b, t) bool
+def document_begins(seq_idx: Tensor, mask: Tensor | None) -> Tensor:  # (b, t) each
     """Where the index of a row's tokens changes; the row's first token is no change."""
     if mask is not None:
         # padding has the index of the token before it, or of the first one of the row

@@ -3,18 +3,9 @@
 Letters: b batch, d d_inner, n d_state, w width of a convolution, c channels convolved.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    Self,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,13 +21,11 @@ Join = Callable[[list[Tensor]], Tensor]
 
 
 class RecurrentState:
-    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
-
-    A call or step converts a state of a lower floating dtype to that of `init_state`, since mixed
+    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...). A
+    call or step converts a state of a lower floating dtype to that of `init_state`, since mixed
     precision casts what a module is given (FSDP). `torch.load` reads states with weights_only=True,
     exported programs take and return them, and code that takes named tuples apart finds the tensors
-    alone. An index selects samples, not fields.
-    """
+    alone. An index selects samples, not fields."""
 
     __slots__ = ()
 
@@ -98,12 +87,10 @@ class RecurrentState:
         return self._each(lambda v: v.cuda(device))
 
     def __getitem__(self, index: Any) -> Self:
-        """Samples of the batch, in any order and as often as the index names them.
-
-        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis. An int drops it:
-        state[i] is a single sample, which calls with a batch of 1 accept and `stack` collects.
-        Raises TypeError for a tuple, ValueError for a state without batch axis.
-        """
+        """Samples of the batch, in any order and as often as the index names them. A slice, a list,
+        a mask (b,) or a tensor of indices keeps the batch axis. An int drops it: state[i] is a
+        single sample, which calls with a batch of 1 accept and `stack` collects. Raises TypeError
+        for a tuple, ValueError for a state without batch axis."""
         if isinstance(index, tuple):
             raise TypeError(
                 f"index must select samples of the batch, got the tuple {index}: use an int, a "
@@ -183,21 +170,15 @@ if TYPE_CHECKING:
         def __init__(self, ssm: Tensor, y: Tensor, conv: Tensor | None = None) -> None: ...
 
 else:
-
-    class _BedouinFields(NamedTuple):
-        ssm: Tensor
-        y: Tensor
-        conv: Tensor | None = None
+    _BedouinFields = namedtuple("_BedouinFields", "ssm y conv", defaults=(None,))
 
 
 class BedouinState(RecurrentState, _BedouinFields):
-    """The recurrent state of a layer between two tokens, at least float32.
-
-    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token; conv:
-    (b, d_conv - 1, c), the last inputs of the layer's convolution, None for a layer without one.
-    A state that a layer returns owns its memory: writing into `state.detach()` in place affects
-    neither the call that returned it nor its backward pass.
-    """
+    """The recurrent state of a layer between two tokens, at least float32. ssm: (b, d, n), the
+    memory h of the scan; y: (b, d), the fixed point at the last token; conv: (b, d_conv - 1, c),
+    the last inputs of the layer's convolution, None for a layer without one. A state that a layer
+    returns owns its memory: writing into `state.detach()` in place affects neither the call that
+    returned it nor its backward pass."""
 
     __slots__ = ()
     axes = (2, 1, 2)

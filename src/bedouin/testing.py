@@ -114,13 +114,11 @@ def measure_growth(
     seed: int = 0,
     num_directions: int = 3,
 ) -> float:
-    """The factor by which a relative perturbation of the input grows in the result.
-
-    max|r(x + dx) - r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point)
-    and over a few random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite.
-    Computed with copies in float64 and in evaluation mode, by `Direct` if the mixer allows it.
-    Raises TypeError for another kind of layer, ValueError for size <= 0.
-    """
+    """The factor by which a relative perturbation of the input grows in the result. max|r(x + dx) -
+    r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point) and over a few
+    random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite. Computed with
+    copies in float64 and in evaluation mode, by `Direct` if the mixer allows it. Raises TypeError
+    for another kind of layer, ValueError for size <= 0."""
     check_layer(layer)
     if size <= 0:
         raise ValueError(f"size must be positive, got {size}")
@@ -233,12 +231,10 @@ def _flat_state(state: BedouinState) -> Tensor:  # (b, numbers of a state)
 def lyapunov(
     layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
 ) -> Tensor:  # (b, t, m), t >= 1 -> (b,)
-    """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token.
-
-    Above 0 small differences grow over time, below 0 they are forgotten. The first quarter of the
-    tokens, in which the vectors turn to the direction that grows most, is left out.
-    Raises TypeError for another kind of layer, ValueError for x without tokens.
-    """
+    """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token. Above 0
+    small differences grow over time, below 0 they are forgotten. The first quarter of the tokens,
+    in which the vectors turn to the direction that grows most, is left out. Raises TypeError for
+    another kind of layer, ValueError for x without tokens."""
     check_layer(layer)
     if x.dim() != 3 or not x.shape[0] or not x.shape[1]:
         raise ValueError(f"x must have shape (b, t, m) with b, t >= 1, got {tuple(x.shape)}")

@@ -111,10 +111,8 @@ def calls_norm(norm: nn.Module | None) -> bool:
     return has_own or any(hooks_of(norm))
 
 
-def apply_projection(
-    module: LinearModule, v: Tensor, dtype: torch.dtype
-) -> Tensor:  # (H b, ..., p) -> (H b, ..., r)
-    """The module's map of v in the dtype of v; a module that is not plain is called in `dtype`."""
+def apply_projection(module: LinearModule, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """The module's map of v (H b, ..., p) in its dtype; not plain, it is called in `dtype`."""
     if is_plain(module):
         return apply_weight(v, module.weight.to(v.dtype))
     out: Tensor = module(v.to(dtype))

@@ -187,10 +187,8 @@ class Attention(RecurrentLayer[AttentionState]):
         return output, PaddedAttentionState(window, keys, values, after)
 
 
-def _append(
-    cache: Tensor, new: Tensor, filled: Tensor | None
-) -> Tensor:  # (b, s, h, p), (b, t, h, p), (b,) -> (b, s + t, h, p)
-    """The filled places of the cache, None for all, and behind them the new ones."""
+def _append(cache: Tensor, new: Tensor, filled: Tensor | None) -> Tensor:
+    """The filled places of the cache (b, s, h, p), None for all, and the new ones (b, t, h, p)."""
     joined = torch.cat([cache, new], dim=1)
     if filled is None:
         return joined
@@ -200,9 +198,7 @@ def _append(
     return joined.gather(1, index[..., None, None].expand(joined.shape))
 
 
-def rotate(
-    x: Tensor, start: int | Tensor, base: float
-) -> Tensor:  # (b, t, h, p) with p even, (b,) -> (b, t, h, p)
+def rotate(x: Tensor, start: int | Tensor, base: float) -> Tensor:  # (b, t, h, p), p even
     """Rotary positions from start on: channels (i, i + p/2) turned by position * base^(-2i/p)."""
     half = x.shape[-1] // 2
     with without_autocast(x.device):

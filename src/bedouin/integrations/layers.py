@@ -44,10 +44,8 @@ def mix(
     return output.unsqueeze(1), after
 
 
-def row_mask(
-    attention_mask: Tensor | None, x: Tensor
-) -> Tensor | None:  # (b, t) or (b, tokens before + t), (b, t, m) -> (b, t) bool
-    """The last t columns of a mask of ones and zeros. Raises ValueError for another shape."""
+def row_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The last t columns of a mask (b, t or more) as bool; ValueError for another shape."""
     if attention_mask is None:
         return None
     b, t = x.shape[:2]

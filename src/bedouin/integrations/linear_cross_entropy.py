@@ -49,15 +49,11 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     kernel: Kernel = "torch",
 ) -> Tensor:  # ()
-    """The sum of `cross_entropy(linear(x, weight, bias), labels)`, at least float32.
-
-    The gradients are computed with the loss, a chunk of tokens at a time, so that memory holds the
-    logits of one chunk, the gradients of x and, in at least float32, of the weight. Under autocast
-    the products have its dtype. Labels of ignore_index count nothing.
-    Source: Liger Kernel (arXiv 2410.10989).
-
-    Raises ValueError for other shapes, and in the backward pass RuntimeError for create_graph.
-    """
+    """The sum of `cross_entropy(linear(x, weight, bias), labels)`, at least float32. The gradients
+    are computed with the loss, a chunk of tokens at a time, so that memory holds the logits of one
+    chunk, the gradients of x and, in at least float32, of the weight. Under autocast the products
+    have its dtype. Labels of ignore_index count nothing. Source: Liger Kernel (arXiv 2410.10989).
+    Raises ValueError for other shapes, and in the backward pass RuntimeError for create_graph."""
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or labels.shape != x.shape[:1]:
         raise ValueError(
             "x, weight and labels must have shapes (n, m), (v, m) and (n,), got "

@@ -8,12 +8,13 @@ from collections.abc import Collection
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
+from torch import Tensor
 
 from bedouin.checks import known_options
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.layers.common import REMOVED
+from bedouin.layers.common import REMOVED, at_least_float32
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import ChannelMixer, HouseholderProduct
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
@@ -172,6 +173,10 @@ class Bedouin(FixedPointLayer):
         )
         return layer
 
+    def _A(self) -> Tensor:
+        mamba = self.decay == "mamba"
+        return -torch.exp(at_least_float32(self.A_log)) if mamba else super()._A()
+
 
 class FixedPointRNN(FixedPointLayer):
     """An RNN whose state is a vector: the fixed point of channel mixing and a gated diagonal scan.
@@ -253,3 +258,7 @@ class FixedPointRNN(FixedPointLayer):
         options |= {"solver": solver, "adjoint": adjoint, "max_steps": max_steps}
         options |= {"on_unconverged": on_unconverged, "backend": backend}
         super().__init__(d_model, **options, device=device, dtype=dtype)
+
+    def _A(self) -> Tensor:
+        sigmoid = self.decay == "sigmoid"
+        return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1) if sigmoid else super()._A()

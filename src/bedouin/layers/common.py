@@ -348,9 +348,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         self.check_input(x, 3)
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
 
-    def _call(
-        self, x: Tensor, state: StateT | None, return_state: bool, packing: Packing
-    ) -> Any:  # (b, t, input_size)
+    def _call(self, x: Tensor, state: StateT | None, return_state: bool, packing: Packing) -> Any:
         """`forward` with checked inputs."""
         rows, is_packed = packing.num_states, packing.lengths is not None
         if state is not None:

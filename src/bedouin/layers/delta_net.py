@@ -14,16 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import check_bool, check_layer_idx, known_options, one_of, positive_int
+from bedouin.kernels import delta_rule
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.convolution import Groups
-from bedouin.kernels.delta_rule import (
-    DeltaBackend,
-    DeltaInputs,
-    check_delta_backend,
-    delta_rates,
-    delta_rule,
-    kernel_backend,
-)
+from bedouin.kernels.delta_rule import DeltaBackend
 from bedouin.kernels.output import gated_norm
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers import common
@@ -114,7 +108,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         super().__init__(d_model, dtype)
         check_bool("gated", gated)
         check_bool("output_gate", output_gate)
-        check_delta_backend(backend)
+        delta_rule.check_delta_backend(backend)
         self.gated, self.backend = gated, backend
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
         self.norm_eps = common.positive_number("norm_eps", norm_eps)
@@ -178,7 +172,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
     ) -> tuple[Tensor, DeltaState]:  # (b, t, h, v)
         """What the memories hold under the queries, S_t^T q_t / sqrt(p), and the state after."""
         units = Groups((1 + self.num_householder) * self.num_heads, self.head_dim, FLA_UNIT_EPS)
-        backend, qkv = kernel_backend(self.backend), projected.qkv
+        backend, qkv = delta_rule.kernel_backend(self.backend), projected.qkv
         with without_autocast(qkv.device):
             options: dict[str, Any] = {"groups": units, "backend": backend}
             qkv, window = self.conv.activated(qkv, state.conv, lengths, **options)
@@ -188,24 +182,22 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
             k, v = (rearrange(u, "b t (k h p) -> b t k h p", **heads) for u in (k, v))
             scale, a = 2.0 if self.eigenvalues == "full" else 1.0, projected.a
             rates = None if a is None else (a, self.A_log, self.dt_bias)
-            beta, decay = delta_rates(projected.b, k, rates, scale, backend=backend)
+            beta, decay = delta_rule.delta_rates(projected.b, k, rates, scale, backend=backend)
             if lengths is not None:
                 real = tokens_before(lengths, k.shape[1])
                 beta = zero_outside(real, beta)
                 decay = None if decay is None else zero_outside(real, decay)
-            inputs = DeltaInputs(q, k, v, beta, decay)
-            recalled, memory = delta_rule(inputs, state.memory, qkv.dtype, self.backend)
+            inputs = delta_rule.DeltaInputs(q, k, v, beta, decay)
+            recalled, memory = delta_rule.delta_rule(inputs, state.memory, qkv.dtype, self.backend)
         return recalled, DeltaState(window, memory)
 
-    def output(
-        self, recalled: Tensor, gate: Tensor | None
-    ) -> Tensor:  # (b, t, h, v), (b, t, h v) -> (b, t, m)
-        """out_proj(norm(o) * SiLU(gate)) of what `recall` returned."""
+    def output(self, recalled: Tensor, gate: Tensor | None) -> Tensor:
+        """out_proj(norm(o) * SiLU(gate)) (b, t, m) of o from `recall` and gate (b, t, h v)."""
         if gate is None:
             normed = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
             hidden = (normed * self.norm_weight).flatten(-2).to(recalled.dtype)
         else:
-            backend = kernel_backend(self.backend)
+            backend = delta_rule.kernel_backend(self.backend)
             with without_autocast(gate.device):
                 norm = self.norm_weight, self.norm_eps
                 hidden = gated_norm(recalled, gate, *norm, backend=backend)
@@ -215,11 +207,9 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
 
 class DeltaNet(DeltaProduct):
     """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1, and its options.
-
     The defaults are those of flash-linear-attention's layers: eigenvalues in [0, 1], and None for
     an expand_v of 1 without output gate, or where `gated` 2 and a gate. Sources: DeltaNet (arXiv
-    2406.06484) and, where `gated`, Gated DeltaNet (arXiv 2412.06464).
-    """
+    2406.06484) and, where `gated`, Gated DeltaNet (arXiv 2412.06464)."""
 
     def __init__(
         self,

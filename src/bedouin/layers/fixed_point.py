@@ -5,6 +5,7 @@ values of a head, the first f with feedback. b' = H b are folded samples (layers
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -39,13 +40,11 @@ from bedouin.state import BedouinState, SequenceCall, StateShapes, check_state, 
 from bedouin.wrapped import apply_projection, effective_weight, is_untouched, read_parameter
 
 
-class FixedPointLayer(nn.Module):
-    """The base class of Bedouin, which has all of its options, and FixedPointRNN.
-
-    Adapters such as LoRA, parametrizations and FSDP may wrap the projections: in_proj, x_proj and
-    out_proj are called, and of y_proj the effective matrix is used (bedouin.wrapped). Merge
-    adapters before decoding: a step computes that matrix anew.
-    """
+class FixedPointLayer(nn.Module, ABC):
+    """The base class of Bedouin, which has all of its options, and FixedPointRNN. Adapters such as
+    LoRA, parametrizations and FSDP may wrap the projections: in_proj, x_proj and out_proj are
+    called, and of y_proj the effective matrix is used (bedouin.wrapped). Merge adapters before
+    decoding: a step computes that matrix anew."""
 
     components: ClassVar[tuple[str, ...]]
     """Names of the raw components in the order of x_proj, Delta first; the gate is last."""
@@ -255,11 +254,9 @@ class FixedPointLayer(nn.Module):
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
-        that is not of the form (e, U, M). Hooks on the layer run, as in a call.
-
-        On a GPU a `Decoder` replays steps as CUDA graphs, which takes less time. Raises what
-        `forward` raises, and TypeError for a state of None.
-        """
+        that is not of the form (e, U, M). Hooks on the layer run, as in a call. On a GPU a
+        `Decoder` replays steps as CUDA graphs, which takes less time. Raises what `forward` raises,
+        and TypeError for a state of None."""
         run: Any = self.forward
         if is_untouched(self):
             self.check_input(x_t, rank=2)
@@ -301,12 +298,10 @@ class FixedPointLayer(nn.Module):
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU, without states and masks: its
-        forward and backward passes are captured now as CUDA graphs, which a call replays.
-
-        A call raises where it would differ: for another shape, dtype, device, mode, autocast or
-        parameter, or a backward pass after the next call. Raises TypeError or ValueError for a
-        sample that does not fit, is empty or on no CUDA device, and for a random cap in training.
-        """
+        forward and backward passes are captured now as CUDA graphs, which a call replays. A call
+        raises where it would differ: for another shape, dtype, device, mode, autocast or parameter,
+        or a backward pass after the next call. Raises TypeError or ValueError for a sample that
+        does not fit, is empty or on no CUDA device, and for a random cap in training."""
         return Graphed(self, sample)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -319,13 +314,10 @@ class FixedPointLayer(nn.Module):
 
     # -- how raw values are read
 
+    @abstractmethod
     def _A(self) -> Tensor:
-        """A (d, n), with which the decay is exp(A Delta)."""
-        if self.decay == "mamba":
-            return -torch.exp(common.at_least_float32(self.A_log))
-        if self.decay == "griffin":
-            return -options.GRIFFIN_SHARPNESS * F.softplus(common.at_least_float32(self.omega))
-        return -torch.ones_like(common.at_least_float32(self.D)).unsqueeze(-1)
+        """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
+        return -options.GRIFFIN_SHARPNESS * F.softplus(common.at_least_float32(self.omega))
 
     def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
         """The input of the mixer: x, or where B is not selective b * x."""
@@ -377,11 +369,9 @@ class FixedPointLayer(nn.Module):
     @property
     def stats(self) -> SolveStats | None:
         """Statistics of the last call, also of one that raised a ConvergenceError; None before any.
-
         A sample's are the worst of its heads, reduced when they are first read. Neither loading,
         nor the recomputation of checkpointing, nor torch.export changes them. Under torch.func
-        transforms they are tensors of the transform; copies and pickles have None then.
-        """
+        transforms they are tensors of the transform; copies and pickles have None then."""
         return None if self._outcome is None else self._outcome.stats
 
     @property

@@ -20,10 +20,8 @@ InitialScales = tuple[tuple[Any, float], ...]
 """Indices of parts of a weight, and the factors by which their initial values are multiplied."""
 
 
-def by_head(
-    v: Tensor, num_heads: int
-) -> Tensor:  # (d, ...) -> (d, ...), or (H, p, ...) for several heads
-    """A parameter of channels as kernels take it."""
+def by_head(v: Tensor, num_heads: int) -> Tensor:  # (d, ...) -> (H, p, ...)
+    """A parameter of channels as kernels take it: for one head as it is."""
     return v if num_heads == 1 else v.unflatten(0, (num_heads, -1))
 
 

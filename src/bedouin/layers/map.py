@@ -130,9 +130,7 @@ def _named_values(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tens
     return [*module.named_parameters(), *others]
 
 
-def _call(
-    module: nn.Module, values: Sequence[Tensor], raw: Tensor, *args: Tensor
-) -> Any:  # any shapes, (..., raw size of the mixer), (..., d)
+def _call(module: nn.Module, values: Sequence[Tensor], raw: Tensor, *args: Tensor) -> Any:
     """module(raw, *args) with `values` in place of what `_named_values` lists."""
     names = (name for name, _ in _named_values(module, raw.dtype))
     named = dict(zip(names, values, strict=True))
@@ -212,10 +210,8 @@ class StructuredMap(FixedPointMap):
         swept = self._swept
         return swept.h if swept is not None and swept.y is y else super().memory(y)
 
-    def attach(
-        self, y_star: Tensor, report: direct.ReportBackward | None = None
-    ) -> Tensor:  # (b, t, d) -> (b, t, d)
-        """y_star with the exact implicit gradient."""
+    def attach(self, y_star: Tensor, report: direct.ReportBackward | None = None) -> Tensor:
+        """y_star (b, t, d) with the exact implicit gradient."""
         arguments = self.operands, self.parameterization, self.bind, self.mixer_values
         options: dict[str, Any] = {"report": report, "backend": self.backend}
         return direct.direct_sweep(*arguments, y_star=y_star, **options).y

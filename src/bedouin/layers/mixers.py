@@ -34,15 +34,13 @@ class WYForm(NamedTuple):
 
 
 class ChannelMixer(nn.Module, ABC):
-    """A family of matrices Q, parameterized by raw values that the layer projects for each token.
-
-    d are the channels of a head; heads are part of the batch and share the mixer's parameters.
-    To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
+    """A family of matrices Q, parameterized by raw values that the layer projects for each token. d
+    are the channels of a head; heads are part of the batch and share the mixer's parameters. To add
+    a mixer, derive from this class and write `raw_size` and `complement`, or derive from
     `StructuredMixer`; a `BedouinConfig` saves it if its options are attributes of their names. A
     mixer that also has a method `dense` is structured for heads of at most 128 channels, whose
     local systems are then solved as dense ones: a token costs O(d^3) operations and O(d^2) memory,
-    in plain PyTorch, instead of O(d k^2) and O(d k).
-    """
+    in plain PyTorch, instead of O(d k^2) and O(d k)."""
 
     saved_options: ClassVar[tuple[str, ...]] = ()
     """Attributes that a layer saves and compares with its own options."""
@@ -55,9 +53,7 @@ class ChannelMixer(nn.Module, ABC):
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         """(I - Q) v for the Q that `raw` parameterizes."""
 
-    def mix(
-        self, raw: Tensor, x: Tensor, y: Tensor
-    ) -> Tensor:  # (..., r), (..., d), (..., d) -> (..., d)
+    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:  # (..., r), (..., d) twice
         """x~ = Q (x - y) + y, as x + (I - Q)(y - x); a mixer with small Q overrides it for its
         digits."""
         return x + self.complement(raw, y - x)
@@ -172,12 +168,10 @@ def kernel_gap(mixer: ChannelMixer) -> str | None:
 
 
 class LowRank(StructuredMixer):
-    """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
-
-    I - Q has full rank (e = 1, M = -diag(alpha)). The local systems can be singular if the input
-    gain reaches 1, in particular in more than `rank` channels. Raw values of a token: k d for u,
-    then k for alpha. Raises TypeError for a rank that is not an int, ValueError for rank < 1.
-    """
+    """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part. I - Q
+    has full rank (e = 1, M = -diag(alpha)). The local systems can be singular if the input gain
+    reaches 1, in particular in more than `rank` channels. Raw values of a token: k d for u, then k
+    for alpha. Raises TypeError for a rank that is not an int, ValueError for rank < 1."""
 
     saved_options = ("rank",)
 
@@ -201,15 +195,13 @@ def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (
 
 
 class FactoredMixer(ChannelMixer):
-    """A Q made of small matrices, where vectors of d = i j channels are matrices (i, j).
-
-    Q mixes each column by an I - R (i, i), then each row by an I - S (j, j). The R and S have norms
-    below 1, so that Q is invertible; raw values of 0 give Q = I. Raw values of a token: all R, then
-    all S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
-    Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
-    Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in
-    `raw_size` for a d that is not their product.
-    """
+    """A Q made of small matrices, where vectors of d = i j channels are matrices (i, j). Q mixes
+    each column by an I - R (i, i), then each row by an I - S (j, j). The R and S have norms below
+    1, so that Q is invertible; raw values of 0 give Q = I. Raw values of a token: all R, then all
+    S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j. Source:
+    arXiv 2503.10799, section 4; the bound of R and S is this library's choice. Raises TypeError for
+    factors that are not a pair of ints, ValueError for factors below 1, and in `raw_size` for a d
+    that is not their product."""
 
     saved_options = ("factors",)
 

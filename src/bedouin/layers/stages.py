@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import (
-    autocast_dtype,
-    choose_backend,
-    is_recomputation,
-    without_autocast,
-)
+from bedouin.kernels import backend
 from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import apply_weight, padding
@@ -73,7 +68,7 @@ def project(
         x, window = layer.conv(x, window, lengths)
         x = F.silu(x)
     x, *z = (fold(v, H) for v in (x, *z))
-    low = autocast_dtype(x) or layer.D.dtype
+    low = backend.autocast_dtype(x) or layer.D.dtype
     product, (r, p) = _project_x(layer, x), (layer.raw_size, layer.head_dim)
     raw, gate, _ = product.split([r, p, product.shape[-1] - r - p], -1)
     if lengths is not None:
@@ -85,7 +80,7 @@ def project(
         closed = CLOSED if layer.activation == "softplus_of_minus" else -CLOSED
         padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
         raw = torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
-    with without_autocast(u.device):
+    with backend.without_autocast(u.device):
         W_y, W_gate = layer._feedback_weights(low)
         A = by_head(layer._A().to(dtype), H)
         start = (None, None) if before is None else (before.ssm, before.y)
@@ -100,7 +95,7 @@ def _project_x(layer: Layer, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, r + 
     """W^x x with its bias, which begins with that of Delta and ends with the gate's; nothing may
     read more columns than these."""
     bias, spare, is_matrix = by_head(layer.dt_bias, layer.num_heads), 0, is_plain(layer.x_proj)
-    if is_matrix and choose_backend(layer.backend, x.device, x.dtype) == "triton":
+    if is_matrix and backend.choose_backend(layer.backend, x.device, x.dtype) == "triton":
         # kernels and cuBLAS read rows fast that begin at aligned addresses
         spare = padding(layer.raw_size + layer.head_dim)
     if layer.raw_bias is None:
@@ -138,7 +133,7 @@ def solving(layer: Layer, f: FixedPointMap, options: SolveOptions) -> tuple[Tens
 
 def _keep_outcome(layer: Layer, outcome: Outcome) -> None:
     # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
-    if is_recomputation() and layer._stats_have_graph:
+    if backend.is_recomputation() and layer._stats_have_graph:
         return
     # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
     if not torch.compiler._is_exporting_flag:
@@ -159,22 +154,20 @@ def state_after(layer: Layer, projected: Projected, y: Tensor) -> BedouinState: 
     return unfold_state(BedouinState(h, last, projected.window), layer.num_heads)
 
 
-def gated(
-    layer: Layer, projected: Projected, y: Tensor
-) -> Tensor:  # y: (b', t, p), the fixed point -> (b, t, d)
+def gated(layer: Layer, projected: Projected, y: Tensor) -> Tensor:  # y: (b', t, p) -> (b, t, d)
     """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
     includes its feedback W^y norm(y_{t-1})."""
     f, x, z, gate, W_gate, dtype, _ = projected
-    H, backend, fed = layer.num_heads, layer.backend, None
+    H, kind, fed = layer.num_heads, layer.backend, None
     if W_gate is not None and y.shape[1]:
         low = W_gate.dtype
-        normed = shifted_norm(y, f.operands.y0, layer.feedback_norm_eps, dtype=low, backend=backend)
+        normed = shifted_norm(y, f.operands.y0, layer.feedback_norm_eps, dtype=low, backend=kind)
         fed = apply_weight(normed, W_gate)
     weight, eps = norm_parameters(layer.norm)
     if calls_norm(layer.norm):
         return _gated_by_module(layer, projected, y, fed)
     D, weight = by_head(layer.D, H), None if weight is None else by_head(weight, H)
-    hidden = gated_output(y, x, D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=backend)
+    hidden = gated_output(y, x, D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=kind)
     if not hidden.numel():
         # Solves and kernels leave out what has no entries, while data-parallel training waits
         # for a gradient of every parameter.
@@ -183,10 +176,8 @@ def gated(
     return hidden
 
 
-def _gated_by_module(
-    layer: Layer, projected: Projected, y: Tensor, fed: Tensor | None
-) -> Tensor:  # as `gated`; fed: (b', t, p), the gate's feedback
-    """`gated` where the norm is called, since it has hooks."""
+def _gated_by_module(layer: Layer, projected: Projected, y: Tensor, fed: Tensor | None) -> Tensor:
+    """`gated` where the norm is called, for its hooks; fed: (b', t, p), the gate's feedback."""
     norm: Any = layer.norm
     if layer.num_heads > 1 and not isinstance(norm, HeadNorm):
         raise TypeError(

@@ -165,11 +165,9 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         mask: Tensor | None = None,  # (b, t)
         **documents: Tensor | None,
     ) -> Any:
-        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState).
-
-        read: what the tracker reads at the same token, in the dtype of x; needed with a read_size,
-        and only then. The other arguments and errors are those of `Bedouin`.
-        """
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState). read:
+        what the tracker reads at the same token, in the dtype of x; needed with a read_size, and
+        only then. The other arguments and errors are those of `Bedouin`."""
         self.check_input(x, 3)
         packing = find_packing(x, mask, **documents)
         return self._call(self._joined(x, read), state, return_state, packing)
@@ -181,9 +179,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         self.check_input(x_t, 2)
         return self._step(self._joined(x_t, read), state)
 
-    def _joined(
-        self, x: Tensor, read: Tensor | None
-    ) -> Tensor:  # (..., m), (..., r) -> (..., m + r)
+    def _joined(self, x: Tensor, read: Tensor | None) -> Tensor:  # (..., m), (..., r)
         """x with `read` beside it; TypeError or ValueError for one that does not fit."""
         if (read is None) == bool(self.read_size):
             got = "None" if read is None else f"one of {type(read).__name__}"

@@ -62,12 +62,10 @@ def flat_layout(lengths: Tensor, width: int) -> Layout:  # (b, 1), odd
 
 
 def bracketed_layout(lengths: Tensor, width: int, rng: torch.Generator) -> Layout:  # (b, 1)
-    """Draw layouts of bracketed expressions of exactly these lengths (`ModularArithmetic`).
-
-    Every round divides all spans of at least 5 tokens, in every row. A part is at least 4 tokens
-    shorter than its span, which bounds the number of rounds. On the CPU, where a test costs no
-    synchronization, they end when no span is left.
-    """
+    """Draw layouts of bracketed expressions of exactly these lengths (`ModularArithmetic`). Every
+    round divides all spans of at least 5 tokens, in every row. A part is at least 4 tokens shorter
+    than its span, which bounds the number of rounds. On the CPU, where a test costs no
+    synchronization, they end when no span is left."""
     position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
     draws = integers(0, 2**62, position.shape, rng)
     start = torch.zeros_like(position)  # of the undivided span around a position
@@ -98,13 +96,10 @@ def bracketed_layout(lengths: Tensor, width: int, rng: torch.Generator) -> Layou
 
 
 def flat_value(digits: Tensor, operators: Tensor, layout: Layout, modulus: int) -> Tensor:  # (b,)
-    """Values of flat expressions, `*` before `+` and `-`.
-
-    digits (b, t) and operators (b, t), 0, 1, 2 for + - *, are read where the layout has one. With a
-    product p in front of it, the rest of an expression from an operator on makes the value a p + c.
-    From right to left, "* d" turns a into a d; "+ d" and "- d" add a d to c or subtract it, and
-    make a 1.
-    """
+    """Values of flat expressions, `*` before `+` and `-`. digits (b, t) and operators (b, t), 0, 1,
+    2 for + - *, are read where the layout has one. With a product p in front of it, the rest of an
+    expression from an operator on makes the value a p + c. From right to left, "* d" turns a into a
+    d; "+ d" and "- d" add a d to c or subtract it, and make a 1."""
     present = layout.kind == Kind.DIGIT
     digit = torch.where(present, digits, 1)  # with "*", a missing digit changes nothing
     before = pad(operators, (1, 0))[:, :-1]
@@ -118,15 +113,11 @@ def flat_value(digits: Tensor, operators: Tensor, layout: Layout, modulus: int) 
     return (a * digit[:, 0] + c) % modulus
 
 
-def bracketed_value(
-    digits: Tensor, operators: Tensor, layout: Layout, modulus: int
-) -> Tensor:  # as flat_value
-    """Values of bracketed expressions.
-
-    The value at a position is that of the part which begins there: with v the value one position
-    further and w that of the right part, it is a v + c w + e v w + d. Repeating this in all places
-    at once is exact as soon as the rounds reach the depth of the expression.
-    """
+def bracketed_value(digits: Tensor, operators: Tensor, layout: Layout, modulus: int) -> Tensor:
+    """Values of bracketed expressions. The value at a position is that of the part which begins
+    there: with v the value one position further and w that of the right part, it is a v + c w + e v
+    w + d. Repeating this in all places at once is exact as soon as the rounds reach the depth of
+    the expression."""
     kind, right, depth = layout
     is_binary = kind == Kind.BINARY_BRACKET
     operator = operators.gather(-1, (right - 1).clamp(min=0)).masked_fill(~is_binary, -1)
@@ -246,10 +237,8 @@ class ModularArithmetic(Task):
             labels.scatter(-1, lengths, value.unsqueeze(-1)),
         )
 
-    def _expression(
-        self, digits: Tensor, operators: Tensor, layout: Layout
-    ) -> Tensor:  # (b, t), (b, t) -> (b, t)
-        """Tokens of expressions, padding behind them."""
+    def _expression(self, digits: Tensor, operators: Tensor, layout: Layout) -> Tensor:
+        """Tokens (b, t) of expressions, padding behind them."""
         tokens = torch.where(layout.kind == Kind.DIGIT, digits, self.modulus + operators)
         for kind, symbol in SYMBOLS.items():
             if symbol in self.symbols:

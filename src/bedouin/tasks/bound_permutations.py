@@ -82,10 +82,8 @@ class BoundPermutations(Task):
         split: Split | None = None,
     ) -> Batch:
         """Draw rows of `definitions` and `operations`, m and L; None: drawn from their ranges.
-
         Returns tokens and labels (b, t), t = 2 m + 3 L with the largest m and L. The other
-        arguments and the errors are those of `WordProblem.sample`.
-        """
+        arguments and the errors are those of `WordProblem.sample`."""
         task = self
         if definitions is not None:
             m = whole_number("definitions", definitions, 1, NUM_NAMES + 1)

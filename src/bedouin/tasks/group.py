@@ -126,9 +126,7 @@ class Group:
     @classmethod
     def from_name(cls, name: str) -> "Group":
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
-
-        Raises ValueError for another name, and what the constructors raise.
-        """
+        Raises ValueError for another name, and what the constructors raise."""
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
         factor = r"([SAZD])(\d{1,5})"
@@ -145,12 +143,10 @@ def compose(first: Permutation, second: Permutation) -> Permutation:
 
 @lru_cache(maxsize=64)
 def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
-    """Numbers of `size` elements, the identity excluded, that generate the group, ascending.
-
-    Drawn uniformly among all such sets; the same arguments give the same set on every machine.
-    Raises ValueError for a number out of its range or if 1000 draws give no such set, and TypeError
-    for a number that is no int.
-    """
+    """Numbers of `size` elements, the identity excluded, that generate the group, ascending. Drawn
+    uniformly among all such sets; the same arguments give the same set on every machine. Raises
+    ValueError for a number out of its range or if 1000 draws give no such set, and TypeError for a
+    number that is no int."""
     whole_number("size", size, 2, group.order)
     draws = random.Random(whole_number("seed", seed, 0))
     for _ in range(_MAX_TRIES):

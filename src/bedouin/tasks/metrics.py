@@ -15,12 +15,10 @@ Accuracy = TypeVar("Accuracy", float, Tensor)
 
 def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
     """Fraction of the labels that are predicted correctly, a float32 scalar (); NaN without labels.
-
     prediction: logits (b, t, v), whose argmax is the predicted class, or class ids (b, t). A
     position at which any logit is NaN counts as wrong. labels: (b, t) integers; positions with
     `IGNORE` do not count. Raises ValueError for shapes that do not fit and v = 0, and TypeError for
-    labels or class ids that are not integers and logits that are not real numbers.
-    """
+    labels or class ids that are not integers and logits that are not real numbers."""
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) & counted
     return correct.sum().float() / counted.sum().float()

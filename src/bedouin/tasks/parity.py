@@ -8,16 +8,9 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from bedouin.tasks import streams
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.streams import (
-    Split,
-    draw_last,
-    draw_lengths,
-    integers,
-    one_of,
-    row_hash,
-    whole_number,
-)
+from bedouin.tasks.streams import Split
 
 LabelAt = Literal["last", "every"]
 
@@ -59,20 +52,20 @@ class Parity(Task):
     label_at: LabelAt = "last"
 
     def __post_init__(self) -> None:
-        whole_number("length", self.length, 1)
+        streams.whole_number("length", self.length, 1)
         if self.min_length is not None:
-            whole_number("min_length", self.min_length, 1, self.length + 1)
-        one_of("label_at", self.label_at, get_args(LabelAt))
+            streams.whole_number("min_length", self.min_length, 1, self.length + 1)
+        streams.one_of("label_at", self.label_at, get_args(LabelAt))
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         if length is not None:
             return replace(self, length=length, min_length=None)._draw(b, None, split, rng)
         most = self.length
-        lengths = draw_lengths(b, range(self.min_length or most, most + 1), rng)  # (b, 1)
-        bits = integers(0, 2, (b, most), rng)
+        lengths = streams.draw_lengths(b, range(self.min_length or most, most + 1), rng)  # (b, 1)
+        bits = streams.integers(0, 2, (b, most), rng)
         position = torch.arange(most, device=rng.device)
         bits = bits.masked_fill(position >= lengths - 1, 0)
-        last = draw_last(row_hash(bits), 2, split, rng)
+        last = streams.draw_last(streams.row_hash(bits), 2, split, rng)
         bits = bits.scatter(-1, lengths - 1, last.unsqueeze(-1))
         labeled = position < lengths if self.label_at == "every" else position == lengths - 1
         return Batch(

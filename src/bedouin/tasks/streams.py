@@ -41,12 +41,10 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 class Stream(torch.Generator):
-    """A `torch.Generator` with a split; made by `stream`. All copies have the same split.
-
-    The tensor that `get_state` returns has no split, so `set_state` and `graphsafe_set_state` raise
+    """A `torch.Generator` with a split; made by `stream`. All copies have the same split. The
+    tensor that `get_state` returns has no split, so `set_state` and `graphsafe_set_state` raise
     ValueError if its seed belongs to the other one. `manual_seed` and `seed` accept any seed, which
-    breaks the first rule above but not the second one.
-    """
+    breaks the first rule above but not the second one."""
 
     split: Split
     """The split that every sample comes from."""
@@ -105,14 +103,10 @@ class Stream(torch.Generator):
 
 def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank: int = 0) -> Stream:
     """A random stream of a split: `sample(batch_size, stream)` draws from that split only.
-
-    Checkpoint it with `get_state` and `set_state`.
-
-    split: `"train"`, `"test"`, or `"all"` for the distribution over all sequences. seed:
-    0 <= seed < 2**20. rank: 0 <= rank < 2**11, for processes that must draw different data with the
-    same seed. Raises ValueError for a value out of its range and TypeError for a number that is not
-    an int.
-    """
+    Checkpoint it with `get_state` and `set_state`. split: `"train"`, `"test"`, or `"all"` for the
+    distribution over all sequences. seed: 0 <= seed < 2**20. rank: 0 <= rank < 2**11, for processes
+    that must draw different data with the same seed. Raises ValueError for a value out of its range
+    and TypeError for a number that is not an int."""
     number = whole_number("seed", seed, 0, MAX_SEED) * MAX_RANK
     number += whole_number("rank", rank, 0, MAX_RANK)
     # a one-to-one map on [0, 2**31): odd multipliers and xor-shifts are both invertible
