@@ -67,15 +67,13 @@ class Graphed:
         for name, module in layer.named_modules():
             if not is_untouched(module):
                 raise ValueError(
-                    f"graphed needs a layer without hooks, which a replay would not run, got some on "
-                    f"{name or 'the layer'}: remove them, or call the layer itself"
+                    "graphed needs a layer without hooks, which a replay would not run, got some "
+                    f"on {name or 'the layer'}: remove them, or call the layer itself"
                 )
         if not is_cuda_device(sample.device):
-            no_cuda = (
-                "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
-            )
+            lacks = "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
             raise ValueError(
-                f"graphed needs a sample on a CUDA device, got {sample.device}{no_cuda}: move layer "
+                f"graphed needs a sample on a CUDA device, got {sample.device}{lacks}: move layer "
                 "and sample there, or call the layer itself, which needs no graph"
             )
         if not sample.numel():

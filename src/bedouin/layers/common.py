@@ -29,13 +29,11 @@ from bedouin.wrapped import read_parameter
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StateT = TypeVar("StateT", bound=RecurrentState)
 
-
+# What to do about an option that has been removed.
 REMOVED = (
     "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
     "for a model that was saved with it"
 )
-"""What to do about an option that has been removed."""
-
 TEXT_BLOCK = 512
 """The text of a module's options is filled up with spaces to a multiple of this."""
 
@@ -57,12 +55,11 @@ def expanded(name: str, factor: float, base: str, size: int) -> int:
     return width
 
 
-def head_size(d_model: int, num_heads: int) -> int:
-    """d_model / num_heads; ValueError unless that is an integer."""
-    if d_model % num_heads:
-        divides = f"num_heads must divide d_model = {d_model}"
-        raise ValueError(f"{divides}, got {num_heads}: choose a divisor")
-    return d_model // num_heads
+def head_size(m: int, num_heads: int) -> int:
+    """m / num_heads, for the d_model m; ValueError unless that is an integer."""
+    if m % num_heads:
+        raise ValueError(f"num_heads must divide d_model = {m}, got {num_heads}: choose a divisor")
+    return m // num_heads
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
