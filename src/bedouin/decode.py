@@ -28,10 +28,8 @@ from bedouin.solvers.reporting import Measured, Outcome, failure_message
 from bedouin.state import RecurrentState
 from bedouin.wrapped import ReplacementWatch, is_untouched
 
-CHECK_TOKENS = 32
-"""Tokens between two asynchronous checks of whether all of them were solved."""
-WARMUP_RUNS = 2
-"""Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
+CHECK_TOKENS = 32  # tokens between two asynchronous checks of whether all of them were solved
+WARMUP_RUNS = 2  # before a capture: Triton compiles and cuBLAS allocates its workspace there
 
 
 class Decoder:
@@ -255,8 +253,7 @@ def _load(buffers: list[RecurrentState], states: list[RecurrentState]) -> None:
 
 
 def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """(replay, output): a CUDA graph of `run`, after calls of it on a side stream, and its
-    buffer."""
+    """(replay, output): a CUDA graph of `run`, after warming up, and its buffer."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

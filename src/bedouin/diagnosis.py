@@ -21,12 +21,9 @@ from bedouin.layers.map import StructuredMap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SMALL_PIVOT = 0.05
-"""Below this pivot a local solve loses more than a decimal digit."""
-LARGE_BIAS = 0.1
-"""Above this relative difference a gradient is no longer the gradient of the loss."""
-POWER_STEPS = 40
-"""Products in the power iteration for the contraction, of which the last half is averaged."""
+SMALL_PIVOT = 0.05  # below this pivot a local solve loses more than a decimal digit
+LARGE_BIAS = 0.1  # above this relative difference a gradient is no longer the gradient of the loss
+POWER_STEPS = 40  # products of the power iteration, of which the last half is averaged
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +89,10 @@ class Diagnosis:
             rows["smallest pivot"] = pivots
         if self.contraction is not None:
             rows["contraction of Picard"] = f"{self.contraction:.3g} a step, in the end"
-        rows["growth of a perturbation"] = f"{_exp(last)} after {t} tokens"
+        # e^last with two digits, also where it overflows
+        times = f"10^{last / math.log(10):.1f}" if abs(last) >= 7 else f"{math.exp(last):.2g}"
+        times = f"{times} times" if math.isfinite(last) else "0" if last < 0 else str(last)
+        rows["growth of a perturbation"] = f"{times} after {t} tokens"
         median = self.lyapunov.median()
         rows["Lyapunov exponent"] = f"{lyapunov:+.4f} a token (median {median:+.4f})"
         rows["gradient bias"] = f"{self.bias:.1e} (cosine {self.cosine:.4f})"
@@ -166,8 +166,7 @@ def diagnose(
             1e-4 for Direct, which has none.
         max_steps: the cap of the iterative solvers; None: the limit of the layer's own.
 
-    Raises TypeError for another kind of layer, ValueError for x without samples or tokens, and the
-    errors of a call.
+    Raises TypeError for another kind of layer, ValueError for x without tokens, and as a call.
     """
     testing.check_layer(layer)
     layer.check_input(x, rank=3)
@@ -310,12 +309,3 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         remedy = narrow if isinstance(layer.solver, solvers.Direct) else "Direct, or a smaller rtol"
         advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
     return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]
-
-
-def _exp(log: float) -> str:
-    """e^log with two digits, also where it overflows."""
-    if not math.isfinite(log):
-        return "0" if log < 0 else str(log)
-    if abs(log) < 7:
-        return f"{math.exp(log):.2g} times"
-    return f"10^{log / math.log(10):.1f} times"

@@ -17,8 +17,7 @@ from bedouin.decode import Decoder
 from bedouin.kernels.checks import check_count, check_number
 from bedouin.layers.common import without_noise
 
-READ_EVERY = 32
-"""Tokens between two reads of whether all samples have ended, each of which synchronizes a GPU."""
+READ_EVERY = 32  # tokens between two reads of whether all have ended, which synchronize a GPU
 
 
 @dataclass(frozen=True)

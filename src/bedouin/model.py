@@ -18,9 +18,7 @@ from bedouin.state import SequenceCall
 
 CallKind = Literal["whole", "chunk", "token"]
 """What a call of a `Block` computes: a sequence, a sequence from a state, one token."""
-
-ModelState = tuple[Any, ...]
-"""One state for each layer, of the type that its mixer returns."""
+ModelState = tuple[Any, ...]  # one state for each layer, of the type that its mixer returns
 
 
 class _Embedding(nn.Embedding):
@@ -131,8 +129,7 @@ class SequenceModel(nn.Module):
             requires `num_layers`. They keep their device and dtype.
         num_layers: number of layers, only if `mixers` is a function.
         output_size: number of classes v; None: `vocab_size`.
-        mlp_expand: hidden width of a gated MLP after every mixer, as a multiple of d_model; None
-            for no MLP.
+        mlp_expand: hidden width of a gated MLP after every mixer, times d_model; None: no MLP.
         norm_eps: epsilon of every RMSNorm.
         embedding_std: standard deviation of the initial embedding.
         tie_embeddings: share the embedding's weight with the head. Use a smaller `embedding_std`
@@ -220,8 +217,7 @@ class SequenceModel(nn.Module):
         logits are 0. `step` is a call with `one_token`, so that hooks of the model run for it, too.
 
         Raises TypeError for tokens that are not int64 or int32, for states, padding or documents
-        that a mixer does not take, ValueError for tokens not of rank 2 and a state for another
-        number of layers.
+        that a mixer does not take, ValueError for another rank or number of states.
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")

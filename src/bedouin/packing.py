@@ -4,8 +4,7 @@ Layers are causal, so they compute such sequences as a batch in which each begin
 padding with x = 0 follows its last token: a `Packing` says which token goes where. Only the state
 after the padding and the statistics need care.
 
-Letters: b rows, t time, l sequences (the b rows without their padding, or documents), w the length
-of the longest one.
+Letters: b rows, t time, l sequences (the rows without padding, or documents), w the longest.
 """
 
 from dataclasses import dataclass, replace
@@ -117,8 +116,7 @@ def find_packing(
 ) -> Packing:
     """What the arguments of a call say about x, as `Bedouin.forward` describes them. Raises
     TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and seq_idx,
-    cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what the host
-    would have to read."""
+    cu_seqlens that do not ascend from 0 to t, and what the host would have to read in a capture."""
     b, t = x.shape[:2]
     if mask is not None:
         check_rows("mask", mask, x, (torch.bool,))

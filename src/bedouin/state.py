@@ -16,8 +16,7 @@ from bedouin.checks import check_tensor
 S = TypeVar("S")
 StateT = TypeVar("StateT", bound="RecurrentState")
 
-Join = Callable[[list[Tensor]], Tensor]
-"""Such as `torch.cat`."""
+Join = Callable[[list[Tensor]], Tensor]  # such as `torch.cat`
 
 
 class RecurrentState:
@@ -29,12 +28,9 @@ class RecurrentState:
 
     __slots__ = ()
 
-    axes: ClassVar[tuple[int, ...]]
-    """The number of axes of each field in the state of a single sample, which has no batch axis."""
-    letters: ClassVar[dict[str, str]] = {}
-    """The shapes of fields in letters, for messages."""
-    optional: ClassVar[tuple[str, ...]] = ()
-    """The fields that may be None."""
+    axes: ClassVar[tuple[int, ...]]  # of each field, in the state of a single sample
+    letters: ClassVar[dict[str, str]] = {}  # the shapes of fields in letters, for messages
+    optional: ClassVar[tuple[str, ...]] = ()  # the fields that may be None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

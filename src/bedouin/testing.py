@@ -153,8 +153,7 @@ def layer_gradients(
 ) -> dict[str, Tensor]:
     """Gradients of a random linear function of output and new state, by name: those of the
     parameters, "x", and, if a state is given, "state.ssm", "state.y" and "state.conv". The function
-    depends only on the shapes and `seed`. `adjoint` or `solver` None means the layer's own. Works
-    on a copy."""
+    depends on the shapes and `seed` alone. `adjoint` or `solver` None: the layer's own."""
     probe = copy_with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
     if state is not None:
@@ -201,8 +200,7 @@ def log_growth(
     """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
     state after it, at the states that x leads to from zero: the largest of a few random unit
     vectors v, in the 2-norm of the whole state; -inf where all of them have become 0. J v is a
-    difference quotient in float64 over 1e-7 of the length of the last state, by `Direct` if the
-    mixer allows it."""
+    difference quotient in float64 over 1e-7 of the last state's length, by `Direct` if it can."""
     probe = copy_with(layer, on_unconverged="ignore").double().eval()
     probe.solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
     x, b, one = x.detach().double(), len(x), probe.init_state(1)

@@ -21,9 +21,9 @@ from bedouin.layers.heads import HeadLinear, HeadNorm
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
+# The fewest tokens for which weights are copied: on a CPU for one product of several projections,
+# on a GPU for rows of one projection that are aligned.
 LEAST_JOINED = 64
-"""The fewest tokens for which weights are copied: on a CPU for one product of several projections,
-on a GPU for rows of one projection that are aligned."""
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 

@@ -1,7 +1,6 @@
 """Causal softmax attention with rotary positions.
 
-Letters: b batch, t time, s earlier tokens, m d_model, h heads, p channels of a head,
-w convolution width.
+Letters: b batch, t time, s earlier tokens, m d_model, h heads of p channels, w width.
 """
 
 from collections import namedtuple
@@ -25,8 +24,7 @@ _AttentionFields = namedtuple("_AttentionFields", "conv keys values")
 
 class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
     """conv: (b, w - 1, 3 m), the last inputs of the convolution; keys (already rotated) and values:
-    (b, s, h, p) of all s earlier tokens, so s is the position of the next one. In the layer's
-    dtype."""
+    (b, s, h, p) of all s earlier tokens, s the next one's position; in the layer's dtype."""
 
     __slots__ = ()
     axes = (2, 3, 3)

@@ -135,8 +135,7 @@ class Mamba(common.RecurrentLayer[MambaState]):
         return self.out_proj(y.to(z.dtype) * F.silu(z)), MambaState(window, ssm)
 
     def _project_dt(self, dt: Tensor) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d)
-        """dt_proj(dt), and its bias (d,), added in float32; None of a changed module, which adds
-        it."""
+        """dt_proj(dt), and its bias (d,), added in float32; None where a changed module adds it."""
         proj = self.dt_proj
         if type(proj) is _DeltaProjection and is_untouched(proj):
             return F.linear(dt, proj.weight), proj.bias

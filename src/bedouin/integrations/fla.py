@@ -29,8 +29,7 @@ class BedouinLayer(nn.Module):
     """A layer, its attribute `layer`, with the constructor, call and cache of FLA's layers.
 
     Args:
-        hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
-            past_key_values.
+        hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is needed for a cache.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
         layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
         use_short_conv, conv_size: whether the layer has a short convolution, and its width, which

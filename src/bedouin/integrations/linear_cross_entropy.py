@@ -16,16 +16,14 @@ from bedouin.kernels.launch import accumulator
 
 Kernel = Literal["torch", "liger", "fla"]
 """What computes the loss: this module, or Triton kernels of Liger Kernel or of FLA."""
-CHUNK = 2**26
-"""How many logits exist at once, at least those of one token."""
+CHUNK = 2**26  # how many logits exist at once, at least those of one token
 _LIBRARIES = {"liger": "liger_kernel", "fla": "fla"}
 _INSTALLS = {"liger": "liger-kernel", "fla": "flash-linear-attention"}
 
 
 def choose_kernel(kernel: str | bool, device: torch.device) -> Kernel:
     """`kernel`; for "auto" or True the first of liger, fla and torch that can run on the device.
-    Raises ValueError for another name or a Triton kernel on no GPU, ImportError for a library that
-    is not installed."""
+    Raises ValueError for another name or a kernel without GPU, ImportError without its library."""
     if kernel in (True, "auto"):
         usable = [name for name, library in _LIBRARIES.items() if find_spec(library) is not None]
         return cast(Kernel, usable[0] if usable and device.type == "cuda" else "torch")

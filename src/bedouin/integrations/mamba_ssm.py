@@ -69,8 +69,7 @@ class BedouinMixer(nn.Module):
         """The mixed sequence, as of `Bedouin.forward`. With inference_params, the states that they
         hold for this layer are those before the sequence, or zeros if seqlen_offset is 0, and
         become those after it, in place, without the noise of feedback_noise. Raises ValueError for
-        inference_params without a layer_idx, with cu_seqlens, or with states of fewer rows than a
-        sequence that goes on."""
+        inference_params without a layer_idx, with cu_seqlens, or with states of too few rows."""
         if inference_params is None:
             packing = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
             output: Tensor = self.layer(hidden_states, **packing)

@@ -71,11 +71,9 @@ class Bedouin(FixedPointLayer):
     Recurrence:
         num_householder: k, the reflections of Q_t; short for mixer=HouseholderProduct(k, beta_max).
             None: 2; 0: NoMixing().
-        beta_max: the largest beta of a reflection I - beta u u^T. None: 1; 2 allows eigenvalues of
-            Q down to -1.
+        beta_max: the largest beta of I - beta u u^T. None: 1; 2 allows eigenvalues down to -1.
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
-            parameters are used in the dtype of the solve, at least float32, and all heads share
-            them.
+            parameters are used in the dtype of the solve, and all heads share them.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
@@ -83,8 +81,7 @@ class Bedouin(FixedPointLayer):
             training (SolveStats.conditioning), of which the constructor warns, unless
             k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
-        d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x. 1:
-            SiLU alone. None: neither.
+        d_conv: the width of a causal convolution over x, with SiLU. 1: SiLU alone. None: neither.
         initialization: other initial values of Delta and the decay rates; None: Initialization().
 
     Feedback:
@@ -101,16 +98,14 @@ class Bedouin(FixedPointLayer):
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
             layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither,
             for the forward solve and for that of the backward pass (see ImplicitAdjoint).
-        backend: "auto", "triton" or "reference". On a GPU "auto" warns of a layer whose sweep has
-            no Triton kernel.
+        backend: "auto", "triton" or "reference". On a GPU "auto" warns if no kernel has it.
 
     Precision:
         dtype, device: of the parameters; the solve and the state are at least float32.
         norm_eps: eps of the output norm.
         layer_idx: stored for callers that keep a cache per layer.
 
-    Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
-    not fit.
+    Raises TypeError for unknown options and wrong types, ValueError for values that do not fit.
     """
 
     components = fed_names = ("delta", "B", "C", "mixer")
@@ -210,8 +205,7 @@ class FixedPointRNN(FixedPointLayer):
     Precision:
         dtype, device, norm_eps, layer_idx: as in Bedouin.
 
-    Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
-    not fit.
+    Raises TypeError for unknown options and wrong types, ValueError for values that do not fit.
     """
 
     components = ("decay", "mixer")

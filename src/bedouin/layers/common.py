@@ -26,7 +26,6 @@ from bedouin.solvers.reporting import stacklevel
 from bedouin.state import RecurrentState, SequenceCall, StateShapes, check_state, zero_state
 from bedouin.wrapped import read_parameter
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StateT = TypeVar("StateT", bound=RecurrentState)
 
 # What to do about an option that has been removed.
@@ -34,8 +33,7 @@ REMOVED = (
     "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
     "for a model that was saved with it"
 )
-TEXT_BLOCK = 512
-"""The text of a module's options is filled up with spaces to a multiple of this."""
+TEXT_BLOCK = 512  # the text of a module's options is filled up with spaces to a multiple of this
 
 
 def positive_number(name: str, value: float) -> float:
@@ -151,13 +149,10 @@ def set_state(module: Any, state: dict[str, Any]) -> None:
     module._mark_parameters()
 
 
-def apply_to_parameters(
-    module: ModuleT, fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> ModuleT:
+def apply_to_parameters(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """nn.Module's _apply."""
     nn.Module._apply(module, fn, recurse)
-    layer: Any = module
-    layer._mark_parameters()
+    module._mark_parameters()
     return module
 
 
@@ -236,17 +231,13 @@ def load_parameters(
 
 
 def type_name(module: nn.Module) -> str:
-    """The name of the first class that is none of torch, or of `abc`, as FSDP and parametrizations
-    derive them."""
+    """The name of the first class that is not torch's or `abc`'s, which FSDP and others derive."""
     kinds = type(module).__mro__
     derived = "torch", "abc"
     return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
 
 
-# -- the noise of `feedback_noise`: in training calls of `forward` alone
-
-
-class _OfThread(threading.local):
+class _OfThread(threading.local):  # whether `feedback_noise` is off
     def __init__(self) -> None:
         # not of the class: guards of torch.compile expect it among the attributes of the object
         self.is_off = False
@@ -276,21 +267,15 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     subclass names the type of its state, the sizes of its tensors, and computes outputs and the
     state after the last token. One with `saved_options` has an extra state."""
 
-    settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")
-    """Options of the constructor that may be set later, too."""
-    saved_options: ClassVar[tuple[str, ...]] = ()
-    """Attributes in the extra state."""
-    num_calls = 0
-    """Explicit layers do not count their calls."""
+    settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")  # may be set later, too
+    saved_options: ClassVar[tuple[str, ...]] = ()  # attributes in the extra state
+    num_calls = 0  # explicit layers do not count their calls
     state_type: ClassVar[type[RecurrentState]]
-    captures_step: ClassVar[bool] = False
-    """Whether a `Decoder` captures `step` as a CUDA graph."""
+    captures_step: ClassVar[bool] = False  # whether a `Decoder` captures `step` as a CUDA graph
     none_for_zeros: ClassVar[tuple[str, ...]] = ()
     """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
-    shown_options: ClassVar[tuple[str, ...]] = ()
-    """Attributes in the text of a layer, after d_model."""
-    out_proj: nn.Linear
-    """The last module of every layer; its weight has the layer's dtype and device."""
+    shown_options: ClassVar[tuple[str, ...]] = ()  # attributes in its text, after d_model
+    out_proj: nn.Linear  # the last module, whose weight has the layer's dtype and device
 
     __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
     _load_from_state_dict, number_options = load_parameters, number_options
@@ -327,8 +312,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         self, x: Tensor, state: StateT, lengths: Tensor | None
     ) -> tuple[Tensor, StateT]:  # (b, t, m), neither empty, (b,) -> (b, t, m)
         """The outputs, finite in padding, and the state after the last token, whose tensors
-        autograd may have saved. lengths: the tokens of each sample before padding with x = 0; None:
-        t."""
+        autograd may have saved. lengths: the tokens of each sample before padding (x = 0)."""
 
     def forward(
         self,

@@ -74,8 +74,7 @@ class ShortConvolution(nn.Module):
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
         """SiLU(conv(x)) with groups of unit length, then SiLU(conv(x)[..., :a] + added), (b, t, c +
-        a), and the window after the last token, in one pass of a kernel; a module with hooks is
-        called."""
+        a), and the window after the last token, in one pass of a kernel, unless it is hooked."""
         if self.weight is None or self.bias is not None or not is_untouched(self):
             x, after = self(x, window, lengths)
             window, weight = window[:, :0], x.new_ones(self.channels, 1)

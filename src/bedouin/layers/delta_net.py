@@ -26,15 +26,12 @@ from bedouin.packing import tokens_before, zero_outside
 from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import side_by_side
 
-FLA_UNIT_EPS = 1e-6
-"""Under the root of the norm of queries and keys, as in flash-linear-attention."""
-A_MAX = 16.0
-"""The largest initial exp(A_log) of a gated layer, as in Gated DeltaNet."""
-HEAD_DIM = 128
-"""Most key channels of a head that is not told how many to have."""
+FLA_UNIT_EPS = 1e-6  # under the root of the norm of queries and keys, as in flash-linear-attention
+A_MAX = 16.0  # the largest initial exp(A_log) of a gated layer, as in Gated DeltaNet
+HEAD_DIM = 128  # most key channels of a head that is not told how many to have
+# Factor on the usual initial decay rates: memories that forget less at first learn associative
+# recall (examples/results/table).
 SLOW_RATES = 0.01
-"""Factor on the usual initial decay rates: memories that forget less at first learn associative
-recall (examples/results/table)."""
 
 
 class DeltaState(RecurrentState, namedtuple("_DeltaState", "conv memory")):  # type: ignore[misc]

@@ -46,8 +46,7 @@ class FixedPointLayer(nn.Module, ABC):
     called, and of y_proj the effective matrix is used (bedouin.wrapped). Merge adapters before
     decoding: a step computes that matrix anew."""
 
-    components: ClassVar[tuple[str, ...]]
-    """Names of the raw components in the order of x_proj, Delta first; the gate is last."""
+    components: ClassVar[tuple[str, ...]]  # of raw values in x_proj's order, Delta first
     fed_names: ClassVar[tuple[str, ...]]  # what `feedback` may contain
     selective: ClassVar[bool]  # whether B and C are raw components; otherwise they are 1
     delta_activations: ClassVar[dict[str, Activation]]  # Delta of raw values, for each `decay`
@@ -83,8 +82,7 @@ class FixedPointLayer(nn.Module, ABC):
     on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
     backend = SolveOption[Backend, Backend]("backend")
 
-    record_history = False
-    """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
+    record_history = False  # whether `stats.history` has each step, of which none is in a kernel
     _outcome: Outcome | None = None  # of the last call
     _stats_have_graph = False  # whether that call recorded gradients
 
@@ -285,8 +283,7 @@ class FixedPointLayer(nn.Module, ABC):
         return torch.empty(0, dtype=accumulator(D.dtype), device=D.device)
 
     def checked_state(self, state: Any, b: int) -> BedouinState:
-        """`state` with a batch axis, at least in float32; an error where it does not fit the
-        layer."""
+        """`state` with a batch axis, at least in float32; an error where it does not fit."""
         return check_state(state, BedouinState, self._state_sizes(), b, self._like)
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
@@ -311,8 +308,6 @@ class FixedPointLayer(nn.Module, ABC):
         p = self.head_dim
         weight = effective_weight("y_proj", self.y_proj, p, self.D, self.num_heads)
         return options.split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
-
-    # -- how raw values are read
 
     @abstractmethod
     def _A(self) -> Tensor:
@@ -347,8 +342,6 @@ class FixedPointLayer(nn.Module, ABC):
         options = self.input_scale, self.eigenvalues, self.feedback_norm_eps
         gap = kernel_gap(self.mixer) or NO_LAYOUT
         return Parameterization(self.layout(), *options, without_layout=gap)
-
-    # -- options and parameters
 
     @property
     def is_structured(self) -> bool:

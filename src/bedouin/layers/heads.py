@@ -1,7 +1,6 @@
 """Linear maps and norms of heads: channels cut into groups that share no weights.
 
-Inside of a layer of H > 1 heads a sample is H folded samples: folded sample j b + i is head j of
-sample i.
+Inside of a layer of H > 1 heads a sample is H folded samples: number j b + i is head j of i.
 
 Letters: b batch, t time, d d_inner, n d_state, H heads, p = d / H channels of a head, r rows.
 """
@@ -16,8 +15,7 @@ from torch.nn import functional as F
 from bedouin.kernels.linear import apply_weight, reshape_whole
 from bedouin.state import BedouinState
 
-InitialScales = tuple[tuple[Any, float], ...]
-"""Indices of parts of a weight, and the factors by which their initial values are multiplied."""
+InitialScales = tuple[tuple[Any, float], ...]  # parts of a weight, factors on initial values
 
 
 def by_head(v: Tensor, num_heads: int) -> Tensor:  # (d, ...) -> (H, p, ...)

@@ -166,8 +166,7 @@ class MixerBind:
 class StructuredMap(FixedPointMap):
     """F with a mixer of the form (e, U, M), as Direct, Jacobi and the exact adjoint require."""
 
-    _swept: direct.Sweep | None = None
-    """The last sweep."""
+    _swept: direct.Sweep | None = None  # the last sweep
 
     @property
     def bind(self) -> MixerBind:
@@ -225,8 +224,7 @@ class StructuredMap(FixedPointMap):
         return fuse_iteration(*arguments, lengths=self.lengths, backend=self.backend)
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
-        """G(y) (b, t, d), which solves the local equation of each token, and the least pivot
-        (b,)."""
+        """G(y) (b, t, d), the solutions of the local equations, and the least pivot (b,)."""
         x, (delta, B, C, _, U, M, _), diagonal, _, factors = self._local(y)
         mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
         options = self._scan_options()

@@ -16,8 +16,7 @@ from bedouin.kernels.checks import check_number
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.wrapped import is_untouched
 
-MAX_DENSE = 128
-"""Most channels of a head whose local system is solved as a dense one."""
+MAX_DENSE = 128  # most channels of a head whose local system is solved as a dense one
 
 
 class WYForm(NamedTuple):
@@ -54,8 +53,7 @@ class ChannelMixer(nn.Module, ABC):
         """(I - Q) v for the Q that `raw` parameterizes."""
 
     def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:  # (..., r), (..., d) twice
-        """x~ = Q (x - y) + y, as x + (I - Q)(y - x); a mixer with small Q overrides it for its
-        digits."""
+        """x~ = Q (x - y) + y, as x + (I - Q)(y - x), which loses digits where Q is small."""
         return x + self.complement(raw, y - x)
 
     def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)

@@ -24,10 +24,8 @@ Decay = Literal["mamba", "griffin", "sigmoid"]
 
 FEEDBACK_NORM_EPS = 1e-5
 GRIFFIN_RANGE, GRIFFIN_SHARPNESS = (0.9, 0.999), 8.0
-LARGE_DELTA = 100.0
-"""Delta = softplus(raw) is assumed to stay below this in training."""
-LEAST_HEAD, MOST_HEAD = 32, 128
-"""Channels of a head by default."""
+LARGE_DELTA = 100.0  # Delta = softplus(raw) is assumed to stay below this in training
+LEAST_HEAD, MOST_HEAD = 32, 128  # channels of a head by default
 
 
 @strict_options

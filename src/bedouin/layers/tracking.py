@@ -2,8 +2,7 @@
 
 Letters: b batch, t time, m d_model, h heads of the memory, p key channels and v value channels of a
 head, H trackers, c channels of a tracker, n states of a channel, w convolution width, r read_size.
-Between the projections a tracker has H b folded samples, each one head of one sample
-(kernels/heads.py).
+Between the projections a tracker has H b folded samples, each a head (kernels/heads.py).
 """
 
 import math
@@ -33,13 +32,10 @@ from bedouin.packing import find_packing, last_token, tokens_before
 from bedouin.state import BedouinState, RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
 
-FEEDBACK_INIT = 0.1
-"""Factor on the usual initial values of W_y: with 1 the untrained recurrence is chaotic."""
+FEEDBACK_INIT = 0.1  # factor on W_y's usual initial values: with 1 the recurrence is chaotic
+# beta^e begins near 0.05: from 0.5 recall is learned less well (examples/results/history).
 ERASE_BIAS = -3.0
-"""The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
-well (examples/results/history)."""
-WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
-"""States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
+WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256  # a channel's states, by d_model
 MAP = Parameterization(
     RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", FEEDBACK_NORM_EPS, feeds_x=True
 )
@@ -237,8 +233,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
     def _inputs(
         self, rows: tuple[Tensor, ...], state: TrackerState, lengths: Tensor | None
     ) -> TrackInputs:
-        """The recurrence's inputs of the rows (b, t, ...), with noise, and padding that keeps the
-        memory."""
+        """The recurrence's inputs of the rows (b, t, ...), with noise and closed padding."""
         H, c = self.num_trackers, self.tracker_dim
         x, B, C, delta, erase, gate, skip = rows
         if common.draws_noise(self):
@@ -315,8 +310,7 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
 
     Recurrence:
         d_conv: width of both short convolutions; None: no convolution, SiLU stays.
-        feedback_noise: standard deviation of the noise that training calls of `forward` add to what
-            the tracker is fed, as in `Tracker`.
+        feedback_noise: of training calls of `forward`, as in `Tracker`.
 
     Precision:
         dtype, device: of the parameters; the state is at least float32.

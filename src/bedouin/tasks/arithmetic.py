@@ -116,8 +116,7 @@ def flat_value(digits: Tensor, operators: Tensor, layout: Layout, modulus: int) 
 def bracketed_value(digits: Tensor, operators: Tensor, layout: Layout, modulus: int) -> Tensor:
     """Values of bracketed expressions. The value at a position is that of the part which begins
     there: with v the value one position further and w that of the right part, it is a v + c w + e v
-    w + d. Repeating this in all places at once is exact as soon as the rounds reach the depth of
-    the expression."""
+    w + d. Repeated in all places at once it is exact after as many rounds as the depth."""
     kind, right, depth = layout
     is_binary = kind == Kind.BINARY_BRACKET
     operator = operators.gather(-1, (right - 1).clamp(min=0)).masked_fill(~is_binary, -1)

@@ -145,8 +145,7 @@ def compose(first: Permutation, second: Permutation) -> Permutation:
 def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
     """Numbers of `size` elements, the identity excluded, that generate the group, ascending. Drawn
     uniformly among all such sets; the same arguments give the same set on every machine. Raises
-    ValueError for a number out of its range or if 1000 draws give no such set, and TypeError for a
-    number that is no int."""
+    ValueError for a number out of range or if 1000 draws fail, TypeError for one that is no int."""
     whole_number("size", size, 2, group.order)
     draws = random.Random(whole_number("seed", seed, 0))
     for _ in range(_MAX_TRIES):

@@ -40,7 +40,6 @@ _LOGGER: Any = logging.get_logger(__name__)
 
 # What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q.
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
-_OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
@@ -332,8 +331,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         drops the columns of a data set that have no name here.
 
         Raises what `BedouinModel.forward` and `linear_cross_entropy` raise, and ValueError for
-        skip_logits without labels or fuse_linear_cross_entropy, and for a head or loss that cannot
-        be fused.
+        skip_logits without labels or fuse_linear_cross_entropy, or where it cannot be.
         """
         fused, skips = self.config.fuse_linear_cross_entropy, skip_logits
         if skips is None:
@@ -405,15 +403,14 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The arguments of `forward` for the next call of `generate`, which reads the names
-        here."""
+        """The arguments of `forward` for the next call of `generate`, by these names."""
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
         # transformers 5.16 does not say of chunks of a prompt that they are the first iteration
         decodes = not is_first_iteration and kwargs.get("next_sequence_length") is not None
         if kwargs.get(CACHE_NAME) is not None and decodes:
             # a token after the prompt is real and in its last document: `step` decodes it
-            for name in ("attention_mask", *_OF_DOCUMENTS):
+            for name in ("attention_mask", "seq_idx", "position_ids", "cu_seq_lens_q"):
                 inputs.pop(name, None)
         return inputs
 
