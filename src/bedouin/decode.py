@@ -1,8 +1,7 @@
 """Decoding: a layer or a whole model, one token at a time, as a CUDA graph on a GPU.
 
 A token is the layer's own exact step: a graph removes the time that the host needs to launch it. It
-reads parameters at their addresses: a change in place affects the next token, and after another the
-token is captured again.
+reads parameters at their addresses: a change in place counts at once, another one by a new capture.
 
 Letters: b batch, m d_model, v classes.
 """

@@ -87,8 +87,7 @@ def find_fixed_point(
     solver: Solver | None = None,
     state: BedouinState | None = None,
 ) -> FixedPoint:
-    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings; TypeError
-    for another kind of layer."""
+    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings."""
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)

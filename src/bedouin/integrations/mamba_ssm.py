@@ -27,8 +27,7 @@ class BedouinMixer(nn.Module):
     """A layer, its attribute `layer`, with the constructor, call and cache of mamba-ssm's mixers.
 
     Args:
-        d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is required for
-            calls with inference_params.
+        d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. inference_params need the index.
         d_state, expand: as of `mamba_ssm.Mamba`, for a layer that has them; None: its defaults.
         d_conv: width of the layer's convolution; None for none, "default" for the layer's default.
         layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".

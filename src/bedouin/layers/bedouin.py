@@ -1,7 +1,6 @@
 """The fixed-point layers: Bedouin, whose state is a matrix, and FixedPointRNN, whose is a vector.
 
-Letters: b batch, b' folded samples, t time, m d_model, d d_inner, n d_state, p head_dim
-(layers/fixed_point.py).
+Letters: b batch, b' folded samples, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
 from collections.abc import Collection
@@ -85,14 +84,12 @@ class Bedouin(FixedPointLayer):
         initialization: other initial values of Delta and the decay rates; None: Initialization().
 
     Feedback:
-        feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}; () switches all feedback
-            off, also that of the gate.
+        feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}; () switches all off.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
 
     Solve:
-        solver: a solver object such as Picard(rtol=1e-4), or "auto": Direct where the mixer has the
-            form (e, U, M), else Picard.
+        solver: a solver such as Picard(rtol=1e-4), or "auto": Direct where the mixer allows it.
         adjoint: the gradient, such as OneStepAdjoint(); None: ImplicitAdjoint(), the exact one.
         max_steps: an int or a Cap. Direct needs none.
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this

@@ -253,8 +253,7 @@ class FixedPointLayer(nn.Module, ABC):
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
         that is not of the form (e, U, M). Hooks on the layer run, as in a call. On a GPU a
-        `Decoder` replays steps as CUDA graphs, which takes less time. Raises what `forward` raises,
-        and TypeError for a state of None."""
+        `Decoder` replays steps as CUDA graphs, which takes less time. Raises as `forward` does."""
         run: Any = self.forward
         if is_untouched(self):
             self.check_input(x_t, rank=2)

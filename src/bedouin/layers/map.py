@@ -176,8 +176,7 @@ class StructuredMap(FixedPointMap):
     def _local(
         self, y: Tensor
     ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, direct.LocalFactors]:  # (b, t, d)
-        """x, the coefficients of all tokens for y, e or None where it is 0, sigma (b, t, d), and
-        the factors of the local equations."""
+        """x, the coefficients for y, e or None for 0, sigma (b, t, d), and the factors."""
         x, raw = self.fed(y)
         found = self.bind(raw, *self.mixer_values)
         diagonal = self.parameterization.diagonal(found.e)

@@ -148,8 +148,7 @@ class NoMixing(HouseholderProduct):
 
 def kernel_gap(mixer: ChannelMixer) -> str | None:
     """What no kernel computes of a mixer, as a part of a message; None where kernels compute it:
-    products of reflections from num_householder and beta_max alone, and subclasses that inherit all
-    methods that read raw values."""
+    products of reflections from their two options, also in subclasses that keep them."""
     kind = type(mixer)
     if not is_untouched(mixer):
         return f"the mixer {kind.__name__} with hooks"

@@ -91,8 +91,7 @@ def project(
 
 
 def _project_x(layer: Layer, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, r + p), or more columns
-    """W^x x with its bias, which begins with that of Delta and ends with the gate's; nothing may
-    read more columns than these."""
+    """W^x x with its bias, from that of Delta to that of the gate, behind which none may read."""
     bias, spare, is_matrix = by_head(layer.dt_bias, layer.num_heads), 0, is_plain(layer.x_proj)
     if is_matrix and backend.choose_backend(layer.backend, x.device, x.dtype) == "triton":
         # kernels and cuBLAS read rows fast that begin at aligned addresses

@@ -64,8 +64,7 @@ class Task:
             split: None or the stream's own.
 
         Returns tokens and labels (b, t), t the largest length in tokens. Raises ValueError for a
-        number out of its range and another split, and TypeError for a number that is not an int
-        and a generator that is not one.
+        number out of its range and another split, and TypeError for another type.
         """
         b = whole_number("batch_size", batch_size, 0)
         return self._draw(b, length, resolve_split(generator, split), generator).to(device)

@@ -1,8 +1,7 @@
 """The configuration of Bedouin's models for transformers.
 
 Solvers, adjoints, caps, mixers and initializations are entries of a file of JSON, such as
-{"type": "Picard", "rtol": 1e-4}. A class of a user is saved by the name of its module, which is
-imported before a file is read.
+{"type": "Picard", "rtol": 1e-4}. A class of a user is saved by its module's name.
 """
 
 import inspect
@@ -146,8 +145,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             sees, itself and padding between tokens among them (None: all), and the base of the
             rotary positions. `attn_implementation`, "sdpa" or "eager", computes it.
         rms_norm_eps: epsilon of every norm.
-        initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
-            have their own initialization.
+        initializer_range: standard deviation of the initial embedding, MLPs and head.
         rescale_prenorm_residual: whether the initial output projections of mixers and MLPs are
             divided by the root of their number, as in GPT-2 and Mamba.
         tie_word_embeddings: whether the head shares the embedding's weight.

@@ -74,8 +74,7 @@ def attention_options(
 ) -> dict[str, Any]:
     """What every attention layer of one call is given: its mask and the rotary embedding. Positions
     count the real tokens of a document; which tokens before are real, and in a row's last document,
-    is kept in the cache of the first Bedouin layer. Raises ValueError and TypeError for seq_idx and
-    a cache that do not fit x."""
+    is kept in the cache of the first Bedouin layer. Raises for a cache that does not fit."""
     first = config.attn_layers[0]
     kept = None if cache is None else cache_layer(cache, config.layer_types.index(LAYER_TYPE))
     s, seen = (0, None) if kept is None else (kept.num_tokens, kept.seen)
