@@ -290,7 +290,7 @@ def can_capture(x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
 def _allows_graph(layer: Any) -> bool:
     """Whether a graph may capture the layer's `step`, of which the host need not read outcomes."""
     options = getattr(layer, "solve_options", None)
-    if options is None:
+    if options is None or not is_decoded(layer):
         return is_decoded(layer) and layer.backend != "torch"
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 

@@ -95,7 +95,7 @@ class Bedouin(FixedPointLayer):
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
             layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither,
             for the forward solve and for that of the backward pass (see ImplicitAdjoint).
-        backend: "auto", "triton" or "reference". On a GPU "auto" warns if no kernel has it.
+        backend: "auto", "triton" or "reference". "auto" warns where a GPU has no kernel.
 
     Precision:
         dtype, device: of the parameters; the solve and the state are at least float32.

@@ -1,6 +1,7 @@
 """DeltaProduct, DeltaNet and Gated DeltaNet: memories that are written by the delta rule.
 
-Letters: b batch, t time, m d_model, h heads, k num_householder, p keys and v values of it, w width.
+Letters: b batch, t time, m d_model, h heads, k num_householder, p key channels and v value channels
+of a head, w convolution width.
 """
 
 import math

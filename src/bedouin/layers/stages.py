@@ -27,7 +27,7 @@ from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState
 from bedouin.wrapped import calls_norm, is_plain, is_untouched, norm_parameters, tell_of_hooks
 
-Layer = Any  # A FixedPointLayer, whose module imports this one
+Layer = Any  # a FixedPointLayer, whose module imports this one
 
 
 class Projected(NamedTuple):
