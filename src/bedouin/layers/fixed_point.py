@@ -150,10 +150,7 @@ class FixedPointLayer(nn.Module, ABC):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
         self._sizes = {name: sizes.get(name, p) for name in self.components}
-        # r, the raw values of a token and head without the gate, and the parts of in_proj's output
-        self.raw_size = sum(self._sizes.values())
-        parts = ("x",) if self.output == "paper" else ("x", "z")
-        self.projected_sizes = dict.fromkeys(parts, d)
+        self.raw_size = sum(self._sizes.values())  # r, of a token and head, without the gate
         rows_of_delta, scale = (..., slice(p), slice(None)), self.initialization.delta_from_x
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
         self.x_proj = make_linear(H, p, self.raw_size + p, ((rows_of_delta, scale),), **factory)
@@ -346,6 +343,11 @@ class FixedPointLayer(nn.Module, ABC):
     def is_structured(self) -> bool:
         """Whether the mixer has the form (e, U, M)."""
         return self.mixer.is_structured(self.head_dim)
+
+    @property
+    def projected_sizes(self) -> dict[str, int]:
+        """The parts of in_proj's output in their order."""
+        return dict.fromkeys(("x",) if self.output == "paper" else ("x", "z"), self.d_inner)
 
     @property
     def norm_eps(self) -> float | None:
