@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from research.positions import by_pair, by_position
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from flags import UsageError
 from research import ensemble, stack, study
 from research.baselines import count
 from research.data import Data, eval_points, metrics
-from research.positions import by_pair, by_position
 
 POINT = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
