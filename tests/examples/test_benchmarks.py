@@ -145,11 +145,6 @@ def test_only_a_whole_run_on_a_gpu_is_recorded(
     assert bench.speed_path(toy(tmp_path, speed=tmp_path)) == tmp_path
 
 
-def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(toy(tmp_path, rows=("direct",), warm=True, prepare_limit=1e-5)) == 1
-    assert "direct 2x4: TimeoutError: gave up" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["direct", "direct-no-feedback", "scan", "jacobi"])
 def test_forward_and_backward_are_captured(name: str, tmp_path: Path) -> None:
@@ -219,20 +214,6 @@ def test_times_are_medians_and_the_faster_way_counts() -> None:
     assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
 
-def test_times_become_curves(tmp_path: Path) -> None:
-    rows: list[table.Row] = [
-        {"title": "x", "shape": shape, "numbers": {"both_ms": ms}}
-        for shape, ms in (("8x64", 4.0), ("8x16", 1.0), ("1x64", 3.0), ("2x32", 9.0))
-    ]
-    by_time, by_batch = figure.curves(rows)
-    assert by_time == {"x, batch 8": [(16, 1.0), (64, 4.0)]}
-    assert by_batch == {"x, 64 tokens": [(1, 3.0), (8, 4.0)]}
-    figure.draw(tmp_path / "f.png", rows)
-    assert (tmp_path / "f.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
-        figure.draw(tmp_path / "f.png", rows[-1:])
-
-
 def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     entries: list[Numbers] = [
         {"layer": layer, "shape": shape, "graph_ms": ms}
@@ -244,4 +225,4 @@ def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     figure.main(figure.Config(recorded, tmp_path / "f.png"))
     assert (tmp_path / "f.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="entries must have times of a layer among"):
-        figure.draw_recorded(tmp_path / "f.png", entries[2:])
+        figure.draw(tmp_path / "f.png", entries[2:])

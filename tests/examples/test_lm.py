@@ -25,6 +25,7 @@ import train_lm
 from bedouin.generation import Sampling
 from common import run as run_module
 from common.checkpoint import find_checkpoint
+from common.options import make_layer
 from common.run import Run
 from common.script import leave_process_group
 from flags import UsageError
@@ -69,7 +70,7 @@ def corpora(text: Path, pattern: str | None = None) -> Any:
 
 
 def maker(mixer: str) -> Any:
-    return train_lm.make_layer if mixer == "bedouin" else make_baseline
+    return make_layer if mixer == "bedouin" else make_baseline
 
 
 def test_rows_hold_documents_their_labels_and_where_they_begin() -> None:
@@ -347,7 +348,7 @@ def size(config: LanguageConfig) -> int:
     """The number of parameters of the model that is trained."""
     own = config.layer not in BASELINES
     with torch.device("meta"):
-        return count(make_model(config, train_lm.make_layer if own else make_baseline))
+        return count(make_model(config, make_layer if own else make_baseline))
 
 
 def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:

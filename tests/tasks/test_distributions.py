@@ -142,7 +142,7 @@ def test_evaluation_rows_hold_one_string(length: int, split: Any) -> None:
 
 def test_official_evaluation_is_filled_with_dots() -> None:
     plain, official = (
-        Copying(protocol=protocol).sample_eval(2, 5, stream("test", 0))  # type: ignore[arg-type]
+        Copying(protocol=protocol).sample_eval(2, 5, stream("test", 0))
         for protocol in ("plain", "official")
     )
     assert official.tokens.shape == (2, 32)

@@ -137,7 +137,7 @@ def id_of(task: Any, symbol: str) -> int:
 @pytest.mark.parametrize(("task", "row", "labels"), DOCUMENTED)
 def test_the_rows_of_the_docstring(task: Any, row: str, labels: str) -> None:
     """They are judged right, and so is what judges the others."""
-    assert row in type(task).__doc__ and labels in type(task).__doc__
+    assert all(of in str(type(task).__doc__) for of in (row, labels))
     step = 1 if hasattr(task, "symbols") else 2  # with a blank between two tokens
     tokens = [id_of(task, symbol) for symbol in row[::step]]
     with_symbols = isinstance(task, Copying)
