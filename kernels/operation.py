@@ -52,7 +52,7 @@ class Operation:
         torch.library.register_autograd(self.name, backward, setup_context=setup_context)
         methods = {"forward": self.overload, "setup_context": setup_context, "backward": backward}
         static = {name: staticmethod(method) for name, method in methods.items()}
-        self._eager = type(self.overload.__name__, (torch.autograd.Function,), static)
+        self._eager = type(self.name.partition("::")[2], (torch.autograd.Function,), static)
 
     def register_vjp(
         self, backward: "Operation", *, kept: int = 0, constant: Collection[int] = ()
