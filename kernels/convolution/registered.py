@@ -10,17 +10,54 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import operation
 
-_OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
+OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
+
+TILE = 4096
+"""Numbers of a program's tile: 32 for each of 128 threads."""
+
+CHANNELS = 64
+"""Channels of a program's block where none belong to a group: rows of 128 bytes in bfloat16."""
 
 
-@operation("short_convolution", f"({_OPERANDS}, float eps) -> (Tensor, Tensor)")
+def _launch_arguments(
+    x: Tensor,  # (b, t, c)
+    weight: Tensor,  # (c, w)
+    window: Tensor,  # (b, w - 1, c)
+    added: Tensor | None,  # (b, t, a)
+    count: int,
+    size: int,
+) -> tuple[list[Tensor], list[int], dict[str, Any]]:
+    """The tensors, of which x and added have evenly spaced rows; t, c, a, the tiles of tokens and
+    blocks of channels, and the distances of the rows; constants."""
+    _, t, c = x.shape
+    x = evenly_spaced(x)
+    # a kernel does not read what stands for absent tensors
+    more, a = (x, 0) if added is None else (evenly_spaced(added), added.shape[-1])
+    if not count:
+        size = min(CHANNELS, c)
+    block = next_power_of_two(size)
+    tokens = min(next_power_of_two(t), max(1, TILE // block))
+    numbers = [t, c, a, ceil_div(t, tokens), ceil_div(c, size), x.stride(1), more.stride(1)]
+    constants = {"WIDTH": weight.shape[1], "TOKENS": tokens, "SIZE": size, "BLOCK": block}
+    tensors = [x, weight.contiguous(), window.contiguous(), more]
+    return tensors, numbers, constants | {"enable_fp_fusion": True}
+
+
+@operation("short_convolution", f"({OPERANDS}, float eps) -> (Tensor, Tensor)")
 def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
-    from bedouin.kernels.convolution.launch import launch_forward
+    from bedouin.kernels.convolution.triton_kernels import convolution_kernel
 
-    return launch_forward(*given)
+    *operands, eps = given
+    tensors, numbers, constants = _launch_arguments(*operands)
+    outputs, (_, _, _, added, count, _) = _fake(*given), operands
+    flags = {"EPS": eps, "ADDS": added is not None, "NORMS": count > 0}
+    grid = (len(tensors[0]) * numbers[3] * numbers[4],)
+    convolution_kernel[grid](*tensors, *outputs, *numbers, count, **flags, **constants)
+    return outputs
 
 
 @short_convolution_operation.register_fake
@@ -32,19 +69,43 @@ def _fake(*given: Any) -> tuple[Tensor, Tensor]:
 
 @operation(
     "short_convolution_backward",
-    f"(Tensor grad, {_OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(*given: Any) -> tuple[Tensor, ...]:
+def _backward(
+    grad: Tensor,  # (b, t, c + a)
+    *given: Any,
+) -> tuple[Tensor, ...]:
     """Cotangents of x (b, t, c), weight (c, w), window (b, w - 1, c) and added (b, t, a), which is
     empty where there is none."""
-    from bedouin.kernels.convolution.launch import launch_backward
+    from bedouin.kernels.convolution.triton_kernels import cotangent_kernel, input_kernel
 
-    return launch_backward(*given)
+    *operands, eps = given
+    tensors, numbers, constants = _launch_arguments(*operands)
+    x, weight, _, _, count, _ = operands
+    (b, _, c), w, (tiles, blocks) = x.shape, weight.shape[1], numbers[3:5]
+    grid, grad = (b * tiles * blocks,), evenly_spaced(grad)
+    grad_x, grad_weight, grad_window, grad_added = _backward_fake(grad, *given)
+    cotangent = torch.empty_like(grad_x)
+    sums = x.new_empty(b * tiles, w, c, dtype=torch.float32)
+    flags = {"EPS": eps, "ADDS": operands[3] is not None, "NORMS": count > 0}
+    cotangent_kernel[grid](
+        *(grad, *tensors, cotangent, grad_added, *numbers, count, grad.stride(1)),
+        **flags,
+        **constants,
+    )
+    input_kernel[grid](
+        *(cotangent, *tensors[:3], grad_x, grad_window, sums, *numbers[:2], *numbers[3:6]),
+        **constants,
+    )
+    return grad_x, sums.sum(0).T.contiguous().to(grad_weight.dtype), grad_window, grad_added
 
 
 @_backward.register_fake
-def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, x, weight, window, added = given[:5]
+def _backward_fake(
+    grad: Tensor,  # (b, t, c + a)
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    x, weight, window, added = given[:4]
     rest = x.new_empty(0) if added is None else added.new_empty(added.shape)
     return *(v.new_empty(v.shape) for v in (x, weight, window)), rest
 

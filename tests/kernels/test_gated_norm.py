@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.kernels.gated_norm import gated_norm
+from bedouin.kernels.output import gated_norm
 
 SIZES = [(2, 3, 2, 16), (1, 1, 1, 3), (2, 70, 3, 40), (1, 5, 1, 300)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=str)

@@ -18,10 +18,9 @@ from torch import Tensor
 from bedouin.kernels.convolution import Groups, short_convolution
 from bedouin.kernels.delta_rule import DeltaInputs, delta_rates, delta_rule
 from bedouin.kernels.direct import direct_sweep
-from bedouin.kernels.gated_norm import gated_norm
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import OPERATIONS, Operation
-from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.output import gated_norm, gated_output, shifted_norm
 from bedouin.kernels.scan import selective_scan
 from bedouin.kernels.track import TrackInputs, track
 

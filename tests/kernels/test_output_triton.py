@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.operation import OPERATIONS
+from bedouin.kernels.output import gated_output, registered, shifted_norm
 from bedouin.testing import assert_close
 
 # In the max norm; half precision rounds operands' gradients and the result, sums stay in float32.
@@ -97,15 +98,11 @@ def test_a_program_takes_many_tokens(
     norm: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums over tokens of few programs, which each take several tiles."""
-    from bedouin.kernels.output import launch
-    from bedouin.kernels.output.types import OutputOperands
-
-    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    monkeypatch.setattr(registered, "PROGRAMS", 3)
     o = draw(3, 67, 65, device, norm=norm)
     names = ("y", "x", "D", "gate", "fed", "z", "weight")
     tensors: list[Any] = [o.get(name) for name in names]
-    operands, grad = OutputOperands(*tensors), torch.ones_like(o["y"])
-    few = launch.output_backward(grad, operands, 1e-5)
+    few = OPERATIONS["bedouin::gated_output_backward"](torch.ones_like(o["y"]), *tensors, 1e-5)
     _, *expected = summed_gradients(o)
     for name, ours, theirs in zip(("y", "x", "gate", "sums"), few, expected, strict=True):
         assert_close(name, ours, theirs, 2e-6, atol=2e-6)
