@@ -157,7 +157,7 @@ def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
         one.schedule.step()
 
 
-@pytest.mark.parametrize("name", ["lstm", "deltaproduct"])
+@pytest.mark.parametrize("name", ["lstm", "mamba", "deltanet", "deltaproduct", "attention"])
 def test_a_baseline_learns_something(tmp_path: Path, name: Any) -> None:
     options = {"steps": (30,), "batch_size": (16,), "lr": (3e-2,), "log_every": 10, "eval_rows": 8}
     config = small(mixer_layer=name, num_layers=2, seeds=1, out=tmp_path, **options)

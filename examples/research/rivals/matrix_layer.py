@@ -5,9 +5,9 @@ from typing import TypeVar
 import torch
 
 from bedouin.checks import positive_int
-from bedouin.layers.common import RecurrentLayer, StateShapes, expanded, head_size
+from bedouin.layers.common import RecurrentLayer, expanded, head_size
 from bedouin.layers.convolution import ShortConvolution
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from bedouin.checks import known_options
 from bedouin.kernels.backend import without_autocast
 from bedouin.layers.common import (
-    StateShapes,
     at_least_float32,
     factory_options,
     positive_number,
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from research.rivals.matrix_layer import MatrixLayer
 
 
