@@ -23,9 +23,11 @@ from bedouin.baselines import (
     LSTMState,
     Mamba,
     MambaState,
+    PaddedAttentionState,
 )
 from bedouin.baselines.attention import rotate
 from bedouin.kernels.scan import Eigenvalues
+from bedouin.testing import assert_close
 
 
 def lstm(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
@@ -246,6 +248,23 @@ def test_cache_of_unequal_lengths() -> None:
     state = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
     with pytest.raises(ValueError, match="state.keys and state.values must have one shape, got"):
         Attention(8)(torch.randn(2, 3, 8), state)
+
+
+def test_states_of_different_lengths_join() -> None:
+    layer = Attention(8, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    states = [layer(x[i : i + 1, : 2 + i], return_state=True)[1] for i in range(2)]
+    joined = AttentionState.cat(states)
+    assert isinstance(joined, PaddedAttentionState) and joined.lengths.tolist() == [2, 3]
+    x_t = torch.randn(2, 8, dtype=torch.float64)
+    steps = [layer.step(x_t[i : i + 1], state)[0] for i, state in enumerate(states)]
+    assert_close("step", layer.step(x_t, joined)[0], torch.cat(steps), 1e-12)
+    singles = PaddedAttentionState.stack([joined[1], joined[0]])
+    assert_close("stack", layer.step(x_t, singles[[1, 0]])[0], torch.cat(steps), 1e-12)
+    half = joined.to(torch.float16)
+    assert half.keys.dtype == torch.float16 and half.lengths.dtype == torch.int64
+    with pytest.raises(ValueError, match=r"state.lengths must be int64 of shape \(2,\), got "):
+        layer.step(x_t, joined._replace(lengths=joined.lengths[:1]))
 
 
 class Adapted(nn.Module):
