@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from tests.examples.training import interrupting, read_metrics, start_two
+from tests.examples.training import interrupting, read_metrics
+from tests.processes import end, start_two
 from torch import nn
 
 import generate
@@ -243,9 +244,7 @@ def test_parts_and_processes_do_not_change_the_training(text: Path, tmp_path: Pa
     train_lm.main(small(text, tmp_path / "parts", accumulate=4, **PARALLEL))
     folders = Path(train_lm.__file__).parent, Path(__file__).parents[2]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    processes = start_two("-P", __file__, str(text), str(tmp_path), PYTHONPATH=path)
-    errors = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    end(start_two("-P", __file__, str(text), str(tmp_path), PYTHONPATH=path))
     expected = read_metrics(tmp_path / "one")
     for name in ("parts", "replicated", "sharded"):
         found = read_metrics(tmp_path / name)

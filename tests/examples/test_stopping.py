@@ -20,9 +20,8 @@ from tests.examples.training import (
     interrupting,
     last,
     read_metrics,
-    start,
-    start_two,
 )
+from tests.processes import start, start_two
 
 import train_a5
 import train_copy

@@ -1,11 +1,7 @@
-"""Short trainings that several tests start: their options, interruptions, and two processes."""
+"""Short trainings that several tests start: their options and interruptions."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,25 +52,3 @@ def interrupting(step: int, *signals: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "update", interrupted)
         yield
-
-
-def start(*command: str, **environment: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a process that a shell starts in the background would ignore Ctrl-C, and so its children
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def start_two(*command: str, **environment: str) -> "list[subprocess.Popen[str]]":
-    """Two processes that meet over torch.distributed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"} | environment
-    shared |= {"LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    return [start(*command, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
