@@ -61,13 +61,14 @@ class Operation:
 
         The tensors come first among the arguments; an argument `keep`, the last one, must be True
         where gradients are recorded. The last `kept` outputs serve the backward alone. `backward`
-        takes the cotangents of the other outputs, the kept ones, and all arguments but `keep`; it
-        returns a cotangent of each tensor, of any shape for one that is None or has none, as those
-        with the numbers `constant`.
+        takes the cotangents of the other outputs, None or else zeros where there are none, the kept
+        outputs, and all arguments but `keep`; it returns a cotangent of each tensor, of any shape
+        for one that is None or has none, as those with the numbers `constant`.
         """
         arguments = self.overload._schema.arguments
         count = sum("Tensor" in str(argument.type) for argument in arguments)
         keeps = arguments[-1].name == "keep"
+        taken = backward.overload._schema.arguments
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
@@ -83,10 +84,10 @@ class Operation:
 
         def vjp(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors
-            given = [
-                saved[-count].new_zeros(shape, dtype=dtype) if grad is None else grad
-                for grad, (shape, dtype) in zip(grads, ctx.like, strict=False)
-            ]
+            given = list(grads[: len(ctx.like)])
+            for i, (shape, dtype) in enumerate(ctx.like):
+                if given[i] is None and "Optional" not in str(taken[i].type):
+                    given[i] = saved[-count].new_zeros(shape, dtype=dtype)
             with torch.no_grad():
                 found = backward(*given, *saved, *ctx.options)
             every = [

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import empty_like, operation
 
 OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
 
@@ -69,10 +68,11 @@ def _fake(*given: Any) -> tuple[Tensor, Tensor]:
 
 @operation(
     "short_convolution_backward",
-    f"(Tensor grad, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor? grad_after, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad: Tensor,  # (b, t, c + a)
+    grad_after: Tensor | None,  # (b, w - 1, c); None: zeros
     *given: Any,
 ) -> tuple[Tensor, ...]:
     """Cotangents of x (b, t, c), weight (c, w), window (b, w - 1, c) and added (b, t, a), which is
@@ -82,9 +82,9 @@ def _backward(
     *operands, eps = given
     tensors, numbers, constants = _launch_arguments(*operands)
     x, weight, _, _, count, _ = operands
-    (b, _, c), w, (tiles, blocks) = x.shape, weight.shape[1], numbers[3:5]
+    (b, t, c), w, (tiles, blocks) = x.shape, weight.shape[1], numbers[3:5]
     grid, grad = (b * tiles * blocks,), evenly_spaced(grad)
-    grad_x, grad_weight, grad_window, grad_added = _backward_fake(grad, *given)
+    grad_x, grad_weight, grad_window, grad_added = empty_like(*operands[:4])
     cotangent = torch.empty_like(grad_x)
     sums = x.new_empty(b * tiles, w, c, dtype=torch.float32)
     flags = {"EPS": eps, "ADDS": operands[3] is not None, "NORMS": count > 0}
@@ -97,43 +97,12 @@ def _backward(
         *(cotangent, *tensors[:3], grad_x, grad_window, sums, *numbers[:2], *numbers[3:6]),
         **constants,
     )
+    if grad_after is not None:
+        inside = min(t, w - 1)
+        grad_x[:, t - inside :] += grad_after[:, w - 1 - inside :]
+        grad_window[:, t:] += grad_after[:, : w - 1 - inside]
     return grad_x, sums.sum(0).T.contiguous().to(grad_weight.dtype), grad_window, grad_added
 
 
-@_backward.register_fake
-def _backward_fake(
-    grad: Tensor,  # (b, t, c + a)
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    x, weight, window, added = given[:4]
-    rest = x.new_empty(0) if added is None else added.new_empty(added.shape)
-    return *(v.new_empty(v.shape) for v in (x, weight, window)), rest
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # the window after is rarely differentiated
-    *operands, ctx.count, ctx.size, ctx.eps = inputs
-    ctx.shape = output[0].shape
-    ctx.save_for_backward(*operands)
-
-
-def _gradients(
-    ctx: Any,
-    grad: Tensor | None,  # (b, t, c + a)
-    grad_after: Tensor | None,  # (b, w - 1, c)
-) -> tuple[Tensor | None, ...]:
-    operands = ctx.saved_tensors
-    grad = operands[0].new_zeros(ctx.shape) if grad is None else grad
-    with torch.no_grad():
-        grads = list(_backward(grad, *operands, ctx.count, ctx.size, ctx.eps))
-        if grad_after is not None:
-            t, count = grad.shape[1], grad_after.shape[1]
-            inside = min(t, count)
-            grads[0][:, t - inside :] += grad_after[:, count - inside :]
-            grads[2][:, t:] += grad_after[:, : count - inside]
-    if operands[3] is None:
-        grads[3] = None
-    return *refuse_second_derivative(grads, [grad, grad_after, *operands]), None, None, None
-
-
-short_convolution_operation.register_autograd(_gradients, setup_context=_save)
+_backward.register_fake(lambda grad, grad_after, *given: empty_like(*given[:4]))
+short_convolution_operation.register_vjp(_backward)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.delta_rule.chunks import delta_rule_plain
 from bedouin.kernels.delta_rule.tokens import INPUTS
 from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.launch import ceil_div, next_power_of_two
+from bedouin.kernels.launch import ceil_div, dtype_of_factors, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation, plain_operation
 
 READ = "Tensor query, Tensor key, Tensor beta, Tensor? log_decay"
@@ -115,15 +114,12 @@ def constants(
 ) -> dict[str, Any]:
     """What all kernels have in common at compile time."""
     _, t, _, p = query.shape
-    import triton.language as tl
-
-    dot = torch.float32 if interpreter_is_on() else query.dtype
     return {
         "GATED": gated,
         "P_SIZE": p,
         "PART": _part(p, query.dtype),
         "C": chunk_size(t, query.dtype),
-        "DOT": getattr(tl, str(dot).removeprefix("torch.")),
+        "DOT": dtype_of_factors(query.dtype),
         "PRECISION": FLOAT32_PRODUCTS,
         "enable_fp_fusion": True,
         "num_warps": 4,  # no more (triton_chunks.py)
