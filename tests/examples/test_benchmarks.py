@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bedouin import Bedouin
-from benchmarks import agreement, bench, cases, figure, special, speed, table
+from benchmarks import agreement, bench, cases, cpu, figure, special, speed, table
 from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
@@ -226,3 +226,21 @@ def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     assert (tmp_path / "f.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="entries must have times of a layer among"):
         figure.draw(tmp_path / "f.png", entries[2:])
+
+
+def test_every_layer_has_a_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(cpu.LAYERS, "Bedouin, compiled")  # which compiles for a minute
+    out = tmp_path / "cpu.json"
+    cpu.main(cpu.Config(widths=(16,), batch=2, tokens=3, rounds=3, out=out))
+    content = json.loads(out.read_text())
+    assert content["config"]["widths"] == [16] and content["device"] == "cpu"
+    rows = {row["layer"]: row for row in content["rows"]}
+    assert set(rows) == {cpu.LSTM, *cpu.LAYERS}
+    assert rows[cpu.LSTM]["of_lstm"] == 1 and rows[cpu.LSTM]["state_size"] == 64
+    assert rows["Bedouin"]["steps"] == 1 and rows["GatedDeltaNet"]["steps"] is None
+    assert all(row["ms"] > 0 and row["parameters"] > 0 for row in rows.values())
+
+
+def test_a_count_below_one_names_the_flag() -> None:
+    with pytest.raises(ValueError, match="--rounds must be an int"):
+        cpu.main(cpu.Config(rounds=0))
