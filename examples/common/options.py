@@ -12,7 +12,7 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Initialization, NoMixing, solvers
+from bedouin import Bedouin, Initialization, NoMixing, TrackingDeltaNet, solvers
 from bedouin.tasks.streams import MAX_SEED
 from flags import Count, Natural, Positive, Range, check_heads, check_types, flag, whole
 
@@ -167,6 +167,14 @@ def layer_options(config: RunConfig) -> dict[str, Any]:
         "initialization": Initialization(rates=config.rate_scale),
         **fixed_point_options(config),
     }
+
+
+def make_layer(config: RunConfig) -> nn.Module:
+    """One mixing layer, (b, t, m) -> (b, t, m)."""
+    if config.layer == "tracking":
+        return TrackingDeltaNet(config.d_model)
+    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
+    return kind(config.d_model, **layer_options(config))
 
 
 def mixer_options(num_householder: int, beta_max: float) -> dict[str, Any]:

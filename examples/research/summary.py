@@ -102,14 +102,14 @@ tuning runs as well: the layer, how it begins, and which heads have feedback."""
 def summarize(results: Path) -> dict[str, Models]:
     """The content of summary.json: by task and model, every measure of all reported seeds."""
     folders = [read_runs(results / name) for name in REPORTED_RUNS]
-    tuning = read_runs(results / TUNED)
+    tuning, history = read_runs(results / TUNED), read_runs(results / HISTORY)
     found: dict[str, Models] = {}
     for task in TASKS:
         found[task] = {}
         for model in (*EARLIER, *VARIANTS):
             rows = [row for runs in folders for row in rows_of(runs, f"{task}-{model}")]
             if rows:
-                number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
+                number = len(tuning_rows(tuning, task, model)) + _screened(history, task, model)
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
     return found
 
@@ -124,12 +124,11 @@ def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def _screened(results: Path, task: str, model: str) -> int:
+def _screened(history: dict[str, Any], task: str, model: str) -> int:
     """Of a model of SCREENED: the layers of Bedouin that were screened on a task or on that of its
     rate."""
     names = SCREENED.get(model, ())
-    found = read_runs(results / HISTORY) if names else {}
-    rows = [row for name in names if name in found for row in found[name]["rows"]]
+    rows = [row for name in names if name in history for row in history[name]["rows"]]
     return sum(
         len(row.get("models") or row["seeds"])
         for row in rows

@@ -9,14 +9,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import exp2, one_minus_exp2
-from bedouin.kernels.direct.device import (
-    join_all,
-    load_head_states,
-    load_same,
-    spread,
-    store_head_states,
-    unstack_states,
-)
+from bedouin.kernels.direct import device
 
 
 @triton.jit
@@ -27,7 +20,7 @@ def load_head_block(
     """States N block to N block + N - 1, as far as there are n, by `load_head_states`."""
     COUNT: tl.constexpr = n - block * N
     count = None if COUNT >= N else COUNT
-    return load_head_states(rows_at + block * N * d, inside, count, d, N)
+    return device.load_head_states(rows_at + block * N * d, inside, count, d, N)
 
 
 @triton.jit
@@ -51,7 +44,7 @@ def store_head_blocks(
     """The inverse of `load_head_blocks`."""
     for i in tl.static_range((n + N - 1) // N):
         count = None if n - i * N >= N else n - i * N
-        store_head_states(rows_at + i * N * d, blocks[i], inside, count, d, N)
+        device.store_head_states(rows_at + i * N * d, blocks[i], inside, count, d, N)
 
 
 @triton.jit
@@ -61,8 +54,8 @@ def load_both(
 ):  # fmt: skip
     """B and C of a block of N states, as `load_same` gives them."""
     COUNT: tl.constexpr = min(N, n - block * N)
-    B = load_same(row + block * N, COUNT, S, D, N)
-    return B, load_same(row + n + block * N, COUNT, S, D, N)
+    B = device.load_same(row + block * N, COUNT, S, D, N)
+    return B, device.load_same(row + n + block * N, COUNT, S, D, N)
 
 
 @triton.jit
@@ -89,7 +82,7 @@ def join_blocks(blocks, S: tl.constexpr):
     M: tl.constexpr = triton.next_power_of_2(BLOCKS)
     for _ in tl.static_range(BLOCKS, M):
         blocks = blocks + (tl.zeros_like(blocks[0]),)
-    return tl.reshape(join_all(blocks, M), [S, WIDTH * M])
+    return tl.reshape(device.join_all(blocks, M), [S, WIDTH * M])
 
 
 @triton.jit
@@ -97,7 +90,7 @@ def in_blocks(joined, S: tl.constexpr, BLOCKS: tl.constexpr):
     """The inverse of `join_blocks`."""
     M: tl.constexpr = triton.next_power_of_2(BLOCKS)
     WIDTH: tl.constexpr = joined.shape[1] // M
-    return unstack_states(tl.reshape(joined, [S, WIDTH, M]), S, WIDTH, M)[:BLOCKS]
+    return device.unstack_states(tl.reshape(joined, [S, WIDTH, M]), S, WIDTH, M)[:BLOCKS]
 
 
 @triton.jit
@@ -108,7 +101,7 @@ def discretize_block(
     COUPLED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The decay of a block of states, and s; COUPLED: 1 - decay of the only state in its place."""
-    exponent = A * spread(delta, ROWS, D, N)
+    exponent = A * device.spread(delta, ROWS, D, N)
     decay = exp2(exponent, FAST)
     if COUPLED:
         s = tl.reshape(one_minus_exp2(exponent, decay), [ROWS, D])

@@ -34,27 +34,8 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.direct.device import (
-    as_columns,
-    columns_of,
-    join_rows,
-    rows_of,
-    rows_of_statistics,
-    samples_of,
-    small_rows,
-    split_rows,
-    spread,
-    store_statistics,
-    sum_states,
-)
+from bedouin.kernels.direct import device, triton_blocks
 from bedouin.kernels.direct.parts import columns_of_rows, first_parts, over_channels_of_parts
-from bedouin.kernels.direct.triton_blocks import (
-    discretize_block,
-    load_both,
-    load_head_block,
-    load_head_blocks,
-    store_head_blocks,
-)
 from bedouin.kernels.direct.triton_replay import fetch_tokens
 from bedouin.kernels.direct.triton_weights import load_weight_tile, load_weight_tiles
 
@@ -109,10 +90,10 @@ def both_of(
 ):  # fmt: skip
     """B and C of a block of N states, (s, d, N), 1 if they are not SELECTIVE."""
     if SELECTIVE:
-        B, C = load_both(row, block, n, S, D, N)
+        B, C = triton_blocks.load_both(row, block, n, S, D, N)
     else:
         ones = tl.where(block * N + tl.arange(0, N) < n, 1.0, 0.0)
-        B = spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
+        B = device.spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
         C = B
     return B, C
 
@@ -127,7 +108,7 @@ def inner_products(
     lanes = tl.arange(0, max(32, triton.next_power_of_2(STATES)))[None, :]
     B = tl.load(row[:, None] + lanes, mask=lanes < n, other=0.0)
     C = tl.load(row[:, None] + n + lanes, mask=lanes < n, other=0.0)
-    return as_columns(sums((B * B, C * C, B * C), 1), 3)
+    return device.as_columns(sums((B * B, C * C, B * C), 1), 3)
 
 
 @triton.jit
@@ -148,7 +129,7 @@ def finish_token(
     # h_t C_t, in which h is not needed again
     F = p + sigma * mixed
     maxima = (max_norm(F - y, 1), max_norm(F, 1), max_norm(terms, 1))
-    return h, as_columns(maxima, 3)
+    return h, device.as_columns(maxima, 3)
 
 
 @triton.jit
@@ -157,7 +138,7 @@ def _mixing(
     inv, T, K: tl.constexpr,
 ):  # fmt: skip
     """The factors (s, 1) of u in U^T T U v."""
-    return as_columns(scale(upper_times(T, scale(dots, inv, K), K), inv, K), K)
+    return device.as_columns(scale(upper_times(T, scale(dots, inv, K), K), inv, K), K)
 
 
 @triton.jit
@@ -179,7 +160,7 @@ def write_memory(
     n: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
     """h_t, and what the magnitude is the maximum of."""
-    written = spread(s * mixed * inv_B, ROWS, D, N)
+    written = device.spread(s * mixed * inv_B, ROWS, D, N)
     h = ()
     for i in tl.static_range(len(decayed)):
         if len(held) > 0:
@@ -240,7 +221,7 @@ def sweep_kernel(
     """All tokens of S samples of one head. STREAMED: whether W^y is read anew for each token."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
-    head, here, local, sample = samples_of(per_head, S, PARTS)
+    head, here, local, sample = device.samples_of(per_head, S, PARTS)
     cols = columns_of_rows(ROWS, PARTS, D)
     small = columns_of_rows(ROWS, PARTS, BLOCK_S // PARTS)
     alphas = columns_of_rows(ROWS, PARTS, max(ALPHA, 16) // PARTS)
@@ -263,10 +244,10 @@ def sweep_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = load_head_blocks(A_at, in_row, d, n, N)
+        A = triton_blocks.load_head_blocks(A_at, in_row, d, n, N)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
-    h = load_head_blocks(h_at, in_row, d, n, N)
-    row_of = rows_of_statistics(per_head, t_end, S)
+    h = triton_blocks.load_head_blocks(h_at, in_row, d, n, N)
+    row_of = device.rows_of_statistics(per_head, t_end, S)
     is_first_part = first_parts(here, ROWS, PARTS)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
@@ -277,7 +258,7 @@ def sweep_kernel(
         scratch_ptr + (tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS) * 2 * WIDTH
     )
     # loads of a token are issued while the one before it is computed
-    small_at = small_rows(small, d, n, K, SELECTIVE)
+    small_at = device.small_rows(small, d, n, K, SELECTIVE)
     in_small = small < STATES + K
     alpha_at: tl.constexpr = u_at + K * d
     x_next, next_rows = load_raw_token(x_row, raw_row, cols, in_row, d, u_at, K)
@@ -289,7 +270,7 @@ def sweep_kernel(
     if FEEDBACK:
         last = (
             zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, zero, (zero,) * K,
-            (none,) * K, (none,) * PAIRS, h, (spread(zero, ROWS, D, N),) if HOLD_B else (),
+            (none,) * K, (none,) * PAIRS, h, (device.spread(zero, ROWS, D, N),) if HOLD_B else (),
         )  # fmt: skip
         if not HOLD_B:
             place = (cell + WIDTH)[:, None] + small
@@ -298,7 +279,7 @@ def sweep_kernel(
     else:
         part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (4 * row_of)
         mixing = (
-            (zero,) * K, zero, zero, (none,) * K, (none,) * PAIRS, as_columns((none,) * K, K)
+            (zero,) * K, zero, zero, (none,) * K, (none,) * PAIRS, device.as_columns((none,) * K, K)
         )  # fmt: skip
         maxima = (none, none)
         fetch_tokens(x_row, 0, x_stride_t, t_end, d, KEEP, PARTS, FAST)
@@ -311,7 +292,7 @@ def sweep_kernel(
         now = cell + t % 2 * WIDTH
         later = cell + (t + 1) % 2 * WIDTH
         if FEEDBACK:
-            columns = columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
+            columns = device.columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
             fed = ()
             for i in tl.static_range(TILES):
                 if STREAMED:
@@ -325,11 +306,13 @@ def sweep_kernel(
             h, maxima = finish_token(last, later, n, K, N, ROWS, D, SELECTIVE)
             if PARTS == 1:
                 whole = maxima + (pivot[:, None],)
-                store_statistics(statistics_ptr + token - 1, whole, row_of, here & (t > 0), ROWS)
+                device.store_statistics(
+                    statistics_ptr + token - 1, whole, row_of, here & (t > 0), ROWS
+                )
         if (t % KEEP == 0) & (t > 0):
             slot = sample * slots + t // KEEP - 1
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
-            store_head_blocks(kept_at, h, inside, d, n, N)
+            triton_blocks.store_head_blocks(kept_at, h, inside, d, n, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         delta = next_rows[0].to(tl.float32)
@@ -338,23 +321,31 @@ def sweep_kernel(
             u = u + (next_rows[i + 1].to(tl.float32),)
         if FEEDBACK:
             values = small_next[0].to(tl.float32)
-            values += rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            values += (
+                device.rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            )
             values = (values,)
             if ALPHA > 0:
-                more = rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
+                more = device.rows_of(fed[SMALL + 1], S, ALPHA, COLUMNS, PARTS)
                 more = more.to(ROUND).to(tl.float32)
                 values = values + (small_next[1].to(tl.float32) + more,)
             # in turn in two places, so that one barrier a token is enough
             store_small(now, values, small, in_small, alphas, STATES, K, ALPHA)
-            delta += rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+            delta += device.rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
             if JOINED:
-                joined = join_rows(u, ROWS, K, D)
-                joined += rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
-                u = split_rows(joined, ROWS, K, D)
+                joined = device.join_rows(u, ROWS, K, D)
+                joined += (
+                    device.rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+                )
+                u = device.split_rows(joined, ROWS, K, D)
             else:
                 rows = ()
                 for i in tl.static_range(K):
-                    more = rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS).to(ROUND).to(tl.float32)
+                    more = (
+                        device.rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS)
+                        .to(ROUND)
+                        .to(tl.float32)
+                    )
                     rows = rows + (u[i] + more,)
                 u = rows
             tl.debug_barrier()
@@ -376,17 +367,20 @@ def sweep_kernel(
         reads = ()
         for i in tl.static_range(BLOCKS):
             B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
-            A_block = A[i] if HOLD_A else load_head_block(A_at, i, in_row, d, n, N)
-            decay, s = discretize_block(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
+            A_block = A[i] if HOLD_A else triton_blocks.load_head_block(A_at, i, in_row, d, n, N)
+            decay, s = triton_blocks.discretize_block(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
             decayed = decayed + (decay * h[i],)
-            reads = reads + (sum_states(decayed[i] * C, ROWS, D, N),)
+            reads = reads + (device.sum_states(decayed[i] * C, ROWS, D, N),)
             if HOLD_B:
                 held = held + (B,)
         if SELECTIVE:
             # (s, d), the same for all channels
             if HOLD_B:
-                B_B, C_C = sum_states(B * B, ROWS, D, N), sum_states(C * C, ROWS, D, N)
-                B_C = sum_states(B * C, ROWS, D, N)
+                B_B, C_C = (
+                    device.sum_states(B * B, ROWS, D, N),
+                    device.sum_states(C * C, ROWS, D, N),
+                )
+                B_C = device.sum_states(B * C, ROWS, D, N)
             else:
                 B_B, C_C, B_C = inner_products(now, n, BLOCKS * N)
             inv_B = inverse_norm(zero + B_B, n * EPS)
@@ -433,8 +427,8 @@ def sweep_kernel(
             T = wy_upper(G, beta, K)
             # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
             q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
-            T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
+            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, FAST)
+            T_v = device.as_columns(scale(upper_times(T, U_v, K), inv, K), K)
             mixed = combine(T_v, u, K)
             y += sigma * mixed
             mixed += x
@@ -445,8 +439,8 @@ def sweep_kernel(
                 own = over_channels_of_parts(own, () if K > 0 else maxima, ROWS, PARTS, D)
                 if K == 0:
                     whole = own[1:] + (pivot,)
-                whole = as_columns(whole, 4)
-                store_statistics(
+                whole = device.as_columns(whole, 4)
+                device.store_statistics(
                     statistics_ptr + token - 1, whole, row_of, is_first_part & (t > 0), ROWS
                 )
             v = y
@@ -456,8 +450,8 @@ def sweep_kernel(
             v = v.to(ROUND)
             last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, held)
         else:
-            whole = as_columns(whole, 4)
-            store_statistics(part_at + token - 1, whole, row_of, here & (t > 0), ROWS)
+            whole = device.as_columns(whole, 4)
+            device.store_statistics(part_at + token - 1, whole, row_of, here & (t > 0), ROWS)
             h, terms = write_memory(
                 x, mixed, s, inv_B, decayed, held, now, n, N, ROWS, D, SELECTIVE
             )
@@ -469,8 +463,10 @@ def sweep_kernel(
     if FEEDBACK:
         h, maxima = finish_token(last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE)
         if PARTS > 1:
-            maxima = as_columns(over_channels_of_parts((zero,), maxima, ROWS, PARTS, D)[1:], 3)
-        store_statistics(
+            maxima = device.as_columns(
+                over_channels_of_parts((zero,), maxima, ROWS, PARTS, D)[1:], 3
+            )
+        device.store_statistics(
             statistics_ptr + token, maxima + (pivot[:, None],), row_of, is_first_part, ROWS
         )
     else:
@@ -478,6 +474,6 @@ def sweep_kernel(
         if K > 0:
             dots = over_channels_of_parts(rows_times(mixing[0], mixing[1], K), (), ROWS, PARTS, D)
             gap = largest_gap(dots, mixing, K)
-        whole = as_columns((gap,) + maxima + (pivot,), 4)
-        store_statistics(part_at + token, whole, row_of, here, ROWS)
-    store_head_blocks(h_at, h, inside, d, n, N)
+        whole = device.as_columns((gap,) + maxima + (pivot,), 4)
+        device.store_statistics(part_at + token, whole, row_of, here, ROWS)
+    triton_blocks.store_head_blocks(h_at, h, inside, d, n, N)

@@ -18,59 +18,15 @@ from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     add,
     combine,
-    reflections_vjp_scalars,
+    reflections_vjp,
     rows_times,
     square_times,
     symmetric_times,
     total_of,
     upper_transposed_times,
 )
-from bedouin.kernels.direct.device import (
-    as_columns,
-    concatenated_states,
-    in_lanes,
-    load_scalars,
-    rows_of,
-    rows_of_statistics,
-    samples_of,
-    spread,
-    store_statistics,
-    sum_channels,
-    sum_states,
-)
-from bedouin.kernels.direct.parts import (
-    columns_of_rows,
-    first_parts,
-    over_channels_of_parts,
-    sum_of_parts,
-)
-from bedouin.kernels.direct.triton_blocks import (
-    discretize_block,
-    in_blocks,
-    join_blocks,
-    keep_order,
-    load_both,
-    load_head_block,
-    load_head_blocks,
-    store_head_blocks,
-)
+from bedouin.kernels.direct import device, parts, triton_blocks, triton_replay, triton_weights
 from bedouin.kernels.direct.triton_prepare import local_padding, local_size, local_width
-from bedouin.kernels.direct.triton_replay import (
-    fetch_chunk,
-    fetch_values,
-    kept_memory,
-    load_kept_token,
-    memory_before,
-    replay_tokens,
-)
-from bedouin.kernels.direct.triton_weights import (
-    BLOCK_ALPHA,
-    in_tiles,
-    load_transposed_weights,
-    state_columns,
-    streamed_product,
-    transposed_product,
-)
 
 AHEAD = tl.constexpr(3)
 """Blocks of h that are loaded before they are needed, if not all of them are."""
@@ -140,11 +96,11 @@ def reverse_kernel(
     """The adjoint of `count` tokens of S samples of one head, the last first."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
-    head, here, local, sample = samples_of(per_head, S, PARTS)
-    is_first_part = first_parts(here, ROWS, PARTS)
-    row_of = rows_of_statistics(per_head, t_end, S)
+    head, here, local, sample = device.samples_of(per_head, S, PARTS)
+    is_first_part = parts.first_parts(here, ROWS, PARTS)
+    row_of = device.rows_of_statistics(per_head, t_end, S)
     program = tl.program_id(0).to(tl.int64)
-    cols = columns_of_rows(ROWS, PARTS, D)
+    cols = parts.columns_of_rows(ROWS, PARTS, D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
     in_row = cols < d
@@ -155,20 +111,20 @@ def reverse_kernel(
     WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (n + N - 1) // N
-    alphas = tl.arange(0, BLOCK_ALPHA)
+    alphas = tl.arange(0, triton_weights.BLOCK_ALPHA)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     # whether a thread has h of the next token, too, where it would wait for nothing else
     LOAD_AHEAD: tl.constexpr = HOLD and not FEEDBACK
     if HOLD:
-        A = load_head_blocks(A_at, in_row, d, n, N)
+        A = triton_blocks.load_head_blocks(A_at, in_row, d, n, N)
     if LOAD_AHEAD:
         h_next = A
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
-            W = load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+            W = triton_weights.load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
         # the cotangents of the raw values of the token after these
         after = (sample * t_end + start + count) * r
         more = here & (0 * local + start + count < t_end)  # whether there is such a token
@@ -181,21 +137,25 @@ def reverse_kernel(
             u_after = u_after + (column.to(ROUND),)
         states_after = ()
         for i in tl.static_range(BLOCKS if SELECTIVE else 0):
-            states_at, given = state_columns(d, i, n, N, D)
+            states_at, given = triton_weights.state_columns(d, i, n, N, D)
             at = after[:, None] + states_at[None, :]
             column = tl.load(grad_raw_ptr + at, mask=more[:, None] & given[None, :], other=0.0)
             states_after = states_after + (column.to(ROUND),)
         known = more[:, None] & (alphas < K)[None, :]
         at = after[:, None] + (u_at + K * d) + alphas[None, :]
         alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        grads = in_tiles(delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE)
+        grads = triton_weights.in_tiles(
+            delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE
+        )
     h0_row = h0_ptr + sample * h0_stride_b
     kept_row = kept_ptr + sample * slots * (n * d)
     last_chunk = (start + count - 1) // KEEP
-    fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
+    triton_replay.fetch_values(
+        triton_replay.kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST
+    )
     at = sample[:, None] * (n * d) + cols
-    H = load_head_blocks(H_ptr + at, in_row, d, n, N)
-    grad_A = load_head_blocks(grad_A_ptr + at, in_row, d, n, N)
+    H = triton_blocks.load_head_blocks(H_ptr + at, in_row, d, n, N)
+    grad_A = triton_blocks.load_head_blocks(grad_A_ptr + at, in_row, d, n, N)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -207,12 +167,12 @@ def reverse_kernel(
     last = (start + count - 1).to(tl.int64)
     last_of_count = (count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
-    loaded = load_kept_token(
+    loaded = triton_replay.load_kept_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
         mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
         cols, in_row, d, u_at, K, FEEDBACK,
     )  # fmt: skip
-    entries = columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
+    entries = parts.columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
     # in near memory every group of scalars is at a multiple of 4, for loads of four at once
     AT_N: tl.constexpr = 3 * ((PAIRS + 3) // 4 * 4)
     AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
@@ -245,8 +205,8 @@ def reverse_kernel(
             # other threads have read what is overwritten, and read what is written
             tl.debug_barrier()
             from_token = start + first
-            replay_tokens(
-                kept_memory(h0_row, kept_row, chunk, d, n),
+            triton_replay.replay_tokens(
+                triton_replay.kept_memory(h0_row, kept_row, chunk, d, n),
                 replayed_row, in_chunk + 1, mixed_row + first * d,
                 raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
                 local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
@@ -256,16 +216,19 @@ def reverse_kernel(
             if first > 0:
                 i_before = first - KEEP
                 from_token -= KEEP
-                fetch_chunk(
-                    kept_memory(h0_row, kept_row, chunk - 1, d, n), mixed_row + i_before * d,
+                triton_replay.fetch_chunk(
+                    triton_replay.kept_memory(h0_row, kept_row, chunk - 1, d, n),
+                    mixed_row + i_before * d,
                     local_row + i_before * WIDTH, raw_row + from_token * raw_stride_t,
                     fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
                     WIDTH, PARTS, FEEDBACK, FAST,
                 )  # fmt: skip
             tl.debug_barrier()
             if LOAD_AHEAD:
-                h_row = memory_before(h0_row, kept_row, replayed_row, chunk, in_chunk, d, n)
-                h_next = load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
+                h_row = triton_replay.memory_before(
+                    h0_row, kept_row, replayed_row, chunk, in_chunk, d, n
+                )
+                h_next = triton_blocks.load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
         t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
         # the scalars of a token are read one by one: first from where they are near
@@ -284,17 +247,19 @@ def reverse_kernel(
         if LOAD_AHEAD:
             h = h_next
         else:
-            h_row = memory_before(h0_row, kept_row, replayed_row, chunk, in_chunk, d, n)
+            h_row = triton_replay.memory_before(
+                h0_row, kept_row, replayed_row, chunk, in_chunk, d, n
+            )
             h_at = h_row[:, None] + cols
-            h = load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
+            h = triton_blocks.load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         if FEEDBACK:
             if STREAMED:
-                product = streamed_product(
+                product = triton_weights.streamed_product(
                     W_at, grads, S, COLUMNS, PRECISION, DOT, d, n, K, SELECTIVE, N, BLOCK_D, D
                 )
             else:
-                product = transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
+                product = triton_weights.transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
         x, y, g, mixed, raw, fed = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)
@@ -310,23 +275,23 @@ def reverse_kernel(
                 one += fed[i + 1].to(tl.float32)
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        rms, BC, _, _ = load_scalars(row + AT_LAST, 4, ROWS, D)
+        rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, ROWS, D)
         s = input_scale(delta, INPUT_SCALE, FAST)
         held, reads = (), ()
         for i in tl.static_range(BLOCKS):
-            B, C = load_both(row + AT_B, i, n, ROWS, D, N)
+            B, C = triton_blocks.load_both(row + AT_B, i, n, ROWS, D, N)
             if HOLD:
-                decay, s = discretize_block(A[i], delta, s, ROWS, D, N, COUPLED, FAST)
+                decay, s = triton_blocks.discretize_block(A[i], delta, s, ROWS, D, N, COUPLED, FAST)
                 held = held + ((A[i], B, C, decay, decay * h[i]),)
-            reads = reads + (sum_states(H[i] * B, ROWS, D, N),)
+            reads = reads + (device.sum_states(H[i] * B, ROWS, D, N),)
         # the cotangent of s x~, without w
         to_written = total_of(reads)
         from_memory = s * to_written
         sigma = s * BC
-        written = spread(s * mixed, ROWS, D, N)
+        written = device.spread(s * mixed, ROWS, D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if FEEDBACK:
-            grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
+            grad_normed = device.rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
             if NORM:
                 g += rms * grad_normed
             else:
@@ -337,12 +302,12 @@ def reverse_kernel(
         # with the statistics of the token after it: every exchange between warps takes barriers
         dots = ()
         if len(q) > 0:
-            dots = as_columns(
-                over_channels_of_parts(q, extremes, ROWS, PARTS, D), len(q) + len(extremes)
+            dots = device.as_columns(
+                parts.over_channels_of_parts(q, extremes, ROWS, PARTS, D), len(q) + len(extremes)
             )
         if FEEDBACK and PARTS > 1:
             whole = dots[len(q) : len(q) + 2]
-            store_statistics(
+            device.store_statistics(
                 statistics_ptr + token + 1, whole, row_of, is_first_part & (back > 0), ROWS
             )
         if NORM:
@@ -351,54 +316,58 @@ def reverse_kernel(
             g -= along_y * y
             q = ()
             if K > 0:
-                u_y = load_scalars(row + AT_KNOWN + 4 * K, K, ROWS, D)
+                u_y = device.load_scalars(row + AT_KNOWN + 4 * K, K, ROWS, D)
             for i in tl.static_range(K):
                 q = q + (dots[i] - along_y * u_y[i],)
         else:
             q = dots[0:K]
-        loaded = load_kept_token(
+        loaded = triton_replay.load_kept_token(
             x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
             mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
             fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FEEDBACK,
         )  # fmt: skip
         if LOAD_AHEAD:
             in_next = tl.maximum(in_chunk - 1, 0)
-            h_row = memory_before(h0_row, kept_row, replayed_row, chunk, in_next, d, n)
-            h_next = load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
+            h_row = triton_replay.memory_before(
+                h0_row, kept_row, replayed_row, chunk, in_next, d, n
+            )
+            h_next = triton_blocks.load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
         w, applied = g, g
         if K > 0:
-            T_g = square_times(load_scalars(row + AT_N, K * K, ROWS, D), q, K)
+            T_g = square_times(device.load_scalars(row + AT_N, K * K, ROWS, D), q, K)
             w += combine(T_g, u, K)
             # x~ = x + U^T T U v, one reflection after the other
-            U_g = add(q, symmetric_times(load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K)
+            U_g = add(
+                q, symmetric_times(device.load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K
+            )
             # defect and scale of the adjoint equation
-            T = load_scalars(row, PAIRS, ROWS, D)
+            T = device.load_scalars(row, PAIRS, ROWS, D)
             applied += combine(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
         if not FEEDBACK:
-            store_statistics(part_at + token, (defect, size), row_of, here, ROWS)
+            device.store_statistics(part_at + token, (defect, size), row_of, here, ROWS)
         elif PARTS == 1:
-            store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
+            device.store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
         else:
             extremes = (defect, size)
         grad_mixed = from_memory + sigma * w
         if K > 0:
-            G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
-            own = load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
+            G = device.load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
+            own = device.load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
             T_v = own[:K]
-            along_u, grad_alpha = reflections_vjp_scalars(U_g, T_g, T_v, G, own[K:], K)
+            along_u, grad_alpha = reflections_vjp(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
         units = ()
         for i in tl.static_range(BLOCKS):
-            states_at, given = state_columns(AT_B, i, n, N, D)
+            states_at, given = triton_weights.state_columns(AT_B, i, n, N, D)
             unit_at = row[:, None] + states_at[None, :]
             units = units + (tl.load(unit_at, mask=given[None, :], other=0.0),)
-        _, _, inv_B, inv_C = load_scalars(row + AT_LAST, 4, ROWS, units[0].shape[1])
+        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, units[0].shape[1])
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
         rows = ()
-        to_alpha = tl.zeros([ROWS, BLOCK_ALPHA], tl.float32)
+        to_alpha = tl.zeros([ROWS, triton_weights.BLOCK_ALPHA], tl.float32)
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
@@ -407,7 +376,7 @@ def reverse_kernel(
             grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along_u[i] * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols, grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            one = in_lanes(grad_alpha[i], ROWS, D)
+            one = device.in_lanes(grad_alpha[i], ROWS, D)
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
@@ -417,7 +386,7 @@ def reverse_kernel(
         x_at = grad_x_ptr + token[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
-        w_states = spread(w, ROWS, D, N)
+        w_states = device.spread(w, ROWS, D, N)
         states = ()
         through = ()
         for i in tl.static_range(BLOCKS):
@@ -426,24 +395,26 @@ def reverse_kernel(
                 A_block, B, C, decay, reach = held[i]
             else:
                 # without it the compiler loads the values of all blocks first, and spills them
-                keep_order(FAST)
+                triton_blocks.keep_order(FAST)
                 if i + AHEAD < BLOCKS:
-                    h = h + (load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
-                A_block = load_head_block(A_at, i, in_row, d, n, N)
-                B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, s = discretize_block(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
+                    h = h + (triton_blocks.load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
+                A_block = triton_blocks.load_head_block(A_at, i, in_row, d, n, N)
+                B, C = triton_blocks.load_both(row + AT_B, i, n, ROWS, D, N)
+                decay, s = triton_blocks.discretize_block(
+                    A_block, delta, s, ROWS, D, N, COUPLED, FAST
+                )
                 reach = decay * h_block
             total = H[i] + w_states * C
             to_exponent = total * reach
             if COUPLED:
                 # s is 1 - decay
-                to_exponent -= total * decay * spread(mixed, ROWS, D, N) * B
-            through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)
+                to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
+            through = through + (device.sum_states(to_exponent * A_block, ROWS, D, N),)
             if SELECTIVE:
                 to_C = (reach + written * B) * w_states
-                both = concatenated_states(total * written, to_C, ROWS, D, N)
-                states = states + (sum_channels(both, ROWS, D, 2 * N),)
-            to_A = grad_A[i] + to_exponent * spread(delta, ROWS, D, N)
+                both = device.concatenated_states(total * written, to_C, ROWS, D, N)
+                states = states + (device.sum_channels(both, ROWS, D, 2 * N),)
+            to_A = grad_A[i] + to_exponent * device.spread(delta, ROWS, D, N)
             grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
             H = H[:i] + (total * decay,) + H[i + 1 :]
         to_delta = LN2 * total_of(through)
@@ -456,7 +427,9 @@ def reverse_kernel(
         tl.store(grad_row[:, None] + cols, to_delta, mask=inside)
         if SELECTIVE:
             if PARTS > 1:
-                states = in_blocks(sum_of_parts(join_blocks(states, ROWS), PARTS), ROWS, BLOCKS)
+                states = triton_blocks.in_blocks(
+                    parts.sum_of_parts(triton_blocks.join_blocks(states, ROWS), PARTS), ROWS, BLOCKS
+                )
             along = units[0] * states[0]
             for i in tl.static_range(1, BLOCKS):
                 along += units[i] * states[i]
@@ -465,7 +438,7 @@ def reverse_kernel(
             along = tl.reshape(tl.broadcast_to(sums_of, [ROWS, GROUPS, N]), along.shape)
             rounded = ()
             for i in tl.static_range(BLOCKS):
-                states_at, given = state_columns(d, i, n, N, D)
+                states_at, given = triton_weights.state_columns(d, i, n, N, D)
                 inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
                 to_states = (inv * (states[i] - units[i] * along)).to(kind)
                 in_states = is_first_part[:, None] & given[None, :]
@@ -473,13 +446,15 @@ def reverse_kernel(
                 rounded = rounded + (to_states.to(ROUND),)
             states = rounded
         if FEEDBACK:
-            grads = in_tiles(
+            grads = triton_weights.in_tiles(
                 to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
             )  # fmt: skip
     at = sample[:, None] * (n * d) + cols
-    store_head_blocks(H_ptr + at, H, inside, d, n, N)
-    store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
+    triton_blocks.store_head_blocks(H_ptr + at, H, inside, d, n, N)
+    triton_blocks.store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
     if FEEDBACK and PARTS > 1:
-        whole = over_channels_of_parts((tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D)
+        whole = parts.over_channels_of_parts(
+            (tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D
+        )
         at = statistics_ptr + sample * t_end + start
-        store_statistics(at, as_columns(whole[1:], 2), row_of, is_first_part, ROWS)
+        device.store_statistics(at, device.as_columns(whole[1:], 2), row_of, is_first_part, ROWS)

@@ -9,14 +9,7 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.scan.triton_tokens import (
-    build_step,
-    load_columns,
-    load_exponent,
-    load_scan_rows,
-    split_columns,
-    write,
-)
+from bedouin.kernels.scan import triton_tokens
 
 
 @triton.jit(do_not_specialize=["T", "zero", "head_samples"])
@@ -74,7 +67,7 @@ def forward_kernel(
         head = batch // head_samples
         A_ptr += head * size
         D_ptr += head * d
-    A_log2 = load_exponent(A_ptr + lanes, in_cell)
+    A_log2 = triton_tokens.load_exponent(A_ptr + lanes, in_cell)
     h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(tl.float32)
@@ -86,36 +79,36 @@ def forward_kernel(
     kept_ptr += batch * chunks * size
     # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
-    xs = load_scan_rows(x_ptr, x_stride_t, T, channel, d)
-    deltas = load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
-    Bs = load_columns(B_ptr, B_stride_t, T, state, n)
-    Cs = load_columns(C_ptr, C_stride_t, T, state, n)
+    xs = triton_tokens.load_scan_rows(x_ptr, x_stride_t, T, channel, d)
+    deltas = triton_tokens.load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
+    Bs = triton_tokens.load_columns(B_ptr, B_stride_t, T, state, n)
+    Cs = triton_tokens.load_columns(C_ptr, C_stride_t, T, state, n)
     for done in range(0, T, 4):
         if KEEP:
             if done % CHUNK == 0:
                 tl.store(kept_ptr + cell, h, mask=in_cell)
                 kept_ptr += size
         x_4, delta_4 = xs, deltas
-        B_4 = split_columns(Bs.to(tl.float32), BLOCK_N)
-        C_4 = split_columns(Cs.to(tl.float32), BLOCK_N)
+        B_4 = triton_tokens.split_columns(Bs.to(tl.float32), BLOCK_N)
+        C_4 = triton_tokens.split_columns(Cs.to(tl.float32), BLOCK_N)
         x_ptr += tl.cast(x_stride_t, tl.int64) * 4
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
         C_ptr += tl.cast(C_stride_t, tl.int64) * 4
         left = T - done - 4
-        xs = load_scan_rows(x_ptr, x_stride_t, left, channel, d)
-        deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
-        Bs = load_columns(B_ptr, B_stride_t, left, state, n)
-        Cs = load_columns(C_ptr, C_stride_t, left, state, n)
+        xs = triton_tokens.load_scan_rows(x_ptr, x_stride_t, left, channel, d)
+        deltas = triton_tokens.load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
+        Bs = triton_tokens.load_columns(B_ptr, B_stride_t, left, state, n)
+        Cs = triton_tokens.load_columns(C_ptr, C_stride_t, left, state, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
-            decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = triton_tokens.build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
             h *= decay
             if EXCLUSIVE:
                 y = tl.sum(h * C_4[i][:, None], axis=0)
-                h += write(x, s, B_4[i], INPUT_SCALE)
+                h += triton_tokens.write(x, s, B_4[i], INPUT_SCALE)
             else:
-                h += write(x, s, B_4[i], INPUT_SCALE)
+                h += triton_tokens.write(x, s, B_4[i], INPUT_SCALE)
                 y = tl.sum(h * C_4[i][:, None], axis=0)
             if HAS_D:
                 y += D * x

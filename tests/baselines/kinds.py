@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.baselines import (
-    LSTM,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    Mamba,
-)
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 
 Kind = Callable[..., Any]
 

@@ -229,22 +229,14 @@ def ydata(panel: Axes) -> list[list[float]]:
 
 
 def test_the_figure_of_lengths_shows_the_seeds_of_each_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, figures: list[Figure]
 ) -> None:
-    panels: list[Axes] = []
-    save = Figure.savefig
-
-    def savefig(self: Figure, *args: Any, **options: Any) -> None:
-        panels.extend(self.axes)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
     summary: dict[str, Any] = {task: {} for task in TASKS}
     bound = {"token_16_32": [0.7], "token_16_128": [0.6], "token_24_128": [0.1]}
     summary["bound_s3"]["recall"] = bound | {"sequence_16_32": [0.0], "tuning_runs": 1}
     summary["a5"]["tracking"] = {"token_16": [1.0] * 3, "token_512": [0.2, 0.9, 0.3]}
     figure_of_lengths(summary, tmp_path / "f.png")
-    shown = {panel.get_title(): panel for panel in panels}
+    shown = {panel.get_title(): panel for panel in figures[0].axes}
     medians, bands = ydata(shown["A5"]), shown["A5"].collections
     assert medians[0] == [1.0, 0.3]
     limits = bands[0].get_datalim(shown["A5"].transData)

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
+from tests.examples.training import SMALL, a5_config, interrupting, last, read_metrics
 from torch import nn
 
 import train_a5
@@ -29,33 +28,15 @@ from common.run import Run
 from flags import UsageError
 from research.baselines import make_baseline
 
-SMALL: dict[str, Any] = {
-    **{"device": "cpu", "d_model": 16, "d_state": 2, "num_householder": 1, "batch_size": 8},
-    **{"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3, "checkpoint_every": 2},
-    **{"eval_rows": 16, "final_rows": 32, "eval_batch_size": 16, "final_lengths": (2,)},
-}
-
-
-def a5_config(out: Path, **changes: Any) -> train_a5.WordProblemConfig:
-    values = {**SMALL, "length": 3, "eval_lengths": (3, 5), "out": out, **changes}
-    return train_a5.WordProblemConfig(**values)
-
 
 def copy_config(out: Path, **changes: Any) -> train_copy.CopyingConfig:
     lengths = {"min_length": 2, "max_length": 3, "context_len": 16, "eval_lengths": (3, 6)}
     return train_copy.CopyingConfig(**{**SMALL, **lengths, "out": out, **changes})
 
 
-def read_metrics(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
-    return content
-
-
 def states(folder: Path) -> dict[str, Any]:
     """The parts of the last checkpoint of a run."""
-    path = find_checkpoint(folder)
-    assert path is not None
-    files = sorted(file for file in path.iterdir() if file.name != MANIFEST)
+    files = sorted(file for file in last(folder).iterdir() if file.name != MANIFEST)
     return {file.name: torch.load(file, weights_only=False) for file in files}
 
 
@@ -74,23 +55,6 @@ def assert_equal(one: Any, two: Any, name: str = "") -> None:
 def assert_same_run(first: Path, second: Path) -> None:
     assert_equal(states(first), states(second))
     assert read_metrics(first)["accuracy"] == read_metrics(second)["accuracy"]
-
-
-@contextmanager
-def interrupting(step: int, *signals: int) -> Iterator[None]:
-    """Signals that arrive before the update of a step; without any it raises KeyboardInterrupt."""
-    update = Run.update
-
-    def interrupted(run: Run, *args: Any, **shown: Any) -> None:
-        if run.step == step and not signals:
-            raise KeyboardInterrupt
-        for signum in signals if run.step == step else ():
-            signal.raise_signal(signum)
-        update(run, *args, **shown)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "update", interrupted)
-        yield
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from fuzz_cases import (
     digits,
     draw_solver,
     fits,
+    make_tests,
     random_state,
     sample,
 )
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -476,12 +476,9 @@ def law_errors(case: Case, draw: Draw) -> None:
     assert case.layer.stats is None
 
 
-LAWS = [value for name, value in list(globals().items()) if name.startswith("law_")]
-
-
-def check(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) -> None:
+def check(law: Callable[[Case, Draw], None], case: Case, draw: Draw) -> None:
     if case.error is None or law is law_errors:
-        law(case, data.draw)
+        law(case, draw)
         return
     with pytest.raises(TypeError, match=case.error):
         # only a gradient shows that an adjoint does not fit, and only if there is something
@@ -489,16 +486,4 @@ def check(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) ->
         case.layer(x).sum().backward()
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
-@settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
-@given(case=cases(), data=st.data())
-def test_law(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) -> None:
-    check(law, case, data)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
-@settings(max_examples=-(-CASES // len(LAWS)), suppress_health_check=list(HealthCheck))
-@given(case=cases(), data=st.data())
-def test_law_at_length(law: Callable[[Case, Draw], None], case: Case, data: st.DataObject) -> None:
-    check(law, case, data)
+test_law, test_law_at_length = make_tests(globals(), cases(), FEW, CASES, check)

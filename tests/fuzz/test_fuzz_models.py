@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis
-import pytest
 import torch
-from fuzz_cases import CASES, FEW, Draw
-from hypothesis import HealthCheck, given, settings
+from fuzz_cases import CASES, FEW, Draw, make_tests
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -177,20 +175,10 @@ def law_diagnose(model: SequenceModel, draw: Draw) -> None:
     assert "smallest pivot" in str(found)
 
 
-LAWS = [value for name, value in list(globals().items()) if name.startswith("law_")]
-Law = Callable[[SequenceModel, Draw], None]
+def check(law: Callable[[SequenceModel, Draw], None], model: SequenceModel, draw: Draw) -> None:
+    law(model, draw)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
-@settings(max_examples=FEW // 2, suppress_health_check=list(HealthCheck))
-@given(model=models(), data=st.data())
-def test_law_of_models(law: Law, model: SequenceModel, data: st.DataObject) -> None:
-    law(model, data.draw)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
-@settings(max_examples=-(-CASES // 5 // len(LAWS)), suppress_health_check=list(HealthCheck))
-@given(model=models(), data=st.data())
-def test_law_of_models_at_length(law: Law, model: SequenceModel, data: st.DataObject) -> None:
-    law(model, data.draw)
+test_law_of_models, test_law_of_models_at_length = make_tests(
+    globals(), models(), FEW // 2, CASES // 5, check
+)

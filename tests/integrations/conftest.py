@@ -46,12 +46,9 @@ def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def model(mixing: dict[str, Any]) -> Any:
-    """In evaluation and float64, in which greedy choices are the same whatever the path."""
-    from tests.integrations.hf_models import make_config
+    from tests.integrations.hf_models import make_model
 
-    from bedouin.integrations.hf import BedouinForCausalLM
-
-    return BedouinForCausalLM(make_config(initializer_range=0.5, **mixing)).double().eval()
+    return make_model(**mixing)
 
 
 @pytest.fixture

@@ -141,11 +141,19 @@ def test_options_that_do_not_fit(
         BedouinForCausalLM(make_config(**options))
 
 
+def loaded_from(folder: Path, content: dict[str, Any] | BedouinConfig) -> Any:
+    """The configuration from a file with a content, or that a configuration writes."""
+    if isinstance(content, BedouinConfig):
+        content.save_pretrained(folder)
+    else:
+        (folder / "config.json").write_text(json.dumps(content))
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
 class TestConfig:
     def test_round_trip_and_auto_classes(self, tmp_path: Path) -> None:
         config = make_config(num_heads=2, feedback=("B", "C"), decay="griffin", expand=1.5)
-        config.save_pretrained(tmp_path)
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        loaded = loaded_from(tmp_path, config)
         assert isinstance(loaded, BedouinConfig)
         assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()
         assert isinstance(transformers.AutoModel.from_config(loaded), BedouinModel)
@@ -155,16 +163,12 @@ class TestConfig:
 
     @pytest.mark.parametrize("scale", [0.1, (1.0, 0.01)])
     def test_rates_of_heads_survive_a_file(self, scale: Any, tmp_path: Path) -> None:
-        make_config(num_heads=2, initialization=Initialization(rates=scale)).save_pretrained(
-            tmp_path
-        )
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        config = make_config(num_heads=2, initialization=Initialization(rates=scale))
+        loaded = loaded_from(tmp_path, config)
         assert loaded.make_mixer(0).initialization.rates == scale
 
     def test_every_option_survives_a_file(self, tmp_path: Path) -> None:
-        make_config(**CONVOLVED).save_pretrained(tmp_path)
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
-        mixer = loaded.make_mixer(1)
+        mixer = loaded_from(tmp_path, make_config(**CONVOLVED)).make_mixer(1)
         assert (mixer.conv.width, mixer.layer_idx, mixer.feedback) == (3, 1, ("delta", "B"))
         assert type(mixer.mixer) is NoMixing and mixer.input_scale == "delta"
         assert mixer.initialization == Initialization(0.5, (8, 0.001))
@@ -185,8 +189,7 @@ class TestConfig:
         newer = ["conv_kernel", "initialization"]
         newer += ["mixer", "solver", "adjoint", "max_steps", "backend", "on_unconverged"]
         old = {k: v for k, v in make_config(num_heads=2).to_dict().items() if k not in newer}
-        (tmp_path / "config.json").write_text(json.dumps(old))
-        mixer = transformers.AutoConfig.from_pretrained(tmp_path).make_mixer(0)
+        mixer = loaded_from(tmp_path, old).make_mixer(0)
         expected = Bedouin(8, d_state=4, num_heads=2)
         assert type(mixer) is Bedouin and mixer.initialization == Initialization()
         assert repr(mixer) == repr(expected)
@@ -202,15 +205,13 @@ class TestConfig:
         """Those of versions up to 0.2.0 left out the number that these chose."""
         config = make_config(hidden_size=hidden_size, expand=expand, num_heads=None)
         config.save_pretrained(tmp_path)
-        path = tmp_path / "config.json"
-        saved = json.loads(path.read_text())
+        saved = json.loads((tmp_path / "config.json").read_text())
         assert saved["num_heads"] == config.make_mixer(0).num_heads == new
         for text in (
             saved | {"num_heads": None},
             {k: v for k, v in saved.items() if "heads" not in k},
         ):
-            path.write_text(json.dumps(text))
-            loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+            loaded = loaded_from(tmp_path, text)
             assert loaded.make_mixer(0).num_heads == loaded.num_heads == old
         other = make_config(
             hidden_size=hidden_size, num_heads=None, layer="GatedDeltaNet", state_size=16
@@ -222,13 +223,10 @@ class TestConfig:
     ) -> None:
         """Files of that version also have use_conv_bias, which means nothing to other layers."""
         saved = make_config().to_dict() | {"use_conv_bias": True}
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(saved | {"conv_kernel": 4}))
         message = "got conv_kernel=4 of a Convolved: bedouin 0.1.0 is the last version"
         with pytest.raises(ValueError, match=message):
-            transformers.AutoConfig.from_pretrained(tmp_path)
-        path.write_text(json.dumps(saved))
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+            loaded_from(tmp_path, saved | {"conv_kernel": 4})
+        loaded = loaded_from(tmp_path, saved)
         assert loaded.make_mixer(0).conv is None
         assert "use_conv_bias" not in loaded.to_dict()
         with pytest.raises(TypeError, match="BedouinConfig has no option 'use_conv_bias'"):
@@ -237,8 +235,7 @@ class TestConfig:
     def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
         saved = make_config().to_dict() | {"rate_scale": [8, 0.001], "delta_from_x_init": 0.5}
         del saved["initialization"]
-        (tmp_path / "config.json").write_text(json.dumps(saved))
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        loaded = loaded_from(tmp_path, saved)
         assert loaded.make_mixer(0).initialization == Initialization(0.5, (8, 0.001))
         assert "rate_scale" not in loaded.to_dict()
 
@@ -252,8 +249,7 @@ class TestConfig:
         saved = make_config(num_heads=2, initialization=Initialization(rates=0.5)).to_dict()
         memories = {"memory_heads": 0, "memory_rates": None, "memory_delta": 1.0}
         saved |= self.OF_0_2 | {"initialization": saved["initialization"] | memories}
-        (tmp_path / "config.json").write_text(json.dumps(saved))
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        loaded = loaded_from(tmp_path, saved)
         assert loaded.make_mixer(0).initialization == Initialization(rates=0.5)
         assert not self.OF_0_2.keys() & loaded.to_dict().keys()
 
@@ -271,18 +267,16 @@ class TestConfig:
         self, removed: dict[str, Any], tmp_path: Path
     ) -> None:
         saved = make_config().to_dict() | self.OF_0_2 | removed
-        (tmp_path / "config.json").write_text(json.dumps(saved))
         name = "memory_heads" if "initialization" in removed else next(iter(removed))
         message = rf"{name} must be .*: version 0\.2\.0 of bedouin is the last one that has it"
         with pytest.raises(ValueError, match=message):
-            transformers.AutoConfig.from_pretrained(tmp_path)
+            loaded_from(tmp_path, saved)
 
     def test_a_file_with_feedback_of_x_names_the_version_that_reads_it(
         self, tmp_path: Path
     ) -> None:
         saved = make_config().to_dict() | {"feedback": ["delta", "x"]}
-        (tmp_path / "config.json").write_text(json.dumps(saved))
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        loaded = loaded_from(tmp_path, saved)
         with pytest.raises(ValueError, match=r"feedback must not contain 'x', .* 0\.2\.0"):
             BedouinForCausalLM(loaded)
 
@@ -369,8 +363,7 @@ class TestLayer:
     def test_every_option_survives_a_file(self, name: str, tmp_path: Path) -> None:
         config = make_config(layer=name, rms_norm_eps=1e-3)
         kind = getattr(bedouin, name)
-        config.save_pretrained(tmp_path)
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        loaded = loaded_from(tmp_path, config)
         assert repr(loaded.make_mixer(1)) == repr(kind(8, layer_idx=1))
         known = set(inspect.signature(kind).parameters) | {"type"}
         elsewhere = {"d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size"}
@@ -396,8 +389,7 @@ class TestAttention:
         whole = {"num_heads": 2, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}
         assert config.attn == whole
         assert config.layer_types == ["full_attention", "bedouin", "full_attention"]
-        config.save_pretrained(tmp_path)
-        loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+        loaded = loaded_from(tmp_path, config)
         assert (loaded.attn_layers, loaded.attn) == ([0, 2], whole)
 
 

@@ -18,6 +18,7 @@ from tests.integrations.hf_models import (  # noqa: E402
     TRACKING,
     VOCAB,
     make_config,
+    make_model,
     mixers,
     with_noise,
 )
@@ -315,8 +316,7 @@ class TestTraining:
     def test_gradient_checkpointing(
         self, mixing: dict[str, Any], ids: Tensor, use_reentrant: bool
     ) -> None:
-        config = make_config(initializer_range=0.5, **with_noise(mixing))
-        model = BedouinForCausalLM(config).double()
+        model = make_model(**with_noise(mixing))
         expected = self.gradients(model.train(), ids)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.enable_input_require_grads()

@@ -101,9 +101,9 @@ def test_lengths_around_a_chunk(t: int, options: dict[str, Any], device: str) ->
 def test_blocks_of_channels_and_states(
     b: int, d: int, n: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bedouin.kernels.scan import launch
+    from bedouin.kernels.scan import registered
 
-    monkeypatch.setattr(launch, "WARP", 32)
+    monkeypatch.setattr(registered, "WARP", 32)
     check(draw(b, 3, d, n, device))
 
 
@@ -200,7 +200,7 @@ def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
     b: int, t: int, d: int, n: int
 ) -> None:
     from bedouin.kernels.launch import ceil_div, next_power_of_two
-    from bedouin.kernels.scan.launch import choose_block
+    from bedouin.kernels.scan.registered import choose_block
 
     block = choose_block(torch.empty(b, t, d, device="meta"), n, reverse=True)
     blocks = ceil_div(d, block)

@@ -78,14 +78,6 @@ def test_direct_product_multiplies_by_component() -> None:
     assert torch.equal(product.table, expected)
 
 
-@given(groups, st.data())
-def test_associative(group: Group, data: st.DataObject) -> None:
-    element = st.integers(0, group.order - 1)
-    a, b, c = data.draw(element), data.draw(element), data.draw(element)
-    table = group.table
-    assert table[table[a, b], c] == table[a, table[b, c]]
-
-
 @given(groups)
 def test_identity_closure_and_inverses(group: Group) -> None:
     everyone = torch.arange(group.order)

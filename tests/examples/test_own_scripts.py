@@ -1,5 +1,6 @@
-"""A task of one's own: a copy of `train_a5.py`, `flags.py` and the folder common, as
-examples/README.md tells, in which the options and the task are replaced."""
+"""Scripts of one's own: a copy of `train_a5.py`, `flags.py` and the folder common, as
+examples/README.md tells, in which the options and the task are replaced; and the script to copy, in
+a folder of its own, with another automaton."""
 
 import json
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.image import imread
 from safetensors.torch import load_file
 
@@ -88,3 +90,44 @@ def test_a_copy_with_a_task_of_ones_own_writes_every_file(folder: Path) -> None:
     train(folder, "--modulus=5", "--resume")
     again = json.loads((results / "metrics.json").read_text(encoding="utf-8"))
     assert again["accuracy"] == metrics["accuracy"] and len(list(results.iterdir())) == 4
+
+
+# -- the script to copy
+
+SCRIPT = EXAMPLES / "train_your_own.py"
+SHORT = ["--d-model", "16", "--length", "6", "--batch", "4", "--steps", "3"]
+
+
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The script in `folder`, with counting modulo 3, which a third letter resets."""
+    text, found = SCRIPT.read_text(), "[[1, 2, 3, 4, 0], [1, 0, 2, 3, 4]]"
+    assert found in text
+    (folder / "mine.py").write_text(text.replace(found, "[[1, 2, 0], [2, 0, 1], [0, 0, 0]]"))
+    command = [sys.executable, "-P", "mine.py", *SHORT, *flags]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_script_is_short_and_needs_three_packages() -> None:
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) <= 120
+    imported = {
+        line.split()[1].split(".")[0] for line in lines if line.startswith(("import", "from"))
+    }
+    assert imported == {"argparse", "time", "torch", "bedouin", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--layer", "tracking"), ("--layer", "rnn", "--solver", "jacobi")]
+)
+def test_another_automaton(flags: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "6 letters:" in done.stdout and "96 letters:" in done.stdout
+    assert imread(tmp_path / "automaton.png").std() > 0
+    saved = torch.load(tmp_path / "automaton.pt")
+    assert saved["model"]["head.weight"].shape == (3, 16)
+
+
+def test_a_solver_for_a_layer_without_one(tmp_path: Path) -> None:
+    done = run(tmp_path, "--layer", "tracking", "--solver", "jacobi")
+    assert done.returncode != 0 and "--solver needs a fixed-point layer" in done.stderr
