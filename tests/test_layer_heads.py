@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.layer_cases import random_layer
 from torch import Tensor, nn
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
