@@ -4,6 +4,7 @@ and layers with random options.
 Letters: b batch, t time, m d_model.
 """
 
+import io
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -230,6 +231,13 @@ def assert_owns_memory(layer: Any, x: Tensor) -> None:
         if output.requires_grad:
             found.append(gradients(of, layer.parameters()))
     assert not found or all(map(torch.equal, *found))
+
+
+def saved(module: Any) -> Any:
+    """As a file of torch.save has it."""
+    torch.save(module, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
 
 
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:

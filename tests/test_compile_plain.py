@@ -29,6 +29,7 @@ from bedouin.solvers import Anderson, ImplicitAdjoint, Jacobi, OneStepAdjoint, P
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 # and it reads .grad of the tensors that one graph passes to the next
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -58,12 +59,6 @@ REMEDIES = {
     "low rank": "HouseholderProduct",
     "anderson": "use Direct, Jacobi or Picard with few steps",
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """Compilations of the same code by other tests would count as recompilations."""
-    torch.compiler.reset()
 
 
 def draw(kind: str, b: int = 2, t: int = 3) -> Tensor:

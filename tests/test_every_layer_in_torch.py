@@ -25,6 +25,7 @@ from tests.layer_cases import (
     layers,
     make,
     results,
+    saved,
     total,
 )
 from torch import Tensor, nn
@@ -69,12 +70,6 @@ class OneToken(Whole):
 def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
     mask = torch.arange(t) < torch.arange(1, b + 1).unsqueeze(1)
     return draw(b, t), earlier_state(layer, b), mask
-
-
-@pytest.fixture
-def fresh_compiler() -> None:
-    """Compilations of the same code by other tests would count as recompilations."""
-    torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -194,12 +189,6 @@ def test_checkpointing_and_saved_tensors_change_nothing(name: str, use_reentrant
     with save_on_cpu():
         output = layer(x)
     assert all(map(torch.equal, torch.autograd.grad(output.square().sum(), inputs), expected))
-
-
-def saved(module: Any) -> Any:
-    torch.save(module, buffer := io.BytesIO())
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 MARKS = "_no_weight_decay", "_no_reinit"
