@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.layer_cases import random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN

@@ -2,12 +2,12 @@
 
 import copy
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import saved
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -388,9 +388,7 @@ def test_copies_keep_the_count_alone() -> None:
     layer, x = make(), draw_input()
     random_state = torch.get_rng_state()
     layer(x)
-    torch.save(layer, buffer := io.BytesIO())
-    buffer.seek(0)
-    for other in (copy.deepcopy(layer), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(layer), saved(layer)):
         assert other.draws.count == 1
 
         def recompute(grad: Tensor, other: torch.nn.Module = other) -> None:

@@ -15,7 +15,10 @@ from bedouin.solvers import Direct
 from bedouin.testing import assert_close, find_fixed_point
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -28,12 +31,6 @@ KINDS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
     (Bedouin, {"num_heads": 2, "d_state": 2}),
 ]
 kinds = pytest.mark.parametrize(("kind", "options"), KINDS)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """Compilations of the same code by other tests would count as recompilations."""
-    torch.compiler.reset()
 
 
 def make(kind: type[Any], device: str, **options: Any) -> Any:

@@ -19,9 +19,7 @@ from bedouin import (
     BedouinState,
     FixedPointRNN,
     LowRank,
-    NoMixing,
     SequenceModel,
-    baselines,
 )
 from bedouin.kernels.direct import elimination
 from bedouin.kernels.operands import RawLayout
@@ -31,6 +29,7 @@ from bedouin.solvers import Anderson, ImplicitAdjoint, Jacobi, OneStepAdjoint, P
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 # and it reads .grad of the tensors that one graph passes to the next
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -60,12 +59,6 @@ REMEDIES = {
     "low rank": "HouseholderProduct",
     "anderson": "use Direct, Jacobi or Picard with few steps",
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """Compilations of the same code by other tests would count as recompilations."""
-    torch.compiler.reset()
 
 
 def draw(kind: str, b: int = 2, t: int = 3) -> Tensor:
@@ -215,39 +208,6 @@ def test_a_step_is_one_graph(kind: str, mode: str) -> None:
         assert_close(tree_leaves(call(*inputs)), tree_leaves(step(*inputs)))
 
 
-EXPORTED: dict[str, dict[str, Any]] = {
-    "default": {},
-    "paper": {"input_scale": "one_minus_decay", "eigenvalues": "full", "num_householder": 4},
-    "low rank": {"mixer": LowRank(2)},
-    "no mixing": {"mixer": NoMixing()},
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [*(("Bedouin", name) for name in EXPORTED), ("FixedPointRNN", "default")],
-)
-def test_an_exported_step_has_elementary_operations_alone(kind: str, options: str) -> None:
-    step = StepOnState(prepared(kind, "eval", EXPORTED[options]))
-    inputs = token(step.layer)
-    stats = step.layer.stats
-    program = torch.export.export(step, inputs)
-    assert step.layer.stats is stats
-    assert_close(tree_leaves(program.module()(*inputs)), tree_leaves(step(*inputs)))
-    code = str(program.graph_module.print_readable(print_output=False))
-    assert "aten" in code and "bedouin." not in code and "linalg" not in code
-
-
-@pytest.mark.parametrize("kind", ["Bedouin", "FixedPointRNN"])
-def test_an_exported_layer_takes_any_length(kind: str) -> None:
-    layer = prepared(kind, "eval", {})
-    shapes = ({1: torch.export.Dim.DYNAMIC},)
-    program = torch.export.export(layer, (draw(kind, t=5),), dynamic_shapes=shapes)
-    for t in (1, 2, 40):
-        x = draw(kind, t=t)
-        assert_close([program.module()(x)], [layer(x)])
-
-
 class InChunks(StepOnState):
     """A chunk of a sequence, from a state to a state."""
 
@@ -255,36 +215,23 @@ class InChunks(StepOnState):
         return self.layer(x, state, True)
 
 
-FIXED = [None, None]
-"""The shapes of a BedouinState: nothing varies."""
-
-STATEFUL: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "convolution": (lambda: VARYING["convolution"](), [None, None, None]),
-    "SequenceModel": (lambda: KINDS["SequenceModel"](), (FIXED,)),
-}
-
-
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_exported_programs_take_and_return_states(kind: str) -> None:
-    """Also those from a file. torch indexes the fields of named tuples, and an index of a state
+def test_an_exported_model_takes_and_returns_states() -> None:
+    """Also one from a file. torch indexes the fields of named tuples, and an index of a state
     selects samples."""
-    make, fixed = STATEFUL[kind]
-    layer = make().eval()
-    _, before = layer(draw(kind), return_state=True)
-    lengths = {"x": {1: torch.export.Dim.DYNAMIC}, "state": fixed}
-    for module, x, shapes in (
-        (StepOnState(layer), draw(kind)[:, 0], None),
-        (InChunks(layer), draw(kind, t=5), lengths),
+    model = KINDS["SequenceModel"]().eval()
+    _, before = model(draw("SequenceModel"), return_state=True)
+    lengths = {"x": {1: torch.export.Dim.DYNAMIC}, "state": ([None, None],)}
+    for module, x, longer, shapes in (
+        (StepOnState(model), draw("SequenceModel")[:, 0], draw("SequenceModel")[:, 0], None),
+        (InChunks(model), draw("SequenceModel", t=5), draw("SequenceModel", t=9), lengths),
     ):
         program = torch.export.export(module, (x, before), dynamic_shapes=shapes)
-        file = io.BytesIO()
-        torch.export.save(program, file)
+        torch.export.save(program, file := io.BytesIO())
         file.seek(0)
-        x = x if shapes is None else draw(kind, t=9)
-        expected, after = module(x, before)
+        expected, after = module(longer, before)
         for run in (program.module(), torch.export.load(file).module()):
-            output, state = run(x, before)
+            output, state = run(longer, before)
             assert tree_structure(state) == tree_structure(after)
             assert_close([output, *tree_leaves(state)], [expected, *tree_leaves(after)])
 
@@ -299,9 +246,6 @@ class Padded(StepOnState):
 VARYING: dict[str, Callable[[], nn.Module]] = {
     "heads": lambda: Bedouin(3, d_state=2, num_heads=2, **FLOAT64),
     "picard": lambda: Bedouin(3, num_heads=3, solver=Picard(), **SHORT, **FLOAT64),
-    "paper": lambda: Bedouin.from_paper(3, solver="auto", **FLOAT64),
-    "convolution": lambda: Bedouin(3, num_heads=2, d_conv=3, **FLOAT64),
-    "Attention": lambda: baselines.Attention(4, num_heads=2, **FLOAT64),
     "SequenceModel": lambda: SequenceModel(
         5, 3, [Bedouin(3, num_heads=2, **FLOAT64), FixedPointRNN(3, **FLOAT64)],
         **FLOAT64,
@@ -315,7 +259,7 @@ def varying(kind: str, *sizes: tuple[int, int]) -> tuple[Any, list[tuple[Any, ..
     """The layer, and for each size (b, t) an input, the state after another call, and a mask."""
     layer, inputs = VARYING[kind]().eval().requires_grad_(False), []
     for b, t in sizes:
-        x = torch.randn(b, t, 4).double() if kind == "Attention" else draw(kind, b, t)
+        x = draw(kind, b, t)
         _, state = layer(x.flip(1)[:, :4], return_state=True)
         inputs.append((x, state, torch.rand(b, t) < 0.7))
     return layer, inputs
@@ -330,16 +274,7 @@ def arguments(module: nn.Module, x: Tensor, state: Any, mask: Tensor) -> tuple[A
     return (x[:, 0], state) if isinstance(module, StepOnState) else (x,)
 
 
-# a compilation takes a second: every layer and every kind of call, not all pairs
-@pytest.mark.parametrize(
-    ("kind", "make"),
-    [
-        ("picard", InChunks),
-        ("convolution", Padded),
-        ("Attention", InChunks),
-        ("SequenceModel", StepOnState),
-    ],
-)
+@pytest.mark.parametrize(("kind", "make"), [("picard", InChunks), ("SequenceModel", StepOnState)])
 def test_one_graph_for_every_batch_size_and_length(kind: str, make: type[StepOnState]) -> None:
     layer, inputs = varying(kind, (7, 11), (13, 9))
     module = make(layer)
@@ -369,22 +304,12 @@ def of_any_batch(state: Any) -> Any:
     return tuple(parts) if type(state) is tuple else parts
 
 
-@pytest.mark.parametrize(
-    ("kind", "make"),
-    [
-        ("heads", StepOnState),
-        ("picard", Padded),
-        ("paper", None),
-        ("convolution", Padded),
-        ("SequenceModel", InChunks),
-    ],
-)
+@pytest.mark.parametrize(("kind", "make"), [("picard", Padded), ("SequenceModel", InChunks)])
 def test_an_exported_layer_takes_any_batch_size_and_length(
-    kind: str, make: type[StepOnState] | None
+    kind: str, make: type[StepOnState]
 ) -> None:
     layer, inputs = varying(kind, (3, 5), (2, 7), (1, 1))
-    module = layer if make is None else make(layer)
-    rows = {0: BATCH} if make is StepOnState else {0: BATCH, 1: LENGTH}
+    module, rows = make(layer), {0: BATCH, 1: LENGTH}
     shapes = rows, of_any_batch(inputs[0][1]), rows
     first = arguments(module, *inputs[0])
     program = torch.export.export(module, first, dynamic_shapes=shapes[: len(first)]).module()

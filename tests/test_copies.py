@@ -42,28 +42,6 @@ def stacked(layers: list[Bedouin]) -> dict[str, Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("options", [{}, {"decay": "griffin", "feedback": ()}], ids=str)
-def test_an_ensemble_under_vmap_is_the_loop_over_its_models(options: dict[str, Any]) -> None:
-    layers = [Bedouin(4, d_state=4, dtype=torch.float64, **options) for _ in range(3)]
-    x, parameters = torch.randn(3, 2, 6, 4, dtype=torch.float64), stacked(layers)
-    template = copy.deepcopy(layers[0])
-
-    def call(own: dict[str, Tensor], x: Tensor) -> Tensor:
-        output: Tensor = torch.func.functional_call(template, own, (x,))
-        return output
-
-    output = torch.vmap(call)(parameters, x)
-    output.square().sum().backward()
-    for i, layer in enumerate(layers):
-        expected = layer(x[i])
-        expected.square().sum().backward()
-        assert_close(f"output {i}", output[i], expected, 1e-11)
-        for name, p in layer.named_parameters():
-            gradient = parameters[name].grad
-            assert gradient is not None and p.grad is not None
-            assert_close(f"gradient {i} of {name}", gradient[i], p.grad, 1e-9)
-
-
 def test_statistics_leave_a_transform_by_being_returned() -> None:
     layers = [Bedouin(4, dtype=torch.float64) for _ in range(2)]
     template = copy.deepcopy(layers[0])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from bedouin import (
     BedouinState,
     ChannelMixer,
     FixedPointRNN,
+    GatedDeltaNet,
     HouseholderProduct,
     Initialization,
     LowRank,
+    Tracker,
     TrackingDeltaNet,
 )
-from bedouin.baselines import LSTM, Mamba
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
@@ -244,7 +247,13 @@ INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])
+KINDS = (
+    *(Bedouin, FixedPointRNN, TrackingDeltaNet, Tracker, GatedDeltaNet),
+    *(LSTM, Mamba, DeltaNet, DeltaProduct, partial(Attention, num_heads=2)),
+)
+
+
+@pytest.mark.parametrize("layer", KINDS)
 @pytest.mark.parametrize(("x", "kind", "message"), INPUTS, ids=range(len(INPUTS)))
 def test_inputs(layer: Any, x: torch.Tensor, kind: type[Exception], message: str) -> None:
     with raises(kind, message):

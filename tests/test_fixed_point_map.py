@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer, random_state
+from tests.layer_cases import random_layer, random_state
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer, random_state
+from tests.layer_cases import random_layer, random_state
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.layer_cases import random_layer
 from torch import Tensor, nn
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
@@ -332,10 +332,3 @@ def test_reports_count_samples_not_heads() -> None:
         output.sum().backward()
     assert layer.stats is not None and layer.stats.backward is not None
     assert layer.stats.residual.shape == layer.stats.backward.residual.shape == (3,)
-
-
-def test_heads_from_the_meta_device() -> None:
-    layer = FixedPointRNN(8, num_heads=4, device="meta")
-    assert layer(torch.randn(2, 3, 8, device="meta")).shape == (2, 3, 8)
-    layer.to_empty(device="cpu").reset_parameters()
-    assert layer(torch.randn(2, 3, 8)).isfinite().all()

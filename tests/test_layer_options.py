@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.random_layers import random_state
+from tests.layer_cases import random_state
 
 from bedouin import Bedouin, FixedPointRNN, Initialization
 from bedouin.state import BedouinState

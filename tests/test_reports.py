@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import itertools
 import pickle
 import warnings
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import saved
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -346,12 +346,6 @@ INTERPRETED = [
     pytest.param(solver, adjoint, "triton", marks=pytest.mark.interpreter)
     for solver, adjoint in ((Direct(), None), (Jacobi(1e-2), None))
 ]
-
-
-def saved(module: Any) -> Any:
-    torch.save(module, buffer := io.BytesIO())
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 COPIES: list[Callable[[Any], Any]] = [
