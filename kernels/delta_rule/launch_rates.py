@@ -71,4 +71,5 @@ def _prepared(
     tokens = min(next_power_of_two(r), max(1, TILE // block))
     numbers = r, c, h, b.stride(1), key.stride(1), a.stride(1)
     constants = {"P": p, "TOKENS": tokens, "BLOCK": block, "enable_fp_fusion": True}
-    return (b, key, a, A_log, dt_bias), numbers, ceil_div(r, tokens), constants
+    operands = b, key, a, A_log.contiguous(), dt_bias.contiguous()
+    return operands, numbers, ceil_div(r, tokens), constants
