@@ -1,32 +1,23 @@
-"""Operations of torch.library with a cheap call in eager mode.
+"""Operations of torch.library, of which torch.compile sees the result and not the code.
 
-torch.compile sees an operation with its registered gradient. In eager mode the same operation runs
-below autograd, inside an autograd.Function if a gradient is wanted: the dispatcher's route to a
-registered gradient costs several times as much on the host.
+torch.compile takes the registered gradient. In eager mode an autograd.Function with the same
+gradient calls the operation: the dispatcher's route to a registered gradient takes 250 microseconds
+on the host for twenty arguments, that of a Function 20.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from bedouin.kernels.backend import is_batched, is_transformed
-from bedouin.kernels.outside import outside_of_graphs
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 NAMESPACE = "bedouin"
 
-TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
-"""Types that have no `__torch_dispatch__`."""
-
-PLAIN = TENSORS | {type(None), bool, int, float, str, tuple, torch.dtype}
-"""Types of inputs with which an implementation is called without the dispatcher. Tuples are of
-numbers."""
-
 OPERATIONS: dict[str, "Operation"] = {}
 """All operations by their qualified names."""
-
-_run_eagerly = outside_of_graphs("an operation runs inside of no graph")
 
 
 class Operation:
@@ -36,18 +27,18 @@ class Operation:
     """
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
-        self.function = guarded = _guarded(function)
-        qualified = f"{NAMESPACE}::{name}"
+        self.name, self.function = f"{NAMESPACE}::{name}", _on_device(function)
         schema = schema or torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "default", _run_eagerly(guarded))
+        torch.library.define(self.name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(self.name, "default", self.function)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self._eager: type[torch.autograd.Function] | None = None
-        OPERATIONS[qualified] = self
+        OPERATIONS[self.name] = self
 
-    def register_fake(self, function: Callable[..., Any]) -> None:
+    def register_fake(self, function: FunctionT) -> FunctionT:
         """Decorator: the function returns tensors like those of the operation, uninitialized."""
-        torch.library.register_fake(self.overload.name().removesuffix(".default"), function)
+        torch.library.register_fake(self.name, function)
+        return function
 
     def register_autograd(
         self,
@@ -56,54 +47,32 @@ class Operation:
         setup_context: Callable[..., None],
     ) -> None:
         """Give the operation a gradient, as `torch.library.register_autograd` does."""
-        name, below = self.overload.name().removesuffix(".default"), self._below_autograd
-        torch.library.register_autograd(name, backward, setup_context=setup_context)
-
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            output = below(*inputs)
-            setup_context(ctx, inputs, output)
-            return output
-
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._eager = type(name.partition("::")[2], (torch.autograd.Function,), methods)
+        torch.library.register_autograd(self.name, backward, setup_context=setup_context)
+        methods = {"forward": self.overload, "setup_context": setup_context, "backward": backward}
+        static = {name: staticmethod(method) for name, method in methods.items()}
+        self._eager = type(self.overload.__name__, (torch.autograd.Function,), static)
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_transformed():
-            return self.overload(*inputs)
-        if self._eager is not None and torch.is_grad_enabled():
-            for v in inputs:
-                # the first does mostly
-                if isinstance(v, torch.Tensor) and v.requires_grad:
-                    return self._eager.apply(*inputs)
-        return self._below_autograd(*inputs)
-
-    def _below_autograd(self, *inputs: Any) -> Any:
-        run = self.function if _needs_no_dispatch(inputs) else self.overload
-        with torch._C._AutoDispatchBelowAutograd():
-            return run(*inputs)
+        if self._eager is not None and not torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and any([_requires_grad(v) for v in inputs]):
+                return self._eager.apply(*inputs)
+        return self.overload(*inputs)
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the device of its first tensor."""
+def _requires_grad(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.requires_grad
 
-    def run(*inputs: Any) -> Any:
-        for v in inputs:
-            if isinstance(v, torch.Tensor):
-                with torch.cuda.device_of(v):
-                    return function(*inputs)
-        return function(*inputs)
+
+def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the device of its first tensor, which is the first argument."""
+
+    def run(first: Tensor, *others: Any) -> Any:
+        if not first.is_cuda:
+            return function(first, *others)
+        with torch.cuda.device_of(first):
+            return function(first, *others)
 
     return run
-
-
-def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would only call the implementation, which takes it 15 microseconds for
-    twenty arguments: for plain tensors, unless a mode or the profiler is to see the operation."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
-        return False
-    if not PLAIN.issuperset(map(type, inputs)):
-        return False
-    return not is_batched(*[v for v in inputs if type(v) in TENSORS])
 
 
 def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operation]:
@@ -114,11 +83,13 @@ def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., A
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """A context in which autograd records within an operation, which torch runs below it."""
-    include, exclude = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
+    """A context in which autograd records within an operation, which torch runs below it.
+
+    torch has no public interface for that: torch.func.vjp, which also records there, raises under
+    hooks on saved tensors such as those of save_on_cpu.
+    """
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():

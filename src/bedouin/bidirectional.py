@@ -56,8 +56,12 @@ class Bidirectional(nn.Module):
             for layer in (self.forwards, self.backwards):
                 check_takes_mask(layer)
         ahead = output_tensor(self.forwards(x, **given))
-        reversed_in_time = {name: _reversed(name, value, x) for name, value in given.items()}
-        behind = output_tensor(self.backwards(x.flip(1), **reversed_in_time))
+        # the same for x reversed in time
+        behind_options = {
+            name: x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)
+            for name, value in given.items()
+        }
+        behind = output_tensor(self.backwards(x.flip(1), **behind_options))
         return ahead + behind.flip(1)
 
     @property
@@ -65,12 +69,3 @@ class Bidirectional(nn.Module):
         """The `stats` of the last call of both layers; None before any call."""
         both = tuple(getattr(layer, "stats", None) for layer in (self.forwards, self.backwards))
         return None if both == (None, None) else (both[0], both[1])
-
-
-def _reversed(
-    name: str,
-    value: Tensor,  # (b, t), or (documents + 1,)
-    x: Tensor,  # (b, t, m)
-) -> Tensor:
-    """The argument of this name for x reversed in time."""
-    return x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)

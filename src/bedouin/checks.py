@@ -46,27 +46,20 @@ def check_batch_size(value: object) -> None:
         raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
 
 
-def _layout_error(name: str, value: Tensor, shape: str) -> TypeError:
-    kind, remedy = "sparse", f"use {name}.to_dense()"
-    if value.is_nested:
-        kind = "nested"
-        remedy = (
-            "pad it with torch.nested.to_padded_tensor and give mask, or join its parts and give "
-            "cu_seqlens"
-        )
-    return TypeError(
-        f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
-        f"{remedy}"
-    )
-
-
 def check_tensor(name: str, value: object, shape: str) -> None:
-    """Raise TypeError, with a remedy, unless `value` is a dense tensor; `shape` is for the
-    message."""
+    """Raise TypeError unless `value` is a dense tensor; `shape` is for the message."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_nested:
             return
-        raise _layout_error(name, value, shape)
+        kind, remedy = "sparse", f"use {name}.to_dense()"
+        if value.is_nested:
+            kind = "nested"
+            remedy = "pad it with torch.nested.to_padded_tensor and give mask, or join its parts "
+            remedy += "and give cu_seqlens"
+        raise TypeError(
+            f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
+            f"{remedy}"
+        )
     if isinstance(value, PackedSequence):
         remedy = ": pad it with torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"
     elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -124,9 +117,9 @@ def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
     # others may replace `forward` on the object; a graph that depends on the memory is recompiled
     if "forward" in vars(mixer) or torch.compiler.is_compiling():
-        takes = _has_mask(mixer.forward)
+        takes = _has_mask.__wrapped__(mixer.forward)
     else:
-        takes = _has_mask_cached(type(mixer).forward)
+        takes = _has_mask(type(mixer).forward)
     if not takes:
         raise TypeError(
             f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
@@ -134,13 +127,11 @@ def check_takes_mask(mixer: nn.Module) -> None:
         )
 
 
+@functools.cache
 def _has_mask(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-_has_mask_cached = functools.cache(_has_mask)
 
 
 def find_method(mixer: object, name: str) -> Callable[..., Any]:
@@ -168,8 +159,7 @@ def check_projection_dtype(
     D: Tensor,  # (d,)
     projection: nn.Module,
 ) -> None:
-    """Raise TypeError if x has the dtype of the projections, but D another, which is taken for the
-    dtype of the layer."""
+    """Raise TypeError if x has the dtype of the projections, but D, and so the layer, another."""
     dtype = getattr(getattr(projection, "weight", None), "dtype", None)
     if x.dtype == dtype and not autocast_dtype(x):
         raise TypeError(

@@ -60,10 +60,9 @@ EXACT: Solver = Picard(rtol=1e-13)
 class SolverRun:
     """One solver on the input.
 
-    name: the solver, with its rtol and the options that are not the default.
-    stats: with their history, (evaluations, b).
-    error: of its output against that of the exact solve, relative, in the max norm; NaN if the
-        mixer has no exact solve.
+    name: the solver, with its rtol and the options that are not the default. stats: with their
+    history, (evaluations, b). error: of its output against that of the exact solve, relative, in
+    the max norm; NaN if the mixer has no exact solve.
     """
 
     name: str
@@ -85,16 +84,15 @@ class SolverRun:
 class Diagnosis:
     """What `diagnose` measured; `str` is a table, `plot` draws a figure.
 
-    layer: the layer's class, solver and adjoint. shape: (b, t, m) of the input. dtype: its
-        dtype.
-    pivots: (b,), the smallest pivot of each sample's local systems, at most 1; 0 is a singular
-        token. None for a mixer without the form (e, U, M).
-    contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads;
-        the factor by which the error of undamped Picard ends up shrinking with each step. Above 1
-        Picard diverges. None for a mixer without the form (e, U, M).
-    growth: (t, b), the logarithm of the growth of a perturbation of the state over the first tokens
+    layer: the layer's class, solver and adjoint. shape, dtype: of the input (b, t, m).
+    pivots: the smallest pivot of each sample's local systems, at most 1; 0 is a singular token.
+        None for a mixer without the form (e, U, M).
+    contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads,
+        by which the error of undamped Picard ends up shrinking with each step; above 1 it diverges.
+        None for a mixer without the form (e, U, M).
+    growth: the logarithm of the growth of a perturbation of the state over the first tokens
         (`bedouin.testing.log_growth`).
-    lyapunov: (b,), its mean a token (`bedouin.testing.lyapunov`): above 0 the layer is chaotic.
+    lyapunov: its mean a token (`bedouin.testing.lyapunov`): above 0 the layer is chaotic.
     rtol: the tolerance of the solvers. runs: each solver on the input, the layer's own first.
     bias: |g - g*| / |g*| in the 2-norm, of the gradients g of all parameters by the layer's solver
         and adjoint, and g* the exact ones, both in float64, for a random linear loss.
@@ -120,27 +118,22 @@ class Diagnosis:
     def __str__(self) -> str:
         b, t, m = self.shape
         lyapunov, last = self.lyapunov.max().item(), self.growth[-1].max().item()
-        rows = [
-            ("growth of a perturbation", f"{_exp(last)} after {t} tokens"),
-            (
-                "Lyapunov exponent",
-                f"{lyapunov:+.4f} a token (median {self.lyapunov.median():+.4f})",
-            ),
-            ("gradient bias", f"{self.bias:.1e} (cosine {self.cosine:.4f})"),
-            ("decoding against one call", f"{self.decode_gap:.1e}"),
-        ]
-        if self.contraction is not None:
-            rows.insert(0, ("contraction of Picard", f"{self.contraction:.3g} a step, in the end"))
+        rows = {}
         if self.pivots is not None:
             pivots = f"{self.pivots.min():.3g} (median of samples {self.pivots.median():.3g})"
-            rows.insert(0, ("smallest pivot", pivots))
+            rows["smallest pivot"] = pivots
+        if self.contraction is not None:
+            rows["contraction of Picard"] = f"{self.contraction:.3g} a step, in the end"
+        rows["growth of a perturbation"] = f"{_exp(last)} after {t} tokens"
+        median = self.lyapunov.median()
+        rows["Lyapunov exponent"] = f"{lyapunov:+.4f} a token (median {median:+.4f})"
+        rows["gradient bias"] = f"{self.bias:.1e} (cosine {self.cosine:.4f})"
+        rows["decoding against one call"] = f"{self.decode_gap:.1e}"
         lines = [f"{self.layer} on ({b}, {t}, {m}), {str(self.dtype).removeprefix('torch.')}"]
-        lines += [f"  {name:<28}{value}" for name, value in rows]
+        lines += [f"  {name:<28}{value}" for name, value in rows.items()]
         width = max(28, *(len(run.name) + 2 for run in self.runs))
-        lines += [
-            "",
-            f"  {'solver':<{width}}{'steps':>6}{'converged':>11}{'residual':>10}{'error':>10}",
-        ]
+        head = f"  {'solver':<{width}}{'steps':>6}{'converged':>11}{'residual':>10}{'error':>10}"
+        lines += ["", head]
         lines += [
             f"  {run.name:<{width}}{run.steps:>6}{run.converged:>11.0%}"
             f"{run.stats.residual.max().item():>10.1e}{run.error:>10.1e}"
@@ -149,10 +142,8 @@ class Diagnosis:
         return "\n".join([*lines, "", *(f"  - {sentence}" for sentence in self.advice)])
 
     def plot(self, path: str | Path) -> "Figure":
-        """Write a figure of growth, residuals, pivots and exponents to `path`, and return it.
-
-        Needs matplotlib. The format is that of the path's suffix.
-        """
+        """Write a figure of growth, residuals, pivots and exponents to `path`, in the format of its
+        suffix, and return it. Needs matplotlib."""
         from matplotlib import rcParams
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -176,17 +167,17 @@ class Diagnosis:
         over_steps.xaxis.set_minor_formatter(NullFormatter())
         # beside the axes, since curves may be anywhere in them
         over_steps.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
-        if self.pivots is None:
-            pivots.set_axis_off()
-        else:
-            pivots.plot(self.pivots.cpu().sort().values, marker=".")
-            pivots.axhline(SMALL_PIVOT, **dotted)
-            pivots.xaxis.set_major_locator(MaxNLocator(integer=True))
-            pivots.set(xlabel="sample, in order", title="Smallest pivot")
-        exponents.plot(self.lyapunov.cpu().sort().values, marker=".")
-        exponents.axhline(0.0, **dotted)
-        exponents.xaxis.set_major_locator(MaxNLocator(integer=True))
-        exponents.set(xlabel="sample, in order", title="Lyapunov exponent a token")
+        for axes, values, line, title in (
+            (pivots, self.pivots, SMALL_PIVOT, "Smallest pivot"),
+            (exponents, self.lyapunov, 0.0, "Lyapunov exponent a token"),
+        ):
+            if values is None:
+                axes.set_axis_off()
+                continue
+            axes.plot(values.cpu().sort().values, marker=".")
+            axes.axhline(line, **dotted)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(xlabel="sample, in order", title=title)
         figure.savefig(path)
         return figure
 
@@ -224,15 +215,15 @@ def diagnose(
     probe, x = _copy(layer), x.detach()
     if max_steps is not None:
         probe.cap = FixedCap(max_steps)
-    growth = log_growth(probe, x)
-    runs = _run_solvers(probe, x, rtol)
+    growth, runs = log_growth(probe, x), _run_solvers(probe, x, rtol)
+    exact = next((run for run in runs if run.name == _short(Direct())), None)
     bias, cosine = _gradient_bias(_copy(layer).double(), x.double())
+    solve = f"{_short(layer.solver)}, {_short(layer.adjoint or ImplicitAdjoint())}"
     found = Diagnosis(
-        layer=f"{type(layer).__name__}, {_short(layer.solver)}, "
-        f"{_short(layer.adjoint or ImplicitAdjoint())}",
+        layer=f"{type(layer).__name__}, {solve}",
         shape=tuple(x.shape),
         dtype=x.dtype,
-        pivots=_pivots(runs),
+        pivots=None if exact is None else exact.stats.conditioning,
         contraction=_contraction(probe, x),
         growth=growth,
         lyapunov=exponent(growth),
@@ -255,12 +246,8 @@ def _copy(layer: FixedPointLayer) -> FixedPointLayer:
 
 
 @torch.no_grad()
-def _run_solvers(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    rtol: float,
-) -> tuple[SolverRun, ...]:
-    """The layer's own solver, and all others that take its mixer."""
+def _run_solvers(probe: FixedPointLayer, x: Tensor, rtol: float) -> tuple[SolverRun, ...]:
+    """The layer's own solver, and all others that take its mixer, on x (b, t, m)."""
     exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if probe.is_structured else []
     others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
     solvers = [probe.solver, *(solver for solver in exact + others if solver != probe.solver)]
@@ -279,19 +266,9 @@ def _run_solvers(
 
 def _short(options: object) -> str:
     """A solver or adjoint with its rtol and the options that are not the default."""
-    given = {f.name: (getattr(options, f.name), f.default) for f in fields(cast(Any, options))}
-    shown = [
-        f"{name}={value!r}"
-        for name, (value, default) in given.items()
-        if name == "rtol" or value != default
-    ]
+    given = [(f.name, getattr(options, f.name), f.default) for f in fields(cast(Any, options))]
+    shown = [f"{name}={v!r}" for name, v, default in given if name == "rtol" or v != default]
     return f"{type(options).__name__}({', '.join(shown)})"
-
-
-def _pivots(runs: tuple[SolverRun, ...]) -> Tensor | None:
-    """The pivots of the exact solve."""
-    exact = next((run for run in runs if run.name == _short(Direct())), None)
-    return None if exact is None else exact.stats.conditioning
 
 
 @torch.no_grad()
@@ -325,8 +302,22 @@ def _gradient_bias(probe: FixedPointLayer, x: Tensor) -> tuple[float, float]:  #
 def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     """Sentences about what to change."""
     t = found.shape[1]
-    advice = _advice_on_solvers(found, layer)
-    lyapunov = found.lyapunov.max().item()
+    advice, own, lyapunov = [], found.runs[0], found.lyapunov.max().item()
+    if own.converged < 1:
+        better = [run for run in found.runs[1:] if run.converged == 1]
+        names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
+        remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
+        advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
+    elif layer.is_structured and not isinstance(layer.solver, Direct) and own.steps > t / 2:
+        advice.append(
+            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
+            "exact."
+        )
+    if found.contraction is not None and found.contraction >= 1:
+        advice.append(
+            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or "
+            "a damping below 1."
+        )
     if found.pivots is not None and not found.pivots.min() >= SMALL_PIVOT:
         advice.append(
             f"A local system is nearly singular (pivot {found.pivots.min():.1e}): use beta_max=1, "
@@ -355,28 +346,6 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         remedy = narrow if isinstance(layer.solver, Direct) else "Direct, or a smaller rtol"
         advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
     return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]
-
-
-def _advice_on_solvers(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
-    own, t = found.runs[0], found.shape[1]
-    advice = []
-    exact = layer.is_structured
-    if own.converged < 1:
-        better = [run for run in found.runs[1:] if run.converged == 1]
-        names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
-        remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
-        advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
-    elif exact and not isinstance(layer.solver, Direct) and own.steps > t / 2:
-        advice.append(
-            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
-            "exact."
-        )
-    if found.contraction is not None and found.contraction >= 1:
-        advice.append(
-            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or "
-            "a damping below 1."
-        )
-    return advice
 
 
 def _exp(log: float) -> str:

@@ -61,23 +61,14 @@ class _TiedHead(nn.Linear):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x).
+    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x), of
+    expand * d_model hidden units."""
 
-    expand: hidden width as a multiple of d_model.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        expand: float,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, expand: float, **factory: Any) -> None:
         super().__init__()
         hidden = max(1, round(expand * d_model))
-        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(hidden, d_model, bias=False, device=device, dtype=dtype)
+        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False, **factory)
+        self.out_proj = nn.Linear(hidden, d_model, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., m) -> (..., m)
         gate, value = self.in_proj(x).chunk(2, dim=-1)
@@ -86,50 +77,37 @@ class GatedMLP(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
-
-    mlp_expand: hidden width of the MLP as a multiple of d_model; None for no MLP.
-    """
+    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if mlp_expand is not
+    None."""
 
     def __init__(
         self,
         d_model: int,
         mixer: nn.Module,
         mlp_expand: float | None,
-        *,
-        norm_eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        norm_eps: float,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, **factory)
         self.mixer = mixer
         self.mlp: nn.Sequential | None = None
         if mlp_expand is not None:
-            self.mlp = nn.Sequential(
-                nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype),
-                GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
-            )
+            norm = nn.RMSNorm(d_model, eps=norm_eps, **factory)
+            self.mlp = nn.Sequential(norm, GatedMLP(d_model, mlp_expand, **factory))
 
     def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:  # (..., m), (..., m) -> (..., m)
         """x with the mixer's output, and then the MLP's, added."""
         x = x + mixed
-        if self.mlp is None:
-            return x
-        update: Tensor = self.mlp(x)
-        return x + update
+        return x if self.mlp is None else x + self.mlp(x)
 
 
 class Block(ResidualBlock):
     """A block of a `SequenceModel`."""
 
     def forward(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: Any = None,
-        run: CallKind = "whole",
-        mask: Tensor | None = None,  # (b, t)
-    ) -> Any:
+        self, x: Tensor, state: Any = None, run: CallKind = "whole", mask: Tensor | None = None
+    ) -> Any:  # (b, t, m), (b, t)
         """(b, t, m) -> (b, t, m), and with another `run` than "whole" also the state after it.
 
         Chunks and tokens (b, m) are calls, because hooks of a module, as those with which FSDP
@@ -147,14 +125,6 @@ class Block(ResidualBlock):
         else:
             output, state = find_method(self.mixer, "step")(normed, state)
         return self._residual(x, _mixed(self.mixer, output, x)), state
-
-    def decode(
-        self,
-        x: Tensor,  # (b, m)
-        mix: Callable[[Tensor], Tensor],  # (b, m) -> (b, m)
-    ) -> Tensor:  # (b, m)
-        """One token with `mix`, a decoder of the mixer, in its place."""
-        return self._residual(x, mix(self.norm(x)))
 
 
 class SequenceModel(nn.Module):
@@ -189,9 +159,9 @@ class SequenceModel(nn.Module):
             (d_model**-0.5) in this case, or the first logits are large.
         device, dtype: of all parameters except the mixers'.
 
-    Raises TypeError for a size that is not an int, a missing `num_layers`, and mixers that are
-    neither modules nor a function, ValueError for a number out of range, no mixer, an unneeded
-    `num_layers`, and a tied head with output_size != vocab_size.
+    Raises TypeError for arguments of another type and a missing `num_layers`, ValueError for a
+    number out of range, no mixer, an unneeded `num_layers`, and a tied head with output_size !=
+    vocab_size.
     """
 
     saved_options = ("norm_eps", "tie_embeddings")
@@ -235,18 +205,16 @@ class SequenceModel(nn.Module):
                 f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
             )
         layers = _make_mixers(mixers, num_layers, d_model)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = _Embedding(vocab_size, d_model, embedding_std, **factory)
-        self.blocks = nn.ModuleList(
-            Block(d_model, mixer, mlp_expand, norm_eps=norm_eps, device=device, dtype=dtype)
-            for mixer in layers
-        )
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
-        self.head = (
-            _TiedHead(self.embedding)
-            if tie_embeddings
-            else nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
-        )
+        blocks = (Block(d_model, mixer, mlp_expand, norm_eps, **factory) for mixer in layers)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, **factory)
+        self.head: nn.Linear
+        if tie_embeddings:
+            self.head = _TiedHead(self.embedding)
+        else:
+            self.head = nn.Linear(d_model, output_size, bias=False, **factory)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As torch's, which replaces parameters of the meta device one module at a time: a weight
@@ -270,10 +238,9 @@ class SequenceModel(nn.Module):
     ) -> Any:
         """Logits (b, t, v); with `return_state` also the state after the last token.
 
-        A sequence can be processed in chunks, each from the state that the previous one returned.
-        mask, cu_seqlens and seq_idx say which tokens are padding, or where documents begin, as in
-        `Bedouin`. Padding may be any number; its logits are 0. Mixers are called with a mask.
-        `step` is a call with `one_token`, so that hooks of the model run for it, too.
+        Chunks, mask, cu_seqlens and seq_idx are as in `Bedouin`. Padding may be any number; its
+        logits are 0. Mixers are called with a mask. `step` is a call with `one_token`, so that
+        hooks of the model run for it, too.
 
         Raises TypeError for tokens that are not int64 or int32, for states, padding or documents
         that a mixer does not take, ValueError for tokens not of rank 2 and a state for another
@@ -320,7 +287,7 @@ class SequenceModel(nn.Module):
         mask: Tensor | None = None,  # (b, t)
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (b, t + max_new_tokens)
-        """The prompt and new tokens, one step of the model for each; see `bedouin.generation`.
+        """The prompt and new tokens, one step of the model for each.
 
         temperature: 0 takes the most probable token; otherwise logits are divided by it, and a
             token is drawn. top_k: from the k most probable ones; top_p: from the fewest that have
@@ -353,7 +320,8 @@ class SequenceModel(nn.Module):
     @property
     def mixers(self) -> list[nn.Module]:
         """The mixing layers, first to last."""
-        return [block.mixer for block in self._blocks]
+        # blocks not by their type, since FSDP1 and wrappers for checkpointing take their place
+        return [cast(Block, block).mixer for block in self.blocks]
 
     @property
     def stats(self) -> list[Any]:
@@ -361,21 +329,12 @@ class SequenceModel(nn.Module):
         kept = (getattr(mixer, "stats", None) for mixer in self.mixers)
         return [stats for stats in kept if stats is not None]
 
-    @property
-    def _blocks(self) -> list[Block]:
-        # not by their type, since FSDP1 and wrappers for checkpointing take the place of a block
-        return cast(list[Block], list(self.blocks))
-
     def _run_blocks(
-        self,
-        x: Tensor,  # (..., m)
-        state: ModelState,
-        run: CallKind,
-        mask: Tensor | None = None,  # (b, t)
-    ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
+        self, x: Tensor, state: ModelState, run: CallKind, mask: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:  # (..., m), (b, t) -> (..., m) and the states
         """Each block in turn, with its entry of `state`."""
         states: list[Any] = []
-        for block, before in zip(self._blocks, self._checked_states(state), strict=True):
+        for block, before in zip(self.blocks, self._checked_states(state), strict=True):
             x, after = block(x, before, run, mask)
             states.append(after)
         return x, tuple(states)
@@ -393,18 +352,6 @@ class SequenceModel(nn.Module):
                 f"got {len(state)}: start from model.init_state(batch_size)"
             )
         return state
-
-    def decode(
-        self,
-        tokens: Tensor,  # (b,) integer ids
-        mixers: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m) each
-    ) -> Tensor:  # (b, v)
-        """`step` with a decoder in place of each mixer, which keeps the state itself."""
-        _check_tokens(tokens, 1, "(b,)")
-        x = self.embedding(tokens)
-        for block, mix in zip(self._blocks, mixers, strict=True):
-            x = block.decode(x, mix)
-        return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:  # (..., m) -> (..., v)
         logits: Tensor = self.head(self.norm(x))
@@ -438,12 +385,9 @@ def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
 
 
 def _make_mixers(
-    mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
-    num_layers: int | None,
-    d_model: int,
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None, d_model: int
 ) -> list[nn.Module]:
-    """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
-    with another d_model."""
+    """The mixers as a list. Raises TypeError or ValueError for invalid arguments."""
     if isinstance(mixers, Sequence | nn.ModuleList):
         if not mixers:
             raise ValueError("mixers must contain at least one layer, got none")

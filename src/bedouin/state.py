@@ -23,6 +23,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 from bedouin.checks import check_tensor
 
 AnyStateT = TypeVar("AnyStateT")
+StateT = TypeVar("StateT", bound="RecurrentState")
 
 Join = Callable[[list[Tensor]], Tensor]
 """Such as `torch.cat`."""
@@ -32,16 +33,21 @@ class RecurrentState:
     """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
 
     A call or step converts a state of a lower floating dtype to the one that `init_state` gives,
-    since mixed precision casts what a module is given (FSDP); what it rounded stays rounded.
-    `torch.load` reads states with weights_only=True, an exported program takes and returns them,
-    and code that takes named tuples apart and makes them anew, as for a data loader or for
-    processes, finds the tensors alone. An index selects samples, not fields.
+    since mixed precision casts what a module is given (FSDP). `torch.load` reads states with
+    weights_only=True, an exported program takes and returns them, and code that takes named tuples
+    apart and makes them anew finds the tensors alone. An index selects samples, not fields.
     """
 
     __slots__ = ()
 
     axes: ClassVar[tuple[int, ...]]
     """The number of axes of each field in the state of a single sample, which has no batch axis."""
+
+    letters: ClassVar[dict[str, str]] = {}
+    """The shapes of fields in letters, for messages."""
+
+    optional: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be None."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -50,18 +56,19 @@ class RecurrentState:
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples.
-
-        As a property it keeps torch from taking the class for one: exported programs index named
-        tuples for their fields, where an index selects samples here.
-        """
+        """The method of named tuples; a property, since exported programs index what has such a
+        method for its fields, where an index selects samples here."""
         named: Any = self
         return lambda: dict(zip(named._fields, named, strict=False))
 
     def __repr__(self) -> str:
         """Shapes, dtypes and devices, since the numbers would fill screens."""
         named: Any = self
-        fields = (f"{name}={_describe(getattr(self, name))}" for name in named._fields)
+        fields = []
+        for name in named._fields:
+            v = getattr(self, name)
+            about = f"{tuple(v.shape)} {v.dtype} on {v.device}" if isinstance(v, Tensor) else f"{v}"
+            fields.append(f"{name}={about}")
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def detach(self) -> Self:
@@ -87,10 +94,10 @@ class RecurrentState:
     def __getitem__(self, index: Any) -> Self:
         """Samples of the batch, in any order and as often as the index names them.
 
-        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis: state[2:5],
-        state[mask], and state[beams] for the beams that a search keeps. An int drops it: state[i]
-        is a single sample, which calls with a batch of 1 accept and `stack` collects.
-        Raises TypeError for a tuple, ValueError for a state without batch axis.
+        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis, as state[beams]
+        does for the beams that a search keeps. An int drops it: state[i] is a single sample, which
+        calls with a batch of 1 accept and `stack` collects. Raises TypeError for a tuple,
+        ValueError for a state without batch axis.
         """
         if isinstance(index, tuple):
             raise TypeError(
@@ -102,18 +109,14 @@ class RecurrentState:
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
-        """The samples of all states, one after the other, as one batch.
-
-        Raises TypeError for other types, ValueError for no states or one without batch axis.
-        """
+        """The samples of all states, one after the other, as one batch. Raises TypeError for other
+        types, ValueError for no states or one without batch axis."""
         return cls._joined(states, True, torch.cat)
 
     @classmethod
     def stack(cls, states: Sequence[Self]) -> Self:
-        """A batch of single samples, such as `state[i]`.
-
-        Raises TypeError for other types, ValueError for no states or one that has a batch axis.
-        """
+        """A batch of single samples, such as `state[i]`. Raises TypeError for other types,
+        ValueError for no states or one that has a batch axis."""
         return cls._joined(states, False, torch.stack)
 
     @classmethod
@@ -161,7 +164,12 @@ class RecurrentState:
         """The state with tensors of lower floating dtypes converted to `dtype`."""
         if all(v.dtype == dtype for v in self.tensors):
             return self
-        return self._each(lambda v: v.to(dtype) if _is_lower(v.dtype, dtype) else v)
+        bits = torch.finfo(dtype).bits
+
+        def is_lower(v: Tensor) -> bool:
+            return v.is_floating_point() and torch.finfo(v.dtype).bits < bits
+
+        return self._each(lambda v: v.to(dtype) if is_lower(v) else v)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -179,17 +187,6 @@ class RecurrentState:
     def _each(self, convert: Callable[[Tensor], Tensor]) -> Self:
         """The state with `convert` applied to every tensor."""
         return self._make(convert(v) for v in self.tensors)
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{tuple(value.shape)} {value.dtype} on {value.device}"
-
-
-def _is_lower(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether `one` is a floating dtype of fewer bits than `other`."""
-    return one.is_floating_point and torch.finfo(one).bits < torch.finfo(other).bits
 
 
 def _register_node(kind: type[RecurrentState]) -> None:
@@ -222,9 +219,9 @@ if TYPE_CHECKING:
 else:
 
     class _BedouinFields(NamedTuple):
-        ssm: Tensor  # (b, d, n), the memory h of the scan
-        y: Tensor  # (b, d), the fixed point at the last token
-        conv: Tensor | None = None  # (b, w - 1, c), the last inputs of the layer's convolution
+        ssm: Tensor
+        y: Tensor
+        conv: Tensor | None = None
 
 
 class BedouinState(RecurrentState, _BedouinFields):
@@ -232,12 +229,14 @@ class BedouinState(RecurrentState, _BedouinFields):
 
     ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token; conv:
     (b, d_conv - 1, c), the last inputs of the layer's convolution, None for a layer without one.
-    A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
-    `state.detach()` in place affects neither the call that returned it nor its backward pass.
+    A state that a layer returns owns its memory: writing into `state.detach()` in place affects
+    neither the call that returned it nor its backward pass.
     """
 
     __slots__ = ()
     axes = (2, 1, 2)
+    letters: ClassVar[dict[str, str]] = {"ssm": "(b, d, n)", "y": "(b, d)", "conv": "(b, w - 1, c)"}
+    optional = ("conv",)
 
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors, so that `ssm, y = state` holds without a convolution."""
@@ -253,24 +252,66 @@ class BedouinState(RecurrentState, _BedouinFields):
         return self._make((self._asdict() | changes).values())
 
 
-class StateSize(NamedTuple):
-    """The sizes of the state of one sample."""
-
-    d: int
-    n: int
-    window: tuple[int, int] | None = None  # w - 1, c; None: no convolution
+StateShapes = dict[str, tuple[int | None, ...]]
+"""The shape of each tensor of a state without its batch axis; None: any length. A field that is
+not in it is None."""
 
 
-def check_kind(state: object, kind: type, otherwise: str = "") -> None:
-    """Raise TypeError unless `state` is of this type; `otherwise`: another remedy."""
+def zero_state(
+    kind: type[StateT],
+    shapes: StateShapes,
+    b: int,
+    like: Tensor,  # any shape, with the dtype and device of the state
+    missing: tuple[str, ...] = (),
+) -> StateT:
+    """The state before the first token: zeros, and None in place of the tensors that are
+    `missing`."""
+    return kind._make(
+        None if name in missing else like.new_zeros(b, *(n or 0 for n in shape))
+        for name, shape in shapes.items()
+    )
+
+
+def check_state(
+    state: Any,
+    kind: type[StateT],
+    shapes: StateShapes,
+    b: int,
+    like: Tensor,  # any shape, with the dtype and device of the state
+) -> StateT:
+    """`state` with a batch axis, of which a single sample gets one of 1, and at least in the dtype
+    of `like`. Raises TypeError for another type, ValueError for another shape, dtype or device."""
     if not isinstance(state, kind):
         raise TypeError(
             f"state must be a {kind.__name__} or None, got {type(state).__name__}: make one with "
-            f"init_state(batch_size){otherwise}"
+            f"init_state(batch_size) or {kind.__name__}({', '.join(shapes)})"
         )
+    names: Any = state
+    for name in names._fields:
+        value = getattr(state, name)
+        if name in shapes and value is None and name in kind.optional:
+            expected = f"a tensor of shape {(b, *shapes[name])}, the window of the convolution"
+        elif name not in shapes and value is not None:
+            expected = "None, since the layer has no convolution"
+        else:
+            continue
+        got = "None" if value is None else tuple(value.shape)
+        raise ValueError(
+            f"state.{name} must be {expected}, got {got}: make a state with init_state(batch_size)"
+        )
+    for name, shape in shapes.items():
+        axes = ", ".join("any" if n is None else str(n) for n in shape)
+        check_tensor(f"state.{name}", getattr(state, name), kind.letters.get(name, f"(b, {axes})"))
+    if all(getattr(state, name).dim() == len(shape) for name, shape in shapes.items()):
+        state = state.stack([state])
+    state = state.at_least(like.dtype)
+    for name, shape in shapes.items():
+        _check_field(f"state.{name}", getattr(state, name), (b, *shape), like)
+    checked: StateT = state
+    return checked
 
 
-def check_field(
+def _check_field(
     name: str,
     tensor: Tensor,
     shape: tuple[int | None, ...],
@@ -296,48 +337,6 @@ def check_field(
         raise ValueError(
             f"{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
         )
-
-
-def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinState:
-    """`state` with a batch axis; a batch axis of 1 is added if it has none.
-
-    like: a tensor of any shape with the dtype and device that the state must have, or a lower
-    floating dtype, from which it is converted.
-    Raises TypeError for another type, ValueError for another shape, dtype or device.
-    """
-    check_kind(state, BedouinState, " or BedouinState(ssm, y)")
-    check_tensor("state.ssm", state.ssm, "(b, d, n)")
-    check_tensor("state.y", state.y, "(b, d)")
-    if (state.conv is None) != (size.window is None):
-        expected = "None, since the layer has no convolution"
-        if size.window is not None:
-            expected = f"a tensor of shape {(b, *size.window)}, the window of the convolution"
-        got = "None" if state.conv is None else tuple(state.conv.shape)
-        raise ValueError(
-            f"state.conv must be {expected}, got {got}: make a state with init_state(batch_size)"
-        )
-    if size.window is not None:
-        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
-    if state.ssm.dim() == 2 and state.y.dim() == 1:
-        state = state.stack([state])
-    state = state.at_least(like.dtype)
-    check_field("state.ssm", state.ssm, (b, size.d, size.n), like)
-    check_field("state.y", state.y, (b, size.d), like)
-    if size.window is not None:
-        check_field("state.conv", state.conv, (b, *size.window), like)
-    checked: BedouinState = state
-    return checked
-
-
-def zero_state(
-    b: int, size: StateSize, dtype: torch.dtype, device: torch.device | None
-) -> BedouinState:
-    """The state before the first token: zeros."""
-    ssm = torch.zeros(b, size.d, size.n, dtype=dtype, device=device)
-    y, window = torch.zeros(b, size.d, dtype=dtype, device=device), None
-    if size.window is not None:
-        window = torch.zeros(b, *size.window, dtype=dtype, device=device)
-    return BedouinState(ssm, y, window)
 
 
 class SequenceCall(Protocol[AnyStateT]):

@@ -40,11 +40,8 @@ def relative_error(
     actual: Tensor,  # any shape
     expected: Tensor,  # the same shape
 ) -> float:
-    """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero.
-
-    The error is inf if an entry is NaN or Inf in only one of the tensors, or if non-finite entries
-    differ; equal non-finite entries have error 0.
-    """
+    """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero; inf if
+    non-finite entries differ."""
     a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
     difference = distance(a, e)
     if difference.numel() == 0:
@@ -101,7 +98,7 @@ def find_fixed_point(
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
-    before = state_before(probe, x, state, find_packing(x, None, None, None))
+    before = state_before(probe, x, state, find_packing(x))
     projected = project(probe, x, before, None)
     with without_autocast(x.device):
         options, f = probe.solve_options, projected.f
@@ -128,9 +125,6 @@ def measure_growth(
     max|r(x + dx) - r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point)
     and over a few random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite.
     Computed with copies in float64 and in evaluation mode, by `Direct` if the mixer allows it.
-
-    size: relative size of the perturbation, dimensionless.
-    seed, num_directions: of the random directions of dx.
     Raises TypeError for another kind of layer, ValueError for size <= 0.
     """
     check_layer(layer)
@@ -165,10 +159,9 @@ def layer_gradients(
     state: BedouinState | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Gradients of a random linear function of output and new state, by name.
+    """Gradients of a random linear function of output and new state, by name: those of the
+    parameters, "x", and, if a state is given, "state.ssm", "state.y" and "state.conv".
 
-    The names are those of the parameters, "x", and, if a state is given, "state.ssm", "state.y"
-    and, of a layer with a convolution, "state.conv".
     The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
     layer's own. Works on a copy; gradients and statistics of `layer` do not change.
     """
@@ -177,25 +170,14 @@ def layer_gradients(
     if state is not None:
         state = BedouinState(*(s.detach().clone().requires_grad_() for s in state.tensors))
         named |= {f"state.{name}": v for name, v in state._asdict().items()}
-    loss = _random_functional(probe(named["x"], state=state, return_state=True), seed)
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(named.items(), grads, strict=True)
-    }
-
-
-def _random_functional(
-    result: tuple[Tensor, BedouinState],  # (b, t, m), ((b, d, n), (b, d))
-    seed: int,
-) -> Tensor:  # ()
-    """A random linear function of output and state, the same for the same shapes and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    total = result[0].new_zeros(())
-    for value in (result[0], *result[1].tensors):
+    output, after = probe(named["x"], state=state, return_state=True)
+    generator, loss = torch.Generator().manual_seed(seed), output.new_zeros(())
+    for value in (output, *after.tensors):
         weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        total = total + (weight.to(value) * value).sum().to(total.dtype)
-    return total
+        loss = loss + (weight.to(value) * value).sum().to(loss.dtype)
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss, list(named.values()), **options)
+    return dict(zip(named, grads, strict=True))
 
 
 def compare_gradients(
@@ -214,10 +196,8 @@ def compare_gradients(
 
 @torch.no_grad()
 def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
-    """The relative error, in the max norm, of `step` token by token against one call on x.
-
-    Of a copy in evaluation mode, because a random cap would stop the call early.
-    """
+    """The relative error, in the max norm, of `step` token by token against one call on x, of a
+    copy in evaluation mode, because a random cap would stop the call early."""
     probe = copy_with(layer, on_unconverged="ignore").eval()
     expected = probe(x)
     state, steps = probe.init_state(x.shape[0]), []
@@ -253,7 +233,8 @@ def log_growth(
     v, total, rows = v / v.norm(dim=2, keepdim=True), x.new_zeros(()), []
     for x_t in x.unbind(1):
         states = torch.cat([base, (base + size * v).flatten(0, 1)])
-        before = _state_like(one, states)
+        parts = zip(states.split([v[0].numel() for v in one.tensors], 1), one.tensors, strict=True)
+        before = BedouinState(*(part.reshape(-1, *of.shape[1:]) for part, of in parts))
         after = _flat_state(probe.step(x_t.repeat(1 + num_directions, 1), before)[1])
         base, v = after[:b], (after[b:].unflatten(0, (-1, b)) - after[:b]) / size
         norm = v.norm(dim=2, keepdim=True)
@@ -265,13 +246,6 @@ def log_growth(
 def _flat_state(state: BedouinState) -> Tensor:
     """(b, numbers of a state): memory, y and window of each sample."""
     return torch.cat([v.flatten(1) for v in state.tensors], 1)
-
-
-def _state_like(one: BedouinState, flat: Tensor) -> BedouinState:  # flat: (b, numbers of a state)
-    """The inverse of `_flat_state`, for states of the sizes that `one` has."""
-    parts = flat.split([v[0].numel() for v in one.tensors], 1)
-    pairs = zip(parts, one.tensors, strict=True)
-    return BedouinState(*(part.reshape(len(flat), *v.shape[1:]) for part, v in pairs))
 
 
 def lyapunov(
@@ -317,11 +291,8 @@ def assert_close(
     rtol: float = 1e-10,
     atol: float = 0.0,
 ) -> None:
-    """Raise AssertionError unless max|actual - expected| <= atol + rtol max|expected|.
-
-    The message contains the name, the worst index and the relative error in the max norm. Shapes
-    and dtypes must be equal; NaN equals NaN.
-    """
+    """Raise AssertionError unless shapes and dtypes are equal and max|actual - expected| <= atol +
+    rtol max|expected|, where NaN equals NaN. The message names the worst index."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     if actual.dtype != expected.dtype:

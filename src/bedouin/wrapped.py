@@ -144,10 +144,8 @@ def _trained_copy(norm: Any) -> Any:
 
 
 def apply_projection(
-    module: LinearModule,
-    v: Tensor,  # (H b, ..., p)
-    dtype: torch.dtype,
-) -> Tensor:  # (H b, ..., r)
+    module: LinearModule, v: Tensor, dtype: torch.dtype
+) -> Tensor:  # (H b, ..., p) -> (H b, ..., r)
     """The module's map of v in the dtype of v; a module that is not plain is called in `dtype`."""
     if is_plain(module):
         return apply_weight(v, module.weight.to(v.dtype))

@@ -219,7 +219,6 @@ def part_of(layer: FixedPointLayer, j: int) -> FixedPointLayer:
     part = copy.deepcopy(layer)
     # options of the constructor, which the layer refuses to set
     vars(part).update(num_heads=1, d_model=p, d_inner=p)
-    part.state_size = part.state_size._replace(d=p)
     eye = torch.eye(p).to(layer.D)
     for name, parameter in layer.named_parameters():
         module, _, leaf = name.rpartition(".")

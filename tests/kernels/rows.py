@@ -18,9 +18,8 @@ from torch.nn.functional import normalize, softplus
 from bedouin.kernels.convolution import Groups, short_convolution
 from bedouin.kernels.delta_rule import DeltaInputs, delta_rates, delta_rule, delta_rule_reference
 from bedouin.kernels.direct import direct_sweep, direct_sweep_reference
-from bedouin.kernels.gated_norm import gated_norm
 from bedouin.kernels.operands import Operands
-from bedouin.kernels.output import gated_output, shifted_norm
+from bedouin.kernels.output import gated_norm, gated_output, shifted_norm
 from bedouin.kernels.scan import selective_scan
 from bedouin.kernels.track import TrackInputs, track, track_reference
 from bedouin.kernels.track.types import ROWS as TOKENS
@@ -321,7 +320,7 @@ def shifted(
 
 
 PARTS = times(each("norm", True, False), each("fed", True, False))
-IN_MANY = {"patch": {"bedouin.kernels.output.launch.PROGRAMS": 3}, "tolerance": 2e-6}
+IN_MANY = {"patch": {"bedouin.kernels.output.registered.PROGRAMS": 3}, "tolerance": 2e-6}
 WIDTHS = [{"b": 3, "d": d, "t": 700 if d < 4096 else 7} for d in (1, 63, 512, 1024, 2048, 4096)]
 WIDTHS += [{"b": 3, "t": 7, "d": 16384}]
 OUTPUT = Row(

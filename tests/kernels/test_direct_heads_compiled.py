@@ -11,19 +11,17 @@ from tests.kernels.compiled import compile_kernel, stack_size
 from triton.compiler import CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct.heads import launch
-from bedouin.kernels.direct.heads.blocks import head_blocks
-from bedouin.kernels.direct.heads.triton_edges import head_edges_kernel as EDGES
-from bedouin.kernels.direct.heads.triton_forward import head_sweep_kernel as SWEEP
-from bedouin.kernels.direct.heads.triton_reverse import reverse_head_kernel as REVERSE
-from bedouin.kernels.direct.triton_rows import local_width
+from bedouin.kernels.direct import launch
+from bedouin.kernels.direct.limits import head_blocks
+from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
+from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
 
-KERNELS = SWEEP, EDGES, REVERSE
+KERNELS = SWEEP, REVERSE
 
 SM_80, SM_89, SM_90 = (80, 166912), (89, 101376), (90, 232448)
 """Compute capabilities, and bytes of shared memory that one program can have."""
@@ -51,8 +49,8 @@ def compiled(
     options = Parameterization(layout, input_scale, "positive", 1e-5)
     samples = 1 if weights is None else 2
     parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
-    given = (2, n, p), weights, options, samples, parts, False, 16, target[1]
-    constants = launch._constants(kernel, *given, local_width(k, n))
+    given = (2, n, p), weights, options, (samples, parts), False, 16, target[1]
+    constants = launch.head_constants(kernel, *given)
 
     def kind_of(name: str) -> str:
         if not name.endswith("_ptr"):
@@ -71,7 +69,7 @@ def compiled(
         (64, 16, 0, "bounded_delta", "bf16"),
         (128, 16, 1, "bounded_delta", "bf16"),
         (64, 16, 2, "delta", "fp32"),
-        (100, 9, 4, "one_minus_decay", "bf16"),
+        (100, 1, 4, "one_minus_decay", "bf16"),
     ],
 )
 def test_a_token_fits_the_registers(
@@ -103,7 +101,7 @@ def test_weights_fit_the_shared_memory(
     k: int,
     streamed: bool,
 ) -> None:
-    blocks = head_blocks(128, 16, k, True)
+    blocks = head_blocks(128, 16, RawLayout("softplus", True, k, 1.0))
     assert blocks.streams(weights.itemsize, target[1]) == streamed
     dtype = "bf16" if weights == torch.bfloat16 else "fp32"
     found = compiled(kernel, 128, 16, k, dtype=dtype, weights=weights, target=target)
@@ -116,13 +114,8 @@ def test_many_states(kernel: Any, n: int, most: int) -> None:
     assert stack_size(compiled(kernel, 128, n, 2)) <= (most if kernel is REVERSE else 0)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "p", "k", "barriers"),
-    [(SWEEP, 64, 0, 1), (SWEEP, 64, 2, 4), (EDGES, 64, 0, 0), (EDGES, 64, 2, 2)],
-)
-def test_warps_of_a_sample_wait_for_each_other_once_for_reflections(
-    kernel: Any, p: int, k: int, barriers: int
-) -> None:
-    """With reflections one exchange of sums a token, in the sweep one more after the last one, and
-    there a barrier for B, C and alpha."""
-    assert compiled(kernel, p, 16, k).asm["ptx"].count("bar.sync") <= barriers
+@pytest.mark.parametrize(("k", "barriers"), [(0, 1), (2, 4)])
+def test_warps_of_a_sample_wait_for_each_other_once_for_reflections(k: int, barriers: int) -> None:
+    """With reflections one exchange of sums a token and one more after the last one, and a barrier
+    for B, C and alpha."""
+    assert compiled(SWEEP, 64, 16, k).asm["ptx"].count("bar.sync") <= barriers

@@ -19,16 +19,8 @@ from torch.nn.functional import pad
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.kernels.backend import Backend, interpreter_is_on
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
-from bedouin.kernels.direct.buffers import (
-    CHUNK,
-    allocate_reverse,
-    allocate_sweep,
-    choose_chunk,
-    collect_gradients,
-)
-from bedouin.kernels.direct.heads.blocks import SCRATCH, head_blocks
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.direct.limits import CHUNK, SCRATCH, choose_chunk, choose_sweep, head_blocks
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
@@ -152,24 +144,21 @@ def launched(
     case: Case, samples: int, keep_every: int = CHUNK, parts: int | None = None
 ) -> dict[str, Tensor]:
     """What `run` returns, by the launches with so many samples of a program and parts of each."""
-    from bedouin.kernels.direct.heads import launch
+    from bedouin.kernels.direct import launch
 
     operands, options = case.operands(), case.options()
-    buffers = allocate_sweep(operands, options, keep_every)
     chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
     with patch.object(launch, "choose_rows", return_value=chosen):
-        launch.launch_head_sweep(buffers, options, keep_every)
-    sweep = Sweep(buffers.y, buffers.h.mT, *buffers.statistics)
-    grad_y, grad_h = cotangents(sweep)
-    known, grads = allocate_reverse(grad_y, grad_h, sweep.y, buffers.kept, operands, options)
-    with patch.object(launch, "choose_rows", return_value=chosen):
-        normed = launch.launch_head_reverse(known, grads, buffers.W_y, options, keep_every)
-    every = collect_gradients(grads, normed, sweep.y, operands, options, wants_y0=True)
+        y, h, kept, statistics = launch.launch_sweep(operands, options, keep_every)
+        sweep = Sweep(y, h.mT, *statistics)
+        grad_y, grad_h = cotangents(sweep)
+        given = (grad_y, grad_h), y, kept, operands, options, keep_every
+        *every, report = launch.launch_reverse(*given, wants_y0=True)
     found = values_of(sweep)
     for name, v, operand in zip(NAMES, every, operands, strict=True):
         if operand is not None:
             found[f"gradient of {name}"] = v
-    return found | {f"report {i}": v for i, v in enumerate(grads.statistics)}
+    return found | {f"report {i}": v for i, v in enumerate(report)}
 
 
 H100, A100, L4 = 232448, 166912, 101376
@@ -283,7 +272,7 @@ def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts
     [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
 )
 def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
-    from bedouin.kernels.direct.heads.launch import choose_parts
+    from bedouin.kernels.direct.launch import choose_parts
 
     assert choose_parts(channels, samples) == parts
 
@@ -294,7 +283,7 @@ def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int
     [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
 )
 def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
-    from bedouin.kernels.direct.heads.launch import choose_samples
+    from bedouin.kernels.direct.launch import choose_samples
 
     A = torch.empty(8, states, channels, device=DEVICE)
     assert choose_samples(4096, A) == samples
@@ -314,7 +303,7 @@ def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) 
 def test_chunks_in_one_launch_of_the_reverse_sweep_and_in_several(
     workspace: int, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.heads.launch.WORKSPACE", workspace)
+    monkeypatch.setattr("bedouin.kernels.direct.launch.WORKSPACE", workspace)
     assert_same(launched(case, 2, keep_every=2), expect(case), case.tolerance)
 
 
@@ -380,7 +369,7 @@ STREAMED = [
 def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
     layout = case.options().known_layout()
     itemsize = 4 if case.low is None else case.low.itemsize
-    blocks = head_blocks(case.p, case.n, case.k, layout.selective)
+    blocks = head_blocks(case.p, case.n, layout)
     least = SCRATCH + blocks.rows_of_tile * blocks.channels * itemsize
     assert blocks.streams(itemsize, least)
     with shared_memory(least):
@@ -462,33 +451,25 @@ def test_options_without_feedback(case: Case) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("workspace", [1, 2**23])
 @pytest.mark.parametrize(
-    ("case", "segments"),
+    "case",
     [
-        (Case(b=2, t=5, p=33, n=5, k=0), 3),
-        (Case(b=2, t=8, p=33, n=5, k=2), 4),
-        (Case(b=5, t=7, p=5, n=17, k=1, input_scale="delta"), 2),
-        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=torch.bfloat16), 3),
-        (Case(b=1, t=3, p=5, n=1, k=0, selective=False), 2),
+        Case(b=2, t=5, p=33, n=5, k=0),
+        Case(b=2, t=8, p=33, n=5, k=2),
+        Case(b=5, t=7, p=5, n=17, k=1, input_scale="delta"),
+        Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=torch.bfloat16),
+        Case(b=1, t=3, p=5, n=1, k=0, selective=False),
     ],
     ids=str,
 )
-def test_segments_and_launches_without_feedback(
-    case: Case, segments: int, monkeypatch: pytest.MonkeyPatch
+def test_launches_without_feedback(
+    workspace: int, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All segments of the reverse sweep at once, one, and a launch for each chunk."""
-    from bedouin.kernels.direct.heads import launch
-
+    """One launch of the reverse sweep, and one for each chunk."""
     case = replace(case, feedback=False)
-    expected, choose = expect(case), launch._choose_segments
-    with patch.object(launch, "_choose_segments", side_effect=choose) as chosen:
-        assert_same(launched(case, 1, keep_every=2), expected, case.tolerance)
-    if interpreter_is_on():
-        assert choose(*chosen.call_args.args)[0] == segments
-    with patch.object(launch, "_choose_segments", return_value=(1, case.t + 1)):
-        assert_same(launched(case, 1, keep_every=2), expected, case.tolerance)
-    monkeypatch.setattr(launch, "WORKSPACE", 1)
-    assert_same(launched(case, 1, keep_every=2), expected, case.tolerance)
+    monkeypatch.setattr("bedouin.kernels.direct.launch.WORKSPACE", workspace)
+    assert_same(launched(case, 1, keep_every=2), expect(case), case.tolerance)
 
 
 @needs_triton
@@ -779,7 +760,7 @@ def test_feedback_of_delta_compiled(p: int, n: int, k: int, low: torch.dtype | N
 
 def test_the_precision_of_products_by_all_names_of_the_setting() -> None:
     """Also by the name whose use makes torch refuse to read the older one."""
-    from bedouin.kernels.direct.triton_constants import uses_tf32
+    from bedouin.kernels.direct.launch import uses_tf32
 
     matmul = torch.backends.cuda.matmul
     before, older = matmul.fp32_precision, torch.get_float32_matmul_precision()

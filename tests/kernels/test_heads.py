@@ -14,7 +14,8 @@ from torch import Tensor
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.iteration import IterationRule
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
-from bedouin.kernels.output import gated_output
+from bedouin.kernels.operation import OPERATIONS
+from bedouin.kernels.output import gated_output, registered
 from bedouin.kernels.scan import selective_scan
 from bedouin.testing import assert_close
 
@@ -136,16 +137,13 @@ def test_output(
 def test_output_where_a_program_takes_many_tokens_of_its_head(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bedouin.kernels.output import launch
-    from bedouin.kernels.output.types import OutputOperands
-
-    monkeypatch.setattr(launch, "PROGRAMS", 3)
+    monkeypatch.setattr(registered, "PROGRAMS", 3)
     operands = [v.to(device, torch.float32) for v in output_operands(2, 3, 7, 65, norm=True)]
     exact = [v.double() for v in operands]
     out, *expected = results(lambda *v: output(*v, backend="reference"), exact)
     y, x, D, gate, _, _, weight = expected
-    given = OutputOperands(*operands)
-    actual = launch.output_backward(unfold(weights_like(out).float(), 2), given, 1e-5)
+    backward, grad = OPERATIONS["bedouin::gated_output_backward"], weights_like(out).float()
+    actual = backward(unfold(grad, 2), *operands, 1e-5)
     wanted = y, x, gate, torch.stack([D, weight])
     for i, (ours, theirs) in enumerate(zip(actual, wanted, strict=True)):
         assert_close(f"result {i}", ours.double(), theirs, 2e-6, atol=2e-6)

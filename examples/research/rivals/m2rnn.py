@@ -105,8 +105,7 @@ class M2RNN(MatrixLayer[M2RNNState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias", "D")
 
     def _run(
         self,

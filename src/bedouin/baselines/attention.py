@@ -16,7 +16,6 @@ from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     at_least_float32,
     factory_options,
     head_size,
@@ -24,7 +23,7 @@ from bedouin.layers.common import (
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import Join, RecurrentState
+from bedouin.state import Join, RecurrentState, StateShapes
 
 
 class _AttentionFields(NamedTuple):
@@ -181,11 +180,8 @@ class Attention(RecurrentLayer[AttentionState]):
         return PaddedAttentionState(whole.conv, whole.keys, whole.values, lengths.reshape(b))
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: AttentionState | PaddedAttentionState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Any]:  # (b, t, m)
+        self, x: Tensor, state: AttentionState | PaddedAttentionState, lengths: Tensor | None
+    ) -> tuple[Tensor, Any]:  # (b, t, m), (b,) -> (b, t, m)
         qkv, window = self.conv(self.in_proj(x), state.conv, lengths)
         q, k, v = rearrange(qkv, "b t (i h p) -> i b t h p", i=3, h=self.num_heads)
         t, s = x.shape[1], state.keys.shape[1]
@@ -197,12 +193,10 @@ class Attention(RecurrentLayer[AttentionState]):
         # torch's fused kernels need adjacent channels, which a convolution's output does not have
         q = q.contiguous()
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
-        causal, mask = False, None
+        # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
+        causal, mask = filled is None and not s and t > 1, None
         if filled is not None or (s and t > 1):
             mask = _mask(t, s, filled, x.device)
-        elif t > 1:
-            # it aligns query 0 with key 0, so it is right only without earlier tokens
-            causal = True
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:
@@ -233,11 +227,8 @@ def _append(
 
 
 def _mask(
-    t: int,
-    s: int,
-    filled: Tensor | None,  # (b,)
-    device: torch.device,
-) -> Tensor:  # (t, s + t) or (b, 1, t, s + t)
+    t: int, s: int, filled: Tensor | None, device: torch.device
+) -> Tensor:  # (b,) -> (t, s + t) or (b, 1, t, s + t)
     """True where one of t tokens may attend: the earlier tokens, itself and those before it."""
     if filled is None:
         return torch.ones(t, s + t, dtype=torch.bool, device=device).tril(s)

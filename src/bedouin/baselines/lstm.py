@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.checks import known_options
-from bedouin.layers.common import RecurrentLayer, StateShapes, expanded, factory_options
+from bedouin.layers.common import RecurrentLayer, expanded, factory_options
 from bedouin.layers.convolution import ShortConvolution
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 
 
 class _LSTMFields(NamedTuple):
@@ -30,12 +30,8 @@ class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
 
 
 class _LSTM(nn.LSTM):
-    """torch.nn.LSTM, whose calls leave the memory of its weights as it is.
-
-    cuDNN is faster with all weights in one buffer, and torch moves them there whenever a call finds
-    other weights than the last one. FSDP puts other weights in their place before each call, and
-    gathers into memory that the moved ones no longer have: they would keep their first values.
-    """
+    """torch.nn.LSTM, whose calls leave the memory of its weights as it is: torch moves new weights
+    into one buffer for cuDNN, and FSDP then gathers into memory that they no longer have."""
 
     _is_running = False
 
@@ -96,11 +92,8 @@ class LSTM(RecurrentLayer[LSTMState]):
         return {"conv": self.conv.window_size, "h": (self.d_inner,), "c": (self.d_inner,)}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: LSTMState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, LSTMState]:  # (b, t, m)
+        self, x: Tensor, state: LSTMState, lengths: Tensor | None
+    ) -> tuple[Tensor, LSTMState]:  # (b, t, m), (b,) -> (b, t, m)
         x, window = self.conv(x, state.conv, lengths)
         if self.conv.width is not None:
             x = F.silu(x)

@@ -15,7 +15,6 @@ from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     apply_to_parameters,
     at_least_float32,
     expanded,
@@ -27,7 +26,7 @@ from bedouin.layers.common import (
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import is_untouched
 
 
@@ -55,7 +54,7 @@ class _DeltaProjection(nn.Linear):
         reset_dt_bias(self.bias)
 
     def _mark_parameters(self) -> None:
-        mark(self._parameters.get("bias"), "_no_reinit")
+        mark(self, "_no_reinit", "bias")
 
 
 class Mamba(RecurrentLayer[MambaState]):
@@ -123,18 +122,14 @@ class Mamba(RecurrentLayer[MambaState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_weight_decay", "A_log", "D")
 
     def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: MambaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, MambaState]:  # (b, t, m)
+        self, x: Tensor, state: MambaState, lengths: Tensor | None
+    ) -> tuple[Tensor, MambaState]:  # (b, t, m), (b,) -> (b, t, m)
         x, z = self.in_proj(x).chunk(2, -1)
         x, window = self.conv(x, state.conv, lengths)
         x = F.silu(x)
@@ -157,9 +152,8 @@ class Mamba(RecurrentLayer[MambaState]):
         return output, MambaState(window, ssm)
 
     def _project_dt(
-        self,
-        dt: Tensor,  # (b, t, r)
-    ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (d,)
+        self, dt: Tensor
+    ) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d), (d,)
         """dt_proj(dt), and a bias that is still to be added, in float32.
 
         A module that is parametrized, or that another library has wrapped, as adapters do, is

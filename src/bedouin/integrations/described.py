@@ -20,9 +20,8 @@ the same names."""
 def describe(name: str, value: Any) -> Any:
     """An object as {"type": ..., and all options}, a tuple as a list; any other value as it is.
 
-    A dict is checked, and completed by the options that it leaves out. Raises TypeError for a type
-    that a file cannot name or an option that is no attribute, and what the type raises for its
-    options.
+    A dict is checked and completed. Raises TypeError for a type that a file cannot name or an
+    option that is no attribute, and what the type raises for its options.
     """
     value = restore(name, value)
     if not isinstance(value, Described):
@@ -45,10 +44,8 @@ def describe(name: str, value: Any) -> Any:
 
 
 def restore(name: str, value: Any) -> Any:
-    """The inverse of `describe`, for which options that a dict leaves out have their defaults.
-
-    Raises TypeError for a type that no imported module defines, and what the type raises.
-    """
+    """The inverse of `describe`. Raises TypeError for a type that no imported module defines, and
+    what the type raises."""
     if not isinstance(value, dict):
         return value
     options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}

@@ -37,8 +37,7 @@ class BedouinLayer(nn.Module):
             counts only with the first. None: not in a Bedouin.
         options: other options of the layer.
 
-    Raises TypeError for d_model, which is hidden_size, and what
-    the layer raises.
+    Raises TypeError for d_model, which is hidden_size, and what the layer raises.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class BedouinLayer(nn.Module):
         if output_attentions:
             raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
         mask = row_mask(attention_mask, hidden_states)
-        state = self._read(past_key_values)
+        state = None if past_key_values is None else self._read(past_key_values)
         # with gradients a cache serves truncated backpropagation, without them a generation
         generates = past_key_values is not None and not torch.is_grad_enabled()
         with without_noise() if generates else nullcontext():
@@ -109,8 +108,6 @@ class BedouinLayer(nn.Module):
 
     def _read(self, cache: Any) -> RecurrentState | None:
         """The state before the tokens; None: zeros."""
-        if cache is None:
-            return None
         if self.layer_idx is None:
             raise ValueError(
                 "layer_idx must be an int for calls with past_key_values, got None: use "

@@ -20,8 +20,7 @@ LAYERS: dict[str, type[Any]] = {
 
 
 def make_layer(layer: str, d_model: int, **options: Any) -> Any:
-    """The layer of this name, one of `LAYERS`. Raises ValueError for another name, and what the
-    layer raises."""
+    """The layer of this name. Raises ValueError for another name, and what the layer raises."""
     return LAYERS[one_of("layer", layer, tuple(LAYERS))](d_model, **options)
 
 
@@ -54,10 +53,7 @@ def row_mask(
     attention_mask: Tensor | None,  # (b, t) or (b, tokens before + t)
     x: Tensor,  # (b, t, m)
 ) -> Tensor | None:  # (b, t) bool
-    """The columns of a mask of ones and zeros that belong to x, which are the last ones.
-
-    Raises ValueError for another shape.
-    """
+    """The last t columns of a mask of ones and zeros. Raises ValueError for another shape."""
     if attention_mask is None:
         return None
     b, t = x.shape[:2]

@@ -26,10 +26,8 @@ _INSTALLS = {"liger": "liger-kernel", "fla": "flash-linear-attention"}
 
 def choose_kernel(kernel: str | bool, device: torch.device) -> Kernel:
     """`kernel`; for "auto" or True the first of liger, fla and torch that can run on the device.
-
-    Raises ValueError for another name and for a Triton kernel on another device than a GPU,
-    ImportError, with a remedy, for a library that is not installed.
-    """
+    Raises ValueError for another name or a Triton kernel on no GPU, ImportError for a library that
+    is not installed."""
     if kernel in (True, "auto"):
         usable = [name for name, library in _LIBRARIES.items() if find_spec(library) is not None]
         return cast(Kernel, usable[0] if usable and device.type == "cuda" else "torch")
@@ -128,7 +126,7 @@ class _Chunked(torch.autograd.Function):
                 dw += grads.mT @ part
             del grads
         ctx.save_for_backward(dx, dw, db)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod

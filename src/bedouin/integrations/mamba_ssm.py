@@ -53,12 +53,9 @@ class BedouinMixer(nn.Module):
     ) -> None:
         super().__init__()
         options |= {"device": device, "dtype": dtype, "layer_idx": layer_idx}
-        sizes = (
-            ("d_state", d_state, None),
-            ("expand", expand, None),
-            ("d_conv", d_conv, "default"),
-        )
-        options |= {name: size for name, size, default in sizes if size != default}
+        sizes = {"d_state": d_state, "expand": expand}
+        options |= {name: size for name, size in sizes.items() if size is not None}
+        options |= {} if d_conv == "default" else {"d_conv": d_conv}
         self.layer = make_layer(layer, d_model, **options)
         self.layer_idx = layer_idx
 
@@ -75,10 +72,8 @@ class BedouinMixer(nn.Module):
 
         With inference_params, the states that they hold for this layer are those before the
         sequence, or zeros if seqlen_offset is 0, and become those after it, in place, without the
-        noise of feedback_noise. A sequence that starts may be a larger batch than the last one.
-
-        Raises ValueError for inference_params without a layer_idx, with cu_seqlens, or with states
-        of fewer rows than a sequence that goes on.
+        noise of feedback_noise. Raises ValueError for inference_params without a layer_idx, with
+        cu_seqlens, or with states of fewer rows than a sequence that goes on.
         """
         if inference_params is None:
             packing = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
@@ -121,8 +116,8 @@ class BedouinMixer(nn.Module):
         return state.clone() if torch.is_grad_enabled() else state
 
     def _get_states_from_cache(self, params: Any, batch_size: int) -> States:
-        """This layer's states of the batch at batch_size_offset, which are made if there are none;
-        a new sequence may be a larger batch than the last one."""
+        """This layer's states of the batch at batch_size_offset, which are made if there are none
+        or, for a new sequence, too few."""
         if self.layer_idx is None:
             raise ValueError(
                 "layer_idx must be an int for calls with inference_params, got None: use "

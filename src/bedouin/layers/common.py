@@ -10,31 +10,28 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import (
-    check_batch_size,
-    check_dtype,
-    check_layer_input,
-    check_tensor,
-    positive_int,
-)
+from bedouin.checks import check_batch_size, check_dtype, check_layer_input, positive_int
 from bedouin.graphed import Graphed
 from bedouin.kernels.launch import accumulator
 from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.solvers.reporting import stacklevel
-from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
+from bedouin.state import (
+    RecurrentState,
+    SequenceCall,
+    StateShapes,
+    check_state,
+    zero_state,
+)
 from bedouin.wrapped import read_parameter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StateT = TypeVar("StateT", bound=RecurrentState)
-
-StateShapes = dict[str, tuple[int | None, ...]]
-"""The shape of each tensor of a state without its batch axis; None: any length."""
 
 DELTA_RANGE = (1e-3, 0.1)
 
@@ -52,7 +49,7 @@ TEXT_BLOCK = 512
 
 
 def positive_number(name: str, value: float) -> float:
-    """`value` as a float; TypeError or ValueError that names it unless it is finite and > 0."""
+    """`value` as a float; TypeError or ValueError unless it is finite and > 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number > 0, got {value!r}")
     if not 0 < value < math.inf:
@@ -105,15 +102,17 @@ def reset_dt_bias(bias: Tensor) -> None:
 # which have `_mark_parameters` to set them again.
 
 
-def mark(parameter: Tensor | None, name: str) -> None:
-    """Set the mark `name`, "_no_weight_decay" or "_no_reinit", unless the parameter is None."""
-    if parameter is not None:
-        setattr(parameter, name, True)
+def mark(module: nn.Module, mark: str, *names: str) -> None:
+    """Set "_no_weight_decay" or "_no_reinit" on the parameters of these names that exist."""
+    # plain look-ups, because setting the first parameter of a layer calls this, too
+    for name in names:
+        if module._parameters.get(name) is not None:
+            setattr(module._parameters[name], mark, True)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor reads,
-    since setting it later would have no effect."""
+    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor
+    reads."""
     layer: Any = module
     if name in vars(layer).get("_options", ()) and name not in layer.settable_options:
         owner = type(layer).__name__
@@ -162,14 +161,11 @@ def number_options(module: Any) -> dict[str, Any]:
 
 
 def save_options(module: Any) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int64
-    """The extra state: the number of training calls, where a layer counts them, and the options as
-    the characters of a JSON text.
+    """The extra state: the number of training calls, and the options as characters of a JSON text.
 
     It is a tensor because safetensors holds nothing else, and of a size that differs between few
-    layers because torch.distributed.checkpoint loads a tensor only into one of its own size: of its
-    checkpoints of versions up to 0.2, which have the number of calls alone, load all keys but those
-    that end in _extra_state. All dtypes to which a tool may convert a state_dict represent the
-    characters exactly.
+    layers because torch.distributed.checkpoint loads a tensor only into one of its own size. All
+    dtypes to which a tool may convert a state_dict represent the characters exactly.
     """
     text = json.dumps(module.number_options(), separators=(",", ":"))
     text += " " * (-len(text) % TEXT_BLOCK)
@@ -185,31 +181,27 @@ def load_options(
     that was saved and this one differ. Versions up to 0.2 saved no options."""
     num_calls, *text = state.flatten().tolist()
     module.num_calls = int(num_calls)
-    message = _compare(module, text) if text else ""
-    if message:
-        warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
-
-
-def _compare(module: Any, text: list[float]) -> str:
-    """What to say about the options that were saved; nothing if they are those present."""
-    owner = type_name(module)
+    if not text:
+        return
+    owner, present = type_name(module), json.loads(json.dumps(module.number_options()))
     try:
         saved = json.loads(bytes(map(round, text)))
     except ValueError:  # such as an average of different options
-        return (
+        message = (
             f"the options with which the parameters of this {owner} were saved cannot be read from "
             "its extra state: make sure that they are its own"
         )
-    present = json.loads(json.dumps(module.number_options()))
-    # an option that one of them does not know is none of another version
-    names = [name for name in present if saved.get(name, present[name]) != present[name]]
-    if not names:
-        return ""
-    was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
-    return (
-        f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
-        "outputs may differ from those of what was saved: make it with the saved options"
-    )
+    else:
+        # an option that one of them does not know is none of another version
+        names = [name for name in present if saved.get(name, present[name]) != present[name]]
+        if not names:
+            return
+        was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
+        message = (
+            f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
+            "outputs may differ from those of what was saved: make it with the saved options"
+        )
+    warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
 
 
 def load_parameters(
@@ -219,8 +211,7 @@ def load_parameters(
     local_metadata: dict[str, Any],
     strict: bool,
     missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    *errors: list[str],
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
     number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
@@ -233,8 +224,8 @@ def load_parameters(
             f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
             "those",
         )
-    known = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    nn.Module._load_from_state_dict(module, state_dict, prefix, *known)
+    known = local_metadata, strict, missing_keys
+    nn.Module._load_from_state_dict(module, state_dict, prefix, *known, *errors)
     if key in missing_keys:
         missing_keys.remove(key)
 
@@ -297,7 +288,7 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         """Draw all parameters anew."""
 
     def _mark_parameters(self) -> None:
-        """Call `mark` for the parameters that have marks; some may not exist yet."""
+        """Call `mark` for the parameters that have marks."""
 
     @abstractmethod
     def _state_sizes(self) -> StateShapes:
@@ -328,28 +319,20 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
 
-        A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
-        rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding, or where documents
-        begin, and a state of a lower floating dtype is converted, as in `Bedouin`. Raises TypeError
-        for integer or foreign dtypes, ValueError for wrong shapes, devices and states.
+        Chunks, states, mask, cu_seqlens, seq_idx and errors are as in `Bedouin`.
         """
         self.check_input(x, 3)
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
 
     def _call(
-        self,
-        x: Tensor,  # (b, t, input_size)
-        state: StateT | None,
-        return_state: bool,
-        packing: Packing,
-    ) -> Any:
+        self, x: Tensor, state: StateT | None, return_state: bool, packing: Packing
+    ) -> Any:  # (b, t, input_size)
         """`forward` with checked inputs."""
-        is_packed, rows = packing.lengths is not None, packing.num_states
+        rows, is_packed = packing.num_states, packing.lengths is not None
         if state is not None:
             before = self.checked_state(state, rows)
         else:
-            missing = () if is_packed or not x.numel() else self.none_for_zeros
-            before = self._zeros(rows, missing)
+            before = self._zeros(rows, () if is_packed or not x.numel() else self.none_for_zeros)
         if is_packed:
             before = packing.before(before, self.init_state(1))
         u = packing.take(x)
@@ -358,32 +341,33 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         if u.numel():
             output, after = self._run_loaded(u, before, lengths)
         else:
-            output, after = self._run_empty(u), before.clone()
+            # a graph to every parameter, since data-parallel training waits for gradients of them
+            # all: a token is run, and none of its outputs is taken
+            token = u.new_zeros(1, 1, u.shape[-1])
+            output, _ = self._run_loaded(token, self.init_state(1), None)
+            output = u[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
+            after = before.clone()
         output = packing.put(output, x.shape)
-        return (output, owned(packing.after(after))) if return_state else output
+        if not return_state:
+            return output
+        # copies of what autograd may have saved, since a state may be written in place
+        after = packing.after(after)._each(lambda v: v.clone() if v.requires_grad else v)
+        return output, after
 
     if TYPE_CHECKING:
         __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
 
-    def step(
-        self,
-        x_t: Tensor,  # (b, m)
-        state: StateT,
-    ) -> tuple[Tensor, StateT]:  # (b, m)
+    def step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:  # (b, m) -> (b, m)
         """One token. Raises as `forward` does."""
         self.check_input(x_t, 2)
         return self._step(x_t, state)
 
-    def _step(
-        self,
-        x_t: Tensor,  # (b, input_size)
-        state: StateT,
-    ) -> tuple[Tensor, StateT]:  # (b, m)
-        """`step` with a checked input."""
+    def _step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """`step` with a checked input (b, input_size)."""
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         with without_noise():
-            packing = Packing(None, (x_t.shape[0], 1))
+            packing = Packing((x_t.shape[0], 1))
             output, after = self._call(x_t.unsqueeze(1), state, True, packing)
         return output.squeeze(1), after
 
@@ -393,15 +377,8 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return self._zeros(batch_size, ())
 
     def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
-        """A state of zeros, with None in place of the tensors that are `missing`."""
-        device, dtype = self._weight.device, self.state_dtype
-        state: StateT = self._make_state(
-            None
-            if name in missing
-            else torch.zeros(b, *(n or 0 for n in size), dtype=dtype, device=device)
-            for name, size in self._state_sizes().items()
-        )
-        return state
+        state: Any = zero_state(self.state_type, self._state_sizes(), b, self._like, missing)
+        return cast(StateT, state)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
         """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
@@ -417,15 +394,14 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         """A parameter with the layer's dtype and device."""
         return read_parameter(self.out_proj, "weight")
 
-    def _make_state(self, tensors: Any) -> Any:
-        return self.state_type(*tensors)
+    @property
+    def _like(self) -> Tensor:  # (0,)
+        """A tensor with the dtype and device of the state."""
+        return self._weight.new_empty(0, dtype=self.state_dtype)
 
     def _run_loaded(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: StateT,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, StateT]:  # (b, t, m)
+        self, x: Tensor, state: StateT, lengths: Tensor | None
+    ) -> tuple[Tensor, StateT]:  # (b, t, m), (b,) -> (b, t, m)
         """`_run` with the parameters of the layer and of its parts, which a module that accelerate
         offloads has in its own calls alone."""
         layers = [v for v in (self, *self.children()) if isinstance(v, RecurrentLayer)]
@@ -437,38 +413,13 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
             hook.post_forward(layer, ())
         return found
 
-    def _run_empty(
-        self,
-        x: Tensor,  # (b, t, m), one of them 0
-    ) -> Tensor:  # as x
-        """The outputs of no tokens, with a graph to every parameter, since data-parallel training
-        waits for gradients of them all: a token is run, and none of its outputs is taken."""
-        output, _ = self._run_loaded(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
-        return x[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
-
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
         device."""
         check_layer_input(x, rank, self.d_model, self._weight)
 
-    def checked_state(self, state: StateT, b: int) -> StateT:
+    def checked_state(self, state: Any, b: int) -> StateT:
         """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
         or ValueError where it does not fit the layer."""
-        check_kind(state, self.state_type)
-        sizes = self._state_sizes()
-        for field, tensor in zip(sizes, state.tensors, strict=True):
-            axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
-            check_tensor(f"state.{field}", tensor, f"(b, {axes})")
-        pairs = list(zip(state.tensors, sizes.values(), strict=True))
-        if all(v.dim() == len(size) for v, size in pairs):
-            state = state.stack([state])
-        state = state.at_least(self.state_dtype)
-        like = self._weight.new_empty(0, dtype=self.state_dtype)
-        for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
-            check_field(f"state.{field}", tensor, (b, *size), like)
-        return state
-
-
-def owned(state: StateT) -> StateT:
-    """The state with copies of what autograd may have saved: a state may be written in place."""
-    return state._each(lambda v: v.clone() if v.requires_grad else v)
+        checked: Any = check_state(state, self.state_type, self._state_sizes(), b, self._like)
+        return cast(StateT, checked)

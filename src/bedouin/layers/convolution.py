@@ -50,11 +50,8 @@ class ShortConvolution(nn.Module):
         return (self.width or 1) - 1, self.channels
 
     def forward(
-        self,
-        x: Tensor,  # (b, t, c)
-        window: Tensor,  # (b, w - 1, c)
-        lengths: Tensor | None = None,  # (b,)
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, window: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # (b, t, c), (b, w - 1, c), (b,)
         """The convolved x (b, t, c) and the window after the last token, in the window's dtype.
 
         lengths: the tokens of each sample, which padding follows; None: t."""
@@ -79,11 +76,9 @@ class ShortConvolution(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added), as
-        `bedouin.kernels.convolution` computes them (b, t, c + a), and the window after the last
-        token.
-
-        A kernel computes this in one pass; a module with hooks is called."""
+        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added)
+        (b, t, c + a), and the window after the last token, in one pass of a kernel; a module with
+        hooks is called."""
         if self.weight is not None and self.bias is None and is_untouched(self):
             found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
             if lengths is not None:
@@ -93,15 +88,9 @@ class ShortConvolution(nn.Module):
         weight = x.new_ones(self.channels, 1)
         return short_convolution(x, weight, window[:, :0], added, groups, backend=backend)[0], after
 
-    def _shifted_sum(
-        self,
-        padded: Tensor,  # (b, w - 1 + t, c)
-    ) -> Tensor:  # (b, t, c)
-        """The convolution as the sum of its class's docstring, in at least float32.
-
-        On a CPU it takes a seventh of the time of conv1d, forward and backward, and torch.compile
-        makes one kernel of it and its neighbours. On a GPU without torch.compile conv1d takes fewer
-        launches."""
+    def _shifted_sum(self, padded: Tensor) -> Tensor:  # (b, w - 1 + t, c) -> (b, t, c)
+        """The convolution as a sum, in at least float32: a seventh of the time of conv1d on a CPU,
+        and one kernel with its neighbours for torch.compile, but many launches on a GPU."""
         assert self.weight is not None and self.width is not None
         t = padded.shape[1] + 1 - self.width
         weight = self.weight.to(accumulator(self.weight.dtype))
@@ -115,11 +104,8 @@ class ShortConvolution(nn.Module):
 
 
 def _last(
-    padded: Tensor,  # (b, w - 1 + t, c)
-    t: int,
-    window: Tensor,  # (b, w - 1, c)
-    lengths: Tensor | None,  # (b,)
-) -> Tensor:  # (b, w - 1, c)
+    padded: Tensor, t: int, window: Tensor, lengths: Tensor | None
+) -> Tensor:  # (b, w - 1 + t, c), (b, w - 1, c), (b,) -> (b, w - 1, c)
     """The inputs before the first token after each sample, in the dtype of the window."""
     if lengths is None:
         # a copy: a view would keep all of `padded` alive

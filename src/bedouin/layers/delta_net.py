@@ -23,11 +23,10 @@ from bedouin.kernels.delta_rule import (
     delta_rule,
     kernel_backend,
 )
-from bedouin.kernels.gated_norm import gated_norm
+from bedouin.kernels.output import gated_norm
 from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     expanded,
     factory_options,
     head_size,
@@ -37,7 +36,7 @@ from bedouin.layers.common import (
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import side_by_side
 
 FLA_UNIT_EPS = 1e-6
@@ -158,8 +157,8 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        module: Any
         for module in self.children():
-            assert isinstance(module, nn.Linear | ShortConvolution)
             module.reset_parameters()
         nn.init.ones_(self.norm_weight)
         if self.gated:
@@ -170,27 +169,20 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim
         return {"conv": self.conv.window_size, "memory": memory}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: DeltaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
+        self, x: Tensor, state: DeltaState, lengths: Tensor | None
+    ) -> tuple[Tensor, DeltaState]:  # (b, t, m), (b,) -> (b, t, m)
         projected = self.project(x)
         recalled, after = self.recall(projected, state, lengths)
         return self.output(recalled, projected.gate), after
 
-    def project(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Projected:
+    def project(self, x: Tensor) -> Projected:  # (b, t, m)
         modules = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         joined = side_by_side(x, [module for module in modules if module is not None])
         h, has_gate, has_decay = self.num_heads, self.g_proj is not None, self.a_proj is not None
@@ -200,24 +192,19 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         return Projected(qkv, gate if has_gate else None, b, a if has_decay else None)
 
     def recall(
-        self,
-        projected: Projected,
-        state: DeltaState,
-        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
+        self, projected: Projected, state: DeltaState, lengths: Tensor | None
     ) -> tuple[Tensor, DeltaState]:  # (b, t, h, v)
         """What the memories hold under the queries, S_t^T q_t / sqrt(p), and the state after."""
         units = Groups((1 + self.num_householder) * self.num_heads, self.head_dim, FLA_UNIT_EPS)
         backend, qkv = kernel_backend(self.backend), projected.qkv
         with without_autocast(qkv.device):
-            qkv, window = self.conv.activated(
-                qkv, state.conv, lengths, groups=units, backend=backend
-            )
+            options: dict[str, Any] = {"groups": units, "backend": backend}
+            qkv, window = self.conv.activated(qkv, state.conv, lengths, **options)
             q, k, v = qkv.split(self._sizes, -1)
             heads = {"k": self.num_householder, "h": self.num_heads}
             q = rearrange(q, "b t (h p) -> b t h p", h=self.num_heads)
             k, v = (rearrange(u, "b t (k h p) -> b t k h p", **heads) for u in (k, v))
-            scale = 2.0 if self.eigenvalues == "full" else 1.0
-            a = projected.a
+            scale, a = 2.0 if self.eigenvalues == "full" else 1.0, projected.a
             rates = None if a is None else (a, self.A_log, self.dt_bias)
             beta, decay = delta_rates(projected.b, k, rates, scale, backend=backend)
             if lengths is not None:
@@ -229,10 +216,8 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         return recalled, DeltaState(window, memory)
 
     def output(
-        self,
-        recalled: Tensor,  # (b, t, h, v)
-        gate: Tensor | None,  # (b, t, h v)
-    ) -> Tensor:  # (b, t, m)
+        self, recalled: Tensor, gate: Tensor | None
+    ) -> Tensor:  # (b, t, h, v), (b, t, h v) -> (b, t, m)
         """out_proj(norm(o) * SiLU(gate)) of what `recall` returned."""
         if gate is None:
             normed = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
@@ -254,16 +239,12 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
 
 
 class DeltaNet(DeltaProduct):
-    """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1.
+    """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1 and its other
+    options.
 
-    Sources: DeltaNet (arXiv 2406.06484) and, where `gated`, Gated DeltaNet (arXiv 2412.06464), with
-    the defaults of flash-linear-attention's layers: expand_v is 1 and there is no output gate, or
-    with `gated` 2 and a gate, and eigenvalues are in [0, 1]. Other options are those of
-    `DeltaProduct`.
-
-    Args:
-        expand_v: value channels for each key channel of a head; None: 1, or 2 where `gated`.
-        output_gate: whether there is an output gate; None: where `gated`.
+    The defaults are those of flash-linear-attention's layers: eigenvalues in [0, 1], and None for
+    an expand_v of 1 without output gate, or where `gated` 2 and a gate. Sources: DeltaNet (arXiv
+    2406.06484) and, where `gated`, Gated DeltaNet (arXiv 2412.06464).
     """
 
     def __init__(
@@ -277,12 +258,10 @@ class DeltaNet(DeltaProduct):
         **options: Any,
     ) -> None:
         check_bool("gated", gated)
-        default_expand_v = 2.0 if gated else 1.0
-        options["expand_v"] = default_expand_v if expand_v is None else expand_v
+        options["expand_v"] = (2.0 if gated else 1.0) if expand_v is None else expand_v
         options["output_gate"] = gated if output_gate is None else output_gate
-        super().__init__(
-            d_model, num_householder=1, gated=gated, eigenvalues=eigenvalues, **options
-        )
+        options |= {"gated": gated, "eigenvalues": eigenvalues}
+        super().__init__(d_model, num_householder=1, **options)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -325,12 +304,20 @@ class GatedDeltaNet(DeltaNet):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        num_heads, head_dim = choose_heads(d_model, num_heads, head_dim)
+        positive_int("d_model", d_model)
+        if num_heads is not None:
+            positive_int("num_heads", num_heads, " or None")
+        if head_dim is not None:
+            positive_int("head_dim", head_dim, " or None")
+        elif num_heads is not None:
+            head_dim = max(1, d_model // num_heads)
+        else:
+            head_dim = max(1, min(HEAD_DIM, d_model // 2))
         super().__init__(
             d_model,
             gated=True,
             eigenvalues="full",
-            num_heads=num_heads,
+            num_heads=max(1, d_model // head_dim) if num_heads is None else num_heads,
             head_dim=head_dim,
             expand_v=expand_v,
             d_conv=d_conv,
@@ -345,20 +332,3 @@ class GatedDeltaNet(DeltaNet):
         super().reset_parameters()
         with torch.no_grad():
             self.A_log.add_(math.log(SLOW_RATES))
-
-
-def choose_heads(d_model: int, num_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """The heads and their key channels; what is None is chosen so that they fill d_model.
-
-    Raises TypeError or ValueError for a value that is no positive int.
-    """
-    positive_int("d_model", d_model)
-    if num_heads is not None:
-        positive_int("num_heads", num_heads, " or None")
-    if head_dim is not None:
-        positive_int("head_dim", head_dim, " or None")
-    elif num_heads is not None:
-        head_dim = max(1, d_model // num_heads)
-    else:
-        head_dim = max(1, min(HEAD_DIM, d_model // 2))
-    return max(1, d_model // head_dim) if num_heads is None else num_heads, head_dim

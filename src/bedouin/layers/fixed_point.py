@@ -31,6 +31,8 @@ from bedouin.checks import (
 from bedouin.graphed import Graphed
 from bedouin.kernels.backend import Backend, without_autocast
 from bedouin.kernels.checks import check_number
+from bedouin.kernels.direct.layout import activate_delta
+from bedouin.kernels.householder import unit
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -39,16 +41,18 @@ from bedouin.layers.common import (
     REMOVED,
     at_least_float32,
     factory_options,
+    inverse_softplus,
     mark,
     reset_dt_bias,
     type_name,
 )
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.heads import HeadNorm, make_linear
-from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads, split_by_layout
+from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads
 from bedouin.layers.mixers import ChannelMixer, kernel_gap
 from bedouin.layers.options import (
     FEEDBACK_NORM_EPS,
+    GRIFFIN_RANGE,
     GRIFFIN_SHARPNESS,
     Decay,
     Initialization,
@@ -59,7 +63,6 @@ from bedouin.layers.options import (
     check_structure,
     choose_num_heads,
     choose_solver,
-    griffin_omega,
     inner_size,
     make_mixer,
     ordered_subset,
@@ -73,22 +76,20 @@ from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
+from bedouin.state import BedouinState, SequenceCall, StateShapes, check_state, zero_state
 from bedouin.wrapped import effective_weight, is_untouched, read_parameter
 
 
 class FixedPointLayer(nn.Module, ABC):
     """The base class of Bedouin, which has all of its options, and FixedPointRNN.
 
-    The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
-    in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
-    bedouin.wrapped, which also says what is refused). Merge adapters before decoding: a step
-    computes that matrix anew.
+    Adapters such as LoRA, parametrizations and FSDP may wrap the projections: in_proj, x_proj and
+    out_proj are called, and of y_proj the effective matrix is used (bedouin.wrapped). Merge
+    adapters before decoding: a step computes that matrix anew.
     """
 
     components: ClassVar[tuple[str, ...]]
-    """Names of the raw components, in the order of the fused projection; the first is that of
-    Delta, and the gate is last."""
+    """Names of the raw components in the order of x_proj, Delta first; the gate is last."""
     fed_names: ClassVar[tuple[str, ...]]  # what `feedback` may contain
     selective: ClassVar[bool]  # whether B and C are raw components; otherwise they are 1
     delta_activations: ClassVar[dict[str, Activation]]  # Delta of raw values, for each `decay`
@@ -107,8 +108,7 @@ class FixedPointLayer(nn.Module, ABC):
     captures_step = True
 
     output: Literal["norm", "paper"] = "norm"
-    """The output stage: "norm" with z and a norm; "paper" without both, and with no bias of the
-    projections of x other than that to Delta."""
+    """The output stage: "norm" has z and a norm; "paper" neither, and a bias of Delta alone."""
     x_proj: Any
     """W^x: an nn.Linear, or a HeadLinear for several heads."""
     A_log: nn.Parameter
@@ -196,27 +196,23 @@ class FixedPointLayer(nn.Module, ABC):
         factory = factory_options(device, dtype)
         sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
         self._sizes = {name: sizes.get(name, p) for name in self.components}
-        r, rows_of_delta = self.raw_size, (..., slice(p), slice(None))
-        delta_from_x = ((rows_of_delta, self.initialization.delta_from_x),)
+        rows_of_delta, scale = (..., slice(p), slice(None)), self.initialization.delta_from_x
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
-        self.x_proj = make_linear(H, p, r + p, delta_from_x, **factory)
-        self.y_proj = None
+        self.x_proj = make_linear(H, p, self.raw_size + p, ((rows_of_delta, scale),), **factory)
+        self.y_proj = self.conv = self.raw_bias = self.norm = None
         if self.feedback:
             fed = sum(self._sizes[name] for name in self.feedback)
             self.y_proj = make_linear(H, p, fed + p, ((..., self.feedback_init),), **factory)
-        self.conv = None
         if d_conv is not None:
             self.conv = ShortConvolution(d, None if d_conv == 1 else d_conv, bias=True, **factory)
-        window = None if self.conv is None else self.conv.window_size
-        self.state_size = StateSize(d, d_state, window)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
-        self.raw_bias = None
         if self.output == "norm":
-            self.raw_bias = nn.Parameter(torch.empty(H * r, **factory))
+            self.raw_bias = nn.Parameter(torch.empty(H * self.raw_size, **factory))
         self.D = nn.Parameter(torch.empty(d, **factory))
         if self.decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
-        self.norm = HeadNorm(H, d, norm_eps, **factory) if self.output == "norm" else None
+        if self.output == "norm":
+            self.norm = HeadNorm(H, d, norm_eps, **factory)
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         if self.decay == "mamba":
             self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
@@ -247,7 +243,7 @@ class FixedPointLayer(nn.Module, ABC):
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
         single call, up to rounding. A state of a lower floating dtype is converted to that of
-        `init_state`. x may be described by these (bedouin.packing):
+        `init_state`. What x contains:
 
         mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
             its output is 0, state and `stats` are those of the real tokens alone.
@@ -270,7 +266,9 @@ class FixedPointLayer(nn.Module, ABC):
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
         before, lengths = state_before(self, x, state, packing), packing.padded_lengths()
-        options = self._options_of_token() if one_token else self.solve_options
+        options = self.solve_options
+        if one_token and self.is_structured:
+            options = replace(options, solver=Direct())
         projected = project(self, packing.take(x), before, lengths)  # x, z and F of raw
         with without_autocast(x.device):
             y = options.solve(projected.f, *solving(self, projected.f, options)).value
@@ -285,12 +283,11 @@ class FixedPointLayer(nn.Module, ABC):
         __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
-        """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.
+        """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
+        that is not of the form (e, U, M).
 
-        If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
         Hooks on the layer run, as in a call. On a GPU a `Decoder` replays steps as CUDA graphs,
-        which takes less time.
-        Raises the same errors as `forward`, and TypeError for a state that is None.
+        which takes less time. Raises what `forward` raises, and TypeError for a state of None.
         """
         run: Any = self.forward
         if is_untouched(self):
@@ -304,21 +301,25 @@ class FixedPointLayer(nn.Module, ABC):
         output, after = run(x_t.unsqueeze(1), state, True, one_token=True)
         return output.squeeze(1), after
 
-    def _options_of_token(self) -> SolveOptions:
-        """The options of an exact solve, or those of the layer if its mixer has none."""
-        options = self.solve_options
-        return replace(options, solver=Direct()) if self.is_structured else options
-
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
         check_batch_size(batch_size)
-        like = read_parameter(self, "D")
-        return zero_state(batch_size, self.state_size, accumulator(like.dtype), like.device)
+        return zero_state(BedouinState, self._state_sizes(), batch_size, self._like)
+
+    def _state_sizes(self) -> StateShapes:
+        sizes: StateShapes = {"ssm": (self.d_inner, self.d_state), "y": (self.d_inner,)}
+        return sizes if self.conv is None else sizes | {"conv": self.conv.window_size}
+
+    @property
+    def _like(self) -> Tensor:  # (0,)
+        """A tensor with the dtype and device of the state."""
+        D = read_parameter(self, "D")
+        return D.new_empty(0, dtype=accumulator(D.dtype))
 
     def checked_state(self, state: Any, b: int) -> BedouinState:
         """`state` with a batch axis, in at least the dtype of `init_state`; TypeError or ValueError
         where it does not fit the layer."""
-        return check_state(state, b, self.state_size, self.init_state(0).y)
+        return check_state(state, BedouinState, self._state_sizes(), b, self._like)
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
         """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
@@ -332,19 +333,19 @@ class FixedPointLayer(nn.Module, ABC):
         return of_all_heads(project(self, x, None, None).f, self.num_heads)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
-        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
-        passes are captured now as CUDA graphs, which a call replays.
+        """The layer as a callable for inputs like `sample`, on a GPU, without states and masks: its
+        forward and backward passes are captured now as CUDA graphs, which a call replays.
 
         A call raises where it would differ: another shape, dtype, device, training mode, autocast
-        or replaced parameter, or a backward pass after the next call. States and masks are not
-        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
-        not on a CUDA device or is empty, and for a random cap in training.
+        or replaced parameter, or a backward pass after the next call. Raises TypeError or
+        ValueError for a sample that the layer cannot take, that is not on a CUDA device or is
+        empty, and for a random cap in training.
         """
         return Graphed(self, sample)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
-        feedback, and for the loop if only components without raw values have it."""
+        """W^y of the loop and of the gate, as `split_feedback_weight` returns them; None without
+        feedback."""
         if self.y_proj is None:
             return None, None
         p = self.head_dim
@@ -358,10 +359,7 @@ class FixedPointLayer(nn.Module, ABC):
         """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
         return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
 
-    def _drive(
-        self,
-        x: Tensor,  # (b', t, p)
-    ) -> Tensor:  # (b', t, p)
+    def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
         """The input of the mixer."""
         return x
 
@@ -375,13 +373,17 @@ class FixedPointLayer(nn.Module, ABC):
         mixer: Any = self.mixer
         if kernel_gap(mixer) is not None:
             return None
-        k, beta_max = mixer.num_householder, mixer.beta_max
-        return RawLayout(self.activation, self.selective, k, beta_max)
+        return RawLayout(self.activation, self.selective, mixer.num_householder, mixer.beta_max)
 
     def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
-        """Raw values converted to the inputs of the scan."""
+        """Raw values converted to the inputs of the scan; those behind C are the mixer's."""
+        p, n = self.head_dim, self.d_state
+        before = [p, n, n] if self.selective else [p]
+        delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
+        ones = torch.ones_like(raw[..., :1])
+        B, C = (unit(v) for v in BC) if BC else (ones, ones)
         layout = RawLayout(self.activation, self.selective, 0, 1.0)
-        return split_by_layout(layout, (self.head_dim, self.d_state), raw)
+        return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
 
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""
@@ -426,14 +428,12 @@ class FixedPointLayer(nn.Module, ABC):
     def stats(self) -> SolveStats | None:
         """Statistics of the last call, also of one that raised a ConvergenceError; None before any.
 
-        A sample's are the worst of its heads. They are reduced when they are first read. A
-        state_dict contains none, and neither loading one, nor the recomputation of non-reentrant
-        checkpointing, nor torch.export changes them. Under torch.func transforms they are tensors
-        of the transform, which the transformed function may return; copies and pickles have None
-        then. Under torch.compile nothing reads them.
+        A sample's are the worst of its heads. They are reduced when they are first read. Neither
+        loading a state_dict, nor the recomputation of non-reentrant checkpointing, nor torch.export
+        changes them. Under torch.func transforms they are tensors of the transform, which the
+        transformed function may return; copies and pickles have None then.
         """
-        stats: SolveStats | None = None if self._outcome is None else self._outcome.stats
-        return stats
+        return None if self._outcome is None else self._outcome.stats
 
     @property
     def num_calls(self) -> int:
@@ -468,16 +468,16 @@ class FixedPointLayer(nn.Module, ABC):
                 self.A_log.copy_(self.initialization.A_log(H, p, self.A_log))
                 reset_dt_bias(self.dt_bias)
             elif self.decay == "griffin":
-                self.omega.copy_(griffin_omega(self.omega))
+                # the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in [0.9, 0.999]
+                decay = torch.empty_like(self.omega).uniform_(*GRIFFIN_RANGE)
+                self.omega.copy_(inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS))
                 self.dt_bias.zero_()
         if self.norm is not None:
             self.norm.reset_parameters()
 
     def _mark_parameters(self) -> None:
-        # plain look-ups, because setting the first parameter calls this, too
-        mark(self._parameters.get("dt_bias"), "_no_reinit")
-        for name in ("D", "A_log", "omega"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_reinit", "dt_bias")
+        mark(self, "_no_weight_decay", "D", "A_log", "omega")
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""

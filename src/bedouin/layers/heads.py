@@ -21,16 +21,15 @@ InitialScales = tuple[tuple[Any, float], ...]
 
 
 def by_head(
-    v: Tensor,  # (d, ...)
-    num_heads: int,
-) -> Tensor:  # (d, ...), or (H, p, ...) for several heads
+    v: Tensor, num_heads: int
+) -> Tensor:  # (d, ...) -> (d, ...), or (H, p, ...) for several heads
     """A parameter of channels as kernels take it."""
     return v if num_heads == 1 else v.unflatten(0, (num_heads, -1))
 
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
     """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer; the
-    window of its convolution, which is outside of the folded part, as it is."""
+    window of its convolution is not folded."""
     if num_heads == 1:
         return state
     pair = state.ssm, state.y
@@ -51,11 +50,8 @@ def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
 
 
 class ScaledLinear(nn.Linear):
-    """An nn.Linear without bias whose initial weight is multiplied by `scales`.
-
-    The module itself knows them, since tools that bring modules from the meta device call
-    `reset_parameters` of each one in an order of their own.
-    """
+    """An nn.Linear without bias whose initial weight is multiplied by `scales`, which it keeps,
+    since tools that bring modules from the meta device call `reset_parameters` of each one."""
 
     def __init__(
         self, in_features: int, out_features: int, scales: InitialScales, **factory: Any
@@ -71,9 +67,8 @@ class ScaledLinear(nn.Linear):
 class HeadLinear(nn.Module):
     """Linear maps of several heads without bias: each folded sample uses the weight of its head.
 
-    The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)` and
-    multiplied by `scales`.
-    PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
+    The initial weights of a head are those of `nn.Linear(in_features, out_features)` times
+    `scales`. PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
     target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module.
     """
 
@@ -96,10 +91,7 @@ class HeadLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         _scale_parts(self.weight, self.scales)
 
-    def forward(
-        self,
-        v: Tensor,  # (H b, ..., in_features)
-    ) -> Tensor:  # (H b, ..., out_features)
+    def forward(self, v: Tensor) -> Tensor:  # (H b, ..., in_features) -> (H b, ..., out_features)
         return apply_weight(v, self.weight)
 
     def extra_repr(self) -> str:
@@ -116,9 +108,7 @@ def _scale_parts(weight: Tensor, scales: InitialScales) -> None:  # weight: any 
 def make_linear(
     num_heads: int, in_features: int, out_features: int, scales: InitialScales = (), **factory: Any
 ) -> nn.Linear | HeadLinear:
-    """A linear map without bias of folded samples; for one head, an nn.Linear.
-
-    factory: the device and dtype of its parameters."""
+    """A linear map without bias of folded samples; for one head, an nn.Linear."""
     scales = tuple((part, factor) for part, factor in scales if factor != 1)
     if num_heads > 1:
         return HeadLinear(num_heads, in_features, out_features, scales, **factory)
@@ -152,10 +142,7 @@ class HeadNorm(nn.RMSNorm):
         super().__init__(d, eps=eps, **factory)
         self.num_heads = num_heads
 
-    def forward(
-        self,
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def forward(self, v: Tensor) -> Tensor:  # (..., d) -> (..., d)
         by_channels: Tensor = v.unflatten(-1, (self.num_heads, -1))
         normed = F.rms_norm(by_channels, by_channels.shape[-1:], None, self.eps)
         return normed.flatten(-2) * self.weight

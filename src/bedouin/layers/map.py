@@ -29,12 +29,11 @@ from bedouin.kernels.direct import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.feedback import with_feedback
 from bedouin.kernels.heads import fold, per_sample, unfold
-from bedouin.kernels.householder import apply_complement_transposed, mix_channels, unit
+from bedouin.kernels.householder import apply_complement_transposed, mix_channels
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
-from bedouin.kernels.operands import Coefficients, Operands, Parameterization, RawLayout
+from bedouin.kernels.operands import Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import discretize, selective_scan
 from bedouin.layers.mixers import ChannelMixer, WYForm
 from bedouin.packing import tokens_before, zero_outside
@@ -49,27 +48,11 @@ class ScanInputs(NamedTuple):
     mixer_raw: Tensor  # (..., raw size of the mixer)
 
 
-def split_by_layout(
-    layout: RawLayout,
-    sizes: tuple[int, int],  # d, n
-    raw: Tensor,  # (..., r)
-) -> ScanInputs:
-    """The raw values that the layout, of no erase, describes; those behind C are left to the mixer,
-    whatever reflections the layout has."""
-    d, n = sizes
-    before = [d, n, n] if layout.selective else [d]
-    delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
-    ones = torch.ones_like(raw[..., :1])
-    B, C = (unit(v) for v in BC) if BC else (ones, ones)
-    return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
-
-
 class FixedPointMap:
     """y (b, t, d) -> F(y) for any mixer, as Picard, Anderson and Broyden require.
 
-    `split` turns raw values (..., r) into the scan's inputs. `lengths` are the numbers of tokens
-    before the padding of each sample; None: there is no padding. The layer makes Delta 0 in the
-    padding, so that the memory passes through it.
+    `split` turns raw values (..., r) into the scan's inputs. `lengths` are the tokens before the
+    padding of each sample, None without padding, in which the layer makes Delta 0.
     """
 
     def __init__(
@@ -112,8 +95,8 @@ class FixedPointMap:
 
     @property
     def mixer_values(self) -> tuple[Tensor, ...]:
-        """The values of `_named_values` for the mixer, cast to the dtype of A; none of a mixer that
-        a layout describes, of which only the raw values enter."""
+        """The values of `_named_values` for the mixer, in the dtype of A; none where a layout
+        describes it."""
         if self.parameterization.layout is not None:
             return ()
         if self._mixer_values is None:
@@ -124,10 +107,7 @@ class FixedPointMap:
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
         return self._mixer_values
 
-    def fed(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, t, r)
+    def fed(self, y: Tensor) -> tuple[Tensor, Tensor]:  # (b, t, d) -> (b, t, d), (b, t, r)
         """x and the raw values with the feedback W^y norm(y_{t-1}), where the y before the first
         token is that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
@@ -162,11 +142,8 @@ class FixedPointMap:
         }
 
     def _mix(
-        self,
-        raw: Tensor,  # (b, t, raw size of the mixer)
-        x: Tensor,  # (b, t, d)
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+        self, raw: Tensor, x: Tensor, y: Tensor
+    ) -> Tensor:  # (b, t, raw size of the mixer), (b, t, d), (b, t, d) -> (b, t, d)
         """x~."""
         if not self.mixer_values:
             return self.mixer.mix(raw, x, y)
@@ -202,11 +179,8 @@ class _Mix(nn.Module):
         self.mixer = mixer
 
     def forward(
-        self,
-        raw: Tensor,  # (b, t, raw size of the mixer)
-        x: Tensor,  # (b, t, d)
-        y: Tensor,  # (b, t, d)
-    ) -> Tensor:  # (b, t, d)
+        self, raw: Tensor, x: Tensor, y: Tensor
+    ) -> Tensor:  # (b, t, raw size of the mixer), (b, t, d), (b, t, d) -> (b, t, d)
         return self.mixer.mix(raw, x, y)
 
 
@@ -244,9 +218,8 @@ class StructuredMap(FixedPointMap):
         return MixerBind(self.split, self.mixer)
 
     def _local(
-        self,
-        y: Tensor,  # (b, t, d)
-    ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, LocalFactors]:
+        self, y: Tensor
+    ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, LocalFactors]:  # (b, t, d)
         """x and the coefficients of all tokens for the feedback that y gives, e or None where it is
         0, sigma (b, t, d), and the factors of the local equations."""
         x, raw = self.fed(y)
@@ -271,10 +244,8 @@ class StructuredMap(FixedPointMap):
         return swept.h if swept is not None and swept.y is y else super().memory(y)
 
     def attach(
-        self,
-        y_star: Tensor,  # (b, t, d)
-        report: ReportBackward | None = None,
-    ) -> Tensor:  # (b, t, d)
+        self, y_star: Tensor, report: ReportBackward | None = None
+    ) -> Tensor:  # (b, t, d) -> (b, t, d)
         """y_star with the exact implicit gradient."""
         arguments = self.operands, self.parameterization, self.bind, self.mixer_values
         options: dict[str, Any] = {"report": report, "backend": self.backend}
@@ -315,11 +286,8 @@ class StructuredMap(FixedPointMap):
         return apply, invert
 
     def _input_gain(
-        self,
-        delta: Tensor,  # (b, t, d)
-        B: Tensor,  # (b, t, n)
-        C: Tensor,  # (b, t, n)
-    ) -> tuple[Tensor, Tensor | None]:
+        self, delta: Tensor, B: Tensor, C: Tensor
+    ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (b, t, n), (b, t, n)
         """sigma (b, t, d), and for mixers with e also 1 - sigma (b, t, d) from `gain_gap`."""
         options = self.parameterization
         # except for the coupled scale, s has no state axis and does not depend on A, so that one

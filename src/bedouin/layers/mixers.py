@@ -36,8 +36,7 @@ class WYForm(NamedTuple):
 class ChannelMixer(nn.Module, ABC):
     """A family of matrices Q, parameterized by raw values that the layer projects for each token.
 
-    In a layer of several heads each head has a Q of its own channels: d is then the number of
-    channels of a head, heads are part of the batch, and the mixer's parameters are shared by them.
+    d are the channels of a head; heads are part of the batch and share the mixer's parameters.
     To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
     `StructuredMixer`; a `BedouinConfig` saves it if its options are attributes of their names. A
     mixer that also has a method `dense` is structured for heads of at most 128 channels, whose
@@ -57,16 +56,10 @@ class ChannelMixer(nn.Module, ABC):
         """(I - Q) v for the Q that `raw` parameterizes."""
 
     def mix(
-        self,
-        raw: Tensor,  # (..., r)
-        x: Tensor,  # (..., d)
-        y: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
-        """x~ = Q (x - y) + y, computed as x + (I - Q)(y - x).
-
-        That form loses digits if Q is much smaller than the identity; a mixer with such Q overrides
-        this method and computes Q (x - y) + y.
-        """
+        self, raw: Tensor, x: Tensor, y: Tensor
+    ) -> Tensor:  # (..., r), (..., d), (..., d) -> (..., d)
+        """x~ = Q (x - y) + y, computed as x + (I - Q)(y - x), which loses digits where Q is much
+        smaller than the identity: a mixer with such Q overrides this method."""
         return x + self.complement(raw, y - x)
 
     def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)
@@ -95,15 +88,10 @@ class StructuredMixer(ChannelMixer):
     def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes."""
 
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
         return apply_complement(v, *WYForm(*self(raw)).of_channels(v.shape[-1]))
 
-    def mix(
-        self,
-        raw: Tensor,  # (..., r)
-        x: Tensor,  # (..., d)
-        y: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return mix_channels(x, y, *WYForm(*self(raw)).of_channels(x.shape[-1]))
 
 
@@ -173,9 +161,8 @@ _COMPUTING = "__call__", "forward", "complement", "mix", "raw_size"
 def kernel_gap(mixer: ChannelMixer) -> str | None:
     """What no kernel computes of a mixer, as a part of a message; None where kernels compute it.
 
-    They compute products of reflections from num_householder and beta_max alone. A subclass of
-    HouseholderProduct is such a product as long as it inherits all methods of `_COMPUTING`. Hooks
-    on a mixer run in calls of it.
+    They compute products of reflections from num_householder and beta_max alone, which a subclass
+    of HouseholderProduct is as long as it inherits all methods of `_COMPUTING`.
     """
     kind = type(mixer)
     if not is_untouched(mixer):
@@ -223,8 +210,7 @@ class LowRank(StructuredMixer):
 
 
 def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (..., n, p, p)
-    """n matrices with their raw values scaled to a Frobenius norm below 1, which is a bound of the
-    spectral norm."""
+    """n matrices scaled to a Frobenius norm below 1, which bounds the spectral norm."""
     rows: Tensor = raw.unflatten(-1, (n, p * p))
     matrices: Tensor = unit(rows, 1 / (p * p)).unflatten(-1, (p, p))
     return matrices
@@ -303,9 +289,7 @@ class FactoredMixer(ChannelMixer):
 
 class Kronecker(FactoredMixer):
     """Q = (I - R) x (I - S), a Kronecker product: all columns share one R, and all rows one S.
-
-    `FactoredMixer` has the arguments and errors.
-    """
+    Arguments and errors are those of `FactoredMixer`."""
 
     def counts(self, i: int, j: int) -> tuple[int, int]:
         return 1, 1
@@ -313,9 +297,7 @@ class Kronecker(FactoredMixer):
 
 class Monarch(FactoredMixer):
     """A product of two block-diagonal factors: each column has an R of its own, each row an S.
-
-    `FactoredMixer` has the arguments and errors. Source: arXiv 2204.00595.
-    """
+    Arguments and errors are those of `FactoredMixer`. Source: arXiv 2204.00595."""
 
     def counts(self, i: int, j: int) -> tuple[int, int]:
         return j, i

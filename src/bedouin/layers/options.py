@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bedouin.checks import positive_int
 from bedouin.kernels.checks import check_number, strict_options
 from bedouin.kernels.scan import InputScale
-from bedouin.layers.common import REMOVED, inverse_softplus
+from bedouin.layers.common import REMOVED
 from bedouin.layers.mixers import (
     MAX_DENSE,
     ChannelMixer,
@@ -64,21 +64,18 @@ class Initialization:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
         if isinstance(self.rates, list):  # a pair of a file
             object.__setattr__(self, "rates", tuple(self.rates))
-        if len(self._ends) != 2:
+        ends = self.rates if isinstance(self.rates, tuple) else (self.rates,)
+        if isinstance(self.rates, tuple) and len(ends) != 2:
             raise ValueError(
                 f"rates must be a number, or a pair (first head, last head), got {self.rates!r}"
             )
-        for rate in self._ends:
+        for rate in ends:
             check_number("rates", rate, 0, math.inf, open_low=True)
-
-    @property
-    def _ends(self) -> tuple[float, float]:
-        """The factors of the first and of the last head."""
-        return self.rates if isinstance(self.rates, tuple) else (self.rates, self.rates)
 
     def A_log(self, num_heads: int, head_dim: int, like: Tensor) -> Tensor:  # (H p, n), as `like`
         """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor."""
-        first, last = map(math.log, self._ends)
+        ends = self.rates if isinstance(self.rates, tuple) else (self.rates, self.rates)
+        first, last = map(math.log, ends)
         shifts = torch.linspace(first, last, num_heads, device=like.device)
         states = torch.arange(1, like.shape[1] + 1, device=like.device)
         return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)
@@ -102,24 +99,17 @@ def check_initialization(value: object, decay: str) -> Initialization:
     return value
 
 
-def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`
-    """Random omega for which the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in
-    [0.9, 0.999]."""
-    decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
-    return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)
-
-
 def split_feedback_weight(
     weight: Tensor,  # (s + p, p) or (H, s + p, p): the s rows of `feedback` and, last, of the gate
     feedback: tuple[str, ...],
     sizes: dict[str, int],
     p: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """W^y of the loop (f, p) or (H, f, p) and W^y of the gate (p, p) or (H, p, p).
+    """W^y of the loop (f, p) or (H, f, p), None if `feedback` names components of size 0 alone, and
+    W^y of the gate (p, p) or (H, p, p).
 
-    `sizes` are those of all components, in the order of the raw values. The f rows are those of the
-    components up to the last one with feedback, zero for the components in between without. The
-    first is None if `feedback` names components of size 0 alone.
+    `sizes` are those of all components, in the order of the raw values. The f rows are those up to
+    the last component with feedback, zero for components in between without.
     """
     fed = [sizes[name] for name in feedback]
     if not any(fed):
@@ -194,11 +184,8 @@ def ordered_subset(
 def make_mixer(
     mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
 ) -> ChannelMixer:
-    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1,
-    which for 0 reflections is NoMixing.
-
-    Raises ValueError if both are given, TypeError if `mixer` is not a ChannelMixer.
-    """
+    """`mixer`, or for None a HouseholderProduct, which without reflections is NoMixing. Raises
+    ValueError if both are given, TypeError if `mixer` is not a ChannelMixer."""
     if mixer is None:
         k = 2 if num_householder is None else num_householder
         if k == 0 and not isinstance(k, bool):
@@ -244,8 +231,7 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: Input
     """Issue a UserWarning, for the caller of a layer's constructor, if the layer's local systems
     I - (B . C) diag(s) (I - Q) can become singular because s = Delta is unbounded.
 
-    |B . C| <= 1 and, for k reflections, |I - Q| <= k beta_max. They are therefore invertible as
-    long as Delta < 1 / (k beta_max), and nothing is said if that is at least `LARGE_DELTA`.
+    |B . C| <= 1 and |I - Q| <= k beta_max, so they are invertible while Delta < 1 / (k beta_max).
     """
     if input_scale != "delta" or decay != "mamba":
         return
@@ -270,11 +256,7 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: Input
 
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
-
-    The choice depends on neither b, t nor the device: Direct was faster than Jacobi on H100s with
-    feedback (16 iterations at 64 x 256, forward and backward: 23 ms, Direct 11.8) and without it
-    (forward at 8 x 4096: 8.9 ms, Direct 6.3; examples/results/benchmark).
-    """
+    Direct is faster than Jacobi with feedback and without it (examples/results/benchmark)."""
     if solver == "auto":
         return Direct() if is_structured else Picard()
     if not isinstance(solver, Solver):

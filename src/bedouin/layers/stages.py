@@ -49,19 +49,16 @@ class Projected(NamedTuple):
 
 
 def state_before(
-    layer: Layer,
-    x: Tensor,  # (b, t, m)
-    state: BedouinState | None,
-    packing: Packing,
-) -> BedouinState | None:
+    layer: Layer, x: Tensor, state: BedouinState | None, packing: Packing
+) -> BedouinState | None:  # (b, t, m)
     """The state of the folded samples before the first token; None: zeros.
     Raises TypeError or ValueError for a state that does not fit."""
     if state is None:
         return None
-    size, dtype = layer.state_size, accumulator(x.dtype)
-    state = check_state(state, packing.num_states, size, x.new_empty(0, dtype=dtype))
+    shapes, like = layer._state_sizes(), x.new_empty(0, dtype=accumulator(x.dtype))
+    state = check_state(state, BedouinState, shapes, packing.num_states, like)
     if packing.first is not None:
-        state = packing.before(state, zero_state(1, size, dtype, x.device))
+        state = packing.before(state, zero_state(BedouinState, shapes, 1, like))
     return fold_state(state, layer.num_heads)
 
 
@@ -101,9 +98,8 @@ def project(
 
 
 def _project_x(
-    layer: Layer,
-    x: Tensor,  # (b', t, p)
-) -> Tensor:  # (b', t, r + p), or with more columns, which nothing may read
+    layer: Layer, x: Tensor
+) -> Tensor:  # (b', t, p) -> (b', t, r + p), or with more columns, which nothing may read
     """W^x x with its bias, which begins with that of Delta and ends with the gate's."""
     bias, spare, is_matrix = by_head(layer.dt_bias, layer.num_heads), 0, is_plain(layer.x_proj)
     if is_matrix and choose_backend(layer.backend, x.device, x.dtype) == "triton":
@@ -127,10 +123,8 @@ def _project_x(
 
 
 def _hold_memory(
-    layer: Layer,
-    raw: Tensor,  # (b', t, r)
-    lengths: Tensor,  # (b',)
-) -> Tensor:  # (b', t, r)
+    layer: Layer, raw: Tensor, lengths: Tensor
+) -> Tensor:  # (b', t, r), (b',) -> (b', t, r)
     """Raw values for which Delta is 0 in the padding.
 
     The decay is then 1 and the input scale 0, in every parameterization: the memory passes, and
@@ -143,11 +137,7 @@ def _hold_memory(
     return torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
 
 
-def solving(
-    layer: Layer,
-    f: FixedPointMap,
-    options: SolveOptions,
-) -> tuple[Tensor, Caller]:
+def solving(layer: Layer, f: FixedPointMap, options: SolveOptions) -> tuple[Tensor, Caller]:
     """What `SolveOptions.solve` takes beside the map: the start (b', t, p) and the caller."""
     x, dtype = f.operands.x, f.operands.A.dtype
     # an exact solve does not read where it starts

@@ -25,7 +25,6 @@ from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
 from bedouin.layers.common import (
     RecurrentLayer,
-    StateShapes,
     at_least_float32,
     factory_options,
     mark,
@@ -38,7 +37,7 @@ from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.layers.options import FEEDBACK_NORM_EPS
 from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, last_token, tokens_before
-from bedouin.state import BedouinState, RecurrentState
+from bedouin.state import BedouinState, RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
 
 FEEDBACK_INIT = 0.1
@@ -169,9 +168,8 @@ class Tracker(RecurrentLayer[TrackerState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias", "erase_bias", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
-        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
+        mark(self, "_no_reinit", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         d = self.num_trackers * self.tracker_dim
@@ -185,8 +183,7 @@ class Tracker(RecurrentLayer[TrackerState]):
         *,
         read: Tensor | None = None,  # (b, t, r)
         mask: Tensor | None = None,  # (b, t)
-        cu_seqlens: Tensor | None = None,  # (documents + 1,)
-        seq_idx: Tensor | None = None,  # (b, t)
+        **documents: Tensor | None,
     ) -> Any:
         """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState).
 
@@ -194,25 +191,19 @@ class Tracker(RecurrentLayer[TrackerState]):
         and only then. The other arguments and errors are those of `Bedouin`.
         """
         self.check_input(x, 3)
-        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        packing = find_packing(x, mask, **documents)
         return self._call(self._joined(x, read), state, return_state, packing)
 
     def step(
-        self,
-        x_t: Tensor,  # (b, m)
-        state: TrackerState,
-        *,
-        read: Tensor | None = None,  # (b, r)
-    ) -> tuple[Tensor, TrackerState]:  # (b, m)
+        self, x_t: Tensor, state: TrackerState, *, read: Tensor | None = None
+    ) -> tuple[Tensor, TrackerState]:  # (b, m), (b, r) -> (b, m)
         """One token, without noise. Raises as `forward` does, and TypeError for no state."""
         self.check_input(x_t, 2)
         return self._step(self._joined(x_t, read), state)
 
     def _joined(
-        self,
-        x: Tensor,  # (..., m)
-        read: Tensor | None,  # (..., r)
-    ) -> Tensor:  # (..., m + r)
+        self, x: Tensor, read: Tensor | None
+    ) -> Tensor:  # (..., m), (..., r) -> (..., m + r)
         """x with `read` beside it; TypeError or ValueError for one that does not fit."""
         shape = (*x.shape[:-1], self.read_size)
         if read is None and not self.read_size:
@@ -234,21 +225,14 @@ class Tracker(RecurrentLayer[TrackerState]):
         return torch.cat([x, read], -1)
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m + r)
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        self, x: Tensor, state: TrackerState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m + r), (b,) -> (b, t, m)
         u, read = x.split([self.d_model, self.read_size], -1)
         return self.track(u, read if self.read_size else None, state, lengths)
 
     def track(
-        self,
-        u: Tensor,  # (b, t, m)
-        read: Tensor | None,  # (b, t, r)
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
-    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        self, u: Tensor, read: Tensor | None, state: TrackerState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m), (b, t, r), (b,) -> (b, t, m)
         """The outputs, and the state after the last token."""
         H, c, n = self.num_trackers, self.tracker_dim, self.tracker_state
         sizes = [self.conv.channels, H * c, H, H * c]
@@ -258,9 +242,8 @@ class Tracker(RecurrentLayer[TrackerState]):
         if self.read_proj is not None:
             of_x, of_delta = self.read_proj(read).chunk(2, -1)
             delta = delta + of_delta
-        acted, window = self.conv.activated(
-            projected, state.conv, lengths, of_x, backend=self.backend
-        )
+        before = state.conv, lengths, of_x
+        acted, window = self.conv.activated(projected, *before, backend=self.backend)
         # The skip is without what is read: the memory that is read has an output of its own, and
         # with a second one through D associative recall is learned late, if at all.
         sizes = [H * c, H * n, H * n, acted.shape[-1] - self.conv.channels]
@@ -272,21 +255,16 @@ class Tracker(RecurrentLayer[TrackerState]):
                 found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
             else:
                 found = self._by_sweep(inputs)
-            if lengths is None:
-                last = found.y[:, -1]
-            else:
-                last = last_token(found.y, lengths, state.y)
+            y = found.y
+            last = y[:, -1] if lengths is None else last_token(y, lengths, state.y)
         output: Tensor = self.out_proj(found.hidden)
         return output, TrackerState(window, found.h, last)
 
     def _inputs(
-        self,
-        rows: tuple[Tensor, ...],  # (b, t, ...), of `TrackInputs`
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,)
+        self, rows: tuple[Tensor, ...], state: TrackerState, lengths: Tensor | None
     ) -> TrackInputs:
-        """What the recurrence takes: with noise, and with closed padding, where Delta and beta^e
-        are so low that the memory passes and no gradient reaches the other values."""
+        """What the recurrence takes of the rows (b, t, ...): with noise, and with closed padding,
+        where Delta and beta^e are so low that the memory passes."""
         H, c = self.num_trackers, self.tracker_dim
         x, B, C, delta, erase, gate, skip = rows
         if draws_noise(self):
@@ -364,7 +342,8 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         out, state = layer(u, return_state=True)          # continue with layer(later, state)
         out_t, state = layer.step(u_t, state)             # one token, (b, m) -> (b, m)
 
-    It is Gated DeltaNet, read at the same token by a small recurrence with feedback:
+    It is Gated DeltaNet, read at the same token by a small recurrence with feedback. Nothing in it
+    is implicit: it has no solver and no statistics.
 
         memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t
         tracker  h_t = lambda_t * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T,
@@ -372,8 +351,8 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         output   that of the memory + that of the tracker
 
     `memory` is a `GatedDeltaNet` of h heads, which the input alone writes and reads. `tracker` is a
-    `Tracker`, which reads what the memory recalls at the same token, without a norm, so that what
-    is not found is small. Nothing in the layer is implicit: it has no solver and no statistics.
+    `Tracker`, which reads what the memory recalls, without a norm, so that what is not found is
+    small.
 
     Size:
         d_model: m, the width of input and output.
@@ -460,11 +439,8 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
         return dict(zip(TrackingState._fields, parts, strict=True))
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: TrackingState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, TrackingState]:  # (b, t, m)
+        self, x: Tensor, state: TrackingState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackingState]:  # (b, t, m), (b,) -> (b, t, m)
         of_memory = DeltaState(state.memory_conv, state.memory)
         of_tracker = TrackerState(state.tracker_conv, state.ssm, state.y)
         x = x.to(autocast_dtype(x) or x.dtype)  # once for all projections

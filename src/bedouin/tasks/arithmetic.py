@@ -132,11 +132,8 @@ class ModularArithmetic(Task):
         )
 
     def _expression(
-        self,
-        digits: Tensor,  # (b, t)
-        operators: Tensor,  # (b, t)
-        layout: Layout,
-    ) -> Tensor:  # (b, t)
+        self, digits: Tensor, operators: Tensor, layout: Layout
+    ) -> Tensor:  # (b, t), (b, t) -> (b, t)
         """Tokens of expressions, padding behind them."""
         tokens = torch.where(layout.kind == Kind.DIGIT, digits, self.modulus + operators)
         for kind, symbol in SYMBOLS.items():

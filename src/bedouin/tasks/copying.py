@@ -139,13 +139,8 @@ class Copying(Task):
         return Batch(filled, pad(labels, (0, missing), value=IGNORE))
 
     def _rows(
-        self,
-        lengths: Tensor,  # (b, J)
-        width: int,
-        row_len: int,
-        split: Split,
-        rng: torch.Generator,
-    ) -> Batch:
+        self, lengths: Tensor, width: int, row_len: int, split: Split, rng: torch.Generator
+    ) -> Batch:  # (b, J)
         """Rows of `$string|string.` J times, cut off at their ends, with strings of `split`."""
         letters = integers(0, self.num_letters, (*lengths.shape, width), rng)  # (b, J, width)
         last = lengths.unsqueeze(-1) - 1

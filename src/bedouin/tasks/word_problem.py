@@ -163,11 +163,7 @@ class WordProblem(Task):
         elements = alphabet[torch.cat([prefix, last.unsqueeze(-1)], dim=-1)]
         return self._add_specials(elements, self.group.prefix_products(elements))
 
-    def _add_specials(
-        self,
-        tokens: Tensor,  # (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Batch:
+    def _add_specials(self, tokens: Tensor, labels: Tensor) -> Batch:  # (b, t), (b, t)
         """Add BOS (official protocol) or fillers, if there are any."""
         if self.protocol == "official":
             bos = self.group.order + _BOS

@@ -27,9 +27,8 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
     """The state of one layer in a `Cache`, whose tensors are the recurrent states, in their order.
 
     `DynamicCache(config=model.config)` consists of these layers, and of transformers' own for
-    layers of attention. Unlike transformers' layers of linear attention it counts its tokens, which
-    chunked prefill and continued generation need, and gradients flow through it from one call to
-    the next. It is not compiled, and cannot be cropped.
+    layers of attention. It counts its tokens, which chunked prefill and continued generation need,
+    gradients flow through it from one call to the next, and it cannot be cropped.
 
     seen: (b, num_tokens) bool, which tokens so far attention in later calls sees: the real ones of
         a row's last document. None: all.

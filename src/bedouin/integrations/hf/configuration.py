@@ -109,11 +109,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
     too. What a file contains beyond them are attributes, as in every configuration of transformers;
-    another name in a call raises TypeError. A value of another type raises transformers'
+    another name in a call raises TypeError, a value of another type transformers'
     StrictDataclassError. A layer with another name or unknown options, and attn_layers and attn
     that do not fit, raise ValueError or TypeError at once, what the mixers cannot take when a model
-    is made. A process that has imported transformers alone loads a folder of `save_pretrained` with
-    trust_remote_code=True.
+    is made.
     """
 
     # A new option of Bedouin is a field here, whose default is what it means to be absent from a

@@ -59,7 +59,7 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         expand = None if hidden is None else hidden / m
         attends = layer_idx in config.attn_layers
         mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
-        ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
+        ResidualBlock.__init__(self, m, mixer, expand, config.rms_norm_eps)
         self.layer_idx = layer_idx
         # known by a mark, since transformers initializes no module without parameters of its own
         ends: list[Any] = [mixer.o_proj] if attends else []
@@ -83,12 +83,8 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         return self._residual(x, mixed)
 
     def _mix(
-        self,
-        x: Tensor,  # (b, t, m)
-        cache: Cache | None,
-        mask: Tensor | None,  # (b, t)
-        seq_idx: Tensor | None,  # (b, t)
-    ) -> Tensor:  # (b, t, m)
+        self, x: Tensor, cache: Cache | None, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> Tensor:  # (b, t, m), (b, t), (b, t) -> (b, t, m)
         if cache is None:
             output: Tensor = self.mixer(x, mask=mask, seq_idx=seq_idx)
             return output
@@ -174,9 +170,8 @@ class BedouinModel(BedouinPreTrainedModel):
 
         attention_mask: True or 1 for real tokens, padding anywhere; with a cache it may also cover
             the tokens before, as generate's does.
-        past_key_values, cache: `DynamicCache(config=model.config)` by one of its names, which is
-            updated in place; None: a new one if use_cache. In training, use_cache is False unless
-            it is given.
+        past_key_values, cache: `DynamicCache(config=model.config)` by one of its names, updated in
+            place; None: a new one if use_cache, which is False in training unless it is given.
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
             changes or position_ids is 0. The cache holds the state after a row's last document,
@@ -187,7 +182,10 @@ class BedouinModel(BedouinPreTrainedModel):
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
         two caches, for attention_mask of another shape, and what the layers raise.
         """
-        _check_names(lengths)
+        for name in lengths:
+            if name not in _LENGTHS:
+                own = list(inspect.signature(BedouinModel.forward).parameters)
+                raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
         if self._choose(output_attentions, "output_attentions"):
             raise ValueError("output_attentions must be False: no attention weights are returned")
         if (input_ids is None) == (inputs_embeds is None):
@@ -305,10 +303,7 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         return CausalLMOutputWithPast(loss, logits, getattr(found, CACHE_NAME), found.hidden_states)
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """What `generate` of transformers' GenerationMixin takes, returns and raises.
-
-        No call in it has the noise of feedback_noise, also in training mode.
-        """
+        """`generate` of transformers' GenerationMixin, without the noise of feedback_noise."""
         with without_noise():
             return super().generate(*args, **options)
 
@@ -378,14 +373,6 @@ class BedouinForTokenClassification(GenericForTokenClassification, BedouinPreTra
     """`BedouinModel` with transformers' head for every token, of config.num_labels classes."""
 
     accepts_loss_kwargs = False
-
-
-def _check_names(given: dict[str, Any]) -> None:
-    """Raise TypeError for names that `BedouinModel.forward` neither has nor may ignore."""
-    for name in given:
-        if name not in _LENGTHS:
-            own = list(inspect.signature(BedouinModel.forward).parameters)
-            raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
 
 
 def _documents(

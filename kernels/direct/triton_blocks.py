@@ -8,8 +8,8 @@ Letters: d channels of a head, n state per channel, s samples of a program.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import build_coupled, build_decay
-from bedouin.kernels.direct.heads.device import (
+from bedouin.kernels.device.elementary import exp2, one_minus_exp2
+from bedouin.kernels.direct.device import (
     join_all,
     load_head_states,
     load_same,
@@ -101,32 +101,15 @@ def in_blocks(joined, S: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def discretize_head(
-    A,  # (s, d, N)
+def discretize_block(
+    A,  # (s, d, N), log2(e) A
     delta, s,  # rows (s, d)
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     COUPLED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The decay of a block of states and its scale: s, or the coupled one (s, d, N)."""
+    """The decay of a block of states, and s; COUPLED: 1 - decay of the only state in its place."""
     exponent = A * spread(delta, ROWS, D, N)
+    decay = exp2(exponent, FAST)
     if COUPLED:
-        return build_coupled(exponent, False, FAST)
-    else:
-        return build_decay(exponent, False, FAST), s
-
-
-@triton.jit
-def effects(
-    decay, s,  # from `discretize_head`
-    h, B,  # (s, d, N)
-    mixed,  # rows (s, d)
-    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    COUPLED: tl.constexpr,
-):  # fmt: skip
-    """Of h_t = decay * h + written B^T: its derivative with respect to the exponent of the decay,
-    and written, s x~."""
-    if COUPLED:
-        mixed_states = spread(mixed, ROWS, D, N)
-        return (h - mixed_states * B) * decay, s * mixed_states
-    else:
-        return decay * h, spread(s * mixed, ROWS, D, N)
+        s = tl.reshape(one_minus_exp2(exponent, decay), [ROWS, D])
+    return decay, s

@@ -6,10 +6,10 @@ Letters: d channels of a head, n state per channel, k reflections.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.direct.heads.blocks import REVERSE_ALPHA
-from bedouin.kernels.direct.heads.device import columns_of, join_rows, small_rows
-from bedouin.kernels.direct.heads.parts import part_of
-from bedouin.kernels.direct.heads.triton_blocks import join_blocks
+from bedouin.kernels.direct.device import columns_of, join_rows, small_rows
+from bedouin.kernels.direct.limits import REVERSE_ALPHA
+from bedouin.kernels.direct.parts import part_of
+from bedouin.kernels.direct.triton_blocks import join_blocks
 
 BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 

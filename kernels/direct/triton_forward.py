@@ -34,7 +34,7 @@ from bedouin.kernels.device.reflections import (
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.direct.heads.device import (
+from bedouin.kernels.direct.device import (
     as_columns,
     columns_of,
     join_rows,
@@ -47,16 +47,16 @@ from bedouin.kernels.direct.heads.device import (
     store_statistics,
     sum_states,
 )
-from bedouin.kernels.direct.heads.parts import columns_of_rows, first_parts, over_channels_of_parts
-from bedouin.kernels.direct.heads.triton_blocks import (
-    discretize_head,
+from bedouin.kernels.direct.parts import columns_of_rows, first_parts, over_channels_of_parts
+from bedouin.kernels.direct.triton_blocks import (
+    discretize_block,
     load_both,
     load_head_block,
     load_head_blocks,
     store_head_blocks,
 )
-from bedouin.kernels.direct.heads.triton_replay import fetch_tokens
-from bedouin.kernels.direct.heads.triton_weights import load_weight_tile, load_weight_tiles
+from bedouin.kernels.direct.triton_replay import fetch_tokens
+from bedouin.kernels.direct.triton_weights import load_weight_tile, load_weight_tiles
 
 
 @triton.jit
@@ -132,21 +132,19 @@ def inner_products(
 
 @triton.jit
 def finish_token(
-    token,  # x, y, U (y - x), s, inv_B, p, sigma, u, inv, T, decayed, scales, B or ()
+    token,  # x, y, U (y - x), s, inv_B, p, sigma, u, inv, T, decayed, B or ()
     B_row,  # pointers (s,) to B if it is not given
     n: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    SELECTIVE: tl.constexpr, COUPLED: tl.constexpr,
+    SELECTIVE: tl.constexpr,
 ):  # fmt: skip
     """F(y)_t: h_t, and of each row defect, scale and magnitude, (s, 1)."""
-    x, y, dots, s, inv_B, p, sigma, u, inv, T, decayed, scales, held = token
+    x, y, dots, s, inv_B, p, sigma, u, inv, T, decayed, held = token
     if len(dots) == 0:
         dots = sums(rows_times(u, y - x, K), 1)
     mixed = x
     if K > 0:
         mixed += combine(_mixing(dots, inv, T, K), u, K)
-    h, terms = write_memory(
-        x, mixed, s, inv_B, decayed, scales, held, B_row, n, N, ROWS, D, SELECTIVE, COUPLED
-    )
+    h, terms = write_memory(x, mixed, s, inv_B, decayed, held, B_row, n, N, ROWS, D, SELECTIVE)
     # h_t C_t, in which h is not needed again
     F = p + sigma * mixed
     maxima = (max_norm(F - y, 1), max_norm(F, 1), max_norm(terms, 1))
@@ -176,30 +174,24 @@ def largest_gap(
 @triton.jit
 def write_memory(
     x, mixed, s, inv_B,  # rows
-    decayed, scales, held,  # of each block of states, B or ()
+    decayed, held,  # of each block of states, B or ()
     B_row,  # pointers (s,) to B if it is not given
-    n: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    SELECTIVE: tl.constexpr, COUPLED: tl.constexpr,
+    n: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
     """h_t, and what the magnitude is the maximum of."""
-    written = spread(mixed * inv_B if COUPLED else s * mixed * inv_B, ROWS, D, N)
-    largest = s
+    written = spread(s * mixed * inv_B, ROWS, D, N)
     h = ()
     for i in tl.static_range(len(decayed)):
         if len(held) > 0:
             B = held[i]
         else:
             B, _ = both_of(B_row, i, n, ROWS, D, N, SELECTIVE)
-        if COUPLED:
-            h = h + (decayed[i] + scales[i] * written * B,)
-            largest = tl.maximum(largest, tl.max(scales[i], axis=2))
-        else:
-            h = h + (decayed[i] + written * B,)
-    return h, (tl.abs(x) + tl.abs(mixed)) * largest
+        h = h + (decayed[i] + written * B,)
+    return h, (tl.abs(x) + tl.abs(mixed)) * s
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
-def head_sweep_kernel(
+def sweep_kernel(
     x_ptr,  # (H, b / H, t, d)
     raw_ptr,  # (b, t, r)
     W_ptr,  # (H, r, d), W^y; without FEEDBACK, as `first_ptr`, any tensor
@@ -295,11 +287,9 @@ def head_sweep_kernel(
     none = tl.zeros([ROWS], tl.float32)
     pivot = none + (1.0 if K == 0 else 0.0)
     if FEEDBACK:
-        nothing = (spread(zero, ROWS, D, N),)
         last = (
             zero, zero, (none,) * (K if PARTS > 1 else 0), zero, zero, zero, zero, (zero,) * K,
-            (none,) * K, (none,) * PAIRS, h,
-            nothing * BLOCKS if COUPLED else (), nothing if HOLD_B else (),
+            (none,) * K, (none,) * PAIRS, h, (spread(zero, ROWS, D, N),) if HOLD_B else (),
         )  # fmt: skip
         if not HOLD_B:
             place = (cell + WIDTH)[:, None] + small
@@ -332,7 +322,7 @@ def head_sweep_kernel(
                 else:
                     fed = fed + (tl.dot(W[i], columns, input_precision=PRECISION),)
             # the end of the token before is not on the critical path
-            h, maxima = finish_token(last, later, n, K, N, ROWS, D, SELECTIVE, COUPLED)
+            h, maxima = finish_token(last, later, n, K, N, ROWS, D, SELECTIVE)
             if PARTS == 1:
                 whole = maxima + (pivot[:, None],)
                 store_statistics(statistics_ptr + token - 1, whole, row_of, here & (t > 0), ROWS)
@@ -380,21 +370,16 @@ def head_sweep_kernel(
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * activate(tl.load(now + STATES + i), "sigmoid", FAST),)
         delta = activate(delta, ACTIVATION, FAST)
-        s = zero if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
+        s = input_scale(delta, INPUT_SCALE, FAST)
         held = ()
-        scales = ()
         decayed = ()
         reads = ()
-        gains = ()
         for i in tl.static_range(BLOCKS):
             B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
             A_block = A[i] if HOLD_A else load_head_block(A_at, i, in_row, d, n, N)
-            decay, scale_of = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
+            decay, s = discretize_block(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
             decayed = decayed + (decay * h[i],)
             reads = reads + (sum_states(decayed[i] * C, ROWS, D, N),)
-            if COUPLED:
-                scales = scales + (scale_of,)
-                gains = gains + (sum_states(scale_of * B * C, ROWS, D, N),)
             if HOLD_B:
                 held = held + (B,)
         if SELECTIVE:
@@ -411,7 +396,7 @@ def head_sweep_kernel(
             inv_B = zero + 1.0
             inv_C = inv_B
             B_C = zero + n
-        sigma = total_of(gains) * inv_B * inv_C if COUPLED else s * B_C
+        sigma = s * B_C
         # p_t + sigma_t x_t, and the inner products that the local equation needs
         p = total_of(reads) * inv_C
         rest = p + sigma * x
@@ -469,12 +454,12 @@ def head_sweep_kernel(
                 square = own[K] if PARTS > 1 else tl.sum(y * y, axis=1)
                 v = y * inverse_norm(square / d, NORM_EPS)[:, None]
             v = v.to(ROUND)
-            last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, scales, held)
+            last = (x, y, own[0:K], s, inv_B, p, sigma, u, inv, T, decayed, held)
         else:
             whole = as_columns(whole, 4)
             store_statistics(part_at + token - 1, whole, row_of, here & (t > 0), ROWS)
             h, terms = write_memory(
-                x, mixed, s, inv_B, decayed, scales, held, now, n, N, ROWS, D, SELECTIVE, COUPLED
+                x, mixed, s, inv_B, decayed, held, now, n, N, ROWS, D, SELECTIVE
             )
             maxima = (max_norm(y, 1), max_norm(terms, 1))
             if K > 0:
@@ -482,9 +467,7 @@ def head_sweep_kernel(
         tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
     token = sample * t_end + t_end - 1
     if FEEDBACK:
-        h, maxima = finish_token(
-            last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE, COUPLED
-        )
+        h, maxima = finish_token(last, cell + (t_end + 1) % 2 * WIDTH, n, K, N, ROWS, D, SELECTIVE)
         if PARTS > 1:
             maxima = as_columns(over_channels_of_parts((zero,), maxima, ROWS, PARTS, D)[1:], 3)
         store_statistics(

@@ -25,7 +25,7 @@ from bedouin.kernels.device.reflections import (
     total_of,
     upper_transposed_times,
 )
-from bedouin.kernels.direct.heads.device import (
+from bedouin.kernels.direct.device import (
     as_columns,
     concatenated_states,
     in_lanes,
@@ -38,15 +38,14 @@ from bedouin.kernels.direct.heads.device import (
     sum_channels,
     sum_states,
 )
-from bedouin.kernels.direct.heads.parts import (
+from bedouin.kernels.direct.parts import (
     columns_of_rows,
     first_parts,
     over_channels_of_parts,
     sum_of_parts,
 )
-from bedouin.kernels.direct.heads.triton_blocks import (
-    discretize_head,
-    effects,
+from bedouin.kernels.direct.triton_blocks import (
+    discretize_block,
     in_blocks,
     join_blocks,
     keep_order,
@@ -55,7 +54,8 @@ from bedouin.kernels.direct.heads.triton_blocks import (
     load_head_blocks,
     store_head_blocks,
 )
-from bedouin.kernels.direct.heads.triton_replay import (
+from bedouin.kernels.direct.triton_prepare import local_padding, local_size, local_width
+from bedouin.kernels.direct.triton_replay import (
     fetch_chunk,
     fetch_values,
     kept_memory,
@@ -63,7 +63,7 @@ from bedouin.kernels.direct.heads.triton_replay import (
     memory_before,
     replay_tokens,
 )
-from bedouin.kernels.direct.heads.triton_weights import (
+from bedouin.kernels.direct.triton_weights import (
     BLOCK_ALPHA,
     in_tiles,
     load_transposed_weights,
@@ -71,14 +71,13 @@ from bedouin.kernels.direct.heads.triton_weights import (
     streamed_product,
     transposed_product,
 )
-from bedouin.kernels.direct.triton_rows import local_padding, local_size, local_width
 
 AHEAD = tl.constexpr(3)
 """Blocks of h that are loaded before they are needed, if not all of them are."""
 
 
-@triton.jit(do_not_specialize=["start", "count", "each", "t_end", "slots", "per_head"])
-def reverse_head_kernel(
+@triton.jit(do_not_specialize=["start", "count", "t_end", "slots", "per_head"])
+def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     x_ptr,  # (H, b / H, t, d)
     y_ptr,  # (b, t, d)
@@ -90,20 +89,17 @@ def reverse_head_kernel(
     local_ptr,  # (b, count, WIDTH)
     h0_ptr,  # (b, n, d): h before token 0
     kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
-    # (segments, b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
-    replayed_ptr,
-    H_ptr,  # (segments, b, n, d): cotangent of h after the tokens, in place that before them
+    replayed_ptr,  # (b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
+    H_ptr,  # (b, n, d): cotangent of h after the tokens, in place that before them
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
-    grad_A_ptr,  # (segments, b, n, d), added to
+    grad_A_ptr,  # (b, n, d), added to
     # (2, b, t): defect and scale of the adjoint equation; without FEEDBACK (PARTS, 2, b, t), of
     # each part
     statistics_ptr,
-    # (segments, programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
-    scratch_ptr,
+    scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
     start,  # of the tokens that are taken back, a multiple of KEEP
     count,
-    each,  # of them in a segment, a multiple of KEEP; with FEEDBACK all are one segment
     t_end,
     slots,
     per_head,  # samples of a head, b / H
@@ -141,23 +137,13 @@ def reverse_head_kernel(
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
     STREAMED: tl.constexpr,  # whether W^y is read anew for each token
 ):
-    """The adjoint of a segment of `count` tokens of S samples of one head, the last first."""
+    """The adjoint of `count` tokens of S samples of one head, the last first."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = samples_of(per_head, S, PARTS)
     is_first_part = first_parts(here, ROWS, PARTS)
     row_of = rows_of_statistics(per_head, t_end, S)
     program = tl.program_id(0).to(tl.int64)
-    of_segment = sample
-    prepared = sample * count
-    if not FEEDBACK:
-        # rows of tokens are counted from `start` on, tokens from the first one of the segment
-        segment = tl.program_id(1)
-        program += segment.to(tl.int64) * tl.num_programs(0)
-        of_segment += segment * (row_of // t_end)
-        prepared += segment * each
-        start += segment * each
-        count = tl.minimum(each, count - segment * each)
     cols = columns_of_rows(ROWS, PARTS, D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     u_at: tl.constexpr = d + STATES
@@ -207,7 +193,7 @@ def reverse_head_kernel(
     kept_row = kept_ptr + sample * slots * (n * d)
     last_chunk = (start + count - 1) // KEEP
     fetch_values(kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST)
-    at = of_segment[:, None] * (n * d) + cols
+    at = sample[:, None] * (n * d) + cols
     H = load_head_blocks(H_ptr + at, in_row, d, n, N)
     grad_A = load_head_blocks(grad_A_ptr + at, in_row, d, n, N)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
@@ -215,9 +201,9 @@ def reverse_head_kernel(
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     fed_row = fed_ptr + sample * fed_stride_b
-    mixed_row = mixed_ptr + prepared * d
-    local_row = local_ptr + prepared * WIDTH + local_padding(K)
-    replayed_row = replayed_ptr + of_segment * ((KEEP - 1) * n * d)
+    mixed_row = mixed_ptr + sample * count * d
+    local_row = local_ptr + sample * count * WIDTH + local_padding(K)
+    replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     last = (start + count - 1).to(tl.int64)
     last_of_count = (count - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
@@ -325,30 +311,19 @@ def reverse_head_kernel(
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = load_scalars(row + AT_LAST, 4, ROWS, D)
-        s = x if COUPLED else input_scale(delta, INPUT_SCALE, FAST)
+        s = input_scale(delta, INPUT_SCALE, FAST)
         held, reads = (), ()
-        gains = ()
         for i in tl.static_range(BLOCKS):
             B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-            if HOLD or COUPLED:
-                A_block = A[i] if HOLD else load_head_block(A_at, i, in_row, d, n, N)
-                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
-            if COUPLED:
-                reads = reads + (sum_states(H[i] * scales * B, ROWS, D, N),)
-                gains = gains + (sum_states(scales * B * C, ROWS, D, N),)
-            else:
-                reads = reads + (sum_states(H[i] * B, ROWS, D, N),)
             if HOLD:
-                reach, written = effects(decay, scales, h[i], B, mixed, ROWS, D, N, COUPLED)
-                held = held + ((A_block, B, C, decay, reach, written),)
-        from_memory = total_of(reads)
-        if COUPLED:
-            sigma = total_of(gains)
-        else:
-            # the cotangent of s x~, without w
-            to_written = from_memory
-            from_memory *= s
-            sigma = s * BC
+                decay, s = discretize_block(A[i], delta, s, ROWS, D, N, COUPLED, FAST)
+                held = held + ((A[i], B, C, decay, decay * h[i]),)
+            reads = reads + (sum_states(H[i] * B, ROWS, D, N),)
+        # the cotangent of s x~, without w
+        to_written = total_of(reads)
+        from_memory = s * to_written
+        sigma = s * BC
+        written = spread(s * mixed, ROWS, D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if FEEDBACK:
             grad_normed = rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
@@ -448,7 +423,7 @@ def reverse_head_kernel(
         for i in tl.static_range(BLOCKS):
             h_block = h[i]
             if HOLD:
-                A_block, B, C, decay, reach, written = held[i]
+                A_block, B, C, decay, reach = held[i]
             else:
                 # without it the compiler loads the values of all blocks first, and spills them
                 keep_order(FAST)
@@ -456,13 +431,16 @@ def reverse_head_kernel(
                     h = h + (load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
                 A_block = load_head_block(A_at, i, in_row, d, n, N)
                 B, C = load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, scales = discretize_head(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
-                reach, written = effects(decay, scales, h_block, B, mixed, ROWS, D, N, COUPLED)
+                decay, s = discretize_block(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
+                reach = decay * h_block
             total = H[i] + w_states * C
             to_exponent = total * reach
+            if COUPLED:
+                # s is 1 - decay
+                to_exponent -= total * decay * spread(mixed, ROWS, D, N) * B
             through = through + (sum_states(to_exponent * A_block, ROWS, D, N),)
             if SELECTIVE:
-                to_C = (decay * h_block + written * B) * w_states
+                to_C = (reach + written * B) * w_states
                 both = concatenated_states(total * written, to_C, ROWS, D, N)
                 states = states + (sum_channels(both, ROWS, D, 2 * N),)
             to_A = grad_A[i] + to_exponent * spread(delta, ROWS, D, N)
@@ -498,7 +476,7 @@ def reverse_head_kernel(
             grads = in_tiles(
                 to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
             )  # fmt: skip
-    at = of_segment[:, None] * (n * d) + cols
+    at = sample[:, None] * (n * d) + cols
     store_head_blocks(H_ptr + at, H, inside, d, n, N)
     store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
     if FEEDBACK and PARTS > 1:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.device.reflections import sums, total_of
-from bedouin.kernels.direct.heads.device import column_sums, lanes_of, stack_states, unstack_states
+from bedouin.kernels.direct.device import column_sums, lanes_of, stack_states, unstack_states
 
 FEW_SUMS = tl.constexpr(8)
 """As many sums over the lanes of a warp, as many exchanges each as lanes have bits; more are summed
