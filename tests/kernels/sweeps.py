@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
 from bedouin.kernels.direct.layout import bind_by_layout
@@ -26,6 +26,8 @@ from bedouin.kernels.operands import (
     RawLayout,
 )
 from bedouin.kernels.scan import Eigenvalues, InputScale
+from bedouin.solvers.reporting import Measured
+from bedouin.testing import assert_close
 
 How = Literal["loop", "buffers", "triton", "autograd"]
 NAMES = (*Operands._fields, "bind parameter")
@@ -128,6 +130,65 @@ def gradients(
     """Of a linear function of y and h, or of y alone, as there are weights."""
     named = {name: v for name, v in zip(NAMES, tensors, strict=False) if v is not None}
     weights = weights or cotangents(sweep)
-    outputs = (sweep.y, sweep.h)[: len(weights)]
-    grads = torch.autograd.grad(outputs, list(named.values()), weights, materialize_grads=True)
+    outputs = zip((sweep.y, sweep.h), weights, strict=False)
+    # without tokens y depends on nothing
+    total = torch.stack([(v * weight).sum() for v, weight in outputs]).sum()
+    grads = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
     return {f"gradient of {name}": v for name, v in zip(named, grads, strict=True)}
+
+
+def values_of(sweep: Sweep) -> dict[str, Tensor]:
+    """The values of a sweep, with what a solver reports of it."""
+    found = {name: v.detach() for name, v in sweep._asdict().items()}
+    if not sweep.defect.numel():
+        of_samples = sweep.pivot.unsqueeze(-1).flatten(1)  # of operations (b, t), else (b,)
+        return found | {"pivot": pad(of_samples, (0, 1), value=torch.inf).amin(1)}
+    norms = (found[name] for name in ("defect", "scale", "pivot", "magnitude"))
+    stats = Measured(*norms).statistics()
+    assert stats.conditioning is not None
+    reported = {"residual": stats.residual, "converged": stats.converged}
+    return found | reported | {"pivot": stats.conditioning}
+
+
+def run(
+    case: Case,
+    how: How,
+    device: str = "cpu",
+    given: Operands | None = None,
+    weights: list[Tensor] | None = None,
+    **known: Any,
+) -> dict[str, Tensor]:
+    """Values, statistics, gradients of a linear function of y and h, and the adjoint's report.
+
+    `weights` of that function: of y and h, or of y alone.
+    """
+    tensors = case.tensors(device)
+    for i, v in enumerate(given or ()):
+        tensors[i] = v if v is None else v.detach().requires_grad_()
+    reports: list[Tensor] = []
+    if how != "autograd":
+        known["report"] = lambda *report: reports.extend(report)
+    sweep = case.sweep(tensors, how, **known)
+    found = values_of(sweep) | gradients(sweep, tensors, weights)
+    return found | {f"report {i}": v for i, v in enumerate(reports)}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, theirs in expected.items():
+        if name.startswith(("defect", "report 0")):
+            # both are rounding errors of values of the size of the scale, and below it
+            size = expected["scale" if name == "defect" else "report 1"]
+            scale = size.max().item() if size.numel() else 0.0
+            assert actual[name].shape == theirs.shape, name
+            assert not theirs.numel() or actual[name].max().item() <= tolerance * (1 + scale), name
+        else:
+            assert_close(name, actual[name], theirs, tolerance, atol=tolerance)
+
+
+def each_head(case: Case, given: Operands) -> list[Operands]:
+    """The operands of each head of a case with an axis of heads."""
+    parts = [
+        [None] * case.heads if v is None else v.unbind() if i in (2, 3) else v.chunk(case.heads)
+        for i, v in enumerate(given)
+    ]
+    return [Operands(*head) for head in zip(*parts, strict=True)]
