@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.rows import BF16, CHUNK_RULE, F32, Tensors, in_2_norm, rule
+from tests.kernels.rows_memory import CHUNK_RULE, rule
+from tests.kernels.table import BF16, F32, Tensors, in_2_norm
 from torch import Tensor
 
 import bedouin.kernels.delta_rule as package
@@ -190,7 +191,7 @@ def test_which_kernel_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "MOST_BY_TOKEN", 16)
     for t, k, name in ((16, 1, "delta_rule"), (17, 1, "delta_rule_chunks"), (17, 2, "delta_rule")):
         o, _ = run_by("triton", F32)(*inputs_of(leaves_of(rule(1, t, k).given(F32, "cpu"))))
-        assert o.grad_fn is not None and o.grad_fn.name() == f"{name}Backward"
+        assert o.grad_fn is not None and o.grad_fn.name() == f"{name}.defaultBackward"
 
 
 # -- layers

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.rows import BF16, F32, each, times
 from tests.kernels.sweeps import (
     Case,
     How,
@@ -21,6 +20,7 @@ from tests.kernels.sweeps import (
     low_rank_bind,
     run,
 )
+from tests.kernels.table import BF16, F32, each, times
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN

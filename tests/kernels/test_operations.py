@@ -7,14 +7,26 @@ The checks of the kernels run on the CPU in the interpreter and compiled on a GP
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from tests.kernels.rows import F32, ROWS, Call, Options, Row, Tensors, scan
+from tests.kernels.rows import ROWS, scan
+from tests.kernels.table import (
+    F32,
+    F64,
+    Call,
+    Options,
+    Row,
+    check,
+    needed,
+    outputs_of,
+    uneven,
+    with_gradients,
+)
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -23,7 +35,6 @@ from bedouin.kernels.operation import OPERATIONS, Operation
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-F64 = torch.float64
 PLAIN = pytest.param("reference", "cpu", id="plain")
 INTERPRETED = pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted")
 COMPILED = pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled")
@@ -59,71 +70,6 @@ def draw(name: str, **more: Any) -> tuple[Row, Call]:
     torch.manual_seed(0)
     row_name, options = VARIANTS[name]
     return ROWS[row_name], ROWS[row_name].make(**options | more)
-
-
-def with_gradients(call: Call, tensors: Tensors) -> list[Tensor | None]:
-    """Leaves of the same strides."""
-    return [
-        None if v is None else v.detach().requires_grad_(name != call.constant)
-        for name, v in tensors.items()
-    ]
-
-
-def outputs_of(function: Callable[..., Any], leaves: list[Tensor | None]) -> list[Tensor]:
-    found = function(*leaves)
-    return [found] if isinstance(found, Tensor) else list(found)
-
-
-def needed(leaves: list[Tensor | None]) -> list[Tensor]:
-    return [v for v in leaves if v is not None and v.requires_grad]
-
-
-def uneven(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights of its elements, rounded to a dtype."""
-    weights = torch.linspace(0, 7, v.numel(), dtype=F64).cos() + 0.1
-    return weights.view(v.shape).to(dtype).to(v)
-
-
-def results(
-    call: Call,
-    function: Callable[..., Any],
-    tensors: Tensors,
-    weighed: int | None = None,
-) -> dict[str, Tensor]:
-    """Outputs, and gradients of an uneven sum of them, or of one of them."""
-    leaves = with_gradients(call, tensors)
-    outputs = outputs_of(function, leaves)
-    weights = [uneven(v, dtype) for v, dtype in zip(outputs, call.dtypes, strict=True)]
-    pairs = [
-        (v, w)
-        for i, (v, w) in enumerate(zip(outputs, weights, strict=True))
-        if weighed in (None, i) and v.requires_grad
-    ]
-    names = [n for n, v in zip(tensors, leaves, strict=True) if v is not None and v.requires_grad]
-    grads: Sequence[Tensor] = [torch.zeros_like(v) for v in needed(leaves)]
-    if pairs:
-        found, given = [list(part) for part in zip(*pairs, strict=True)]
-        grads = torch.autograd.grad(found, needed(leaves), given, materialize_grads=True)
-    values = {f"result {i}": v.detach() for i, v in enumerate(outputs)}
-    return values | {f"gradient of {n}": v for n, v in zip(names, grads, strict=True)}
-
-
-def check(
-    row: Row,
-    call: Call,
-    tensors: Tensors,
-    backend: str,
-    tolerance: float,
-    weighed: int | None = None,
-) -> None:
-    """Dtypes as they should be, values and gradients of the definition in float64, from the same
-    rounded tensors."""
-    exact = {name: None if v is None else v.double() for name, v in tensors.items()}
-    found = results(call, lambda *v: call.run(*v, backend=backend), tensors, weighed)
-    assert tuple(found[f"result {i}"].dtype for i in range(len(call.dtypes))) == call.dtypes
-    for name, theirs in results(call, call.exact, exact, weighed).items():
-        allowed = tolerance * call.slack.get(name.removeprefix("gradient of "), 1)
-        row.assert_near(name, found[name].double(), theirs, allowed)
 
 
 def check_options(name: str, options: Options, backend: str, device: str) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tests.kernels.rows import F32, output
+from tests.kernels.rows import output
+from tests.kernels.table import F32
 
 from bedouin.kernels.output import gated_output
 

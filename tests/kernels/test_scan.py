@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.rows import F32, scan
+from tests.kernels.rows import scan
+from tests.kernels.table import F32
 from torch import Tensor
 
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
