@@ -163,3 +163,23 @@ def check(
     for name, theirs in results(call, call.exact, exact, weighed).items():
         allowed = tolerance * call.slack.get(name.removeprefix("gradient of "), 1)
         row.assert_near(name, found[name].double(), theirs, allowed)
+
+
+APART = 2**30
+"""Elements between two tokens: offsets have 32 bits before the third and 33 from there on."""
+
+
+def far_apart(
+    v: Tensor,  # (b, t, c)
+) -> Tensor:  # (b, t, c)
+    """The values of v, their tokens APART. What precedes them is memory of the view, too, so that
+    an offset that has overflowed finds other values, and not the end of memory."""
+    b, t, width = v.shape
+    before = 2 * APART
+    size = before + (t - 1) * APART + b * width
+    # the rows of a single sample are evenly spaced
+    strides = (t * APART if b == 1 else width, APART, 1)
+    memory = torch.UntypedStorage(size * v.itemsize, device=v.device)
+    empty = torch.empty(0, dtype=v.dtype, device=v.device)
+    view = empty.set_(memory, before, v.shape, strides)
+    return view.copy_(v)

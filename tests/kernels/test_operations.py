@@ -16,14 +16,17 @@ import pytest
 import torch
 from tests.kernels.rows import ROWS, scan
 from tests.kernels.table import (
+    BF16,
     F32,
     F64,
     Call,
     Options,
     Row,
     check,
+    far_apart,
     needed,
     outputs_of,
+    results,
     uneven,
     with_gradients,
 )
@@ -119,6 +122,34 @@ def test_strides_do_not_matter(name: str, layout: str, backend: str, device: str
     }
     assert not all(v is None or v.is_contiguous() for v in there.values())
     check(row, call, there, backend, row.tolerance[F32])
+
+
+FAR = {
+    "scan": ("x", "delta", "B", "C"),
+    "output": ("y", "x", "gate", "z"),
+    "shifted norm": ("y",),
+    "sweep": ("x", "raw"),
+    "sweep of heads": ("x", "raw"),
+    "sweep without feedback": ("x", "raw"),
+}
+
+
+# numpy's, of rows of a program that have no sample
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@kernels
+@pytest.mark.parametrize("name", FAR)
+def test_tokens_may_be_too_far_apart_for_offsets_of_32_bits(name: str, device: str) -> None:
+    """Up to the order of sums, which depends on what the compiler knows of strides. The tensors are
+    views of memory of which little is touched."""
+    _, call = draw(name, b=1, t=8 if name == "scan" else 4, dtype=BF16)
+    tensors = call.given(BF16, device)
+    expected = results(call, lambda *v: call.run(*v, backend="triton"), tensors)
+    for moved in FAR[name]:
+        given = tensors[moved]
+        assert given is not None
+        there = tensors | {moved: far_apart(given)}
+        found = results(call, lambda *v: call.run(*v, backend="triton"), there)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 @implementations

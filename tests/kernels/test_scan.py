@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.rows import scan
-from tests.kernels.table import F32
+from tests.kernels.table import F32, results
 from torch import Tensor
 
 from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
@@ -106,3 +106,17 @@ def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
         del y, h
     all_states = 2 * 4096 * 64 * 64 * 4
     assert torch.cuda.max_memory_allocated() - before < all_states / 2
+
+
+def test_a_compiled_function_of_plain_torch() -> None:
+    call = scan(
+        2, 3, heads=2, dtype=torch.float64, input_scale="one_minus_decay", eigenvalues="full"
+    )
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = call.run(*tensors, backend="reference")
+        return y, h
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    actual, expected = (results(call, function, call.tensors) for function in (compiled, run))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

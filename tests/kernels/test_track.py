@@ -61,9 +61,9 @@ def test_closed_tokens_pass_the_memory(device: str) -> None:
     found, expected = (by_kernels(call, v, 1) for v in (tensors, short))
     for name, v in expected.items():
         ours = found[name]
-        if name == "result 0" or name.removeprefix("gradient of ") in BY_TOKEN:
-            assert name == "result 0" or not ours[:, 7:].any()
-            ours = ours[:, :7]
+        if name.startswith("gradient") and name.removeprefix("gradient of ") in BY_TOKEN:
+            assert not ours[:, 7:].any()
+        ours = ours[:, :7] if ours.shape[1:2] == (20,) else ours
         torch.testing.assert_close(ours, v, rtol=1e-4, atol=1e-5)
 
 
