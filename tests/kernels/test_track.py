@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.rows_memory import TOKENS, tracker
+from tests.kernels.rows_memory import tracker
 from tests.kernels.table import BF16, F32, Call, Tensors, in_2_norm, results
 from torch import Tensor
 
 from bedouin.kernels.track import TrackInputs, limits, track_reference
+from bedouin.kernels.track.types import ROWS
 from bedouin.layers.tracking import Tracker
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-BY_TOKEN = TrackInputs._fields[:TOKENS]
+BY_TOKEN = TrackInputs._fields[:ROWS]
 
 
 def by_kernels(call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
