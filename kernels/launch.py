@@ -59,6 +59,14 @@ def evenly_spaced(
     return v if spaced else v.contiguous()
 
 
+def dtype_of_factors(dtype: torch.dtype) -> Any:
+    """Triton's name of the dtype that factors of products have: float32 in the interpreter, whose
+    16-bit products are wrong."""
+    import triton.language as tl
+
+    return tl.float32 if interpreter_is_on() else getattr(tl, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True)
 class Device:
     """What programs a device can run; None programs: Triton's interpreter, one after the other."""

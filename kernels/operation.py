@@ -5,12 +5,14 @@ gradient calls the operation: the dispatcher's route to a registered gradient ta
 on the host for twenty arguments, that of a Function 20.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from bedouin.kernels.double_backward import refuse_second_derivative
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -50,7 +52,52 @@ class Operation:
         torch.library.register_autograd(self.name, backward, setup_context=setup_context)
         methods = {"forward": self.overload, "setup_context": setup_context, "backward": backward}
         static = {name: staticmethod(method) for name, method in methods.items()}
-        self._eager = type(self.overload.__name__, (torch.autograd.Function,), static)
+        self._eager = type(self.name.partition("::")[2], (torch.autograd.Function,), static)
+
+    def register_vjp(
+        self, backward: "Operation", *, kept: int = 0, constant: Collection[int] = ()
+    ) -> None:
+        """Give the operation the gradient that `backward` computes, once differentiable.
+
+        The tensors come first among the arguments; an argument `keep`, the last one, must be True
+        where gradients are recorded. The last `kept` outputs serve the backward alone. `backward`
+        takes the cotangents of the other outputs, None or else zeros where there are none, the kept
+        outputs, and all arguments but `keep`; it returns a cotangent of each tensor, of any shape
+        for one that is None or has none, as those with the numbers `constant`.
+        """
+        arguments = self.overload._schema.arguments
+        count = sum("Tensor" in str(argument.type) for argument in arguments)
+        keeps = arguments[-1].name == "keep"
+        taken = backward.overload._schema.arguments
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            if keeps and not inputs[-1]:
+                raise ValueError("keep must be True where gradients are recorded, got False")
+            end = len(outputs) - kept
+            ctx.mark_non_differentiable(*outputs[end:])
+            # zeros for what is kept would be written and not read
+            ctx.set_materialize_grads(False)
+            ctx.like = [(v.shape, v.dtype) for v in outputs[:end]]
+            ctx.options = inputs[count : len(inputs) - keeps]
+            ctx.save_for_backward(*outputs[end:], *inputs[:count])
+
+        def vjp(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            given = list(grads[: len(ctx.like)])
+            for i, (shape, dtype) in enumerate(ctx.like):
+                if given[i] is None and "Optional" not in str(taken[i].type):
+                    given[i] = saved[-count].new_zeros(shape, dtype=dtype)
+            with torch.no_grad():
+                found = backward(*given, *saved, *ctx.options)
+            every = [
+                None if v is None or i in constant else grad
+                for i, (v, grad) in enumerate(zip(saved[kept:], found, strict=True))
+            ]
+            behind = len(arguments) - count
+            return *refuse_second_derivative(every, [*given, *saved]), *[None] * behind
+
+        self.register_autograd(vjp, setup_context=save)
 
     def __call__(self, *inputs: Any) -> Any:
         if self._eager is not None and not torch.compiler.is_compiling():
@@ -94,3 +141,52 @@ def recording() -> Iterator[None]:
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
+
+
+def empty_like(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Contiguous tensors of the same shapes and dtypes, uninitialized; of no size for None."""
+    first = next(v for v in tensors if v is not None)
+    return tuple(first.new_empty(0) if v is None else v.new_empty(v.shape) for v in tensors)
+
+
+def plain_operation(
+    name: str,
+    tensors: str,
+    options: str,
+    function: Callable[..., tuple[Tensor, Tensor]],
+    like: Callable[..., tuple[Tensor, Tensor]],
+) -> Operation:
+    """`function` of plain torch, which torch.compile would otherwise unroll over time, as an
+    operation; `tensors` and `options` are its arguments in a schema. Autograd within a second
+    operation computes the gradient. `like` returns uninitialized tensors as the two results."""
+    count = tensors.count("Tensor")
+    given = f"{tensors}, {options}" if options else tensors
+
+    @operation(name, f"({given}) -> (Tensor, Tensor)")
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(v.contiguous() for v in function(*inputs))
+
+    forward.register_fake(like)
+
+    @operation(
+        f"{name}_backward",
+        f"(Tensor grad, Tensor grad_last, {given}) -> ({', '.join(['Tensor'] * count)})",
+    )
+    def backward(grad: Tensor, grad_last: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        """Shapes as those of the results."""
+        with recording():
+            leaves: list[Any] = [
+                v.detach().requires_grad_() if isinstance(v, Tensor) else v for v in inputs
+            ]
+            present = [v for v in leaves if isinstance(v, Tensor)]
+            found = function(*leaves)
+            grads = iter(
+                torch.autograd.grad(found, present, (grad, grad_last), materialize_grads=True)
+            )
+        return tuple(
+            grad.new_empty(0) if v is None else next(grads).contiguous() for v in leaves[:count]
+        )
+
+    backward.register_fake(lambda grad, grad_last, *inputs: empty_like(*inputs[:count]))
+    forward.register_vjp(backward)
+    return forward

@@ -433,7 +433,7 @@ def sweep_kernel(
             T = wy_upper(G, beta, K)
             # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
             q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True, FAST)
+            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, FAST)
             T_v = as_columns(scale(upper_times(T, U_v, K), inv, K), K)
             mixed = combine(T_v, u, K)
             y += sigma * mixed

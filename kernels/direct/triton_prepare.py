@@ -166,7 +166,7 @@ def prepare_kernel(
             else:
                 T_rows = T_rows + (tl.zeros([], dtype=tl.float32),)
     if K > 0:
-        N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K)
+        N, _ = eliminate(local_system(S, T, True, K), T_rows, K, K, False)
     scaled_N = ()
     for i in tl.static_range(K):
         for j in tl.static_range(K):

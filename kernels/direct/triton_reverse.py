@@ -18,7 +18,7 @@ from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
     add,
     combine,
-    reflections_vjp_scalars,
+    reflections_vjp,
     rows_times,
     square_times,
     symmetric_times,
@@ -386,7 +386,7 @@ def reverse_kernel(
             G = load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
             own = load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
             T_v = own[:K]
-            along_u, grad_alpha = reflections_vjp_scalars(U_g, T_g, T_v, G, own[K:], K)
+            along_u, grad_alpha = reflections_vjp(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
         units = ()
         for i in tl.static_range(BLOCKS):

@@ -17,7 +17,7 @@ from bedouin.kernels.launch import (
     last_axis_contiguous,
     next_power_of_two,
 )
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import empty_like, operation
 from bedouin.kernels.output.reference import OutputOperands
 
 OPERANDS = "Tensor y, Tensor? x, Tensor? D, Tensor gate, Tensor? fed, Tensor? z, Tensor? weight"
@@ -153,96 +153,60 @@ def _backward_output(
 gated_output_operation.register_autograd(_backward_output, setup_context=_save_output)
 
 
-@operation("shifted_norm")
-def shifted_norm_operation(
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d); None: zeros
-    eps: float | None,
-    dtype: torch.dtype,
-) -> Tensor:  # (b, t, d)
-    """norm(y_{t-1}) in `dtype`."""
+NORM_OPERANDS = "Tensor y, Tensor? y0, float? eps, ScalarType dtype"
+
+
+@operation("shifted_norm", f"({NORM_OPERANDS}) -> Tensor")
+def shifted_norm_operation(*given: Any) -> Tensor:
+    """norm(y_{t-1}) (b, t, d) in `dtype`."""
     from bedouin.kernels.output.triton_kernels import shifted_norm_kernel
 
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    (b, t_end, d), constants = y.shape, _norm_constants(y, y0, eps)
-    y = last_axis_contiguous(y)
-    first = y if y0 is None else last_axis_contiguous(y0)
-    shifted_norm_kernel[(ceil_div(b * t_end, constants["TOKENS"]),)](
-        *(y, first, out, b * t_end, t_end, d, *y.stride()[:2], first.stride(0)), **constants
+    out = _norm_fake(*given)
+    y, first, strides, constants = _norm_arguments(*given[:3])
+    b, t, d = y.shape
+    shifted_norm_kernel[(ceil_div(b * t, constants["TOKENS"]),)](
+        *(y, first, out, b * t, t, d, *strides), **constants
     )
     return out
 
 
 @shifted_norm_operation.register_fake
-def _shifted_norm_fake(
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d)
-    eps: float | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return y.new_empty(y.shape, dtype=dtype)
+def _norm_fake(*given: Any) -> Tensor:
+    y, _, _, dtype = given
+    out: Tensor = y.new_empty(y.shape, dtype=dtype)
+    return out
 
 
-@operation("shifted_norm_backward")
-def _shifted_norm_backward(
+@operation("shifted_norm_backward", f"(Tensor grad, {NORM_OPERANDS}) -> (Tensor, Tensor)")
+def _norm_backward(
     grad: Tensor,  # (b, t, d)
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d)
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
+    *given: Any,
+) -> tuple[Tensor, ...]:
     """Cotangents of y (b, t, d) and y0 (b, d), empty for None."""
     from bedouin.kernels.output.triton_kernels import shifted_norm_backward_kernel
 
-    grads = _shifted_norm_backward_fake(grad, y, y0, eps)
-    (b, t_end, d), constants = y.shape, _norm_constants(y, y0, eps)
-    grad, y = last_axis_contiguous(grad), last_axis_contiguous(y)
-    first, rows = y if y0 is None else last_axis_contiguous(y0), b * (t_end + 1)
-    shifted_norm_backward_kernel[(ceil_div(rows, constants["TOKENS"]),)](
-        *(grad, y, first, *grads, rows, t_end, d),
-        *(*grad.stride()[:2], *y.stride()[:2], first.stride(0)),
-        **constants,
+    grads, grad = empty_like(*given[:2]), last_axis_contiguous(grad)
+    y, first, strides, constants = _norm_arguments(*given[:3])
+    b, t, d = y.shape
+    shifted_norm_backward_kernel[(ceil_div(b * (t + 1), constants["TOKENS"]),)](
+        *(grad, y, first, *grads, b * (t + 1), t, d, *grad.stride()[:2], *strides), **constants
     )
     return grads
 
 
-@_shifted_norm_backward.register_fake
-def _shifted_norm_backward_fake(
-    grad: Tensor,  # (b, t, d)
-    y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d)
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), y.new_empty(0) if y0 is None else y0.new_empty(y0.shape)
+_norm_backward.register_fake(lambda grad, y, y0, eps, dtype: empty_like(y, y0))
+shifted_norm_operation.register_vjp(_norm_backward)
 
 
-def _norm_constants(
+def _norm_arguments(
     y: Tensor,  # (b, t, d)
-    y0: Tensor | None,  # (b, d)
+    y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
-) -> dict[str, Any]:
+) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Any]]:
+    """y and y0 as the kernels read them, y in the place of a y0 that is absent; the distances of
+    their rows; constants."""
+    y = last_axis_contiguous(y)
+    first = y if y0 is None else last_axis_contiguous(y0)
     norm = {"START": y0 is not None, "NORM": eps is not None, "EPS": eps or 0.0}
-    return norm | _blocks(y.shape[:2].numel(), y.shape[2])
-
-
-def _save_shifted_norm(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: Tensor,  # (b, t, d)
-) -> None:
-    y, y0, ctx.eps, _ = inputs
-    ctx.save_for_backward(y, y0)
-
-
-def _backward_shifted_norm(
-    ctx: Any,
-    grad: Tensor,  # (b, t, d)
-) -> tuple[Tensor | None, ...]:
-    """Cotangents of y and y0 from that of the result (b, t, d)."""
-    operands = ctx.saved_tensors
-    with torch.no_grad():
-        grad_y, grad_y0 = _shifted_norm_backward(grad, *operands, ctx.eps)
-    grads = (grad_y, None if operands[1] is None else grad_y0)
-    return *refuse_second_derivative(grads, [grad, *operands]), None, None
-
-
-shifted_norm_operation.register_autograd(_backward_shifted_norm, setup_context=_save_shifted_norm)
+    constants = norm | _blocks(y.shape[:2].numel(), y.shape[2])
+    return y, first, (*y.stride()[:2], first.stride(0)), constants

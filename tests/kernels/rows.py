@@ -121,7 +121,7 @@ SCAN = Row(
         {"t": 17, "d": 4, "n": 3, "dtype": BF16, "low_state": False} | SCANS[5],
         # blocks of channels and states
         *(
-            {"t": 3, "patch": {"bedouin.kernels.scan.launch.WARP": 32}} | size
+            {"t": 3, "patch": {"bedouin.kernels.scan.registered.WARP": 32}} | size
             for size in sizes("bdn", (1, 1, 1), (2, 20, 1), (1, 17, 16), (1, 3, 33))
         ),
         *({"heads": 3, "t": 3, "dtype": dtype} | SCANS[10] for dtype in (F32, BF16)),

@@ -12,7 +12,7 @@ from tests.kernels.compiled import adds_in_a_fixed_order, compile_kernel
 from triton.compiler import CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.delta_rule.launch import constants, value_block
+from bedouin.kernels.delta_rule.registered import constants, value_block
 from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
 from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
 

@@ -206,7 +206,7 @@ def test_blocks_of_channels_and_of_tokens(
     method: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Smaller blocks than a launch would have at these sizes change rounding only."""
-    from bedouin.kernels.iteration import launch
+    from bedouin.kernels.iteration import steps as module
     from bedouin.kernels.iteration.steps import FusedIteration
 
     setting = Setting(b=1, t=3, d=9, n=4)
@@ -214,7 +214,7 @@ def test_blocks_of_channels_and_of_tokens(
     found = []
     for smaller in (False, True):
         for name in ("STATES", "DECIDE_TILE", "DECIDE_TOKENS") if smaller else ():
-            monkeypatch.setattr(launch, name, 2)
+            monkeypatch.setattr(module, name, 2)
         y = setting.inputs().x.cos()
         steps = FusedIteration(f.operands, y, f.parameterization, rule)
         for _ in range(3):

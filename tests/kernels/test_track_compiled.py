@@ -13,8 +13,8 @@ from triton.compiler import CompiledKernel
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
-from bedouin.kernels.track.launch import FLAGS, options
 from bedouin.kernels.track.limits import Sizes
+from bedouin.kernels.track.registered import FLAGS, options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_output import output_backward_kernel, output_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
