@@ -7,8 +7,10 @@ Letters: b samples of a head, t time, p channels of a head, n states, k reflecti
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.nn.functional import pad, softplus
 from bedouin.kernels.direct import Sweep, direct_sweep, direct_sweep_reference
 from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.householder import unit
+from bedouin.kernels.launch import Device
 from bedouin.kernels.operands import (
     Activation,
     Bind,
@@ -192,3 +195,8 @@ def each_head(case: Case, given: Operands) -> list[Operands]:
         for i, v in enumerate(given)
     ]
     return [Operands(*head) for head in zip(*parts, strict=True)]
+
+
+def shared_memory(size: int) -> AbstractContextManager[Any]:
+    """A context in which one program can have so many bytes of shared memory."""
+    return patch.object(Device, "of", return_value=Device(None, size))

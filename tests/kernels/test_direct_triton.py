@@ -5,7 +5,6 @@ tests need a CUDA device. test_direct.py has the laws of the sweep in plain torc
 Letters: b samples of a head, t time, p channels of a head, n state per channel, k reflections.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,18 +17,18 @@ from tests.kernels.sweeps import (
     cotangents,
     each_head,
     run,
+    shared_memory,
     values_of,
 )
 from tests.kernels.table import BF16, F32, each, sizes, times
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct import Sweep, direct_sweep
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.limits import CHUNK, SCRATCH, choose_chunk, choose_sweep, head_blocks
+from bedouin.kernels.direct.limits import CHUNK, SCRATCH, head_blocks
 from bedouin.kernels.householder import mix_channels
-from bedouin.kernels.launch import Device, next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.scan import InputScale, selective_scan_reference
 from bedouin.solvers.convergence import relative_residual
@@ -68,15 +67,6 @@ def launched(
         if operand is not None:
             found[f"gradient of {name}"] = v
     return found | {f"report {i}": v for i, v in enumerate(report)}
-
-
-H100, A100, L4 = 232448, 166912, 101376
-"""Bytes of shared memory that one program can have."""
-
-
-def shared_memory(size: int) -> AbstractContextManager[Any]:
-    """A context in which one program can have so many bytes of shared memory."""
-    return patch.object(Device, "of", return_value=Device(None, size))
 
 
 def expect(case: Case) -> dict[str, Tensor]:
@@ -252,29 +242,6 @@ def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("channels", "samples", "parts"),
-    [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
-)
-def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
-    from bedouin.kernels.direct.launch import choose_parts
-
-    assert choose_parts(channels, samples) == parts
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("channels", "states", "samples"),
-    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
-)
-def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
-    from bedouin.kernels.direct.launch import choose_samples
-
-    A = torch.empty(8, states, channels, device=DEVICE)
-    assert choose_samples(4096, A) == samples
-
-
-@needs_triton
 @pytest.mark.parametrize("workspace", [1, 2**23])
 @pytest.mark.parametrize(
     ("case", "samples"),
@@ -300,52 +267,6 @@ def test_chunks_in_one_launch_of_the_reverse_sweep_and_in_several(
 ) -> None:
     monkeypatch.setattr("bedouin.kernels.direct.launch.WORKSPACE", workspace)
     assert_same(launched(case, samples, keep_every=2), expect(case), tolerance_of(case))
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(k=5), r"5 reflections in a sweep \(at most 4\)"),
-        (Case(p=129, n=16, feedback=False), "heads of 129 channels with 16 states in a sweep"),
-        (Case(p=129, n=1), r"heads of 129 .* \(at most 128 with 64; set num_heads\)"),
-        (Case(p=64, n=65), "heads of 64 channels with 65 states"),
-        (Case(input_scale="one_minus_decay"), "input_scale='one_minus_decay' with 3 states"),
-        (Case(eigenvalues="full"), "eigenvalues='full' in a sweep"),
-        (Case(dtype=BF16), "x, raw and A of torch.bfloat16"),
-        (Case(dtype=torch.float64), "x, raw and A of torch.float64"),
-    ],
-    ids=str,
-)
-def test_limits(case: Case, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    operands, options = case.operands(), case.options()
-    with pytest.raises(ValueError, match=f"does not support {message}"):
-        choose_sweep("triton", operands, options)
-    assert choose_sweep("auto", operands, options) == "reference"
-
-
-@pytest.mark.parametrize("low", [None, BF16])
-@pytest.mark.parametrize("memory", [L4, A100, H100])
-def test_every_head_of_128_channels_has_a_kernel(
-    memory: int, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On sm_89, sm_80 and sm_90, with its W^y in shared memory or read anew for each token."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with shared_memory(memory):
-        for k in range(5):
-            for has_axis in (True, False):
-                case = Case(heads=1, p=128, n=16, k=k, low=low, has_axis=has_axis)
-                assert choose_sweep("triton", case.operands(), case.options()) == "triton"
-
-
-def test_a_tile_of_feedback_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    case = Case(p=128)
-    with (
-        shared_memory(2**14),
-        pytest.raises(ValueError, match="feedback of 128 channels with 16384 bytes"),
-    ):
-        choose_sweep("triton", case.operands(), case.options())
 
 
 # tiles of all widths: of everything but the reflections, of two of them, of one, of many states
@@ -484,15 +405,6 @@ def test_opcheck(case: Case, plain: bool) -> None:
     torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
 
 
-@pytest.mark.parametrize(
-    ("t", "states", "chunk"),
-    [(16, 2**18, CHUNK), (16, 2**19, CHUNK // 2), (16, 2**20, CHUNK // 4), (17, 2**20, CHUNK)],
-)
-def test_large_memories_are_kept_more_often(t: int, states: int, chunk: int) -> None:
-    x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, states, 1, device="meta")
-    assert choose_chunk(Operands(x, x, A, A, None, None)) == chunk
-
-
 def nearly_singular(k: int) -> tuple[Case, Operands]:
     """Tokens with small pivots."""
     case = Case(1, 6, 4, 10, 2, k, beta_max=2.0, input_scale="delta", feedback=False)
@@ -539,57 +451,3 @@ def test_the_residual_is_that_of_an_evaluation_of_the_map(k: int) -> None:
     # both are roundings of one token or another
     assert bool((ratio > 0.1).all()) and bool((ratio < 10).all()), ratio
     assert bool((expected > 1e-8).all()) and bool(stats.converged.all())
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Bedouin, {}),
-        (Bedouin, {"decay": "griffin", "num_householder": 3, "feedback": ()}),
-        (FixedPointRNN, {}),
-        (FixedPointRNN, {"decay": "griffin", "beta_max": 2.0}),
-    ],
-)
-def test_a_layer_with_the_kernels_is_the_layer_without(kind: Any, options: dict[str, Any]) -> None:
-    outputs = []
-    for backend in ("reference", "triton"):
-        torch.manual_seed(0)
-        layer = kind(5, device=DEVICE, backend=backend, **options)
-        x = torch.randn(2, 2, 5, device=DEVICE)
-        y = layer(x)
-        grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
-        assert bool(layer.stats.converged.all()) and bool(layer.stats.backward.converged.all())
-        outputs.append([y, *grads])
-    for actual, expected in zip(outputs[1], outputs[0], strict=True):
-        assert_close("output or gradient", actual, expected, 2e-5, atol=2e-5)
-
-
-@needs_triton
-def test_what_the_kernels_do_not_cover_is_said() -> None:
-    x = torch.randn(1, 2, 5, device=DEVICE)
-    with pytest.raises(
-        ValueError, match=r"does not support the mixer LowRank \(only HouseholderProduct"
-    ):
-        Bedouin(5, mixer=LowRank(2), device=DEVICE, backend="triton")(x)
-
-
-def test_the_precision_of_products_by_all_names_of_the_setting() -> None:
-    """Also by the name whose use makes torch refuse to read the older one."""
-    from bedouin.kernels.direct.launch import uses_tf32
-
-    matmul = torch.backends.cuda.matmul
-    before, older = matmul.fp32_precision, torch.get_float32_matmul_precision()
-    rounds = not interpreter_is_on()
-    try:
-        assert not uses_tf32()
-        torch.set_float32_matmul_precision("high")
-        assert uses_tf32() == rounds
-        torch.set_float32_matmul_precision("highest")
-        for precision in ("tf32", "ieee", "tf32"):
-            matmul.fp32_precision = precision
-            assert uses_tf32() == (rounds and precision == "tf32")
-    finally:
-        matmul.fp32_precision = "ieee"
-        torch.set_float32_matmul_precision(older)
-        matmul.fp32_precision = before

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin import Bedouin, HouseholderProduct
 from bedouin.kernels.backend import Backend, interpreter_is_on
 from bedouin.kernels.householder import unit
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layers.map import ScanInputs, StructuredMap
-from bedouin.solvers import Jacobi, OneStepAdjoint, Picard, Result, Solution, UnrolledAdjoint, solve
+from bedouin.solvers import Jacobi, Picard, Result, Solution, solve
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.testing import assert_close
 
@@ -386,59 +386,6 @@ def test_runs_repeat_to_the_bit() -> None:
     first, second = (run(setting, Picard(1e-2), "triton", 3) for _ in range(2))
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stats.residual, second.stats.residual)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("kind", "num_heads", "solver"),
-    [
-        (Bedouin, 1, Jacobi(1e-2)),
-        (FixedPointRNN, 1, Picard(0.1)),
-        (FixedPointRNN, 1, Jacobi(1e-2)),
-        (Bedouin, 2, Picard(0.1)),
-    ],
-)
-def test_a_layer_with_the_kernels_is_the_layer_without(
-    kind: Any, num_heads: int, solver: Any
-) -> None:
-    outputs = []
-    for backend in ("reference", "triton"):
-        torch.manual_seed(0)
-        options = {"solver": solver, "adjoint": OneStepAdjoint(), "backend": backend}
-        layer = kind(3, num_heads=num_heads, device=DEVICE, **options)
-        x = torch.randn(1, 3, 3, device=DEVICE)
-        y = layer(x)
-        outputs.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
-    for ours, theirs in zip(outputs[1], outputs[0], strict=True):
-        assert_close("output or gradient", ours, theirs, 2e-6, atol=1e-6)
-
-
-@needs_triton
-def test_unrolling_takes_the_plain_loop() -> None:
-    grads = []
-    for backend in ("reference", "triton"):
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"adjoint": UnrolledAdjoint(), "backend": backend}
-        layer = Bedouin(3, solver=Picard(0.1), device=DEVICE, **options)
-        x = torch.randn(1, 2, 3, device=DEVICE)
-        grads.append(torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())))
-    for ours, theirs in zip(grads[1], grads[0], strict=True):
-        assert_close("gradient", ours, theirs, 2e-6, atol=1e-6)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixer": LowRank(2)}, r"does not support the mixer LowRank \(only HouseholderProduct"),
-        ({"solver": Picard(patience=2)}, r"does not support adaptive damping \(patience\)"),
-        ({"num_householder": 9}, "does not support 9 reflections"),
-    ],
-)
-def test_what_the_kernels_do_not_cover_is_said(options: dict[str, Any], message: str) -> None:
-    options = {"solver": Picard()} | options
-    with pytest.raises(ValueError, match=message):
-        Bedouin(5, device=DEVICE, backend="triton", **options)(torch.randn(1, 2, 5, device=DEVICE))
 
 
 LARGE: list[tuple[int, int, int, InputScale]] = [
