@@ -42,7 +42,7 @@ def test_every_second_derivative_raises() -> None:
     """By backward, by explicit inputs, and with respect to the incoming gradient."""
     x, weight = (torch.tensor([v], requires_grad=True) for v in (3.0, 2.0))
     (grad,) = torch.autograd.grad((weight * _square(x)).sum(), x, create_graph=True)
-    ways = [
+    ways: list[Any] = [
         grad.sum().backward,
         *(partial(torch.autograd.grad, grad.sum(), v) for v in (x, weight)),
     ]

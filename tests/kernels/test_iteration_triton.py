@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from bedouin import Bedouin, HouseholderProduct
 from bedouin.kernels.backend import Backend, interpreter_is_on
-from bedouin.kernels.householder import unit
+from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layers.map import ScanInputs, StructuredMap
@@ -54,15 +53,9 @@ class Setting:
 
     def split(self, raw: Tensor) -> ScanInputs:
         """What the layout says, in plain torch."""
-        states = [self.n, self.n] if self.layout.selective else []
+        delta, B, C, *_ = bind_by_layout(self.layout, raw.new_empty(self.d, self.n))(raw)
         mixer = self.layout.num_householder * (self.d + 1)
-        delta, *BC, mixer_raw = raw.split([self.d, *states, mixer], -1)
-        B, C = (unit(v) for v in BC) if BC else [torch.ones_like(raw[..., :1])] * 2
-        if self.layout.activation == "sigmoid":
-            delta = torch.sigmoid(delta)
-        else:
-            delta = softplus(delta if self.layout.activation == "softplus" else -delta)
-        return ScanInputs(delta, B, C, mixer_raw)
+        return ScanInputs(delta, B, C, raw[..., raw.shape[-1] - mixer :])
 
     def inputs(self) -> Operands:
         generator = torch.Generator().manual_seed(1)
@@ -181,23 +174,37 @@ CASES = [
 ]
 
 
-@needs_triton
-@pytest.mark.parametrize(("setting", "method"), CASES, ids=str)
-def test_values_and_statistics(setting: Setting, method: type[Any]) -> None:
-    check(setting, never(method))
+AWKWARD = [(Setting(*sizes), method) for sizes in ((1,) * 4, (1, 2, 70, 1)) for method in METHODS]
+AWKWARD.append((Setting(1, 7, 3, 17), Jacobi))
+OF_MANY: list[tuple[int, int, int, InputScale]] = [
+    *((1024, 16, 4, scale) for scale in SCALES),
+    (2048, 16, 8, "bounded_delta"),
+    (1000, 12, 3, "one_minus_decay"),
+    (512, 64, 5, "delta"),
+]
+LARGE = [
+    *(
+        Setting(b=3, t=t, d=d, n=16, low=low)
+        for t, d in itertools.product((1, 63, 64, 300), (1, 63, 64, 100))
+        for low in (None, torch.bfloat16)
+    ),
+    *(Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale) for d, n, k, scale in OF_MANY),
+]
 
 
-@needs_triton
 @pytest.mark.parametrize(
-    ("sizes", "method"),
+    ("setting", "method", "max_steps", "tolerance"),
     [
-        *(((1, 1, 1, 1), method) for method in METHODS),
-        *(((1, 2, 70, 1), method) for method in METHODS),
-        ((1, 7, 3, 17), Jacobi),
+        *(pytest.param(*case, 2, 2e-5, marks=needs_triton) for case in CASES),
+        *(pytest.param(*case, 1, 2e-5, marks=needs_triton) for case in AWKWARD),
+        *(pytest.param(one, of, 2, 1e-4, marks=compiled) for one in LARGE for of in METHODS),
     ],
+    ids=str,
 )
-def test_awkward_sizes(sizes: tuple[int, int, int, int], method: type[Any]) -> None:
-    check(Setting(*sizes), never(method), 1)
+def test_values_and_statistics(
+    setting: Setting, method: type[Any], max_steps: int, tolerance: float
+) -> None:
+    check(setting, never(method), max_steps, tolerance=tolerance)
 
 
 @needs_triton
@@ -386,32 +393,6 @@ def test_runs_repeat_to_the_bit() -> None:
     first, second = (run(setting, Picard(1e-2), "triton", 3) for _ in range(2))
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stats.residual, second.stats.residual)
-
-
-LARGE: list[tuple[int, int, int, InputScale]] = [
-    *((1024, 16, 4, scale) for scale in SCALES),
-    (2048, 16, 8, "bounded_delta"),
-    (1000, 12, 3, "one_minus_decay"),
-    (512, 64, 5, "delta"),
-]
-
-
-@compiled
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *(
-            Setting(b=3, t=t, d=d, n=16, low=low)
-            for t, d in itertools.product((1, 63, 64, 300), (1, 63, 64, 100))
-            for low in (None, torch.bfloat16)
-        ),
-        *(Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale) for d, n, k, scale in LARGE),
-    ],
-    ids=str,
-)
-def test_sizes_that_the_interpreter_is_too_slow_for(setting: Setting, method: type[Any]) -> None:
-    check(setting, never(method), tolerance=1e-4)
 
 
 @compiled
