@@ -211,7 +211,9 @@ TRACK = Row(
     # feedback amplifies the roundings of bfloat16, which has 8 bits
     {torch.float64: 1e-12, F32: 2e-5, BF16: 4e-2, F16: 8e-3},
     {"": {}, "from zeros": {"starts": False}},
-    [
+    [{"t": t, "c": 3, "n": 5} for t in (1, 63)],
+    # plain torch is the loop itself
+    kernels=[
         *times(
             each("t", 1, 2, 63, 64, 65, 130),
             sizes("cn", (3, 5), (16, 64)),

@@ -58,13 +58,14 @@ class Row:
     tolerance: dict[torch.dtype, float]
     variants: dict[str, Options]  # small calls, which keep to all laws
     cases: list[Options] = field(default_factory=list)  # for values and gradients
-    plain: list[Options] = field(default_factory=list)  # the same, of plain torch alone
+    plain: list[Options] = field(default_factory=list)  # of plain torch alone
     compiled: list[Options] = field(default_factory=list)  # on a GPU alone
     wrong: list[tuple[Options, dict[str, tuple[int, ...]], str]] = field(default_factory=list)
     refused: list[tuple[Options, str]] = field(default_factory=list)
     empty: tuple[str, ...] = ("b", "t")
     assert_near: Callable[[str, Tensor, Tensor, float], None] = in_max_norm
     spares: bool = False  # keeps less where no gradient is wanted
+    kernels: list[Options] = field(default_factory=list)  # cases of kernels alone
 
 
 def normal(*shape: int) -> Tensor:

@@ -94,6 +94,12 @@ def test_values_and_gradients(name: str, options: Options, backend: str, device:
     check_options(name, options, backend, device)
 
 
+@pytest.mark.parametrize(("name", "options"), cases("kernels"))
+@kernels
+def test_values_and_gradients_of_kernels(name: str, options: Options, device: str) -> None:
+    check_options(name, options, "triton", device)
+
+
 @pytest.mark.parametrize(("name", "options"), cases("plain"))
 def test_values_and_gradients_of_plain_torch(name: str, options: Options) -> None:
     check_options(name, options, "reference", "cpu")
