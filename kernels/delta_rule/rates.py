@@ -87,9 +87,9 @@ def delta_rates_operation(*given: Any) -> tuple[Tensor, Tensor]:
     from bedouin.kernels.delta_rule.triton_rates import rates_kernel
 
     operands, numbers, tiles, constants = _launch_arguments(*given[:3])
-    rates = _fake(*given)
+    rates, parameters = _fake(*given), (v.contiguous() for v in given[3:5])
     rates_kernel[(tiles * numbers[1],)](
-        *(*operands, *given[3:5], *rates, *numbers, given[5]), **constants
+        *(*operands, *parameters, *rates, *numbers, given[5]), **constants
     )
     return rates
 
@@ -119,7 +119,8 @@ def _backward(
     grad_b, grad_key, grad_a = empty_like(b, None, a)
     sums = b.new_empty(tiles, 2, a.shape[-1], dtype=torch.float32)
     rates_backward_kernel[(tiles * numbers[1],)](
-        *(grad_beta.contiguous(), grad_decay.contiguous(), *operands, A_log, dt_bias),
+        *(grad_beta.contiguous(), grad_decay.contiguous(), *operands),
+        *(A_log.contiguous(), dt_bias.contiguous()),
         *(grad_b, grad_a, sums, *numbers, scale),
         **constants,
     )

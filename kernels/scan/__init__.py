@@ -85,4 +85,5 @@ def selective_scan(
         )
     if D is None:
         return y, h
-    return y + (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x, h
+    skipped = (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x
+    return (y + skipped).to(x.dtype), h

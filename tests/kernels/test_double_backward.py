@@ -1,5 +1,6 @@
 """Second derivatives of a once differentiable gradient raise, by every way to request them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +8,6 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.double_backward import refuse_second_derivative
-
-MESSAGE = "once differentiable"
 
 
 class _Square(torch.autograd.Function):
@@ -32,39 +31,24 @@ def _square(x: Tensor) -> Tensor:
     return result
 
 
-def test_the_first_derivative_is_unchanged() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_first_derivative_is_unchanged(recorded: bool) -> None:
     x = torch.tensor([1.0, -2.0], requires_grad=True)
-    (grad,) = torch.autograd.grad(_square(x).sum(), x)
-    assert grad.tolist() == [2.0, -4.0]
-    assert not grad.requires_grad
+    (grad,) = torch.autograd.grad(_square(x).sum(), x, create_graph=recorded)
+    assert grad.tolist() == [2.0, -4.0] and grad.requires_grad is recorded
 
 
-def test_the_first_derivative_is_unchanged_where_it_is_recorded() -> None:
-    x = torch.tensor([1.0, -2.0], requires_grad=True)
-    (grad,) = torch.autograd.grad(_square(x).sum(), x, create_graph=True)
-    assert grad.tolist() == [2.0, -4.0]
-
-
-def test_backward_of_the_gradient_raises() -> None:
-    x = torch.tensor([1.0, -2.0], requires_grad=True)
-    (grad,) = torch.autograd.grad(_square(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        grad.sum().backward()
-
-
-def test_the_gradient_of_the_gradient_with_explicit_inputs_raises() -> None:
-    x = torch.tensor([1.0, -2.0], requires_grad=True)
-    (grad,) = torch.autograd.grad(_square(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        torch.autograd.grad(grad.sum(), x)
-
-
-def test_the_derivative_with_respect_to_the_incoming_gradient_raises() -> None:
-    x = torch.tensor([3.0], requires_grad=True)
-    weight = torch.tensor([2.0], requires_grad=True)
+def test_every_second_derivative_raises() -> None:
+    """By backward, by explicit inputs, and with respect to the incoming gradient."""
+    x, weight = (torch.tensor([v], requires_grad=True) for v in (3.0, 2.0))
     (grad,) = torch.autograd.grad((weight * _square(x)).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        torch.autograd.grad(grad.sum(), weight)
+    ways: list[Any] = [
+        grad.sum().backward,
+        *(partial(torch.autograd.grad, grad.sum(), v) for v in (x, weight)),
+    ]
+    for way in ways:
+        with pytest.raises(RuntimeError, match="once differentiable"):
+            way(retain_graph=True)
 
 
 def test_missing_gradients_stay_missing() -> None:

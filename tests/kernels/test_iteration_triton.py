@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin import Bedouin, HouseholderProduct
 from bedouin.kernels.backend import Backend, interpreter_is_on
-from bedouin.kernels.householder import unit
+from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.operands import Activation, Operands, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layers.map import ScanInputs, StructuredMap
-from bedouin.solvers import Jacobi, OneStepAdjoint, Picard, Result, Solution, UnrolledAdjoint, solve
+from bedouin.solvers import Jacobi, Picard, Result, Solution, solve
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.testing import assert_close
 
@@ -54,15 +53,9 @@ class Setting:
 
     def split(self, raw: Tensor) -> ScanInputs:
         """What the layout says, in plain torch."""
-        states = [self.n, self.n] if self.layout.selective else []
+        delta, B, C, *_ = bind_by_layout(self.layout, raw.new_empty(self.d, self.n))(raw)
         mixer = self.layout.num_householder * (self.d + 1)
-        delta, *BC, mixer_raw = raw.split([self.d, *states, mixer], -1)
-        B, C = (unit(v) for v in BC) if BC else [torch.ones_like(raw[..., :1])] * 2
-        if self.layout.activation == "sigmoid":
-            delta = torch.sigmoid(delta)
-        else:
-            delta = softplus(delta if self.layout.activation == "softplus" else -delta)
-        return ScanInputs(delta, B, C, mixer_raw)
+        return ScanInputs(delta, B, C, raw[..., raw.shape[-1] - mixer :])
 
     def inputs(self) -> Operands:
         generator = torch.Generator().manual_seed(1)
@@ -181,23 +174,37 @@ CASES = [
 ]
 
 
-@needs_triton
-@pytest.mark.parametrize(("setting", "method"), CASES, ids=str)
-def test_values_and_statistics(setting: Setting, method: type[Any]) -> None:
-    check(setting, never(method))
+AWKWARD = [(Setting(*sizes), method) for sizes in ((1,) * 4, (1, 2, 70, 1)) for method in METHODS]
+AWKWARD.append((Setting(1, 7, 3, 17), Jacobi))
+OF_MANY: list[tuple[int, int, int, InputScale]] = [
+    *((1024, 16, 4, scale) for scale in SCALES),
+    (2048, 16, 8, "bounded_delta"),
+    (1000, 12, 3, "one_minus_decay"),
+    (512, 64, 5, "delta"),
+]
+LARGE = [
+    *(
+        Setting(b=3, t=t, d=d, n=16, low=low)
+        for t, d in itertools.product((1, 63, 64, 300), (1, 63, 64, 100))
+        for low in (None, torch.bfloat16)
+    ),
+    *(Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale) for d, n, k, scale in OF_MANY),
+]
 
 
-@needs_triton
 @pytest.mark.parametrize(
-    ("sizes", "method"),
+    ("setting", "method", "max_steps", "tolerance"),
     [
-        *(((1, 1, 1, 1), method) for method in METHODS),
-        *(((1, 2, 70, 1), method) for method in METHODS),
-        ((1, 7, 3, 17), Jacobi),
+        *(pytest.param(*case, 2, 2e-5, marks=needs_triton) for case in CASES),
+        *(pytest.param(*case, 1, 2e-5, marks=needs_triton) for case in AWKWARD),
+        *(pytest.param(one, of, 2, 1e-4, marks=compiled) for one in LARGE for of in METHODS),
     ],
+    ids=str,
 )
-def test_awkward_sizes(sizes: tuple[int, int, int, int], method: type[Any]) -> None:
-    check(Setting(*sizes), never(method), 1)
+def test_values_and_statistics(
+    setting: Setting, method: type[Any], max_steps: int, tolerance: float
+) -> None:
+    check(setting, never(method), max_steps, tolerance=tolerance)
 
 
 @needs_triton
@@ -386,85 +393,6 @@ def test_runs_repeat_to_the_bit() -> None:
     first, second = (run(setting, Picard(1e-2), "triton", 3) for _ in range(2))
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.stats.residual, second.stats.residual)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("kind", "num_heads", "solver"),
-    [
-        (Bedouin, 1, Jacobi(1e-2)),
-        (FixedPointRNN, 1, Picard(0.1)),
-        (FixedPointRNN, 1, Jacobi(1e-2)),
-        (Bedouin, 2, Picard(0.1)),
-    ],
-)
-def test_a_layer_with_the_kernels_is_the_layer_without(
-    kind: Any, num_heads: int, solver: Any
-) -> None:
-    outputs = []
-    for backend in ("reference", "triton"):
-        torch.manual_seed(0)
-        options = {"solver": solver, "adjoint": OneStepAdjoint(), "backend": backend}
-        layer = kind(3, num_heads=num_heads, device=DEVICE, **options)
-        x = torch.randn(1, 3, 3, device=DEVICE)
-        y = layer(x)
-        outputs.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
-    for ours, theirs in zip(outputs[1], outputs[0], strict=True):
-        assert_close("output or gradient", ours, theirs, 2e-6, atol=1e-6)
-
-
-@needs_triton
-def test_unrolling_takes_the_plain_loop() -> None:
-    grads = []
-    for backend in ("reference", "triton"):
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"adjoint": UnrolledAdjoint(), "backend": backend}
-        layer = Bedouin(3, solver=Picard(0.1), device=DEVICE, **options)
-        x = torch.randn(1, 2, 3, device=DEVICE)
-        grads.append(torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())))
-    for ours, theirs in zip(grads[1], grads[0], strict=True):
-        assert_close("gradient", ours, theirs, 2e-6, atol=1e-6)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixer": LowRank(2)}, r"does not support the mixer LowRank \(only HouseholderProduct"),
-        ({"solver": Picard(patience=2)}, r"does not support adaptive damping \(patience\)"),
-        ({"num_householder": 9}, "does not support 9 reflections"),
-    ],
-)
-def test_what_the_kernels_do_not_cover_is_said(options: dict[str, Any], message: str) -> None:
-    options = {"solver": Picard()} | options
-    with pytest.raises(ValueError, match=message):
-        Bedouin(5, device=DEVICE, backend="triton", **options)(torch.randn(1, 2, 5, device=DEVICE))
-
-
-LARGE: list[tuple[int, int, int, InputScale]] = [
-    *((1024, 16, 4, scale) for scale in SCALES),
-    (2048, 16, 8, "bounded_delta"),
-    (1000, 12, 3, "one_minus_decay"),
-    (512, 64, 5, "delta"),
-]
-
-
-@compiled
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *(
-            Setting(b=3, t=t, d=d, n=16, low=low)
-            for t, d in itertools.product((1, 63, 64, 300), (1, 63, 64, 100))
-            for low in (None, torch.bfloat16)
-        ),
-        *(Setting(t=18, d=d, n=n, layout=layout(k), input_scale=scale) for d, n, k, scale in LARGE),
-    ],
-    ids=str,
-)
-def test_sizes_that_the_interpreter_is_too_slow_for(setting: Setting, method: type[Any]) -> None:
-    check(setting, never(method), tolerance=1e-4)
 
 
 @compiled

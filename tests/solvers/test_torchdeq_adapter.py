@@ -83,16 +83,7 @@ def test_no_evaluation_is_spent_after_convergence(solver: Solver, dtype: torch.d
 
 
 @pytest.mark.parametrize("solver", BOTH)
-def test_zero_tolerances_never_stop_early(solver: Any) -> None:
-    f = _Counted()
-    solution = _run(f, torch.zeros_like(f.x), type(solver)(rtol=0.0, atol=0.0), 60)
-    assert f.calls == 61
-    assert solution.stats.num_steps.tolist() == [60] * 3
-    assert solution.stats.residual.max() < 1e-10
-
-
-@pytest.mark.parametrize("solver", BOTH)
-@pytest.mark.parametrize("size", [2.0**-20, 2.0**20])
+@pytest.mark.parametrize("size", [2.0**-20, 1e-2, 2.0**20])
 def test_the_size_of_the_values_does_not_matter(solver: Any, size: float) -> None:
     """Anderson's regularization is absolute in torchdeq; here |y| may be anything."""
     f, solver = _Counted(), type(solver)(rtol=1e-10, atol=0.0)
@@ -101,13 +92,6 @@ def test_the_size_of_the_values_does_not_matter(solver: Any, size: float) -> Non
     assert scaled.result is Result.converged
     assert torch.equal(scaled.stats.num_steps, plain.stats.num_steps)
     torch.testing.assert_close(scaled.value / size, plain.value)
-
-
-def test_anderson_reaches_1e_10_where_values_are_small() -> None:
-    f = _Counted()
-    solution = _run(lambda y: 1e-2 * f(1e2 * y), torch.zeros_like(f.x), Anderson(1e-10, 0.0))
-    assert solution.result is Result.converged
-    assert solution.value.abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("solver", BOTH)

@@ -1,0 +1,114 @@
+"""Which sweeps the kernels cover, and how their launches divide samples and chunks."""
+
+import pytest
+import torch
+from tests.kernels.sweeps import Case, shared_memory
+from tests.kernels.table import BF16
+
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
+from bedouin.kernels.operands import Operands
+
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+H100, A100, L4 = 232448, 166912, 101376
+"""Bytes of shared memory that one program can have."""
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(k=5), r"5 reflections in a sweep \(at most 4\)"),
+        (Case(p=129, n=16, feedback=False), "heads of 129 channels with 16 states in a sweep"),
+        (Case(p=129, n=1), r"heads of 129 .* \(at most 128 with 64; set num_heads\)"),
+        (Case(p=64, n=65), "heads of 64 channels with 65 states"),
+        (Case(input_scale="one_minus_decay"), "input_scale='one_minus_decay' with 3 states"),
+        (Case(eigenvalues="full"), "eigenvalues='full' in a sweep"),
+        (Case(dtype=BF16), "x, raw and A of torch.bfloat16"),
+        (Case(dtype=torch.float64), "x, raw and A of torch.float64"),
+    ],
+    ids=str,
+)
+def test_limits(case: Case, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    operands, options = case.operands(), case.options()
+    with pytest.raises(ValueError, match=f"does not support {message}"):
+        choose_sweep("triton", operands, options)
+    assert choose_sweep("auto", operands, options) == "reference"
+
+
+@pytest.mark.parametrize("low", [None, BF16])
+@pytest.mark.parametrize("memory", [L4, A100, H100])
+def test_every_head_of_128_channels_has_a_kernel(
+    memory: int, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_89, sm_80 and sm_90, with its W^y in shared memory or read anew for each token."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with shared_memory(memory):
+        for k in range(5):
+            for has_axis in (True, False):
+                case = Case(heads=1, p=128, n=16, k=k, low=low, has_axis=has_axis)
+                assert choose_sweep("triton", case.operands(), case.options()) == "triton"
+
+
+def test_a_tile_of_feedback_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = Case(p=128)
+    with (
+        shared_memory(2**14),
+        pytest.raises(ValueError, match="feedback of 128 channels with 16384 bytes"),
+    ):
+        choose_sweep("triton", case.operands(), case.options())
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("channels", "samples", "parts"),
+    [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
+)
+def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
+    from bedouin.kernels.direct.launch import choose_parts
+
+    assert choose_parts(channels, samples) == parts
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("channels", "states", "samples"),
+    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
+)
+def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
+    from bedouin.kernels.direct.launch import choose_samples
+
+    A = torch.empty(8, states, channels, device=DEVICE)
+    assert choose_samples(4096, A) == samples
+
+
+@pytest.mark.parametrize(
+    ("t", "states", "chunk"),
+    [(16, 2**18, CHUNK), (16, 2**19, CHUNK // 2), (16, 2**20, CHUNK // 4), (17, 2**20, CHUNK)],
+)
+def test_large_memories_are_kept_more_often(t: int, states: int, chunk: int) -> None:
+    x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, states, 1, device="meta")
+    assert choose_chunk(Operands(x, x, A, A, None, None)) == chunk
+
+
+def test_the_precision_of_products_by_all_names_of_the_setting() -> None:
+    """Also by the name whose use makes torch refuse to read the older one."""
+    from bedouin.kernels.direct.launch import uses_tf32
+
+    matmul = torch.backends.cuda.matmul
+    before, older = matmul.fp32_precision, torch.get_float32_matmul_precision()
+    rounds = not interpreter_is_on()
+    try:
+        assert not uses_tf32()
+        torch.set_float32_matmul_precision("high")
+        assert uses_tf32() == rounds
+        torch.set_float32_matmul_precision("highest")
+        for precision in ("tf32", "ieee", "tf32"):
+            matmul.fp32_precision = precision
+            assert uses_tf32() == (rounds and precision == "tf32")
+    finally:
+        matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision(older)
+        matmul.fp32_precision = before
