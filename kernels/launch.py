@@ -75,6 +75,7 @@ class Device:
     shared_memory: int  # bytes that one program can have
 
     @staticmethod
+    @torch.compiler.assume_constant_result
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
         return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)

@@ -43,7 +43,7 @@ def test_a_memory_of_more_than_32_bits() -> None:
     """2^31 states of all samples: numbers of elements that overflow are negative, and so below
     every size."""
     torch.manual_seed(0)
-    options = {"expand": 2, "d_state": 16, "num_heads": 1, "num_householder": 1}
+    options = {"expand": 2, "d_state": 16, "num_heads": 16, "num_householder": 1}
     layer = Bedouin(1024, device="cuda", dtype=torch.bfloat16, backend="triton", **options)  # type: ignore[arg-type]
     few = torch.randn(8, 1, 1024, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
