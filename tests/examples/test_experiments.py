@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from bedouin.baselines import Attention
 from research import baselines, ensemble, experiment
 from research.experiments.plan import Experiment, Run
-from research.experiments.table import RATES, TASKS, VARIANTS, chosen, tables
+from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, tables
 from research.models import MODELS
 from research.runs import add_runs, read_runs
 from research.study import GRID, make_layer
@@ -262,7 +262,8 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     assert chosen(runs, "copy", "rdn_l1") is None
     found = {e.name: {run.name: run.options for run in e.runs} for e in tables(tmp_path)}
     beyond = {n: options for n, options in found["table-tuning"].items() if "-0." in n}
-    assert beyond.keys() == {"a5-rdn_l1_slow-0.008", "copy-tracking_no_read-0.0005"}
+    always = {f"{run}-{rate:g}" for run, rates in ALSO.items() for rate in rates}
+    assert beyond.keys() == {"a5-rdn_l1_slow-0.008", "copy-tracking_no_read-0.0005", *always}
     assert beyond["a5-rdn_l1_slow-0.008"].endswith("--lr 0.008")
     # reported when the further rate has been tried, too
     assert found["table"] == {}

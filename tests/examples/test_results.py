@@ -227,10 +227,16 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
         return f"{worst(task, measure, model):.2f} to {best(task, measure, model):.2f}"
 
     page = TEXTS["table"]
-    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall")]
+    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
+    s5 = sorted(summary()["s5"]["tracking"]["token_512"])
+    products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
+    kept = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])
+    assert s5[0] < 0.05 and products[0] < 0.2 and products[1] > 0.99
     copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
-        "At 2,048 the LSTM has {}, `recall` {}.".format(*of_2048),
+        "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
+        f"to {s5[1]:.2f} to {s5[-1]:.2f} at 512",
+        f"keep {kept[1]:.2f} to {kept[-1]:.2f} of the sequences",
         f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
         f"`tracking` {copies['tracking']}, ",
         f"`recall` {copies['recall']}.",
@@ -293,7 +299,7 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     rivals = [n for m, of in counts.items() if not m.startswith(("recall", "tracking")) for n in of]
     page = TEXTS["table-tuning"]
     assert f"Rivals have {min(rivals)} to {max(rivals)} runs a task" in page
-    assert counts["tracking"] == {3, 4} and "`tracking` 3 or 4" in page
+    assert counts["tracking"] == {3, 4, 5} and "`tracking` 3 to 5" in page
 
 
 # -- language, history, times
@@ -314,7 +320,7 @@ def test_language_models_are_reported_at_their_best_rate() -> None:
     others = ("gated_deltanet", "attention", "mamba", "bedouin")
     behind = [mean("language", n, SCORE) - mean("language", "recall", SCORE) for n in others]
     form = "needs {:.3f} less than Gated DeltaNet, {:.3f} less than attention, {:.3f} less than "
-    form += "Mamba and {:.3f} less than the default layer."
+    form += "Mamba and {:.3f} less than the default layer;"
     assert form.format(*behind) in TEXTS["language"] and min(behind) > 0
     one, two = (reported[f"scaling-{name}"]["tokens_per_second"] for name in ("one", "two"))
     shown = f"{two / one:.2f} times as fast as one: {two:,.0f} and {one:,.0f} tokens"
