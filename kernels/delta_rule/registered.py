@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.delta_rule.chunks import delta_rule_plain
+from bedouin.kernels.delta_rule.reference import delta_rule_plain
 from bedouin.kernels.delta_rule.tokens import INPUTS
 from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
 from bedouin.kernels.double_backward import refuse_second_derivative
