@@ -178,7 +178,7 @@ def launch_reverse(
         written = H, grad_x, grad_raw, grad_A, statistics
         W = known.A if W_y is None else _whole_rows(padded_rows(W_y, r))
         _reverse(known, W, (grad_y, first, kept), written, options, keep_every)
-        if W_y is not None and grad_y0.numel():
+        if W_y is not None and y0 is not None and wants_y0:
             normed = apply_weight(grad_raw[:, 0, : W.shape[1]].to(W.dtype), W.mT).to(A.dtype)
             grad_y0 = normalize_feedback_vjp(normed, y0, options.feedback_norm_eps)
     if W_y is not None:
@@ -456,7 +456,9 @@ def _normed_past(
     """norm(y_{t-1}) in the dtype of W^y."""
     if not y.numel():
         return y.to(W_y.dtype)
-    return shifted_norm_operation.function(y, operands.y0, options.feedback_norm_eps, W_y.dtype)
+    given = y, operands.y0, options.feedback_norm_eps, W_y.dtype
+    normed: Tensor = shifted_norm_operation.function(*given)
+    return normed
 
 
 def _exponents(

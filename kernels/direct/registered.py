@@ -139,8 +139,9 @@ def _sweep_backward(
         grads = launch_reverse(*given, wants_y0=wants_y0)
         if A.dim() == 3:
             return grads
-        of_x, of_raw, of_W_y, of_A, *others = grads
-        return of_x, of_raw, of_W_y if W_y is None else of_W_y[0], of_A[0], *others
+        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
+        of_W_y = of_W_y if W_y is None else of_W_y[0]
+        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
 
 
 @_sweep_backward.register_fake
@@ -164,7 +165,7 @@ def _like(
         grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
-    every = *first, *then, A.new_empty(2, b, t)
+    every: Gradients = (*first, *then, A.new_empty(2, b, t))
     for out, v in zip(every, found, strict=True):
         if v is not None and out.numel():
             out.copy_(v)

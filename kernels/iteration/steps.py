@@ -174,7 +174,8 @@ class FusedIteration:
         tokens = torch.arange(self.t, device=self.y.device)
         frozen = tokens < self.counters[FROZEN].unsqueeze(1)
         failed, steps = self.counters[FAILED] > 0, self.counters[STEPS].to(torch.int64)
-        return Progress(self.y, frozen, failed, steps, *self.norms, None, self.value)
+        defect, scale = self.norms
+        return Progress(self.y, frozen, failed, steps, defect, scale, None, self.value)
 
     def _evaluate(self, *, count: bool) -> None:
         if self.W_y is not None:
