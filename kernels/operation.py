@@ -154,7 +154,7 @@ def plain_operation(
     tensors: str,
     options: str,
     function: Callable[..., tuple[Tensor, Tensor]],
-    like: Callable[..., tuple[Tensor, Tensor]],
+    like: Callable[..., tuple[Tensor, ...]],
 ) -> Operation:
     """`function` of plain torch, which torch.compile would otherwise unroll over time, as an
     operation; `tensors` and `options` are its arguments in a schema. Autograd within a second

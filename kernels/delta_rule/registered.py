@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.delta_rule.chunks import delta_rule_plain
+from bedouin.kernels.delta_rule.reference import delta_rule_plain
 from bedouin.kernels.delta_rule.tokens import INPUTS
 from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
 from bedouin.kernels.double_backward import refuse_second_derivative
@@ -67,9 +67,9 @@ class Kept(NamedTuple):
             return Kept(*(query.new_empty(0) for _ in range(4)))
         (b, t, h, p), c = query.shape, longest_chunk(query.dtype)
         n = ceil_div(t, c)
-        squares = (query.new_empty(b * h, n, c, c) for _ in range(2))
+        inverses, scores = (query.new_empty(b * h, n, c, c) for _ in range(2))
         states = query.new_empty(b * h, n if started else n - 1, p, v)
-        return Kept(*squares, query.new_empty(b, t, h, v), states)
+        return Kept(inverses, scores, query.new_empty(b, t, h, v), states)
 
 
 def _rows(

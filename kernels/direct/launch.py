@@ -26,6 +26,7 @@ from bedouin.kernels.launch import (
     Device,
     arguments_of,
     ceil_div,
+    dtype_of_factors,
     last_axis_contiguous,
     next_power_of_two,
 )
@@ -53,9 +54,6 @@ MOST_HELD = 1024
 
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
-
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""Triton's names of the dtypes that W^y may have."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
@@ -180,7 +178,7 @@ def launch_reverse(
         written = H, grad_x, grad_raw, grad_A, statistics
         W = known.A if W_y is None else _whole_rows(padded_rows(W_y, r))
         _reverse(known, W, (grad_y, first, kept), written, options, keep_every)
-        if W_y is not None and grad_y0.numel():
+        if W_y is not None and y0 is not None and wants_y0:
             normed = apply_weight(grad_raw[:, 0, : W.shape[1]].to(W.dtype), W.mT).to(A.dtype)
             grad_y0 = normalize_feedback_vjp(normed, y0, options.feedback_norm_eps)
     if W_y is not None:
@@ -305,11 +303,10 @@ def head_constants(
     (samples, parts), layout = rows, options.known_layout()
     k, blocks = layout.num_householder, head_blocks(A[2], A[1], layout)
     streamed = dtype is not None and blocks.streams(dtype.itemsize, shared_memory)
-    kind, every = DTYPES[dtype or torch.float32], _map_constants(A, options)
+    kind, every = dtype or torch.float32, _map_constants(A, options)
     every |= {
-        "ROUND": kind,
-        # the interpreter's 16-bit products are wrong
-        "DOT": tl.float32 if interpreter_is_on() else kind,
+        "ROUND": getattr(tl, str(kind).removeprefix("torch.")),
+        "DOT": dtype_of_factors(kind),
         "PRECISION": "tf32" if tf32 else "ieee",
         "FEEDBACK": dtype is not None,
         "NORM": dtype is not None and options.feedback_norm_eps is not None,
@@ -459,7 +456,9 @@ def _normed_past(
     """norm(y_{t-1}) in the dtype of W^y."""
     if not y.numel():
         return y.to(W_y.dtype)
-    return shifted_norm_operation.function(y, operands.y0, options.feedback_norm_eps, W_y.dtype)
+    given = y, operands.y0, options.feedback_norm_eps, W_y.dtype
+    normed: Tensor = shifted_norm_operation.function(*given)
+    return normed
 
 
 def _exponents(

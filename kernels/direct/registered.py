@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
@@ -132,43 +131,31 @@ def _sweep_backward(
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             found = cpu_reverse(grad_y, grad_h, y, kept, operands, options, keep_every)
-            return _in_layout(found, operands, wants_y0=wants_y0)
+            # with the dtypes and the strides of the operation, that of y0 only if it is wanted
+            return _like(operands, wants_y0, found)
         from bedouin.kernels.direct.launch import launch_reverse
 
         given = (grad_y, grad_h), y, kept, operands.with_head_axis(), options, keep_every
         grads = launch_reverse(*given, wants_y0=wants_y0)
         if A.dim() == 3:
             return grads
-        of_x, of_raw, of_W_y, of_A, *others = grads
-        return of_x, of_raw, of_W_y if W_y is None else of_W_y[0], of_A[0], *others
-
-
-def _in_layout(
-    found: tuple[Tensor | None, ...],  # the result of `cpu_reverse`
-    operands: Operands,
-    *,
-    wants_y0: bool,
-) -> Gradients:
-    """The gradients with the dtypes and the strides of the operation."""
-    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0, statistics = found
-    assert grad_x is not None and grad_raw is not None and grad_A is not None
-    assert grad_h0 is not None and grad_y0 is not None and statistics is not None
-    r = grad_raw.shape[2]
-    rows = pad(grad_raw.to(operands.raw.dtype), (0, padding(r)))[..., :r]
-    if grad_W_y is None:
-        grad_W_y = grad_A.new_empty(0)
-    elif grad_W_y.dim() == 3:
-        f = grad_W_y.shape[1]
-        grad_W_y = pad(grad_W_y, (0, 0, 0, padding(f)))[:, :f]
-    first = grad_x.to(operands.x.dtype), rows, grad_W_y
-    grad_y0 = grad_y0[: None if wants_y0 else 0]
-    return *first, state_major(grad_A).mT, grad_h0, grad_y0, statistics
+        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
+        of_W_y = of_W_y if W_y is None else of_W_y[0]
+        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
 
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(*flat: Any) -> Gradients:
-    operands, *_ = _parse(*flat[4:10], *flat[11:])
-    (x, raw, W_y, A, *_), wants_y0 = operands, flat[10]
+    return _like(Operands(*flat[4:10]), flat[10])
+
+
+def _like(
+    operands: Operands,
+    wants_y0: bool,
+    found: tuple[Tensor | None, ...] = (None,) * 7,  # as `Gradients`, with any strides
+) -> Gradients:
+    """Gradients with the dtypes and strides of the operation, with the values that are found."""
+    x, raw, W_y, A, *_ = operands
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     rows = r + padding(r)
     if W_y is None:
@@ -178,7 +165,11 @@ def _sweep_backward_fake(*flat: Any) -> Gradients:
         grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
-    return *first, *then, A.new_empty(2, b, t)
+    every: Gradients = (*first, *then, A.new_empty(2, b, t))
+    for out, v in zip(every, found, strict=True):
+        if v is not None and out.numel():
+            out.copy_(v)
+    return every
 
 
 def _register_gradient(of: Operation, *, solved: bool) -> None:

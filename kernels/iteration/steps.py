@@ -29,9 +29,13 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.feedback import normalize_feedback, padded_rows
 from bedouin.kernels.heads import count_heads
 from bedouin.kernels.householder import UNIT_EPS
-from bedouin.kernels.iteration.triton_progress import decide_kernel, restore_kernel, settle_kernel
-from bedouin.kernels.iteration.triton_scan import scan_kernel
-from bedouin.kernels.iteration.triton_tokens import mix_kernel
+from bedouin.kernels.iteration.triton_kernels import (
+    decide_kernel,
+    mix_kernel,
+    restore_kernel,
+    scan_kernel,
+    settle_kernel,
+)
 from bedouin.kernels.iteration.types import IterationRule, Progress
 from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.linear import padding
@@ -170,7 +174,8 @@ class FusedIteration:
         tokens = torch.arange(self.t, device=self.y.device)
         frozen = tokens < self.counters[FROZEN].unsqueeze(1)
         failed, steps = self.counters[FAILED] > 0, self.counters[STEPS].to(torch.int64)
-        return Progress(self.y, frozen, failed, steps, *self.norms, None, self.value)
+        defect, scale = self.norms
+        return Progress(self.y, frozen, failed, steps, defect, scale, None, self.value)
 
     def _evaluate(self, *, count: bool) -> None:
         if self.W_y is not None:

@@ -123,6 +123,7 @@ def _choose(
 
 def _check_output(operands: OutputOperands) -> None:
     y, x, D, gate, fed, z, weight = operands
+    assert D is not None
     check_sequence("y", y)
     if (z is None) != (weight is None):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The scan's forward kernel.
+"""The scan's forward kernel, with device functions of both kernels.
 
 One program takes the sequence of one sample and one block of channels, with the memory (n, block)
 in registers. For the backward it stores the memory before every CHUNK-th token.
@@ -9,7 +9,73 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.scan import triton_tokens
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.elementary import LOG2E
+
+
+@triton.jit
+def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
+    """Entries `offsets` of token t; 0 from `end` on. Not converted, which would wait for them."""
+    row = pointer + batch * stride_b + t * stride_t + offsets
+    return tl.load(row, mask=offsets < end, other=0.0)
+
+
+@triton.jit
+def load_scan_rows(pointer, stride, left, channel, d):
+    """x or delta of four tokens, the first at `pointer`; 0 where fewer than four are left.
+
+    A token of zeros leaves the memory as it is.
+    """
+    rows = ()
+    stride = tl.cast(stride, tl.int64)
+    for i in tl.static_range(4):
+        end = tl.where(i < left, d, 0)
+        row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
+        rows = rows + (row,)
+    return rows
+
+
+@triton.jit
+def load_columns(pointer, stride, left, state, n):
+    """B or C of four tokens (n, 4), the first at `pointer`; 0 where fewer than four are left."""
+    token = tl.arange(0, 4).to(tl.int64)
+    mask = (state < n)[:, None] & (token < left)[None, :]
+    return tl.load(pointer + state[:, None] + token[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def split_columns(tile, BLOCK_N: tl.constexpr):
+    """The columns of (n, 4): every thread gets its states of four tokens in one exchange."""
+    even, odd = tl.split(tl.reshape(tile, (BLOCK_N, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def load_exponent(pointers, mask):
+    """A log2(e): exp2 is the instruction of the device, exp costs four more."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def build_step(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (n, d) of one token, and s, (n, d) if coupled, else (d,)."""
+    if INPUT_SCALE == "one_minus_decay":
+        return build_coupled(A_log2 * delta[None, :], FULL, FAST)
+    else:
+        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+        return decay, input_scale(delta, INPUT_SCALE, FAST)
+
+
+@triton.jit
+def write(x, s, B, INPUT_SCALE: tl.constexpr):
+    """s x B^T (n, d) of one token."""
+    if INPUT_SCALE == "one_minus_decay":
+        written = s * (x[None, :] * B[:, None])
+    else:
+        written = (s * x)[None, :] * B[:, None]
+    return written
 
 
 @triton.jit(do_not_specialize=["T", "zero", "head_samples"])
@@ -67,7 +133,7 @@ def forward_kernel(
         head = batch // head_samples
         A_ptr += head * size
         D_ptr += head * d
-    A_log2 = triton_tokens.load_exponent(A_ptr + lanes, in_cell)
+    A_log2 = load_exponent(A_ptr + lanes, in_cell)
     h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(tl.float32)
@@ -79,36 +145,36 @@ def forward_kernel(
     kept_ptr += batch * chunks * size
     # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
-    xs = triton_tokens.load_scan_rows(x_ptr, x_stride_t, T, channel, d)
-    deltas = triton_tokens.load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
-    Bs = triton_tokens.load_columns(B_ptr, B_stride_t, T, state, n)
-    Cs = triton_tokens.load_columns(C_ptr, C_stride_t, T, state, n)
+    xs = load_scan_rows(x_ptr, x_stride_t, T, channel, d)
+    deltas = load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
+    Bs = load_columns(B_ptr, B_stride_t, T, state, n)
+    Cs = load_columns(C_ptr, C_stride_t, T, state, n)
     for done in range(0, T, 4):
         if KEEP:
             if done % CHUNK == 0:
                 tl.store(kept_ptr + cell, h, mask=in_cell)
                 kept_ptr += size
         x_4, delta_4 = xs, deltas
-        B_4 = triton_tokens.split_columns(Bs.to(tl.float32), BLOCK_N)
-        C_4 = triton_tokens.split_columns(Cs.to(tl.float32), BLOCK_N)
+        B_4 = split_columns(Bs.to(tl.float32), BLOCK_N)
+        C_4 = split_columns(Cs.to(tl.float32), BLOCK_N)
         x_ptr += tl.cast(x_stride_t, tl.int64) * 4
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
         C_ptr += tl.cast(C_stride_t, tl.int64) * 4
         left = T - done - 4
-        xs = triton_tokens.load_scan_rows(x_ptr, x_stride_t, left, channel, d)
-        deltas = triton_tokens.load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
-        Bs = triton_tokens.load_columns(B_ptr, B_stride_t, left, state, n)
-        Cs = triton_tokens.load_columns(C_ptr, C_stride_t, left, state, n)
+        xs = load_scan_rows(x_ptr, x_stride_t, left, channel, d)
+        deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
+        Bs = load_columns(B_ptr, B_stride_t, left, state, n)
+        Cs = load_columns(C_ptr, C_stride_t, left, state, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
-            decay, s = triton_tokens.build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
             h *= decay
             if EXCLUSIVE:
                 y = tl.sum(h * C_4[i][:, None], axis=0)
-                h += triton_tokens.write(x, s, B_4[i], INPUT_SCALE)
+                h += write(x, s, B_4[i], INPUT_SCALE)
             else:
-                h += triton_tokens.write(x, s, B_4[i], INPUT_SCALE)
+                h += write(x, s, B_4[i], INPUT_SCALE)
                 y = tl.sum(h * C_4[i][:, None], axis=0)
             if HAS_D:
                 y += D * x
