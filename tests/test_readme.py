@@ -96,13 +96,6 @@ def test_the_training_loop_is_short_and_has_the_recipe() -> None:
     assert f"try the rates {rates} and {RATES[-1]:.0e}".replace("e-0", "e-") in PROSE
 
 
-def test_the_script_of_iterations_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["iterations"], re.DOTALL)
-    assert "STEPS = 1000\n" in block
-    run(block.replace("STEPS = 1000", "STEPS = 0"))
-    assert capsys.readouterr().out.startswith("Jacobi 32 ")
-
-
 def test_the_long_description_is_taken_from_the_readme() -> None:
     text = (ROOT / ".ci" / "pypi.md").read_text(encoding="utf-8")
     paragraphs = [part for part in text.split("\n\n") if "the README of the repository" not in part]
