@@ -49,6 +49,8 @@ def test_the_page_of_iterations_has_the_numbers_of_its_runs(layer: str) -> None:
             for t in ("16", "64", "256")
         ]
         assert f"| {layer} | {solver} | {' | '.join(cells)} |" in page
+    right = [runs[f"{layer}, seed {seed}, 5000 steps"]["accuracy"] for seed in range(3)]
+    assert min(right) > 0.985 if layer == "with feedback" else max(right) < 0.285
     counts = {n for of in untrained for by_length in of.values() for n in by_length.values()}
     assert counts == ({7, 8, 9} if layer == "with feedback" else {3})
 
