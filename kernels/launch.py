@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.outside import constant_in_graphs
 
 LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
 """What a launch may have beside the parameters of its kernel."""
@@ -75,7 +76,7 @@ class Device:
     shared_memory: int  # bytes that one program can have
 
     @staticmethod
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
         return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)
