@@ -73,18 +73,9 @@ def test_a_layer_is_one_graph_with_the_same_numbers(
     assert layer.stats is not eager and layer.stats.backward is None
     for name in ("num_steps", "residual", "converged", "conditioning"):
         assert torch.equal(getattr(layer.stats, name), getattr(eager, name)), name
-    with torch.compiler.set_stance("fail_on_recompile"):
-        call(x)
-
-
-@devices
-def test_eager_calls_between_compiled_ones_change_nothing(device: str) -> None:
-    layer, x = make(Bedouin, device), draw(device)
-    call = compiled_once(layer)
-    expected = call(x)
     layer(x)  # counts a training call and, on a GPU, leaves a pending outcome
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert torch.equal(call(x), expected)
+        assert torch.equal(call(x), expected[0])
 
 
 @devices

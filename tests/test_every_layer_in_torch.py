@@ -22,6 +22,7 @@ from tests.layer_cases import (
     draw,
     earlier_state,
     floats,
+    gradients,
     layers,
     make,
     results,
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, stack_module_state, vmap
-from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Decoder
@@ -75,19 +76,22 @@ def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_one_graph_for_all_batch_sizes_and_lengths(name: str) -> None:
-    """Values, states and gradients are those of eager calls, which may come in between."""
+    """Values, states and gradients, also those of a state that comes in, are those of eager calls,
+    which may come in between."""
     layer = make(name)
     module = Whole(layer)
     call = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for i, (b, t) in enumerate(((5, 7), (7, 11))):
         given = arguments(layer, b, t)
+        before = [v.requires_grad_() for v in floats(given[1].tensors)]
         expected = tree_leaves(module(*given))
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             actual = tree_leaves(call(*given))
-            parameters = list(layer.parameters())
-            found = torch.autograd.grad(total(actual), parameters)
+            inputs = [*before, *layer.parameters()]
+            # not `gradients`, which keeps the graph for a second backward pass
+            found = torch.autograd.grad(total(actual), inputs, materialize_grads=True)
         assert_all_close(actual, expected, 1e-10)
-        assert_all_close(found, torch.autograd.grad(total(expected), parameters), 1e-9)
+        assert_all_close(found, gradients(expected, inputs), 1e-9)
 
 
 BATCH, LENGTH = torch.export.Dim("b"), torch.export.Dim("t")
@@ -141,9 +145,10 @@ def loss_of(layer: Any) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("name", [n for n in LAYERS if n not in BASELINES])
-@pytest.mark.parametrize("over", ["models", "samples", "state"])
+@pytest.mark.parametrize("over", ["models", "samples", "first", "others"])
 def test_vmap_is_a_loop(name: str, over: str) -> None:
-    """Over the parameters of several models; over inputs; over one part of the state."""
+    """Over the parameters of several models; over inputs; over the first part of the state alone,
+    or the others: of values, and of gradients."""
     layer = make(name)
     models = [layer, make(name)]
     with torch.no_grad():
@@ -151,31 +156,22 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
             parameter.mul_(0.9)
     parameters, _ = stack_module_state(models)
     parameters = {n: p.detach() for n, p in parameters.items()}
-    xs = draw(2, 3).unsqueeze(1)
-    states = [earlier_state(layer, 1) for _ in xs]
+    states = [earlier_state(layer, 1) for _ in models]
     state = states[0]._make(torch.stack(v) for v in zip(*states, strict=True))
-    if over == "models":
-        xs, state = xs[[0, 0]], state._make(v[[0, 0]] for v in state)
-    else:
-        parameters = {n: p[[0, 0]] for n, p in parameters.items()}
-    if over == "state":
-        xs, state = (
-            xs[[0, 0]],
-            state._make([state.tensors[0], *(v[[0, 0]] for v in state.tensors[1:])]),
-        )
-    call = grad(loss_of(layer), (0, 1))
-    dims = {"models": (0, None, None), "samples": (None, 0, 0), "state": (None, None, 0)}[over]
-    one: Any = {n: p[0] for n, p in parameters.items()}
-    given = [parameters, xs, state]
-    alone = [one, xs[0], state._make(v[0] for v in state)]
-    found = vmap(call, dims)(
-        *(a if d is None else g for a, g, d in zip(alone, given, dims, strict=True))
-    )
-    for i in range(2):
-        own = {n: p[i] for n, p in parameters.items()}
-        expected = call(own, xs[i], state._make(v[i] for v in state))
-        leaves = (v[i] for v in tree_leaves(found))
-        assert_all_close(leaves, tree_leaves(expected), 1e-9)
+    leaves, tree = tree_flatten((parameters, draw(2, 3).unsqueeze(1), state))
+    batched = [over == "models"] * len(parameters) + [over == "samples"]
+    batched += [over in ("samples", part) for part in ("first", *["others"] * (len(state) - 1))]
+    given = [v if yes else v[0] for v, yes in zip(leaves, batched, strict=True)]
+    loss = loss_of(layer)
+    for function in (loss, grad(loss, (0, 1))):
+
+        def call(*leaves: Tensor, function: Any = function) -> Any:
+            return function(*tree_unflatten(leaves, tree))
+
+        found = tree_leaves(vmap(call, tuple(0 if yes else None for yes in batched))(*given))
+        for i in range(2):
+            own = [v[i] if yes else v for v, yes in zip(given, batched, strict=True)]
+            assert_all_close([v[i] for v in found], tree_leaves(call(*own)), 1e-9)
 
 
 @layers
