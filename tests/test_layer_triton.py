@@ -53,6 +53,8 @@ WITHOUT_MIXING: list[tuple[Any, dict[str, Any]]] = [
 STEPS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"solver": Picard(rtol=0, atol=0), "adjoint": OneStepAdjoint(), "max_steps": 2}),
     (FixedPointRNN, {"solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
+    (Bedouin, {"feedback": ("delta",), "solver": Picard(rtol=0, atol=0), "max_steps": 2}),
+    (Bedouin, {"feedback": ("delta",), "solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
 ]
 
 
