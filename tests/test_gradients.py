@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.layer_cases import random_layer, random_state
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Adjoint,
@@ -67,12 +67,17 @@ def layers() -> list[FixedPointLayer]:
         FixedPointRNN(2, decay="griffin", eigenvalues="full", mixer=LowRank(1), **common),
         Bedouin(2, d_state=2, d_conv=3, num_heads=2, **common),
         FixedPointRNN(2, d_conv=2, **common),
+        Bedouin(2, d_state=2, mixer=NoMixing(), feedback=("delta",), feedback_norm=False,
+                num_heads=2, **common),
+        Bedouin(2, d_state=2, mixer=NoMixing(), input_scale="one_minus_decay",
+                eigenvalues="full", **common),
+        FixedPointRNN(2, mixer=NoMixing(), **common),
     ]  # fmt: skip
     return made
 
 
 NAMES = ["default", "griffin", "delta", "low-rank", "paper", "rnn", "rnn-griffin"]
-NAMES += ["convolution", "rnn-convolution"]
+NAMES += ["convolution", "rnn-convolution", "unmixed-delta", "unmixed", "rnn-unmixed"]
 
 
 def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
@@ -84,7 +89,7 @@ def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], rto
 
 
 def finite_differences(
-    layer: FixedPointLayer, x: Tensor, state: BedouinState, size: float = 1e-5
+    layer: FixedPointLayer, x: Tensor, state: BedouinState, size: float = 3e-6
 ) -> dict[str, Tensor]:
     """Central differences, entry by entry, of the functional that `layer_gradients` takes."""
     weights = functional_weights(layer, x, state)

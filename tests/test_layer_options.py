@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import random_state
 
 from bedouin import Bedouin, FixedPointRNN, Initialization
 from bedouin.state import BedouinState
-from bedouin.testing import assert_close, layer_gradients
 
 M = 8
 
@@ -18,16 +16,6 @@ def make(options: dict[str, Any], **others: Any) -> Bedouin:
     torch.manual_seed(0)
     known: dict[str, Any] = {"d_state": 3, "feedback_init": 1.0, "dtype": torch.float64}
     return Bedouin(M, **(known | options | others))
-
-
-@pytest.mark.interpreter
-def test_kernels_take_convolutions() -> None:
-    layer = make({"d_conv": 3, "num_heads": 2}, dtype=torch.float32)
-    x, state = torch.randn(2, 3, M), random_state(layer, 2, 0.3)
-    expected = layer_gradients(layer, x, state=state)
-    layer.backend = "triton"
-    for name, grad in layer_gradients(layer, x, state=state).items():
-        assert_close(name, grad, expected[name], 1e-4, atol=1e-5)
 
 
 def test_a_width_of_one_is_silu_alone() -> None:

@@ -1,14 +1,13 @@
 """Padded rows and packed documents: statistics, kernels, errors."""
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from tests.layer_cases import assert_all_close, check_alone, random_state, results, rows_of
+from tests.layer_cases import check_alone, random_state, rows_of
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
+from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -143,55 +142,6 @@ def test_documents_under_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
         found = compiled(x, cu_seqlens=bounds)
         assert_close("output", found, layer(x, cu_seqlens=bounds), 1e-12)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def run_kernels(layer: Any, x: Tensor, **places: Tensor) -> tuple[set[str], list[Tensor]]:
-    """The names of the Triton kernels that the interpreter runs, and the results of a call."""
-    from triton.runtime.interpreter import GridExecutor
-
-    found: set[str] = set()
-    run = GridExecutor.__call__
-
-    def record(executor: Any, *args: Any, **options: Any) -> Any:
-        found.add(executor.fn.__name__)
-        return run(executor, *args, **options)
-
-    before = BedouinState(*(torch.full_like(v, 0.1) for v in layer.init_state(len(x))))
-    with patch.object(GridExecutor, "__call__", record):
-        return found, results(layer, x, before, **places)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Bedouin, {"solver": Direct()}),
-        (Bedouin, {"solver": Direct(), "feedback": (), "decay": "griffin"}),
-        (FixedPointRNN, {"solver": Direct(), "num_heads": 2}),
-        (Bedouin, {"solver": Jacobi(rtol=1e-3, atol=0.0), "max_steps": 4}),
-        (FixedPointRNN, {"solver": Picard(0.1, 0.0, stop_rule="paper"), "max_steps": 4}),
-    ],
-    ids=str,
-)
-def test_masked_calls_run_the_same_kernels(kind: Any, options: dict[str, Any]) -> None:
-    """As a call of that shape without a mask, and give what plain torch gives."""
-    options = options | {"num_householder": 1} | ({"d_state": 2} if kind is Bedouin else {})
-    layers = [kind(2, backend=backend, **options) for backend in ("triton", "reference")]
-    layers[1].load_state_dict(layers[0].state_dict())
-    mask = torch.tensor([[False, True, True], [False, False, False]])
-    x = torch.randn(2, 3, 2).masked_fill(~mask.unsqueeze(-1), torch.nan)
-    kernels, found = run_kernels(layers[0], x, mask=mask)
-    _, expected = run_kernels(layers[1], x, mask=mask)
-    # the rounding of float32, which feedback amplifies
-    assert_all_close(found, expected, 2e-4, 1e-6)
-    counts = []
-    for layer in layers:
-        layer(x, mask=mask)
-        assert layer.stats.converged.all()
-        counts.append(layer.stats.num_steps.tolist())
-    assert counts[0] == counts[1] and counts[0][1] == 0
-    plain, _ = run_kernels(layers[0], torch.randn(2, 3, 2))
-    assert kernels == plain and kernels
 
 
 @pytest.mark.gpu
