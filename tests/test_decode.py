@@ -222,16 +222,6 @@ def test_failed_tokens_are_reported_when_they_are_checked(
                 torch.cuda.synchronize()
 
 
-def test_wrong_states_are_named() -> None:
-    layer = make()
-    with pytest.raises(ValueError, match=r"state.ssm must have shape \(3, 12, 16\)"):
-        Decoder(layer, 3, state=layer.init_state(2))
-    with pytest.raises(ValueError, match="dtype"):
-        Decoder(layer, 3, state=layer.init_state(3).to(torch.int64))
-    with pytest.raises(TypeError, match="state must be a BedouinState"):
-        Decoder(layer, 3, state=(1, 2))
-
-
 def test_where_no_graph_is_captured(graphs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 6, dtype=torch.float64)
     for options in ({"mixer": Kronecker()}, {"backend": "reference"}, {"on_unconverged": "raise"}):

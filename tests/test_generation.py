@@ -350,14 +350,3 @@ def test_both_directions_of_time_in_a_model() -> None:
     found = model(tokens, cu_seqlens=torch.tensor([0, 4, 6]))
     assert_close("model", found[:, :4], model(tokens[:, :4]), 1e-12)
     assert layer.stats is not None and layer.stats[0].converged.all() and layer.stats[1] is None
-
-
-def test_errors_of_bidirectional() -> None:
-    with pytest.raises(TypeError, match="backwards must be a module, got NoneType"):
-        Bidirectional(Bedouin(4), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must have one d_model, got 4 and 8"):
-        Bidirectional(Bedouin(4), Bedouin(8))
-    with pytest.raises(TypeError, match="mixer Linear takes no mask"):
-        Bidirectional(Bedouin(4), nn.Linear(4, 4))(
-            torch.zeros(1, 2, 4), mask=torch.ones(1, 2).bool()
-        )

@@ -151,10 +151,6 @@ def test_dense_systems_are_those_of_small_heads() -> None:
     )
     with pytest.raises(TypeError, match="heads of at most 128 channels, got 256"):
         wide.solver = Direct()
-    with pytest.raises(ValueError, match=r"factors must have the product 8, .*got \(2, 3\)"):
-        Bedouin(4, num_heads=1, mixer=Monarch((2, 3)))
-    with pytest.raises(TypeError, match="factors must be None or a pair of ints, got 4"):
-        Kronecker(4)  # type: ignore[arg-type]
 
 
 @settings(max_examples=50)

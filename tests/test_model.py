@@ -88,9 +88,6 @@ def test_shapes(mixer: type[nn.Module], mlp_expand: float | None, b: int, t: int
     logits = model(ids(b, t))
     assert logits.shape == (b, t, 7)
     assert logits.isfinite().all()
-
-
-def test_empty_time() -> None:
     assert make()(ids(2, 0)).shape == (2, 0, VOCAB)
 
 
@@ -108,23 +105,6 @@ def test_by_hand() -> None:
     gate, value = F.linear(norm(x), mlp.in_proj.weight).chunk(2, -1)
     x = x + F.linear(F.silu(gate) * value, mlp.out_proj.weight)
     torch.testing.assert_close(model(ids(2, 6)), F.linear(norm(x), model.head.weight))
-
-
-@pytest.mark.parametrize("mlp_expand", [None, 2.0])
-def test_steps_and_chunks_are_the_sequence(mlp_expand: float | None) -> None:
-    model = make(mlp_expand=mlp_expand).double()
-    tokens = ids(3, 7)
-    whole, end = model(tokens, return_state=True)
-    first, state = model(tokens[:, :4], return_state=True)
-    rest = model(tokens[:, 4:], state)
-    torch.testing.assert_close(torch.cat([first, rest], 1), whole)
-    torch.testing.assert_close(model(tokens), whole)
-
-    state = model.init_state(3)
-    for position in range(7):
-        logits, state = model.step(tokens[:, position], state)
-        torch.testing.assert_close(logits, whole[:, position])
-    torch.testing.assert_close(state, end)
 
 
 def test_stacked_parameters_are_single_models() -> None:

@@ -71,12 +71,7 @@ def shortened(block: str) -> str:
     return block.replace("range(400)", "range(3)")
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
-def test_every_block_runs_by_itself(block: str) -> None:
-    run(shortened(block))
-
-
-def test_blocks_give_what_they_promise() -> None:
+def test_every_block_runs_by_itself_and_gives_what_they_promise() -> None:
     first, training, parts, decoding, mixer = map(run, map(shortened, BLOCKS))
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
     assert bool(first["layer"].stats.converged.all())

@@ -109,8 +109,3 @@ def test_states_of_every_solve_own_their_memory(
 def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
     layer = Bedouin(4, d_state=1, expand=1, num_householder=1, solver=solver, backend="triton")
     assert_owns_memory(layer, torch.randn(1, 2, 4))
-
-
-def test_rebuilding_needs_the_tensors_of_a_state() -> None:
-    with pytest.raises(TypeError):
-        BedouinState._make([torch.zeros(1, 2, 3)])
