@@ -91,23 +91,6 @@ def test_one_graph_for_every_length(device: str) -> None:
 
 
 @devices
-def test_a_state_goes_in_and_comes_out(device: str) -> None:
-    layer, x = make(Bedouin, device), draw(device)
-
-    def in_two_chunks(x: Tensor) -> Tensor:
-        first, state = layer(x[:, :1], return_state=True)
-        second, _ = layer(x[:, 1:], state=state, return_state=True)
-        return torch.cat([first, second], 1)
-
-    for ours, theirs in zip(
-        results(layer, compiled_once(in_two_chunks), x),
-        results(layer, in_two_chunks, x),
-        strict=True,
-    ):
-        assert torch.equal(ours, theirs)
-
-
-@devices
 def test_one_step_of_the_map_is_one_graph(device: str) -> None:
     layer, x = make(Bedouin, device), draw(device)
     found = find_fixed_point(layer, x)

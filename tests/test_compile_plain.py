@@ -6,7 +6,7 @@ Letters: b batch, t time, m d_model.
 import contextlib
 import io
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from bedouin import (
     LowRank,
     SequenceModel,
 )
-from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.solvers import Anderson, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
@@ -303,22 +302,3 @@ def test_low_precision_is_that_of_eager_mode() -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
-
-
-# -- the operations themselves
-
-CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
-
-
-@pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("eigenvalues", get_args(Eigenvalues))
-@pytest.mark.parametrize("input_scale", get_args(InputScale))
-def test_opcheck_of_the_scan(input_scale: str, eigenvalues: str, exclusive: bool) -> None:
-    shapes = [(2, 3, 2), (2, 3, 2), (2, 4), (2, 3, 4), (2, 3, 4), (2, 2, 4)]
-    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    values[1], values[2] = values[1].exp(), -values[2].exp()
-    inputs = [v.requires_grad_() for v in values]
-    options = (input_scale, eigenvalues, exclusive)
-    torch.library.opcheck(torch.ops.bedouin.plain_scan, (*inputs, *options), test_utils=CHECKS)
-    scan = torch.ops.bedouin.plain_scan
-    assert torch.autograd.gradcheck(lambda *v: scan(*v, *options), inputs)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, Decoder, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
@@ -165,32 +164,6 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
 
 
 @devices
-def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.float32)
-    x = torch.randn(1, 2, 6, device=device, requires_grad=True)
-    y = layer(x)
-    weights = torch.randn(2, *y.shape, dtype=y.dtype, device=device)
-    single = [torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights]
-    (batched,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
-    assert_close("batched", batched, torch.stack(single), 2e-6)
-    outputs = [checkpoint(layer, x, use_reentrant=False)]
-    with torch.autograd.graph.save_on_cpu():
-        outputs.append(layer(x))
-    for out in outputs:
-        assert torch.equal(torch.autograd.grad(out, x, weights[0])[0], single[0])
-
-
-@devices
-def test_a_second_derivative_is_refused(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.float32)
-    x = torch.randn(1, 1, 6, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    for source in (x, layer.x_proj.weight, layer.D):
-        with pytest.raises(RuntimeError, match="once differentiable"):
-            torch.autograd.grad(grad.sum(), source, retain_graph=True)
-
-
-@devices
 @pytest.mark.parametrize(
     ("kind", "options"), [*VARIANTS[::4], VARIANTS[5], WITHOUT_MIXING[1], STEPS[0]], ids=str
 )
@@ -277,10 +250,21 @@ def test_squares_that_overflow_are_no_zeros(
 
 
 class Named(HouseholderProduct):
-    """A subclass of the same mathematics."""
+    """A subclass that changes neither how raw values are read nor what is computed from them."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def extra_repr(self) -> str:
         return f"named, {super().extra_repr()}"
+
+
+class NamedNoMixing(NoMixing):
+    """As `Named`."""
+
+    def extra_repr(self) -> str:
+        return "named"
 
 
 class Reversed(HouseholderProduct):
@@ -292,17 +276,21 @@ class Reversed(HouseholderProduct):
 
 @devices
 @pytest.mark.parametrize("solver", [Direct(), Picard(rtol=0, atol=0)], ids=repr)
-def test_a_subclass_keeps_the_kernels(device: str, solver: Any) -> None:
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_a_subclass_keeps_the_kernels(kind: Any, device: str, solver: Any) -> None:
     options: dict[str, Any] = {"solver": solver, "max_steps": 2, "on_unconverged": "ignore"}
-    found = []
-    for kind in (HouseholderProduct, Named):
-        torch.manual_seed(0)
-        layer = Bedouin(3, d_state=2, mixer=kind(2), device=device, backend="triton", **options)
-        x = torch.randn(1, 2, 3, device=device)
-        y = layer(x)
-        found.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
-    layer = Bedouin(3, d_state=2, mixer=Reversed(2), device=device, backend="triton", **options)
+    options |= {"device": device, "backend": "triton"}
+    x = torch.randn(1, 2, 3, device=device)
+    for same, mine in ((HouseholderProduct(2, 1.5), Named(2, 1.5)), (NoMixing(), NamedNoMixing())):
+        found = []
+        for mixer in (same, mine):
+            torch.manual_seed(0)
+            layer = kind(3, mixer=mixer, **options)
+            y = layer(x)
+            grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+            found.append((y, *grads, layer.step(x[:, 0], layer.init_state(1))[0]))
+        assert all(map(torch.equal, *found))
+    layer = kind(3, mixer=Reversed(2), **options)
     with pytest.raises(ValueError, match="does not support forward of the mixer Reversed"):
         layer(x)
 
