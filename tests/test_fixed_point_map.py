@@ -272,16 +272,6 @@ def test_from_papers_stop_rule_on_the_naive_iteration() -> None:
 
 
 @torch.no_grad()
-def test_a_feedback_free_layer_ignores_the_past_output() -> None:
-    layer = Bedouin(3, feedback=(), dtype=torch.float64)
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-    state = random_state(layer, 2)
-    other = state._replace(y=state.y + 1)
-    assert layer.y_proj is None
-    assert torch.equal(layer(x, state=state), layer(x, state=other))
-
-
-@torch.no_grad()
 def test_block_solve_is_exact_in_the_first_token() -> None:
     layer = Bedouin(3, dtype=torch.float64)
     x = torch.randn(2, 5, 3, dtype=torch.float64)

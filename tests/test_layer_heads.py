@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layer_cases import random_layer
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
-from bedouin.kernels.householder import unit
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.mixers import NoMixing, StructuredMixer, WYForm
+from bedouin.layers.mixers import NoMixing
 from bedouin.layers.options import choose_num_heads
 from bedouin.solvers import (
     Adjoint,
@@ -278,27 +277,3 @@ def test_the_cotangents_of_a_small_head_converge_by_themselves() -> None:
     layer.adjoint, layer.max_steps = ImplicitAdjoint(Jacobi(rtol=1e-8)), FixedCap(60)
     (found,) = torch.autograd.grad(layer(x).sum(), weight.weight)
     assert_close("gradient", found[0], exact[0], 1e-6)
-
-
-def test_a_mixers_parameters_are_shared_by_the_heads() -> None:
-    class Scaled(StructuredMixer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.size = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-        def raw_size(self, d_inner: int) -> int:
-            return d_inner
-
-        def forward(self, raw: Tensor) -> WYForm:
-            strength = self.size * torch.ones_like(raw[..., :1, None])
-            return WYForm(torch.zeros_like(raw[..., :1]), unit(raw).unsqueeze(-2), strength)
-
-    layer, parts = make_heads(2, 5, mixer=Scaled(), kind=Bedouin)
-    x = torch.randn(2, 3, M, dtype=torch.float64)
-    output = layer(x)
-    (grad,) = torch.autograd.grad(output.sum(), list(layer.mixer.parameters()))
-    outputs = [part(x) for part in parts]
-    assert_close("output", output, sum_of(outputs), RTOL)
-    sizes = [part.get_parameter("mixer.size") for part in parts]
-    own = [torch.autograd.grad(o.sum(), v)[0] for o, v in zip(outputs, sizes, strict=True)]
-    assert_close("gradient", grad, sum_of(own), RTOL)

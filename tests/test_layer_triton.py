@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bedouin import Bedouin, Decoder, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin import Bedouin, Decoder, FixedPointRNN, HouseholderProduct, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
 from bedouin.state import BedouinState
@@ -163,28 +163,28 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
         assert_close(label, a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
 
 
+LOW: list[tuple[Any, dict[str, Any]]] = [
+    *(*VARIANTS[::4], VARIANTS[5], WITHOUT_MIXING[1], STEPS[0])
+]
+
+
 @devices
 @pytest.mark.parametrize(
-    ("kind", "options"), [*VARIANTS[::4], VARIANTS[5], WITHOUT_MIXING[1], STEPS[0]], ids=str
+    ("kind", "options", "autocast"),
+    [*((*case, False) for case in LOW), (Bedouin, {}, True)],
+    ids=str,
 )
-def test_a_bfloat16_layer_with_kernels(kind: Any, options: dict[str, Any], device: str) -> None:
-    layers = pair(kind, device, torch.bfloat16, **options)
-    x = torch.randn(2, 2, 6).bfloat16().to(device)
-    ours, theirs = (run(layer, x) for layer in layers)
-    assert [v.dtype for v in ours] == [v.dtype for v in theirs]
-    for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
-        # sums over few channels cancel, so the error is that of the rounded terms
-        assert_close(name, a.double(), b.double(), 0.05, atol=0.05)
-
-
-@devices
-def test_autocast_with_kernels(device: str) -> None:
-    layers = pair(Bedouin, device, torch.float32)
-    x = torch.randn(2, 2, 6).to(device)
-    with torch.autocast(device, dtype=torch.bfloat16):
+def test_bfloat16_with_kernels(
+    kind: Any, options: dict[str, Any], autocast: bool, device: str
+) -> None:
+    """Of a layer, or of autocast."""
+    layers = pair(kind, device, torch.float32 if autocast else torch.bfloat16, **options)
+    x = torch.randn(2, 2, 6).to(device, layers[0].D.dtype)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
         ours, theirs = (run(layer, x) for layer in layers)
     assert [v.dtype for v in ours] == [v.dtype for v in theirs]
     for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
+        # sums over few channels cancel, so the error is that of the rounded terms
         assert_close(name, a.double(), b.double(), 0.05, atol=0.05)
 
 
@@ -211,15 +211,6 @@ def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     with _SweepOperands() as operands:
         layer(x)
     assert operands.seen == [(torch.bfloat16, torch.bfloat16, 0)]
-
-
-@pytest.mark.gpu
-def test_a_mixer_without_kernels_on_a_gpu() -> None:
-    layer = Bedouin(6, mixer=LowRank(2), device="cuda", dtype=torch.bfloat16, feedback=())
-    reference = Bedouin(6, mixer=LowRank(2), device="cuda", feedback=(), backend="reference")
-    reference.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 5, 6, device="cuda").bfloat16()
-    assert_close("output", layer(x).float(), reference(x.float()), 0.05, atol=0.05)
 
 
 # the interpreter computes with numpy, which warns

@@ -374,8 +374,13 @@ class Learned(StructuredMixer):
     ("kind", "solver", "name"),
     [(Learned, Direct(), "rows"), (Dense, Picard(rtol=1e-13, atol=1e-300), "weight")],
 )
-def test_a_mixer_with_parameters_has_exact_gradients(kind: Any, solver: Solver, name: str) -> None:
-    layer = Bedouin(4, mixer=kind(8), solver=solver, max_steps=200, dtype=torch.float64)
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_a_mixer_with_parameters_has_exact_gradients(
+    kind: Any, solver: Solver, name: str, num_heads: int
+) -> None:
+    """Of parameters that all heads share."""
+    options: dict[str, Any] = {"num_heads": num_heads, "max_steps": 200, "dtype": torch.float64}
+    layer = Bedouin(4, mixer=kind(8 // num_heads), solver=solver, **options)
     x = torch.randn(2, 5, 4, dtype=torch.float64)
     exact = layer_gradients(layer, x, ImplicitAdjoint())
     unrolled = layer_gradients(layer, x, UnrolledAdjoint())

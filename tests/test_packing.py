@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.solvers import (
-    Adjoint,
     Anderson,
     Broyden,
     Direct,
@@ -66,29 +65,14 @@ def test_statistics_are_those_of_the_tokens(
         one = layer.stats
         assert one is not None
         if piece.any() and one.backward is not None:
-            assert found.backward is not None
+            assert found.backward is not None and found.backward.converged.all()
+            assert rough or found.backward.num_steps[i] == one.backward.num_steps[0]
+            back = found.backward.residual[i], one.backward.residual[0]
+            assert_close("residual of the adjoint", *back, 1e-2, 1e-9 if rough else 1e-12)
         assert found.num_steps[i] == one.num_steps[0]
         assert_close("residual", found.residual[i], one.residual[0], 1e-2, 1e-12)
         if one.conditioning is not None and found.conditioning is not None:
             assert_close("pivot", found.conditioning[i], one.conditioning[0], 1e-11)
-
-
-@pytest.mark.parametrize(
-    "adjoint", [ImplicitAdjoint(Picard(1e-9)), ImplicitAdjoint(Jacobi(1e-9, 0.0)), None], ids=str
-)
-def test_statistics_of_the_adjoint(adjoint: Adjoint | None) -> None:
-    layer = Bedouin(4, adjoint=adjoint, dtype=torch.float64)
-    x = torch.randn(2, 6, 4, dtype=torch.float64)
-    mask = torch.tensor([[0, 1, 1, 0, 0, 0], [1] * 6]).bool()
-    weight = torch.randn(2, 6, 4, dtype=torch.float64)
-    (layer(x, mask=mask) * weight).sum().backward()
-    assert layer.stats is not None
-    found = layer.stats.backward
-    (layer(x[:1, 1:3]) * weight[:1, 1:3]).sum().backward()
-    expected = layer.stats.backward
-    assert found is not None and expected is not None and found.converged.all()
-    assert found.num_steps[0] == expected.num_steps[0]
-    assert_close("residual", found.residual[0], expected.residual[0], 1e-2, 1e-12)
 
 
 @torch.no_grad()
