@@ -30,7 +30,6 @@ from bedouin.solvers import (
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
-    PhantomAdjoint,
     Picard,
     Solver,
     UnrolledAdjoint,
@@ -60,36 +59,6 @@ def test_the_output_has_the_shape_of_the_input(kind: Any, b: int, t: int) -> Non
     assert output.isfinite().all()
     output.sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
-
-
-SOLVES: dict[str, dict[str, Any]] = {
-    "solver of the adjoint": {"solver": Jacobi(), "adjoint": ImplicitAdjoint(Picard())},
-    "one step": {"solver": Picard(), "adjoint": OneStepAdjoint()},
-    "phantom": {"solver": Anderson(), "adjoint": PhantomAdjoint()},
-    "unrolled": {"solver": Picard(), "adjoint": UnrolledAdjoint()},
-    "gate alone": {"feedback": ("mixer",), "mixer": NoMixing(), "input_scale": "delta"},
-}
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-@pytest.mark.parametrize("options", SOLVES.values(), ids=SOLVES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_parameter_gets_a_gradient_from_nothing(
-    device: str, options: dict[str, Any], shape: tuple[int, int]
-) -> None:
-    """DDP waits for them on a rank without samples or tokens. test_every_layer.py has the layers,
-    this the adjoints."""
-    layer, x = Bedouin(4, device=device, **options), torch.randn(*shape, 4, device=device)
-    for output in (
-        layer(x),
-        layer(x, mask=torch.ones(shape, dtype=torch.bool, device=device)),
-        layer(torch.randn(1, 0, 4, device=device), cu_seqlens=torch.zeros(2, device=device).int()),
-        layer.step(torch.randn(0, 4, device=device), layer.init_state(0))[0],
-    ):
-        layer.zero_grad()
-        output.sum().backward()
-        for name, parameter in layer.named_parameters():
-            assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 @pytest.mark.parametrize("expand", [0.5, 1, 1.5])

@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from bedouin import Bedouin, BedouinState, SequenceModel
 from bedouin.baselines import Attention
 from bedouin.decode import Decoder
-from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
+from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 
 @torch.no_grad()
@@ -83,25 +83,6 @@ def test_a_state_is_a_node_with_its_fields_as_children() -> None:
     doubled = tree_map(lambda v: 2 * v, state)
     assert isinstance(doubled, BedouinState) and torch.equal(doubled.ssm, 2 * state.ssm)
     assert list(state._asdict()) == ["ssm", "y"] and state._replace(y=state.y).ssm is state.ssm
-
-
-OWNERS: list[tuple[Solver, Adjoint | None]] = [
-    (Direct(), UnrolledAdjoint()),
-    (Picard(0.5), OneStepAdjoint()),
-    (Picard(0.5), None),
-    (Jacobi(), UnrolledAdjoint()),
-]
-
-
-@pytest.mark.parametrize(("solver", "adjoint"), OWNERS, ids=str)
-@pytest.mark.parametrize(("num_heads", "b", "grad"), [(1, 2, True), (2, 1, True), (2, 2, False)])
-def test_states_of_every_solve_own_their_memory(
-    solver: Solver, adjoint: Adjoint | None, grad: bool, num_heads: int, b: int
-) -> None:
-    options: dict[str, Any] = {"num_heads": num_heads, "solver": solver, "adjoint": adjoint}
-    layer = Bedouin(4, d_state=3, **options)
-    with torch.set_grad_enabled(grad):
-        assert_owns_memory(layer, torch.randn(b, 40, 4))
 
 
 @pytest.mark.interpreter
