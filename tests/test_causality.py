@@ -14,11 +14,7 @@ from torch import Tensor
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
-from bedouin.testing import (
-    assert_close,
-    measure_growth,
-    relative_error,
-)
+from bedouin.testing import assert_close, measure_growth, relative_error
 
 RNGS = st.randoms(use_true_random=False)
 

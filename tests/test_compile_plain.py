@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from bedouin import (
-    Bedouin,
-    BedouinState,
-    FixedPointRNN,
-    LowRank,
-    SequenceModel,
-)
+from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
 from bedouin.solvers import Anderson, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass

@@ -16,14 +16,7 @@ from tests.layer_cases import GPU, WITH_KERNELS, draw, fixed_points
 from tests.layer_cases import make as of_table
 from torch import Tensor
 
-from bedouin import (
-    Bedouin,
-    BedouinState,
-    Decoder,
-    FixedPointRNN,
-    Kronecker,
-    SequenceModel,
-)
+from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, Kronecker, SequenceModel
 from bedouin.decode import CHECK_TOKENS, graph_key
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning

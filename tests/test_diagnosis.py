@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin import (
-    Bedouin,
-    FixedPointRNN,
-    LowRank,
-    diagnose,
-)
+from bedouin import Bedouin, FixedPointRNN, LowRank, diagnose
 from bedouin.baselines import LSTM
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import ChannelMixer

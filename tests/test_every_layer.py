@@ -79,10 +79,7 @@ def check_chunks(layer: Any, x: Tensor, before: Any, rtol: float) -> None:
     expected = [whole, *end.tensors]
     inputs = list(layer.parameters())
     t = x.shape[1]
-    for found in (
-        in_chunks(layer, x, before, [t // 3, 0, t - t // 3]),
-        in_steps(layer, x, before),
-    ):
+    for found in (in_chunks(layer, x, before, [t // 3, 0, t - t // 3]), in_steps(layer, x, before)):
         assert_all_close(found, expected, rtol)
         assert_all_close(gradients(found, inputs), gradients(expected, inputs), 10 * rtol)
     changed = torch.cat([x[:, : t // 2], torch.randn_like(x[:, t // 2 :])], 1)

@@ -9,13 +9,7 @@ import torch
 from tests.layer_cases import make
 from torch import Tensor, nn
 
-from bedouin import (
-    Bedouin,
-    Bidirectional,
-    Decoder,
-    FixedPointRNN,
-    SequenceModel,
-)
+from bedouin import Bedouin, Bidirectional, Decoder, FixedPointRNN, SequenceModel
 from bedouin.baselines import Mamba
 from bedouin.generation import Sampling
 from bedouin.testing import assert_close
@@ -172,10 +166,7 @@ def test_a_whole_model_is_one_graph(graphs: list[Tensor]) -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
-    mixers = [
-        Bedouin(64, num_heads=2, device="cuda"),
-        Bedouin(64, d_conv=4, device="cuda"),
-    ]
+    mixers = [Bedouin(64, num_heads=2, device="cuda"), Bedouin(64, d_conv=4, device="cuda")]
     model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
     tokens = ids(2, 6).cuda()
     # float32, in sums of other orders

@@ -216,8 +216,7 @@ def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
 # the interpreter computes with numpy, which warns
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [*VARIANTS, *STEPS, (FixedPointRNN, {"feedback": (), "num_heads": 2})],
+    ("kind", "options"), [*VARIANTS, *STEPS, (FixedPointRNN, {"feedback": (), "num_heads": 2})]
 )
 @devices
 @torch.no_grad()

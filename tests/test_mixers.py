@@ -154,10 +154,7 @@ def test_dense_systems_are_those_of_small_heads() -> None:
 
 
 @settings(max_examples=50)
-@given(
-    st.sampled_from([HouseholderProduct(3, 2.0), NoMixing(), LowRank(3)]),
-    st.integers(0, 999),
-)
+@given(st.sampled_from([HouseholderProduct(3, 2.0), NoMixing(), LowRank(3)]), st.integers(0, 999))
 def test_the_form_and_mixing_are_the_complement(mixer: StructuredMixer, seed: int) -> None:
     torch.manual_seed(seed)
     raw = torch.randn(2, 4, mixer.raw_size(5), dtype=torch.float64)

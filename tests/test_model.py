@@ -244,11 +244,7 @@ def test_bad_tokens_and_states() -> None:
         ({"mixers": Leaky()}, TypeError, r"sequence of modules, as \[Bedouin.*got Leaky"),
         ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),
         ({"mixers": lambda i: Leaky()}, TypeError, "num_layers must be an int >= 1, got None"),
-        (
-            {"num_layers": 1},
-            ValueError,
-            "num_layers must be None .*got 1 and 1 mixers",
-        ),
+        ({"num_layers": 1}, ValueError, "num_layers must be None .*got 1 and 1 mixers"),
         (
             {"output_size": 3, "tie_embeddings": True},
             ValueError,

@@ -287,7 +287,7 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
 
 
 OFFLOADED: dict[str, Any] = LAYERS | {
-    "convolution": lambda **k: Bedouin(4, d_state=2, d_conv=4, **FLOAT64 | k),
+    "convolution": lambda **k: Bedouin(4, d_state=2, d_conv=4, **FLOAT64 | k)
 }
 
 

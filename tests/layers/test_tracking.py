@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin import (
-    GatedDeltaNet,
-    Tracker,
-    TrackingDeltaNet,
-    param_groups,
-)
+from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet, param_groups
 
 M = 8
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
