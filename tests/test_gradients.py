@@ -187,18 +187,6 @@ def test_eval_gradients_are_training_gradients(solver: Solver, adjoint: Adjoint)
     assert all(torch.equal(training[name], evaluation[name]) for name in training)
 
 
-@pytest.mark.parametrize("solver", [Direct(), PICARD, JACOBI], ids=["direct", "picard", "jacobi"])
-def test_backward_statistics_come_with_the_backward_pass(solver: Solver) -> None:
-    layer = Bedouin(3, solver=solver, dtype=torch.float64)
-    x, _ = problem(layer, b=2, t=5)
-    output = layer(x)
-    assert layer.stats is not None and layer.stats.backward is None
-    output.sum().backward()
-    backward = layer.stats.backward
-    assert backward is not None and backward.converged.tolist() == [True, True]
-    assert backward.residual.shape == (2,) and backward.residual.max() < 1e-12
-
-
 def test_gradients_at_zero_tokens_stay_finite() -> None:
     layer = Bedouin(4, num_householder=3, beta_max=2.0, dtype=torch.float64)
     x = torch.zeros(2, 6, 4, dtype=torch.float64)

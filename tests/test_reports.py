@@ -216,6 +216,8 @@ def test_of_a_vmapped_call_the_adjoint_is_not_read() -> None:
     layer, x = make(on_unconverged="raise"), draw().unsqueeze(1).requires_grad_()
     torch.func.vmap(layer)(x).backward(spoil(0).unsqueeze(1))
     assert x.grad is not None and x.grad.isnan().flatten(1).any(1).tolist() == [True, False, False]
+    layer.solver, layer.max_steps = Picard(0.0, 0.0), 2
+    torch.func.vmap(layer)(x)  # nor is the outcome of the call
 
 
 # -- statistics and messages

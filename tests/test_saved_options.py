@@ -5,6 +5,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from bedouin.baselines import Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.common import TEXT_BLOCK
 from bedouin.layers.mixers import Kronecker
 from bedouin.layers.tracking import Tracker
+from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 Load = Callable[[nn.Module, nn.Module], Any]
 
@@ -155,43 +157,30 @@ def assigned(target: nn.Module, source: nn.Module) -> None:
     target.to("meta").load_state_dict(source.state_dict(), assign=True)
 
 
-@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned])
-def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
-    source = Bedouin(4)
-    source(torch.randn(1, 2, 4))
-    (message,) = warnings_of(way, Bedouin(4, beta_max=2.0), source)
-    assert "beta_max=1.0, but it has beta_max=2.0" in message
-    target = Bedouin(4)
-    way(target, source)
-    assert target.num_calls == 1
-
-
-def test_files_of_tensors_alone_hold_the_options(tmp_path: Path) -> None:
+def by_safetensors(target: nn.Module, source: nn.Module) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
+    target.load_state_dict(safetensors.load(safetensors.save(source.state_dict())))
 
-    def by_file(target: nn.Module, source: nn.Module) -> None:
-        safetensors.save_file(source.state_dict(), tmp_path / "model.safetensors")
-        target.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
 
-    (message,) = warnings_of(by_file, Bedouin(4, beta_max=2.0), Bedouin(4))
-    assert "beta_max=1.0" in message
-    by_file(Bedouin(4), Bedouin(4))
+def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
+    """In place; torch.distributed.checkpoint refuses tensors of other sizes."""
+    with TemporaryDirectory() as folder:
+        save_checkpoint(source.state_dict(), checkpoint_id=folder)
+        state = target.state_dict()
+        load_checkpoint(state, checkpoint_id=folder)
+    target.load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_in_place_hold_the_options(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint refuses tensors of other sizes."""
-
-    def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
-        save_checkpoint(source.state_dict(), checkpoint_id=tmp_path)
-        state = target.state_dict()
-        load_checkpoint(state, checkpoint_id=tmp_path)
-        target.load_state_dict(state)
-
-    (message,) = warnings_of(
-        by_checkpoint, Bedouin(4, feedback=("C",)), Bedouin(4, feedback=("B",))
-    )
-    assert "feedback=['B']" in message
+@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned, by_safetensors, by_checkpoint])
+def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
+    source = Bedouin(4, feedback=("B",))
+    source(torch.randn(1, 2, 4))
+    (message,) = warnings_of(way, Bedouin(4, beta_max=2.0, feedback=("C",)), source)
+    assert "feedback=['B'], beta_max=1.0, but it has feedback=['C'], beta_max=2.0," in message
+    target = Bedouin(4, feedback=("B",))
+    way(target, source)
+    assert target.num_calls == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -235,6 +224,27 @@ def test_classes_that_torch_derives_are_no_difference() -> None:
     layer = Bedouin(4, mixer=Scaled())
     nn.utils.parametrize.register_parametrization(layer.mixer, "scale", nn.Identity())
     assert layer.number_options()["mixer"] == "Scaled"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"solver": Picard()},
+        {"solver": Jacobi(), "adjoint": OneStepAdjoint()},
+        {"adjoint": ImplicitAdjoint(Picard())},
+        {"max_steps": GammaCap()},
+        {"backend": "reference", "on_unconverged": "ignore"},
+    ],
+    ids=str,
+)
+def test_checkpoints_fit_layers_that_solve_otherwise(other: dict[str, Any]) -> None:
+    first = Bedouin(4, max_steps=GammaCap())
+    first(torch.randn(1, 2, 4))
+    second = Bedouin(4, **other)
+    second.load_state_dict(first.state_dict(), strict=True)
+    first.load_state_dict(second.state_dict(), strict=True)
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert second.num_calls == 1
 
 
 def test_the_extra_state_is_small_and_on_the_cpu() -> None:

@@ -161,6 +161,20 @@ def test_vmap_over_each_parameter_alone(kind: str) -> None:
         assert_equal_up_to_rounding(vmap(grad(loss))(stacked), expected)
 
 
+def test_statistics_leave_a_transform_by_being_returned() -> None:
+    layer, x = layer_of(), draw(2, 3, 2)
+    others = {n: torch.stack([p.detach(), 0.9 * p.detach()]) for n, p in layer.named_parameters()}
+
+    def conditioning(own: dict[str, Tensor]) -> Tensor:
+        functional_call(layer, own, (x,))
+        assert layer.stats is not None and layer.stats.conditioning is not None
+        return layer.stats.conditioning
+
+    for i, found in enumerate(vmap(conditioning)(others)):
+        expected = conditioning({n: p[i] for n, p in others.items()})
+        assert_equal_up_to_rounding(found, expected)
+
+
 # -- forward mode and second derivatives
 
 
