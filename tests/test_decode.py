@@ -17,7 +17,7 @@ from tests.layer_cases import make as of_table
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, Kronecker, SequenceModel
-from bedouin.decode import CHECK_TOKENS, graph_key
+from bedouin.decode import CHECK_TOKENS
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning
 from bedouin.testing import assert_close
@@ -103,17 +103,6 @@ def test_a_sample_has_failed_if_one_of_its_heads_has(
     assert stats.residual.isnan().tolist() == [False, True, False]
     assert after.y[1].isnan().tolist() == [False] * 4 + [True] * 4 + [False] * 4
     assert_close("output", y_t[::2], expected[::2], 1e-12)
-
-
-def test_a_graph_is_made_for_what_autocast_casts_to() -> None:
-    x = torch.zeros(3, 4)
-    keys = [graph_key(x)]
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            keys.append(graph_key(x))
-    assert len(set(keys)) == 3
-    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
-        assert graph_key(x.double()) == graph_key(x.double())[:2] + (None, x.device)
 
 
 @torch.no_grad()

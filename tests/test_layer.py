@@ -26,7 +26,6 @@ from bedouin.solvers import (
     Broyden,
     Direct,
     FixedCap,
-    GammaCap,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -38,8 +37,6 @@ from bedouin.state import BedouinState
 from bedouin.testing import assert_close, decode_gap
 
 KINDS = [Bedouin, FixedPointRNN]
-SLOW = Picard(rtol=1e-12, atol=0.0)
-"""Not to be reached in the few steps that the tests below allow."""
 
 
 def test_a_layer_without_its_methods_cannot_be_made() -> None:
@@ -285,43 +282,6 @@ def test_statistics_of_the_last_call(kind: Any, solver: Solver) -> None:
         assert stats.conditioning is not None
         assert stats.conditioning.shape == (3,) and stats.conditioning.min() > 0
         assert not stats.conditioning.requires_grad
-
-
-X = torch.linspace(-1, 1, 2 * 8 * 4, dtype=torch.float64).view(2, 8, 4)
-
-
-# -- caps
-
-
-def steps_of(layer: Bedouin, calls: int) -> list[int]:
-    steps = []
-    for _ in range(calls):
-        layer(X)
-        assert layer.stats is not None
-        steps.append(int(layer.stats.num_steps.max()))
-    return steps
-
-
-def gamma_layer(seed: int = 0) -> Bedouin:
-    cap = GammaCap(4.0, 1.0, 12, seed)
-    layer = Bedouin(4, solver=SLOW, max_steps=cap, on_unconverged="ignore", dtype=torch.float64)
-    with torch.no_grad():
-        layer.dt_bias.add_(2.0)
-    return layer
-
-
-def test_caps_are_drawn_in_training_only() -> None:
-    layer, cap = gamma_layer(), GammaCap(4.0, 1.0, 12)
-    assert steps_of(layer.train(), 6) == [cap.draw(i) for i in range(6)]
-    assert steps_of(layer.eval(), 2) == [12, 12]
-    assert steps_of(layer.train(), 2) == [cap.draw(6), cap.draw(7)]
-
-
-def test_a_resumed_layer_draws_what_the_other_would_have() -> None:
-    layer, resumed = gamma_layer(seed=5), gamma_layer(seed=5)
-    steps_of(layer.train(), 3)
-    resumed.load_state_dict(layer.state_dict(), strict=True)
-    assert steps_of(resumed.train(), 5) == steps_of(layer, 5)
 
 
 def test_the_solver_may_be_set_to_auto() -> None:

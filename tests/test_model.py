@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, BedouinState
@@ -105,28 +104,6 @@ def test_by_hand() -> None:
     gate, value = F.linear(norm(x), mlp.in_proj.weight).chunk(2, -1)
     x = x + F.linear(F.silu(gate) * value, mlp.out_proj.weight)
     torch.testing.assert_close(model(ids(2, 6)), F.linear(norm(x), model.head.weight))
-
-
-def test_stacked_parameters_are_single_models() -> None:
-    """functional_call under vmap: logits and gradients of each model of an ensemble."""
-    models = [make(mlp_expand=2.0).double() for _ in range(3)]
-    for model in models[1:]:
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-    stacked, buffers = stack_module_state(models)
-    tokens = ids(2, 5)
-
-    def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        logits = functional_call(models[0], (parameters, buffers), (tokens,))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-    gradients = vmap(grad(loss), in_dims=(0, 0, None))(stacked, buffers, tokens)
-    for index, model in enumerate(models):
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        alone = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        expected = torch.autograd.grad(alone, parameters)
-        for name, gradient in zip(names, expected, strict=True):
-            torch.testing.assert_close(gradients[name][index], gradient)
 
 
 def test_mixers_from_a_function() -> None:

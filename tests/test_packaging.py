@@ -138,10 +138,6 @@ def test_no_top_level_module_of_ours(name: str) -> None:
     assert str(ROOT) not in sys.path
 
 
-def test_typed_marker() -> None:
-    assert (FOLDERS["bedouin"] / "py.typed").read_bytes() == b""
-
-
 def test_imports_go_one_way() -> None:
     errors = [
         f"{path.relative_to(ROOT)}: {imported}: {reason}"
