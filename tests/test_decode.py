@@ -166,10 +166,7 @@ def _module(layer: FixedPointLayer) -> None:
 )
 @pytest.mark.parametrize("device", ["cpu", on_gpu])
 def test_changed_parameters_are_seen(
-    device: str,
-    change: Callable[[FixedPointLayer], None],
-    captures: int,
-    request: pytest.FixtureRequest,
+    device: str, change: Callable[..., None], captures: int, request: pytest.FixtureRequest
 ) -> None:
     graphs = request.getfixturevalue("graphs") if device == "cpu" else [None] * captures
     dtype, rtol = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)

@@ -162,30 +162,21 @@ def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     assert not [name for name in parts if "proj.weight" in name or "embedding" in name]
 
 
-def test_weights_from_x_to_delta_may_start_at_zero() -> None:
-    def made(make: Any, **options: Any) -> Bedouin:
+@pytest.mark.parametrize("make", [Bedouin, Bedouin.from_paper])
+def test_weights_from_x_to_delta_may_start_smaller(make: Any) -> None:
+    def drawn(**options: Any) -> dict[str, Tensor]:
         torch.manual_seed(3)
-        layer: Bedouin = make(4, **options)
-        return layer
+        return dict(make(4, **options).named_parameters())
 
-    for make in (Bedouin, Bedouin.from_paper):
-        usual, same, zero, half = (
-            made(make, **options)
-            for options in (
-                {},
-                *({"initialization": Initialization(delta_from_x=v)} for v in (1.0, 0.0, 0.5)),
-            )
-        )
-        for name, weight in usual.state_dict().items():
-            assert torch.equal(same.state_dict()[name], weight)
-            if name != "x_proj.weight":
-                assert torch.equal(zero.state_dict()[name], weight)
-        d, weight = usual.d_inner, usual.x_proj.weight
-        assert not zero.x_proj.weight[:d].any()
-        assert torch.equal(half.x_proj.weight[:d], 0.5 * weight[:d])
-        assert torch.equal(zero.x_proj.weight[d:], weight[d:])
-        zero.reset_parameters()
-        assert not zero.x_proj.weight[:d].any()
+    for factor in (1.0, 0.5, 0.0):
+        initialization, expected = Initialization(delta_from_x=factor), drawn()
+        with torch.no_grad():
+            expected["x_proj.weight"][:8] *= factor
+        found = drawn(initialization=initialization)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        layer = make(4, initialization=initialization)
+        layer.reset_parameters()
+        assert layer.x_proj.weight[:8].any() == (factor > 0)
 
 
 def test_feedback_may_be_any_iterable_of_names() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import assert_all_close, results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,21 +79,6 @@ HEADS: list[dict[str, Any]] = [
 TOLERANCE = {"cpu": 5e-6, "cuda": 1e-4}
 
 
-def run(
-    layer: FixedPointLayer, x: Tensor, before: BedouinState | None = None, **places: Tensor
-) -> list[Tensor]:
-    """The output, the state, and the gradients of x, of all parameters and of the state before."""
-    x = x.clone().requires_grad_()
-    if before is not None:
-        before = BedouinState(*(v.clone().requires_grad_() for v in before))
-    output, state = layer(x, before, return_state=True, **places)
-    weights = torch.linspace(0, 5, output.numel(), dtype=torch.float64).cos().view(output.shape)
-    loss = (output.double() * weights.to(x.device)).sum() + state.ssm.double().sum()
-    inputs = [x, *layer.parameters(), *(before or ())]
-    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    return [output.detach(), state.ssm.detach(), state.y.detach(), *grads]
-
-
 def pair(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[FixedPointLayer]:
     """The same layer with kernels and without."""
     options |= {"device": device, "dtype": dtype, "on_unconverged": "ignore"}
@@ -103,11 +89,6 @@ def pair(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[Fix
     return layers
 
 
-def names(layer: FixedPointLayer) -> list[str]:
-    parameters = [name for name, _ in layer.named_parameters()]
-    return ["output", "ssm", "y", "grad x", *(f"grad {name}" for name in parameters)]
-
-
 @devices
 @pytest.mark.parametrize(("kind", "options"), VARIANTS + WITHOUT_MIXING + STEPS, ids=str)
 def test_a_layer_with_kernels_against_float64(
@@ -116,10 +97,9 @@ def test_a_layer_with_kernels_against_float64(
     layer, reference = pair(kind, device, torch.float32, **options)
     reference.double()
     x = torch.randn(2, 2, 6).to(device)
-    ours, theirs = run(layer, x), run(reference, x.double())
-    for name, a, b in zip(names(layer), ours, theirs, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(name, a.double(), b, TOLERANCE[device], atol=TOLERANCE[device] / 10)
+    ours, theirs = results(layer, x), results(reference, x.double())
+    assert all(v.dtype == torch.float32 for v in ours)
+    assert_all_close(ours, theirs, TOLERANCE[device], TOLERANCE[device] / 10)
 
 
 @devices
@@ -133,11 +113,12 @@ def test_heads_with_a_state_in_float32(padded: bool, options: dict[str, Any], de
     x = torch.randn(3, 3, 6).to(device)
     before = BedouinState(*(torch.randn_like(v) for v in layer.init_state(3)))
     exact = BedouinState(*(v.double() for v in before))
-    ours = run(layer, x, before, **(places if padded else {}))
-    theirs = run(reference, x.double(), exact, **(places if padded else {}))
-    for name, a, b in zip([*names(layer), "grad ssm", "grad y"], ours, theirs, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(name, a.double(), b, 1e-4, atol=1e-5)
+    ours = results(layer, x, before, **(places if padded else {}))
+    theirs = results(reference, x.double(), exact, **(places if padded else {}))
+    assert all(v.dtype == torch.float32 for v in ours)
+    assert_all_close(ours, theirs, 1e-4, 1e-5)
+    for one, given in ((layer, x), (reference, x.double())):
+        one(given, **(places if padded else {}))
     found, expected = layer.stats, reference.stats
     assert found is not None and expected is not None
     assert found.converged.all() and expected.converged.all()
@@ -155,12 +136,12 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
         parameter = layer.get_parameter(name)
         parameter.data = parameter.data.bfloat16()
     x = torch.randn(2, 2, 6, device=device)
-    ours, theirs = (run(layer, x) for layer in layers)
-    for label, a, b in zip(names(layers[0]), ours, theirs, strict=True):
+    ours, theirs = (results(layer, x) for layer in layers)
+    for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype
         # two roundings to bfloat16 may differ by one unit in the last place
         tolerance = 2**-7 if a.dtype == torch.bfloat16 else TOLERANCE[device]
-        assert_close(label, a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
+        assert_close("result", a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
 
 
 LOW: list[tuple[Any, dict[str, Any]]] = [
@@ -181,11 +162,10 @@ def test_bfloat16_with_kernels(
     layers = pair(kind, device, torch.float32 if autocast else torch.bfloat16, **options)
     x = torch.randn(2, 2, 6).to(device, layers[0].D.dtype)
     with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-        ours, theirs = (run(layer, x) for layer in layers)
+        ours, theirs = (results(layer, x) for layer in layers)
     assert [v.dtype for v in ours] == [v.dtype for v in theirs]
-    for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
-        # sums over few channels cancel, so the error is that of the rounded terms
-        assert_close(name, a.double(), b.double(), 0.05, atol=0.05)
+    # sums over few channels cancel, so the error is that of the rounded terms
+    assert_all_close(map(Tensor.double, ours), map(Tensor.double, theirs), 0.05, 0.05)
 
 
 class _SweepOperands(TorchDispatchMode):

@@ -49,7 +49,6 @@ SOLVES: dict[str, dict[str, Any]] = {
 ONE_BY_ONE = {name: options for name, options in SOLVES.items() if name != "iterative"}
 
 plain_layers = pytest.mark.parametrize("kind", PLAIN)
-one_by_one = pytest.mark.parametrize("solve", ONE_BY_ONE)
 
 
 def layer_of(kind: str = "one head", **options: Any) -> FixedPointLayer:
