@@ -104,10 +104,6 @@ def test_the_long_description_is_taken_from_the_readme() -> None:
     assert len(paragraphs) > 5 and all(part.rstrip() in README for part in paragraphs)
 
 
-def test_the_readme_is_short() -> None:
-    assert len(PROSE.split()) <= 1100
-
-
 def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
     assert len(TEXTS["examples"].split()) <= 200
     folders = [path.parent for path in (ROOT / "examples").glob("*/*.py")]
@@ -119,7 +115,8 @@ def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
     assert sum(map(len, shared)) <= 800
 
 
-def test_the_index_is_short_and_leads_to_every_experiment() -> None:
+def test_the_readme_and_the_index_are_short_and_lead_to_every_experiment() -> None:
+    assert len(PROSE.split()) <= 1100
     assert len(TEXTS["index"].split()) <= 1500
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
     assert folders == PAGES.keys() - {"README", "examples", "index"}
@@ -127,12 +124,8 @@ def test_the_index_is_short_and_leads_to_every_experiment() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_row_says_skipped(page: str) -> None:
+def test_links_lead_somewhere_and_no_row_says_skipped(page: str) -> None:
     assert "skipped" not in TEXTS[page]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
     local = [target for target in targets if not target.startswith("https://")]
     assert all((PAGES[page].parent / target).is_file() for target in local)
