@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin import (
     Bedouin,
@@ -154,6 +154,24 @@ def earlier_state(layer: Any, b: int) -> Any:
     weight = next(layer.parameters())
     x = torch.randn(b, 2, layer.d_model, dtype=weight.dtype, device=weight.device)
     return layer(x, return_state=True)[1].detach()
+
+
+class Whole(nn.Module):
+    """A call with everything that it takes."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: Any, mask: Tensor | None) -> Any:
+        return self.layer(x, state, True, mask=mask)
+
+
+class OneToken(Whole):
+    """The first token, from a state."""
+
+    def forward(self, x: Tensor, state: Any, mask: Tensor | None) -> Any:
+        return self.layer.step(x[:, 0], state)
 
 
 def floats(values: Iterable[Tensor]) -> list[Tensor]:

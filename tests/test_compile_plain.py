@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import OneToken, Whole
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
+from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
 from bedouin.solvers import Anderson, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
@@ -137,45 +138,14 @@ def test_one_graph_for_every_length(mode: str) -> None:
             assert_close(results(call, layer, x, mode), results(layer, layer, x, mode))
 
 
-class StepOnState(nn.Module):
-    """One token, with the state as it is."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, state: Any) -> Any:
-        return self.layer.step(x, state)
-
-
-def token(layer: Any) -> tuple[Tensor, BedouinState]:
-    """x_t and a state that is not zero."""
-    _, state = layer(draw("Bedouin"), return_state=True)
-    return draw("Bedouin", t=1)[:, 0], state.detach()
-
-
 @pytest.mark.parametrize("mode", ["train", "no_grad"])
 @pytest.mark.parametrize("kind", ["Bedouin", "FixedPointRNN"])
 def test_a_step_is_one_graph(kind: str, mode: str) -> None:
-    step = StepOnState(prepared(kind, mode, {}))
-    inputs = token(step.layer)
+    step, x = OneToken(prepared(kind, mode, {})), draw(kind)
+    inputs = x, step.layer(x, return_state=True)[1].detach(), None
     with torch.set_grad_enabled(mode == "train"):
         call = torch.compile(step, fullgraph=True, backend="aot_eager")
         assert_close(tree_leaves(call(*inputs)), tree_leaves(step(*inputs)))
-
-
-class InChunks(StepOnState):
-    """A chunk of a sequence, from a state to a state."""
-
-    def forward(self, x: Tensor, state: Any) -> Any:
-        return self.layer(x, state, True)
-
-
-class Padded(StepOnState):
-    """A chunk with padding, from a state to a state."""
-
-    def forward(self, x: Tensor, state: Any, mask: Tensor | None = None) -> Any:
-        return self.layer(x, state, True, mask=mask)
 
 
 VARYING: dict[str, Callable[[], nn.Module]] = {
@@ -200,32 +170,22 @@ def varying(kind: str, *sizes: tuple[int, int]) -> tuple[Any, list[tuple[Any, ..
     return layer, inputs
 
 
-def arguments(module: nn.Module, x: Tensor, state: Any, mask: Tensor) -> tuple[Any, ...]:
-    """What `module`, a layer or one of the classes above, takes of them."""
-    if isinstance(module, Padded):
-        return x, state, mask
-    if isinstance(module, InChunks):
-        return x, state
-    return (x[:, 0], state) if isinstance(module, StepOnState) else (x,)
-
-
-@pytest.mark.parametrize(("kind", "make"), [("picard", InChunks), ("SequenceModel", StepOnState)])
-def test_one_graph_for_every_batch_size_and_length(kind: str, make: type[StepOnState]) -> None:
+@pytest.mark.parametrize(("kind", "make"), [("picard", Whole), ("SequenceModel", OneToken)])
+def test_one_graph_for_every_batch_size_and_length(kind: str, make: type[Whole]) -> None:
     layer, inputs = varying(kind, (7, 11), (13, 9))
     module = make(layer)
     call = torch.compile(module, fullgraph=True, dynamic=True, backend="eager")
-    for i, of_size in enumerate(inputs):
-        given = arguments(module, *of_size)
+    for i, given in enumerate(inputs):
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             actual = tree_leaves(call(*given))
         assert_close(actual, tree_leaves(module(*given)))
 
 
 def test_a_state_that_does_not_fit_is_refused_under_the_compiler_too() -> None:
-    layer, ((x, state, _),) = varying("heads", (7, 11))
-    call = torch.compile(InChunks(layer), dynamic=True, backend="eager")
+    layer, ((x, state, mask),) = varying("heads", (7, 11))
+    call = torch.compile(Whole(layer), dynamic=True, backend="eager")
     with pytest.raises(ValueError, match=r"ssm must have shape \(7, 6, 2\), got \(5, 6, 2\)"):
-        call(x, state[:5])
+        call(x, state[:5], mask)
 
 
 BATCH, LENGTH = torch.export.Dim("b"), torch.export.Dim("t")
@@ -241,25 +201,19 @@ def of_any_batch(state: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize(
-    ("kind", "make"),
-    [("picard", Padded), ("SequenceModel", InChunks), ("SequenceModel", StepOnState)],
+    ("kind", "make"), [("picard", Whole), ("SequenceModel", Whole), ("SequenceModel", OneToken)]
 )
-def test_an_exported_layer_takes_any_batch_size_and_length(
-    kind: str, make: type[StepOnState]
-) -> None:
+def test_an_exported_layer_takes_any_batch_size_and_length(kind: str, make: type[Whole]) -> None:
     """Also one from a file. torch indexes the fields of named tuples, and an index of a state
     selects samples."""
     layer, inputs = varying(kind, (3, 5), (2, 7), (1, 1))
     module, rows = make(layer), {0: BATCH, 1: LENGTH}
-    x_rows = {0: BATCH} if make is StepOnState else rows
-    shapes = x_rows, of_any_batch(inputs[0][1]), rows
-    first = arguments(module, *inputs[0])
-    program = torch.export.export(module, first, dynamic_shapes=shapes[: len(first)])
+    shapes = rows, of_any_batch(inputs[0][1]), rows
+    program = torch.export.export(module, inputs[0], dynamic_shapes=shapes)
     torch.export.save(program, file := io.BytesIO())
     file.seek(0)
     for run in (program.module(), torch.export.load(file).module()):
-        for of_size in inputs:
-            given = arguments(module, *of_size)
+        for given in inputs:
             actual, expected = run(*given), module(*given)
             assert tree_structure(actual) == tree_structure(expected)
             assert_close(tree_leaves(actual), tree_leaves(expected))

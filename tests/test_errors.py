@@ -13,7 +13,6 @@ from bedouin import (
     Bedouin,
     BedouinState,
     Bidirectional,
-    ChannelMixer,
     FixedPointRNN,
     GatedDeltaNet,
     HouseholderProduct,
@@ -451,20 +450,8 @@ def test_a_parameter_of_another_dtype_is_named() -> None:
         layer.step(x[:, 0].bfloat16(), layer.init_state(1))
 
 
-class Owner(ChannelMixer):
-    """A mixer with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def raw_size(self, d_inner: int) -> int:
-        return 1
-
-    def complement(self, raw: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.weight * torch.tanh(raw) * v
-
-
 def test_a_mixer_is_where_the_layer_is() -> None:
+    mixer = HouseholderProduct(1)
+    mixer.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
     with raises(ValueError, "mixer must be on the layer's device meta, got weight on cpu: make"):
-        Bedouin(4, mixer=Owner(), device="meta")
+        Bedouin(4, mixer=mixer, device="meta")

@@ -28,10 +28,8 @@ from bedouin.solvers import (
     FixedCap,
     ImplicitAdjoint,
     Jacobi,
-    OneStepAdjoint,
     Picard,
     Solver,
-    UnrolledAdjoint,
 )
 from bedouin.state import BedouinState
 from bedouin.testing import assert_close, decode_gap
@@ -216,30 +214,6 @@ def test_the_output_of_the_paper_is_that_of_from_paper() -> None:
 
 
 # -- the meta device
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"solver": Picard()},
-        {"solver": Jacobi(), "adjoint": UnrolledAdjoint()},
-        {"solver": Picard(), "adjoint": OneStepAdjoint()},
-        {"mixer": LowRank(1), "on_unconverged": "raise"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_shapes_on_the_meta_device(kind: Any, options: dict[str, Any]) -> None:
-    layer = kind(4, device="meta", max_steps=3, **options)
-    x = torch.empty(2, 5, 4, device="meta", requires_grad=True)
-    output, state = layer(x, return_state=True)
-    assert output.shape == x.shape and output.is_meta
-    assert state.y.shape == (2, 8) and state.y.is_meta and state.ssm.is_meta
-    output.sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
-    step, _ = layer.step(torch.empty(2, 4, device="meta"), layer.init_state(2))
-    assert step.shape == (2, 4) and step.is_meta
 
 
 @pytest.mark.parametrize(
