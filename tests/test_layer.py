@@ -225,30 +225,6 @@ def test_what_reads_the_device_says_so_on_the_meta_device(options: dict[str, Any
         layer(torch.empty(2, 5, 4, device="meta"))
 
 
-# -- statistics
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "solver", [Direct(), Picard(), Jacobi()], ids=["direct", "picard", "jacobi"]
-)
-def test_statistics_of_the_last_call(kind: Any, solver: Solver) -> None:
-    layer: FixedPointLayer = kind(4, solver=solver)
-    layer(torch.randn(3, 5, 4))
-    stats: Any = layer.stats
-    assert stats.num_steps.shape == stats.residual.shape == stats.converged.shape == (3,)
-    assert stats.num_steps.dtype == torch.int64 and stats.converged.dtype == torch.bool
-    assert stats.residual.dtype == torch.float32
-    assert not stats.residual.requires_grad
-    assert stats.converged.all() and stats.residual.max() < 1e-3
-    if isinstance(solver, Picard):
-        assert stats.conditioning is None
-    else:
-        assert stats.conditioning is not None
-        assert stats.conditioning.shape == (3,) and stats.conditioning.min() > 0
-        assert not stats.conditioning.requires_grad
-
-
 def test_the_solver_may_be_set_to_auto() -> None:
     layer = Bedouin(4, solver=Picard())
     layer.solver = "auto"

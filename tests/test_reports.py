@@ -378,18 +378,28 @@ def test_a_layer_can_be_copied_after_a_transform() -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 @pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_history_of_a_layer(kind: type[Bedouin] | type[FixedPointRNN], solver: Solver) -> None:
+def test_statistics_and_history_of_a_layer(
+    kind: type[Bedouin] | type[FixedPointRNN], solver: Solver
+) -> None:
     layer = kind(4, num_heads=2, solver=solver, dtype=torch.float64)
     x = torch.randn(3, 6, 4, dtype=torch.float64)
     mask = torch.arange(6) < torch.tensor([[6], [2], [0]])
     expected = layer(x, mask=mask)
-    assert layer.stats is not None and layer.stats.history is None
-    steps = layer.stats.num_steps
+    stats: Any = layer.stats
+    assert stats.history is None and not stats.residual.requires_grad
+    assert stats.num_steps.shape == stats.residual.shape == stats.converged.shape == (3,)
+    assert stats.num_steps.dtype == torch.int64 and stats.converged.dtype == torch.bool
+    assert stats.converged.all() and stats.residual.max() < 1e-3
+    assert (stats.conditioning is not None) == isinstance(solver, Direct | Jacobi)
+    if stats.conditioning is not None:
+        assert stats.conditioning.shape == (3,) and stats.conditioning.min() > 0
+        assert not stats.conditioning.requires_grad
+    steps = stats.num_steps
     layer.record_history = True
     assert torch.equal(layer(x, mask=mask), expected)
-    history = layer.stats.history
-    assert history is not None and history.shape == (steps.max(), 3)
-    assert torch.equal(layer.stats.num_steps, steps) and not history.requires_grad
-    assert torch.equal(history.amin(0), layer.stats.residual)
+    stats = layer.stats
+    history = stats.history
+    assert history.shape == (steps.max(), 3) and not history.requires_grad
+    assert torch.equal(stats.num_steps, steps) and torch.equal(history.amin(0), stats.residual)
     if not isinstance(solver, Direct):
         assert (history[0, :2] > 1e-2).all() and (history[-1] < 1e-3).all()
