@@ -70,28 +70,6 @@ def test_documents_in_a_model() -> None:
     assert_close("next", model.step(token, last)[0], model.step(token, after)[0], 1e-11)
 
 
-def test_documents_train_alike() -> None:
-    """The gradient of a packed batch is the sum of those of its documents."""
-    model = make_model()
-    tokens, cu_seqlens = ids(1, 6), torch.tensor([0, 2, 6])
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(model(tokens, cu_seqlens=cu_seqlens).square().sum(), parameters)
-    loss = model(tokens[:, :2]).square().sum() + model(tokens[:, 2:]).square().sum()
-    expected = torch.autograd.grad(loss, parameters)
-    for (name, _), a, e in zip(model.named_parameters(), found, expected, strict=True):
-        assert_close(name, a, e, 1e-10, 1e-12)
-
-
-def test_mixers_without_a_mask() -> None:
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model = SequenceModel(VOCAB, 8, [Plain()])
-    with pytest.raises(TypeError, match="mixer Plain takes no mask, which padding and documents"):
-        model(ids(1, 3), mask=torch.ones(1, 3).bool())
-
-
 @torch.no_grad()
 def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     model = make_model()

@@ -258,7 +258,10 @@ def test_a_model_gathers_tokens_once(bounds: list[int], gathers: int) -> None:
     assert_close("logits", found, torch.cat(parts, 1), 1e-12)
 
 
-def test_documents_of_one_length_need_layers_that_take_a_mask() -> None:
+def test_padding_and_documents_need_layers_that_take_a_mask() -> None:
+    """Also documents of one length, which have no padding."""
     model = SequenceModel(5, 4, [nn.Identity()])
-    with pytest.raises(TypeError, match="mixer Identity takes no mask"):
-        model(torch.zeros(1, 6, dtype=torch.long), cu_seqlens=torch.tensor([0, 3, 6]))
+    bounds, mask = torch.tensor([0, 3, 6]), torch.ones(1, 6).bool()
+    for places in ({"cu_seqlens": bounds}, {"mask": mask}):
+        with pytest.raises(TypeError, match="mixer Identity takes no mask, which padding and doc"):
+            model(torch.zeros(1, 6, dtype=torch.long), **places)
