@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin import (
     Bedouin,
@@ -29,7 +29,15 @@ from bedouin import (
 )
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import ImplicitAdjoint, Jacobi, Picard
+from bedouin.solvers import (
+    Anderson,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    UnrolledAdjoint,
+)
 from bedouin.testing import assert_close
 
 EXACT: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-300}
@@ -81,12 +89,24 @@ BASELINES: dict[str, Callable[..., Any]] = {
     "attention, convolution": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
 }
 LAYERS = FIXED_POINTS | MEMORIES | BASELINES
+SOLVES: dict[str, Callable[..., Any]] = {
+    "loose": partial(Bedouin, d_state=2, num_heads=2, solver=Picard(0.5)),
+    "solver of the adjoint": partial(Bedouin, solver=Jacobi(), adjoint=ImplicitAdjoint(Picard())),
+    "one step": partial(Bedouin, num_heads=2, solver=Picard(), adjoint=OneStepAdjoint()),
+    "phantom": partial(Bedouin, solver=Anderson(), adjoint=PhantomAdjoint()),
+    "unrolled": partial(Bedouin, num_heads=2, adjoint=UnrolledAdjoint()),
+    "unrolled picard": partial(Bedouin, solver=Picard(), adjoint=UnrolledAdjoint()),
+    "unrolled jacobi": partial(Bedouin, solver=Jacobi(), adjoint=UnrolledAdjoint()),
+    "gate alone": partial(Bedouin, feedback=("mixer",), mixer=NoMixing(), input_scale="delta"),
+}
+"""Layers with solvers and adjoints that are not exact enough for all laws."""
 ITERATED = "picard", "jacobi"
 WITHOUT_KERNELS = "full", "low rank", "dense", "paper"
 """Of the fixed points: kernels neither have all of these options, nor are they as exact."""
 WITH_KERNELS = [n for n in FIXED_POINTS if n not in (*WITHOUT_KERNELS, *ITERATED)]
 
 layers = pytest.mark.parametrize("name", LAYERS)
+layers_and_solves = pytest.mark.parametrize("name", LAYERS | SOLVES)
 fixed_points = pytest.mark.parametrize("name", FIXED_POINTS)
 
 
@@ -115,7 +135,7 @@ def make(name: str, place: Place = CPU, **options: Any) -> Any:
     """A layer of the table, in which weights that begin at zero, or small, do not."""
     torch.manual_seed(0)
     factory: dict[str, Any] = {"device": place.device, "dtype": place.dtype}
-    layer = LAYERS[name](place.m, **factory | options).eval()
+    layer = (LAYERS | SOLVES)[name](place.m, **factory | options).eval()
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             if "read_proj" in parameter_name:
@@ -134,6 +154,24 @@ def earlier_state(layer: Any, b: int) -> Any:
     weight = next(layer.parameters())
     x = torch.randn(b, 2, layer.d_model, dtype=weight.dtype, device=weight.device)
     return layer(x, return_state=True)[1].detach()
+
+
+class Whole(nn.Module):
+    """A call with everything that it takes."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: Any, mask: Tensor | None) -> Any:
+        return self.layer(x, state, True, mask=mask)
+
+
+class OneToken(Whole):
+    """The first token, from a state."""
+
+    def forward(self, x: Tensor, state: Any, mask: Tensor | None) -> Any:
+        return self.layer.step(x[:, 0], state)
 
 
 def floats(values: Iterable[Tensor]) -> list[Tensor]:

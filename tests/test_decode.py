@@ -16,15 +16,8 @@ from tests.layer_cases import GPU, WITH_KERNELS, draw, fixed_points
 from tests.layer_cases import make as of_table
 from torch import Tensor
 
-from bedouin import (
-    Bedouin,
-    BedouinState,
-    Decoder,
-    FixedPointRNN,
-    Kronecker,
-    SequenceModel,
-)
-from bedouin.decode import CHECK_TOKENS, graph_key
+from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, Kronecker, SequenceModel
+from bedouin.decode import CHECK_TOKENS
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import ConvergenceWarning
 from bedouin.testing import assert_close
@@ -112,17 +105,6 @@ def test_a_sample_has_failed_if_one_of_its_heads_has(
     assert_close("output", y_t[::2], expected[::2], 1e-12)
 
 
-def test_a_graph_is_made_for_what_autocast_casts_to() -> None:
-    x = torch.zeros(3, 4)
-    keys = [graph_key(x)]
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            keys.append(graph_key(x))
-    assert len(set(keys)) == 3
-    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
-        assert graph_key(x.double()) == graph_key(x.double())[:2] + (None, x.device)
-
-
 @torch.no_grad()
 def test_another_precision_is_captured_anew(graphs: list[Tensor]) -> None:
     layer, x = make(dtype=torch.float32), tokens(dtype=torch.float32)
@@ -184,10 +166,7 @@ def _module(layer: FixedPointLayer) -> None:
 )
 @pytest.mark.parametrize("device", ["cpu", on_gpu])
 def test_changed_parameters_are_seen(
-    device: str,
-    change: Callable[[FixedPointLayer], None],
-    captures: int,
-    request: pytest.FixtureRequest,
+    device: str, change: Callable[..., None], captures: int, request: pytest.FixtureRequest
 ) -> None:
     graphs = request.getfixturevalue("graphs") if device == "cpu" else [None] * captures
     dtype, rtol = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
@@ -220,16 +199,6 @@ def test_failed_tokens_are_reported_when_they_are_checked(
             decoder(x_t)
             if device == "cuda":
                 torch.cuda.synchronize()
-
-
-def test_wrong_states_are_named() -> None:
-    layer = make()
-    with pytest.raises(ValueError, match=r"state.ssm must have shape \(3, 12, 16\)"):
-        Decoder(layer, 3, state=layer.init_state(2))
-    with pytest.raises(ValueError, match="dtype"):
-        Decoder(layer, 3, state=layer.init_state(3).to(torch.int64))
-    with pytest.raises(TypeError, match="state must be a BedouinState"):
-        Decoder(layer, 3, state=(1, 2))
 
 
 def test_where_no_graph_is_captured(graphs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from tests.layer_cases import (
     BASELINES,
     CPU,
+    FIXED_POINTS,
     GPU,
     LAYERS,
     MEMORIES,
+    SOLVES,
     Place,
     assert_all_close,
     assert_owns_memory,
@@ -31,6 +33,7 @@ from tests.layer_cases import (
     floats,
     gradients,
     layers,
+    layers_and_solves,
     make,
     places,
     random_layer,
@@ -76,10 +79,7 @@ def check_chunks(layer: Any, x: Tensor, before: Any, rtol: float) -> None:
     expected = [whole, *end.tensors]
     inputs = list(layer.parameters())
     t = x.shape[1]
-    for found in (
-        in_chunks(layer, x, before, [t // 3, 0, t - t // 3]),
-        in_steps(layer, x, before),
-    ):
+    for found in (in_chunks(layer, x, before, [t // 3, 0, t - t // 3]), in_steps(layer, x, before)):
         assert_all_close(found, expected, rtol)
         assert_all_close(gradients(found, inputs), gradients(expected, inputs), 10 * rtol)
     changed = torch.cat([x[:, : t // 2], torch.randn_like(x[:, t // 2 :])], 1)
@@ -215,7 +215,7 @@ def test_layers_with_random_options(
     check_documents(layer, row, every, ends, of_documents, 1e-12 * growth)
 
 
-@layers
+@layers_and_solves
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_nothing_in_nothing_out(name: str, shape: tuple[int, int], device: str) -> None:
@@ -282,9 +282,13 @@ def test_a_state_is_selected_joined_detached_and_converted(name: str) -> None:
     assert torch.equal(layer(x.unsqueeze(1), zeros), layer(x.unsqueeze(1)))
 
 
-@layers
+@layers_and_solves
 def test_a_returned_state_owns_its_memory(name: str) -> None:
-    assert_owns_memory(make(name), draw(2, 20))
+    for b in (1, 2):
+        assert_owns_memory(make(name), draw(b, 20))
+    if name in FIXED_POINTS | SOLVES:
+        with torch.no_grad():
+            assert_owns_memory(make(name), draw(2, 20))
 
 
 def gathered(state: Any) -> Any:

@@ -18,10 +18,15 @@ from tests.layer_cases import (
     ITERATED,
     LAYERS,
     ON_GPU,
+    SOLVES,
+    WITH_KERNELS,
+    OneToken,
+    Whole,
     assert_all_close,
     draw,
     earlier_state,
     floats,
+    gradients,
     layers,
     make,
     results,
@@ -32,7 +37,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, stack_module_state, vmap
-from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Decoder
@@ -51,22 +56,6 @@ EXPORTED = (
 )
 
 
-class Whole(nn.Module):
-    """A call with everything that it takes."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, state: Any, mask: Tensor) -> Any:
-        return self.layer(x, state, True, mask=mask)
-
-
-class OneToken(Whole):
-    def forward(self, x: Tensor, state: Any, mask: Tensor) -> Any:
-        return self.layer.step(x[:, 0], state)
-
-
 def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
     mask = torch.arange(t) < torch.arange(1, b + 1).unsqueeze(1)
     return draw(b, t), earlier_state(layer, b), mask
@@ -75,19 +64,22 @@ def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_one_graph_for_all_batch_sizes_and_lengths(name: str) -> None:
-    """Values, states and gradients are those of eager calls, which may come in between."""
+    """Values, states and gradients, also those of a state that comes in, are those of eager calls,
+    which may come in between."""
     layer = make(name)
     module = Whole(layer)
     call = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for i, (b, t) in enumerate(((5, 7), (7, 11))):
         given = arguments(layer, b, t)
+        before = [v.requires_grad_() for v in floats(given[1].tensors)]
         expected = tree_leaves(module(*given))
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             actual = tree_leaves(call(*given))
-            parameters = list(layer.parameters())
-            found = torch.autograd.grad(total(actual), parameters)
+            inputs = [*before, *layer.parameters()]
+            # not `gradients`, which keeps the graph for a second backward pass
+            found = torch.autograd.grad(total(actual), inputs, materialize_grads=True)
         assert_all_close(actual, expected, 1e-10)
-        assert_all_close(found, torch.autograd.grad(total(expected), parameters), 1e-9)
+        assert_all_close(found, gradients(expected, inputs), 1e-9)
 
 
 BATCH, LENGTH = torch.export.Dim("b"), torch.export.Dim("t")
@@ -141,9 +133,10 @@ def loss_of(layer: Any) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("name", [n for n in LAYERS if n not in BASELINES])
-@pytest.mark.parametrize("over", ["models", "samples", "state"])
+@pytest.mark.parametrize("over", ["models", "samples", "first", "others"])
 def test_vmap_is_a_loop(name: str, over: str) -> None:
-    """Over the parameters of several models; over inputs; over one part of the state."""
+    """Over the parameters of several models; over inputs; over the first part of the state alone,
+    or the others: of values, and of gradients."""
     layer = make(name)
     models = [layer, make(name)]
     with torch.no_grad():
@@ -151,31 +144,22 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
             parameter.mul_(0.9)
     parameters, _ = stack_module_state(models)
     parameters = {n: p.detach() for n, p in parameters.items()}
-    xs = draw(2, 3).unsqueeze(1)
-    states = [earlier_state(layer, 1) for _ in xs]
+    states = [earlier_state(layer, 1) for _ in models]
     state = states[0]._make(torch.stack(v) for v in zip(*states, strict=True))
-    if over == "models":
-        xs, state = xs[[0, 0]], state._make(v[[0, 0]] for v in state)
-    else:
-        parameters = {n: p[[0, 0]] for n, p in parameters.items()}
-    if over == "state":
-        xs, state = (
-            xs[[0, 0]],
-            state._make([state.tensors[0], *(v[[0, 0]] for v in state.tensors[1:])]),
-        )
-    call = grad(loss_of(layer), (0, 1))
-    dims = {"models": (0, None, None), "samples": (None, 0, 0), "state": (None, None, 0)}[over]
-    one: Any = {n: p[0] for n, p in parameters.items()}
-    given = [parameters, xs, state]
-    alone = [one, xs[0], state._make(v[0] for v in state)]
-    found = vmap(call, dims)(
-        *(a if d is None else g for a, g, d in zip(alone, given, dims, strict=True))
-    )
-    for i in range(2):
-        own = {n: p[i] for n, p in parameters.items()}
-        expected = call(own, xs[i], state._make(v[i] for v in state))
-        leaves = (v[i] for v in tree_leaves(found))
-        assert_all_close(leaves, tree_leaves(expected), 1e-9)
+    leaves, tree = tree_flatten((parameters, draw(2, 3).unsqueeze(1), state))
+    batched = [over == "models"] * len(parameters) + [over == "samples"]
+    batched += [over in ("samples", part) for part in ("first", *["others"] * (len(state) - 1))]
+    given = [v if yes else v[0] for v, yes in zip(leaves, batched, strict=True)]
+    loss = loss_of(layer)
+    for function in (loss, grad(loss, (0, 1))):
+
+        def call(*leaves: Tensor, function: Any = function) -> Any:
+            return function(*tree_unflatten(leaves, tree))
+
+        found = tree_leaves(vmap(call, tuple(0 if yes else None for yes in batched))(*given))
+        for i in range(2):
+            own = [v[i] if yes else v for v, yes in zip(given, batched, strict=True)]
+            assert_all_close([v[i] for v in found], tree_leaves(call(*own)), 1e-9)
 
 
 @layers
@@ -222,24 +206,43 @@ def test_copies_compute_the_same(name: str) -> None:
         assert torch.equal(other(x), output)
 
 
-@layers
-def test_shapes_of_fake_tensors_and_on_the_meta_device(name: str) -> None:
+WITHOUT_VALUES = [n for n in LAYERS | SOLVES if n not in ("phantom", "solver of the adjoint")]
+"""Layers whose solves read no values."""
+OF_KERNELS = [pytest.param(n, "triton", marks=pytest.mark.interpreter) for n in WITH_KERNELS]
+OF_KERNELS += [pytest.param("picard", "triton", marks=pytest.mark.interpreter)]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "auto") for name in WITHOUT_VALUES), *OF_KERNELS]
+)
+def test_shapes_of_fake_tensors_and_on_the_meta_device(name: str, backend: str) -> None:
     """Which have no values that the host could read: of a mask, torch's LSTM reads the lengths."""
-    options: dict[str, Any] = {"solver": "auto"} if name in ITERATED else {}
 
     def run(device: str) -> list[Tensor]:
-        layer, x = make(name, device=device, **options), draw(2, 3).to(device)
+        options: dict[str, Any] = {"device": device}
+        if name in FIXED_POINTS | SOLVES:
+            told = "raise" if device == "meta" else "ignore"
+            options |= {"backend": backend, "max_steps": 2, "on_unconverged": told}
+        if backend == "triton":
+            options["dtype"] = torch.float32
+        layer = make(name, **options)
+        x = draw(2, 3).to(device, next(layer.parameters()).dtype)
         mask = torch.ones(2, 3, dtype=torch.bool, device=device)
         padding = {} if name.startswith("lstm") else {"mask": mask}
-        return results(layer, x, layer.init_state(2), **padding)
+        found = results(layer, x, layer.init_state(2), **padding)
+        if device == "cpu" and name not in BASELINES:
+            with torch.no_grad():
+                found.append(Decoder(layer, 2)(x[:, 0]))
+        return found
 
     expected = run("cpu")
     with FakeTensorMode():
         fake = run("cpu")
     assert [v.shape for v in fake] == [v.shape for v in expected]
-    on_meta = run("meta")
-    assert all(v.is_meta for v in on_meta)
-    assert [v.shape for v in on_meta] == [v.shape for v in expected]
+    if backend == "auto":
+        on_meta = run("meta")
+        assert all(v.is_meta for v in on_meta)
+        assert [v.shape for v in on_meta] == [v.shape for v in expected[: len(on_meta)]]
 
 
 @layers

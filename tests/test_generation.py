@@ -9,13 +9,7 @@ import torch
 from tests.layer_cases import make
 from torch import Tensor, nn
 
-from bedouin import (
-    Bedouin,
-    Bidirectional,
-    Decoder,
-    FixedPointRNN,
-    SequenceModel,
-)
+from bedouin import Bedouin, Bidirectional, Decoder, FixedPointRNN, SequenceModel
 from bedouin.baselines import Mamba
 from bedouin.generation import Sampling
 from bedouin.testing import assert_close
@@ -74,28 +68,6 @@ def test_documents_in_a_model() -> None:
     assert_close("second of seq_idx", indexed[:, 3:], fresh, 1e-11)
     token = ids(1)
     assert_close("next", model.step(token, last)[0], model.step(token, after)[0], 1e-11)
-
-
-def test_documents_train_alike() -> None:
-    """The gradient of a packed batch is the sum of those of its documents."""
-    model = make_model()
-    tokens, cu_seqlens = ids(1, 6), torch.tensor([0, 2, 6])
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(model(tokens, cu_seqlens=cu_seqlens).square().sum(), parameters)
-    loss = model(tokens[:, :2]).square().sum() + model(tokens[:, 2:]).square().sum()
-    expected = torch.autograd.grad(loss, parameters)
-    for (name, _), a, e in zip(model.named_parameters(), found, expected, strict=True):
-        assert_close(name, a, e, 1e-10, 1e-12)
-
-
-def test_mixers_without_a_mask() -> None:
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model = SequenceModel(VOCAB, 8, [Plain()])
-    with pytest.raises(TypeError, match="mixer Plain takes no mask, which padding and documents"):
-        model(ids(1, 3), mask=torch.ones(1, 3).bool())
 
 
 @torch.no_grad()
@@ -172,10 +144,7 @@ def test_a_whole_model_is_one_graph(graphs: list[Tensor]) -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
-    mixers = [
-        Bedouin(64, num_heads=2, device="cuda"),
-        Bedouin(64, d_conv=4, device="cuda"),
-    ]
+    mixers = [Bedouin(64, num_heads=2, device="cuda"), Bedouin(64, d_conv=4, device="cuda")]
     model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
     tokens = ids(2, 6).cuda()
     # float32, in sums of other orders
@@ -350,14 +319,3 @@ def test_both_directions_of_time_in_a_model() -> None:
     found = model(tokens, cu_seqlens=torch.tensor([0, 4, 6]))
     assert_close("model", found[:, :4], model(tokens[:, :4]), 1e-12)
     assert layer.stats is not None and layer.stats[0].converged.all() and layer.stats[1] is None
-
-
-def test_errors_of_bidirectional() -> None:
-    with pytest.raises(TypeError, match="backwards must be a module, got NoneType"):
-        Bidirectional(Bedouin(4), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must have one d_model, got 4 and 8"):
-        Bidirectional(Bedouin(4), Bedouin(8))
-    with pytest.raises(TypeError, match="mixer Linear takes no mask"):
-        Bidirectional(Bedouin(4), nn.Linear(4, 4))(
-            torch.zeros(1, 2, 4), mask=torch.ones(1, 2).bool()
-        )

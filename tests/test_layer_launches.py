@@ -164,19 +164,11 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
     ],
 )
 def test_the_number_of_launches(
-    feedback: tuple[str, ...],
-    num_heads: int,
-    most: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
+    feedback: Any, num_heads: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 40 samples of 16 tokens."""
-    layer = Bedouin(
-        32 * num_heads,
-        num_heads=num_heads,
-        feedback=feedback,
-        backend="triton",
-        on_unconverged="ignore",
-    )
+    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "backend": "triton"}
+    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     forward, backward = launches_of(layer, x, monkeypatch)
     assert len(forward.names) <= most[0], forward.names

@@ -1,16 +1,14 @@
 """Padded rows and packed documents: statistics, kernels, errors."""
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from tests.layer_cases import assert_all_close, check_alone, random_state, results, rows_of
+from tests.layer_cases import check_alone, random_state, rows_of
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
+from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.solvers import (
-    Adjoint,
     Anderson,
     Broyden,
     Direct,
@@ -67,29 +65,14 @@ def test_statistics_are_those_of_the_tokens(
         one = layer.stats
         assert one is not None
         if piece.any() and one.backward is not None:
-            assert found.backward is not None
+            assert found.backward is not None and found.backward.converged.all()
+            assert rough or found.backward.num_steps[i] == one.backward.num_steps[0]
+            back = found.backward.residual[i], one.backward.residual[0]
+            assert_close("residual of the adjoint", *back, 1e-2, 1e-9 if rough else 1e-12)
         assert found.num_steps[i] == one.num_steps[0]
         assert_close("residual", found.residual[i], one.residual[0], 1e-2, 1e-12)
         if one.conditioning is not None and found.conditioning is not None:
             assert_close("pivot", found.conditioning[i], one.conditioning[0], 1e-11)
-
-
-@pytest.mark.parametrize(
-    "adjoint", [ImplicitAdjoint(Picard(1e-9)), ImplicitAdjoint(Jacobi(1e-9, 0.0)), None], ids=str
-)
-def test_statistics_of_the_adjoint(adjoint: Adjoint | None) -> None:
-    layer = Bedouin(4, adjoint=adjoint, dtype=torch.float64)
-    x = torch.randn(2, 6, 4, dtype=torch.float64)
-    mask = torch.tensor([[0, 1, 1, 0, 0, 0], [1] * 6]).bool()
-    weight = torch.randn(2, 6, 4, dtype=torch.float64)
-    (layer(x, mask=mask) * weight).sum().backward()
-    assert layer.stats is not None
-    found = layer.stats.backward
-    (layer(x[:1, 1:3]) * weight[:1, 1:3]).sum().backward()
-    expected = layer.stats.backward
-    assert found is not None and expected is not None and found.converged.all()
-    assert found.num_steps[0] == expected.num_steps[0]
-    assert_close("residual", found.residual[0], expected.residual[0], 1e-2, 1e-12)
 
 
 @torch.no_grad()
@@ -143,55 +126,6 @@ def test_documents_under_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
         found = compiled(x, cu_seqlens=bounds)
         assert_close("output", found, layer(x, cu_seqlens=bounds), 1e-12)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def run_kernels(layer: Any, x: Tensor, **places: Tensor) -> tuple[set[str], list[Tensor]]:
-    """The names of the Triton kernels that the interpreter runs, and the results of a call."""
-    from triton.runtime.interpreter import GridExecutor
-
-    found: set[str] = set()
-    run = GridExecutor.__call__
-
-    def record(executor: Any, *args: Any, **options: Any) -> Any:
-        found.add(executor.fn.__name__)
-        return run(executor, *args, **options)
-
-    before = BedouinState(*(torch.full_like(v, 0.1) for v in layer.init_state(len(x))))
-    with patch.object(GridExecutor, "__call__", record):
-        return found, results(layer, x, before, **places)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Bedouin, {"solver": Direct()}),
-        (Bedouin, {"solver": Direct(), "feedback": (), "decay": "griffin"}),
-        (FixedPointRNN, {"solver": Direct(), "num_heads": 2}),
-        (Bedouin, {"solver": Jacobi(rtol=1e-3, atol=0.0), "max_steps": 4}),
-        (FixedPointRNN, {"solver": Picard(0.1, 0.0, stop_rule="paper"), "max_steps": 4}),
-    ],
-    ids=str,
-)
-def test_masked_calls_run_the_same_kernels(kind: Any, options: dict[str, Any]) -> None:
-    """As a call of that shape without a mask, and give what plain torch gives."""
-    options = options | {"num_householder": 1} | ({"d_state": 2} if kind is Bedouin else {})
-    layers = [kind(2, backend=backend, **options) for backend in ("triton", "reference")]
-    layers[1].load_state_dict(layers[0].state_dict())
-    mask = torch.tensor([[False, True, True], [False, False, False]])
-    x = torch.randn(2, 3, 2).masked_fill(~mask.unsqueeze(-1), torch.nan)
-    kernels, found = run_kernels(layers[0], x, mask=mask)
-    _, expected = run_kernels(layers[1], x, mask=mask)
-    # the rounding of float32, which feedback amplifies
-    assert_all_close(found, expected, 2e-4, 1e-6)
-    counts = []
-    for layer in layers:
-        layer(x, mask=mask)
-        assert layer.stats.converged.all()
-        counts.append(layer.stats.num_steps.tolist())
-    assert counts[0] == counts[1] and counts[0][1] == 0
-    plain, _ = run_kernels(layers[0], torch.randn(2, 3, 2))
-    assert kernels == plain and kernels
 
 
 @pytest.mark.gpu

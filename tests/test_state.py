@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from bedouin import Bedouin, BedouinState, SequenceModel
 from bedouin.baselines import Attention
 from bedouin.decode import Decoder
-from bedouin.solvers import Adjoint, Direct, Jacobi, OneStepAdjoint, Picard, Solver, UnrolledAdjoint
+from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 
 @torch.no_grad()
@@ -85,32 +85,8 @@ def test_a_state_is_a_node_with_its_fields_as_children() -> None:
     assert list(state._asdict()) == ["ssm", "y"] and state._replace(y=state.y).ssm is state.ssm
 
 
-OWNERS: list[tuple[Solver, Adjoint | None]] = [
-    (Direct(), UnrolledAdjoint()),
-    (Picard(0.5), OneStepAdjoint()),
-    (Picard(0.5), None),
-    (Jacobi(), UnrolledAdjoint()),
-]
-
-
-@pytest.mark.parametrize(("solver", "adjoint"), OWNERS, ids=str)
-@pytest.mark.parametrize(("num_heads", "b", "grad"), [(1, 2, True), (2, 1, True), (2, 2, False)])
-def test_states_of_every_solve_own_their_memory(
-    solver: Solver, adjoint: Adjoint | None, grad: bool, num_heads: int, b: int
-) -> None:
-    options: dict[str, Any] = {"num_heads": num_heads, "solver": solver, "adjoint": adjoint}
-    layer = Bedouin(4, d_state=3, **options)
-    with torch.set_grad_enabled(grad):
-        assert_owns_memory(layer, torch.randn(b, 40, 4))
-
-
 @pytest.mark.interpreter
 @pytest.mark.parametrize("solver", [Direct(), Picard(0.5), Jacobi()], ids=str)
 def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
     layer = Bedouin(4, d_state=1, expand=1, num_householder=1, solver=solver, backend="triton")
     assert_owns_memory(layer, torch.randn(1, 2, 4))
-
-
-def test_rebuilding_needs_the_tensors_of_a_state() -> None:
-    with pytest.raises(TypeError):
-        BedouinState._make([torch.zeros(1, 2, 3)])

@@ -12,13 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from bedouin import (
-    GatedDeltaNet,
-    Tracker,
-    TrackingDeltaNet,
-    param_groups,
-)
+from bedouin import Decoder, GatedDeltaNet, SequenceModel, Tracker, TrackingDeltaNet, param_groups
 
 M = 8
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
@@ -260,3 +256,72 @@ def test_a_tracker_takes_what_it_reads() -> None:
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
     masked = layer(u, read=read.masked_fill(~mask.unsqueeze(-1), torch.nan), mask=mask)
     torch.testing.assert_close(masked[1, :4], expected[1, :4])
+
+
+# -- the noise of `feedback_noise` in training mode
+
+
+def noisy(noise: float = 0.3, name: str = "two trackers alone") -> Any:
+    torch.manual_seed(0)
+    return make(name, feedback_noise=noise)
+
+
+of_noise = pytest.mark.parametrize("name", ["two trackers alone", "tracking"])
+
+
+def test_evaluation_has_no_noise() -> None:
+    layer, plain, u = noisy(), noisy(0.0), draw(2, 7, M)
+    assert not torch.equal(layer(u), plain(u))
+    torch.testing.assert_close(layer.eval()(u), plain.eval()(u), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_has_the_same_noise(use_reentrant: bool) -> None:
+    found = []
+    for checkpointed in (False, True):
+        layer, u = noisy(), draw(2, 9, M).requires_grad_()
+        y = checkpoint(layer, u, use_reentrant=use_reentrant) if checkpointed else layer(u)
+        y.square().sum().backward()
+        found.append([y, u.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_padding_stays_without_influence_whatever_noise_it_gets() -> None:
+    """The memory passes through tokens of padding, whatever noise they get."""
+    mask = torch.tensor([[True] * 4 + [False] * 5, [True] * 9])
+    found = []
+    for padding in (0.0, 3.0):
+        layer, u = noisy(), draw(2, 9, M)
+        u[~mask] = padding
+        y, after = layer(u, mask=mask, return_state=True)
+        found.append([y[mask], *after.tensors])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@of_noise
+def test_single_tokens_have_no_noise_in_training_mode(name: str) -> None:
+    layer, u = noisy(name=name), draw(2, M)
+    state = layer.init_state(2)
+    stepped, decoded = layer.step(u, state)[0], Decoder(layer, 2)(u)
+    expected, _ = layer.eval().step(u, state)
+    torch.testing.assert_close(stepped, expected, rtol=0, atol=0)
+    torch.testing.assert_close(decoded, expected, rtol=1e-12, atol=1e-12)
+
+
+@of_noise
+def test_generation_has_no_noise_its_prompt_included(name: str) -> None:
+    model = SequenceModel(12, 8, [noisy(name=name)], dtype=torch.float64)
+    prompt = torch.randint(12, (3, 6))
+    generated = model.generate(prompt, 20)
+    assert torch.equal(generated, model.eval().generate(prompt, 20))
+
+
+def test_a_compiled_step_has_no_noise() -> None:
+    layer, u = noisy(), draw(2, M)
+    state = layer.init_state(2)
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(step(u, state)[0], step(u, state)[0])
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert not torch.equal(call(draw(2, 3, M)), call(draw(2, 3, M)))
