@@ -158,14 +158,6 @@ def test_a_map_that_ignores_its_argument_has_the_gradient_of_its_value(adjoint: 
         torch.testing.assert_close(grad.abs(), torch.full((2, 3), expected))
 
 
-def test_gradients_reach_what_is_upstream_of_the_map() -> None:
-    x = torch.full((2, 3), 0.5, requires_grad=True)
-    upstream = (4 * x).square()
-    value = solve(lambda y: 0.5 * y + upstream, torch.zeros(2, 3), Picard(1e-6)).value
-    (grad,) = torch.autograd.grad(value.sum(), x)
-    torch.testing.assert_close(grad, torch.full((2, 3), 2 * 16.0), rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("adjoint", ADJOINTS)
 def test_a_random_cap_in_training_only_changes_the_value(adjoint: Adjoint) -> None:
     """Drawn or not, a solve of the same length has the same gradient."""

@@ -73,6 +73,18 @@ def test_what_is_not_finite_fails_its_sample_from_its_token_on(
     assert clean.result is Result.converged and solution.result is Result.nonfinite
 
 
+@pytest.mark.parametrize("solver", [Picard(), *MIXING], ids=str)
+def test_a_sample_that_becomes_nan_on_the_way_fails_alone(solver: Solver) -> None:
+    start = torch.ones(2, 4, dtype=torch.float64)
+    f = lambda y: torch.stack([0.5 * y[0] + 1, torch.log(y[1])])  # noqa: E731
+    solution = solve(f, start, solver, on_unconverged="ignore")
+    assert solution.stats.converged.tolist() == [True, False]
+    if solver not in MIXING:  # which return the best of their iterates
+        assert solution.stats.residual.isnan().tolist() == [False, True]
+        assert solution.result is Result.nonfinite and solution.stats.num_steps[1] < 10
+    assert (solution.value[0] - 2).abs().max() < 2e-3
+
+
 @pytest.mark.parametrize("solver", ALL, ids=str)
 @pytest.mark.parametrize("max_steps", [1, 2, 7, 100])
 def test_the_residual_is_that_of_the_returned_value(solver: Solver, max_steps: int) -> None:
@@ -134,12 +146,21 @@ def test_a_new_solver_is_one_class_with_one_method() -> None:
     assert layer.stats.num_steps.min() > 10
 
 
-@pytest.mark.parametrize("time_dim", [None, 1])
+def halve(y: Tensor) -> Tensor:
+    return 0.5 * y
+
+
 @pytest.mark.parametrize(
-    ("solver", "needs"),
-    [(Jacobi(), r"block_solve\(y\), and time_dim=1,"), (Direct(), "sweep,")],
+    ("solver", "f", "time_dim", "message"),
+    [
+        (Jacobi(), halve, 1, r"block_solve\(y\), and time_dim=1, got function: use Picard"),
+        (Jacobi(), make(), None, r"block_solve\(y\), and time_dim=1, got SweptMap"),
+        (Direct(), halve, 1, "sweep, got function: use Picard"),
+        (Direct(), halve, None, "sweep, got function: use Picard"),
+    ],
 )
-def test_a_plain_function_is_refused_by_name(solver: Solver, needs: str, time_dim: Any) -> None:
-    message = f"{type(solver).__name__} needs a map with a method {needs} got function: use Picard"
-    with pytest.raises(TypeError, match=message):
-        solve(lambda y: 0.5 * y, torch.ones(2, 3, 1), solver, time_dim=time_dim)
+def test_a_map_without_what_a_solver_needs_is_refused_by_name(
+    solver: Solver, f: Any, time_dim: Any, message: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{type(solver).__name__} needs a map with a .*{message}"):
+        solve(f, torch.ones(2, 3, 1), solver, time_dim=time_dim)

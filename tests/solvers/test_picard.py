@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin.solvers import (
-    OneStepAdjoint,
     Picard,
     Result,
     Solution,
@@ -63,17 +62,6 @@ def test_each_sample_stops_at_its_own_step_and_keeps_the_measured_value() -> Non
     assert len(set(steps)) == 3
     assert solution.stats.num_steps.tolist() == steps
     assert torch.equal(solution.value, values)
-
-
-@pytest.mark.parametrize("max_steps", [1, 2, 7])
-def test_without_convergence_there_are_exactly_max_steps_updates(max_steps: int) -> None:
-    f, y = _rates(0.5), torch.zeros(1, 1, dtype=torch.float64)
-    solution = _run(f, y, NEVER, max_steps)
-    for _ in range(max_steps):
-        y = f(y)
-    assert torch.equal(solution.value, y)
-    assert solution.stats.num_steps.tolist() == [max_steps]
-    assert solution.result is Result.max_steps_reached
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -185,22 +173,6 @@ def test_scale_is_that_of_the_past_not_of_the_future() -> None:
     assert abs(solution.value[0, 0, 0].item() - 2) < 4e-3
 
 
-def test_paper_stop_rule_is_the_loop_of_the_paper() -> None:
-    torch.manual_seed(3)
-    x = torch.randn(3, 6, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None]
-    f = _causal_map(x)
-    solver = Picard(0.1, 0.0, stop_rule="paper")
-    solution = _run(f, torch.zeros_like(x), solver, time_dim=1)
-    for i in range(3):
-        y_before, y, steps = _paper_loop(x[i : i + 1], 100)
-        assert solution.stats.num_steps[i] == steps
-        assert torch.equal(solution.value[i : i + 1], y)
-        residual = _residual_of_step(y_before, y)
-        torch.testing.assert_close(solution.stats.residual[i], residual, rtol=1e-12, atol=0)
-    assert len(set(solution.stats.num_steps.tolist())) > 1
-    assert bool(solution.stats.converged.all())
-
-
 def _residual_of_step(y_before: Tensor, y: Tensor) -> Tensor:  # (1, t, c) each
     """max_t |y_t - y_before_t| / max_{s <= t} |y_s|."""
     defect, scale = (y - y_before).abs().amax(-1), y.abs().amax(-1)
@@ -219,9 +191,11 @@ def _paper_loop(x: Tensor, max_steps: int, damping: float = 1.0) -> tuple[Tensor
 
 @pytest.mark.parametrize("damping", [1.0, 0.6])
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 50])
-def test_paper_stop_rule_returns_the_last_evaluation(max_steps: int, damping: float) -> None:
-    """By the tolerance or by the cap, damped or not; and the cap adds no evaluation."""
-    x = torch.randn(1, 6, 2, dtype=torch.float64)
+def test_the_papers_rule_is_its_loop_and_returns_the_last_evaluation(
+    max_steps: int, damping: float
+) -> None:
+    """By the tolerance, each sample at its own step, or by the cap, which adds no evaluation."""
+    x = torch.randn(3, 6, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None]
     f, count = _causal_map(x), []
 
     def counted(y: Tensor) -> Tensor:
@@ -231,12 +205,15 @@ def test_paper_stop_rule_returns_the_last_evaluation(max_steps: int, damping: fl
     solver = Picard(0.1, 0.0, damping, stop_rule="paper")
     with torch.no_grad():
         solution = _run(counted, torch.zeros_like(x), solver, max_steps, time_dim=1)
-    y_before, y, steps = _paper_loop(x, max_steps, damping)
-    assert torch.equal(solution.value, y)
-    assert solution.stats.num_steps.tolist() == [steps] and len(count) == steps
-    assert solution.stats.converged.tolist() == [steps < max_steps or max_steps == 50]
-    residual = _residual_of_step(y_before, y)
-    torch.testing.assert_close(solution.stats.residual[0], residual, rtol=1e-12, atol=0)
+    for i in range(3):
+        y_before, y, steps = _paper_loop(x[i : i + 1], max_steps, damping)
+        assert torch.equal(solution.value[i : i + 1], y)
+        assert solution.stats.num_steps[i] == steps
+        assert solution.stats.converged[i] == (steps < max_steps)
+        residual = _residual_of_step(y_before, y)
+        torch.testing.assert_close(solution.stats.residual[i], residual, rtol=1e-12, atol=0)
+    assert len(count) == solution.stats.num_steps.max()
+    assert max_steps < 50 or len(set(solution.stats.num_steps.tolist())) > 1
 
 
 @pytest.mark.parametrize("max_steps", [2, 50])
@@ -250,15 +227,6 @@ def test_unrolling_the_paper_stop_rule_is_the_gradient_of_its_evaluations(max_st
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
-def test_the_one_step_gradient_of_the_paper_is_taken_at_the_returned_value() -> None:
-    x = torch.randn(2, 6, 2, dtype=torch.float64, requires_grad=True)
-    y0, solver = torch.zeros_like(x), Picard(0.1, 0.0, stop_rule="paper")
-    solution = _run(_causal_map(x), y0, solver, adjoint=OneStepAdjoint(), time_dim=1)
-    (ours,) = torch.autograd.grad(solution.value.sum(), x)
-    (theirs,) = torch.autograd.grad(_causal_map(x)(solution.value.detach()).sum(), x)
-    assert torch.equal(ours, theirs)
-
-
 def test_an_infinity_on_the_way_does_not_fail_a_later_token() -> None:
     """Token 1 overflows until token 0, which it divides by, has left zero."""
 
@@ -268,10 +236,3 @@ def test_an_infinity_on_the_way_does_not_fail_a_later_token() -> None:
     solution = _run(f, torch.zeros(1, 2, 1), Picard(), time_dim=1)
     assert solution.value.flatten().tolist() == [1.0, 2.0]
     assert solution.result is Result.converged
-
-
-def test_a_value_that_becomes_nan_later_is_reported() -> None:
-    solution = _run(torch.log, torch.tensor([[1.0], [2.0]]), Picard())
-    assert bool(solution.value.isnan().all())
-    assert solution.result is Result.nonfinite
-    assert solution.stats.num_steps.max() < 10

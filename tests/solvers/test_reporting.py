@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from bedouin.kernels.backend import can_read_device
 from bedouin.solvers import (
     ConvergenceError,
     ConvergenceWarning,
@@ -134,18 +132,6 @@ def test_samples_that_a_drawn_cap_cuts_short_are_accepted() -> None:
     assert stats.accepted(4).tolist() == [False, True, False, True, True]
     message = failure_message(measured, 1, 1, "solve")
     assert "1 of 5 samples" in message and "not finite" in message
-
-
-def test_values_may_be_read_except_under_a_transform() -> None:
-    seen: list[bool] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(can_read_device(x))
-        return x
-
-    look(torch.ones(2))
-    torch.func.vmap(look)(torch.ones(2))
-    assert seen == [True, False]
 
 
 # -- messages

@@ -3,8 +3,6 @@
 Letters: b batch, t tokens, c values of a token.
 """
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -105,16 +103,6 @@ def test_a_sample_that_converged_is_left_alone(solver: Solver) -> None:
     assert torch.equal(solution.value[0], torch.ones(6, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("solver", BOTH)
-def test_a_sample_that_becomes_nan_on_the_way_is_reported(solver: Solver) -> None:
-    def f(y: Tensor) -> Tensor:
-        return torch.stack([0.5 * y[0] + 1, torch.log(y[1])])
-
-    solution = _run(f, torch.ones(2, 4, dtype=torch.float64), solver)
-    assert solution.stats.converged.tolist() == [True, False]
-    assert (solution.value[0] - 2).abs().max() < 2e-3
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("solver", BOTH)
 def test_more_memory_than_values_does_not_raise(solver: Solver, dtype: torch.dtype) -> None:
@@ -139,19 +127,6 @@ def test_a_neighbour_with_singular_normal_equations_costs_no_steps(dtype: torch.
     torch.testing.assert_close(together.value[0], alone.value[0], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("solver", TIGHT)
-def test_a_map_without_a_fixed_point_does_not_raise(solver: Solver, dtype: torch.dtype) -> None:
-    shift = torch.tensor([[1.0], [0.0]], dtype=dtype)
-
-    def f(y: Tensor) -> Tensor:
-        return torch.where(shift > 0, y + shift, 0.5 * y + 1)
-
-    solution = _run(f, torch.zeros(2, 1, dtype=dtype), solver, 40)
-    assert solution.stats.converged.tolist()[1]
-    assert abs(solution.value[1, 0].item() - 2) < 1e-5
-
-
 UNBOUNDED = {
     "y + 1": lambda y: y + 1,
     "y + (1, 2, 3)": lambda y: y + torch.tensor([1, 2, 3], dtype=y.dtype),
@@ -169,12 +144,15 @@ UNBOUNDED = {
     ],
 )
 @pytest.mark.parametrize("kind", [Anderson, Broyden])
-def test_iterates_that_grow_without_bound_do_not_converge(
+def test_iterates_that_grow_without_bound_fail_alone(
     kind: Any, name: str, tolerance: tuple[float, float], dtype: torch.dtype
 ) -> None:
-    y0 = torch.zeros(2, 3, dtype=dtype)
-    solution = solve(UNBOUNDED[name], y0, kind(*tolerance), max_steps=200, on_unconverged="ignore")
-    assert not bool(solution.stats.converged.any())
+    def f(y: Tensor) -> Tensor:
+        return torch.stack([UNBOUNDED[name](y[0]), 0.5 * y[1] + 1])
+
+    solution = _run(f, torch.zeros(2, 3, dtype=dtype), kind(*tolerance), 200)
+    assert solution.stats.converged.tolist() == [False, True]
+    torch.testing.assert_close(solution.value[1], torch.full_like(solution.value[1], 2))
 
 
 @pytest.mark.parametrize("tolerance", [(1e-4, 1e-8), (0.1, 0.0), (0.0, 1e-2)])
@@ -210,9 +188,3 @@ def test_broyden_converges_with_few_updates_kept() -> None:
     solution = _run(f, torch.zeros_like(f.x), Broyden(1e-8, 0.0, max_rank=5))
     assert solution.result is Result.converged
     assert int(solution.stats.num_steps.min()) > 6
-
-
-def test_importing_the_library_does_not_import_torchdeq() -> None:
-    """Its sources warn on Python 3.12, and only Anderson and Broyden need it."""
-    code = "import sys, bedouin; sys.exit('torchdeq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
