@@ -8,58 +8,41 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.sweeps import Case
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.kernels.iteration import IterationRule, Progress, choose_iteration
-from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.iteration import IterationRule, Progress, fuse_iteration
 from bedouin.solvers import ImplicitAdjoint, Jacobi, Picard, UnrolledAdjoint, solve
 
-LAYOUT = RawLayout("softplus", True, 2, 1.0)
-OPTIONS = Parameterization(LAYOUT, "delta", "positive", None)
+ONE = Case(heads=1, b=1, t=1, p=4, has_axis=False)
 RULE = IterationRule("picard", 1e-4, 1e-8)
 
 
-def _inputs(d: int, n: int, dtype: torch.dtype, layout: RawLayout = LAYOUT) -> Operands:
-    x, raw = torch.empty(1, 1, d, dtype=dtype), torch.empty(1, 1, layout.size(d, n), dtype=dtype)
-    A = torch.empty(d, n)
-    return Operands(x, raw, None, A, A.unsqueeze(0), x[:, 0])
-
-
-def _choose(backend: Any, d: int = 4, n: int = 3, **changes: Any) -> str:
-    layout, rule = changes.get("layout", LAYOUT), changes.get("rule", RULE)
-    inputs = _inputs(d, n, changes.get("dtype", torch.float32), layout or LAYOUT)
-    y = torch.empty(1, 1, d, dtype=changes.get("y_dtype", torch.float32))
-    parameters = changes.get("bind_parameters", ())
-    return choose_iteration(backend, inputs, y, replace(OPTIONS, layout=layout), parameters, rule)
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("case", "changes", "message"),
     [
-        ({"rule": replace(RULE, adaptive=True)}, "adaptive damping"),
-        ({"layout": None}, "this mixer"),
-        ({"bind_parameters": (torch.empty(1),)}, "this mixer"),
-        ({"layout": RawLayout("softplus", True, 9, 1.0)}, "9 reflections"),
-        ({"dtype": torch.float64}, "x, y and A of torch.float64, torch.float32"),
-        ({"y_dtype": torch.bfloat16}, "x, y and A of torch.float32, torch.bfloat16"),
-        ({"n": 1025}, "1025 states"),
-        ({"d": 8193}, "2 reflections of 8193 channels"),
+        (ONE, {"rule": Picard(patience=3).rule()}, "adaptive damping"),
+        (replace(ONE, low_rank=True), {}, "this mixer"),
+        (ONE, {"parameters": (torch.empty(1),)}, "this mixer"),
+        (replace(ONE, k=9), {}, "9 reflections"),
+        (replace(ONE, dtype=torch.float64), {}, "x, y and A of torch.float64, torch.float32"),
+        (ONE, {"y_dtype": torch.bfloat16}, "x, y and A of torch.float32, torch.bfloat16"),
+        (replace(ONE, n=1025), {}, "1025 states"),
+        (replace(ONE, p=8193, feedback=False), {}, "2 reflections of 8193 channels"),
     ],
+    ids=str,
 )
 def test_limits_of_the_kernels(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    y = torch.empty(1, 1, case.p, dtype=changes.get("y_dtype", torch.float32))
+    rule, parameters = changes.get("rule", RULE), changes.get("parameters", ())
+    given = case.operands(), y, case.options(), parameters, rule
     with pytest.raises(ValueError, match=f"does not support {message}"):
-        _choose("triton", **changes)
-    assert _choose("auto", **changes) == "reference"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_x_may_have_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert _choose("triton", dtype=dtype) == "triton"
+        fuse_iteration(*given, backend="triton")
+    assert fuse_iteration(*given) is None
 
 
 class _Steps:
@@ -124,11 +107,6 @@ def test_the_cap_is_certified() -> None:
     assert f.steps[0].calls == ["advance", "advance", "certify"]
 
 
-def test_a_rule_says_what_a_solver_does() -> None:
-    assert Picard(stop_rule="paper").rule().whole_sequence
-    assert Picard(patience=3).rule().adaptive
-
-
 @pytest.mark.parametrize("tracked", [True, False])
 def test_unrolling_takes_the_plain_loop(tracked: bool) -> None:
     f, adjoint = _FusedMap(), UnrolledAdjoint() if tracked else ImplicitAdjoint()
@@ -144,11 +122,5 @@ def test_a_map_of_another_shape_takes_the_plain_loop() -> None:
 
 
 def test_on_a_cpu_auto_is_the_plain_loop() -> None:
-    layer = Bedouin(4, solver=Picard())
-    f, y = layer_map(layer), torch.zeros(1, 2, 8)
-    assert f.fuse(y, RULE) is None
-
-
-def layer_map(layer: Bedouin) -> Any:
-    """The map of a layer on a random input (1, 2, m)."""
-    return layer.map(torch.randn(1, 2, layer.d_model))
+    f = Bedouin(4, solver=Picard()).map(torch.randn(1, 2, 4))
+    assert f.fuse(torch.zeros(1, 2, 8), RULE) is None
