@@ -23,7 +23,6 @@ import bedouin.kernels.delta_rule as package
 from bedouin.baselines import DeltaProduct
 from bedouin.kernels.delta_rule import (
     DeltaInputs,
-    delta_rates,
     delta_rule,
     delta_rule_chunked,
     delta_rule_reference,
@@ -170,12 +169,6 @@ def test_plain_torch_computes_in_at_least_float32() -> None:
     assert torch.equal(o, expected.bfloat16()) and torch.equal(last, last_expected)
 
 
-def test_without_a_decay_of_its_own_there_is_none() -> None:
-    b, key = torch.randn(2, 3, 4), torch.randn(2, 3, 2, 2, 16)
-    beta, decay = delta_rates(b, key, None, 1.0)
-    assert decay is None and torch.equal(beta.flatten(-2), torch.sigmoid(b))
-
-
 @pytest.mark.interpreter
 def test_which_kernel_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "MOST_BY_TOKEN", 16)
@@ -228,13 +221,6 @@ def test_fla_needs_a_gpu_and_low_precision() -> None:
         delta_rule(*inputs_of(rule(1, 3).tensors), F64, "fla")
 
 
-def test_fla_is_refused_where_triton_miscompiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.fla_is_wrong", lambda device: True)
-    query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
-        check_call(query, BF16)
-
-
 @pytest.mark.parametrize(
     ("version", "capability", "wrong"),
     [
@@ -247,12 +233,16 @@ def test_fla_is_refused_where_triton_miscompiles_it(monkeypatch: pytest.MonkeyPa
         ("unknown", (9, 0), False),
     ],
 )
-def test_fla_is_avoided_where_triton_miscompiles_it(
+def test_fla_is_avoided_and_refused_where_triton_miscompiles_it(
     version: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bedouin.kernels.backend._TRITON", version)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     assert fla_is_wrong(torch.device("cuda")) is wrong
+    if wrong:
+        query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+        with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
+            check_call(query, BF16)
 
 
 @pytest.mark.gpu

@@ -9,8 +9,6 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
 from bedouin.kernels.operands import Operands
 
-DEVICE = "cpu" if interpreter_is_on() else "cuda"
-needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
 H100, A100, L4 = 232448, 166912, 101376
 """Bytes of shared memory that one program can have."""
 
@@ -59,29 +57,6 @@ def test_a_tile_of_feedback_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ValueError, match="feedback of 128 channels with 16384 bytes"),
     ):
         choose_sweep("triton", case.operands(), case.options())
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("channels", "samples", "parts"),
-    [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
-)
-def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
-    from bedouin.kernels.direct.launch import choose_parts
-
-    assert choose_parts(channels, samples) == parts
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("channels", "states", "samples"),
-    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
-)
-def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
-    from bedouin.kernels.direct.launch import choose_samples
-
-    A = torch.empty(8, states, channels, device=DEVICE)
-    assert choose_samples(4096, A) == samples
 
 
 @pytest.mark.parametrize(

@@ -34,68 +34,23 @@ def _dense_product(U: Tensor, beta: Tensor) -> Tensor:  # (b, k, d), (b, k) -> (
     return functools.reduce(torch.matmul, factors)
 
 
-def _from_wy(U: Tensor, beta: Tensor) -> Tensor:
-    return torch.eye(U.shape[-1], dtype=U.dtype) - U.mT @ wy_factor(U, beta) @ U
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize("beta_value", [0.0, 1.0, 2.0])
-def test_wy_form_is_the_product_of_the_matrices(
-    k: int, beta_value: float, dtype: torch.dtype
+@settings(max_examples=60)
+@given(
+    k=st.integers(1, 8),
+    d=st.integers(1, 12),
+    beta_max=st.sampled_from([0.0, 1.0, 2.0]),
+    is_constant=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_complement_of_a_householder_product(
+    k: int, d: int, beta_max: float, is_constant: bool, dtype: torch.dtype
 ) -> None:
-    U, beta = _unit_rows(k, 11, dtype), torch.full((3, k), beta_value, dtype=dtype)
-    tolerance = TOLERANCE[dtype] * 4**k if beta_value == 2 else TOLERANCE[dtype] * 2**k
-    torch.testing.assert_close(
-        _from_wy(U, beta), _dense_product(U, beta), rtol=0, atol=min(tolerance, 1e-3)
-    )
-
-
-@pytest.mark.parametrize("k", range(1, 9))
-def test_wy_form_holds_for_mixed_beta_and_fewer_channels_than_reflections(k: int) -> None:
-    U, beta = _unit_rows(k, 2), 2 * torch.rand(3, k, dtype=torch.float64)
-    torch.testing.assert_close(_from_wy(U, beta), _dense_product(U, beta), rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("k", range(1, 9))
-def test_wy_factor_obeys_its_recurrence(k: int) -> None:
-    U, beta = _unit_rows(k, 7), torch.rand(3, k, dtype=torch.float64)
-    T = wy_factor(U, beta)
-    assert torch.equal(T, T.triu())
-    for i in range(k):
-        column = T[:, :i, :i] @ (U[:, :i] @ U[:, i, :, None])
-        torch.testing.assert_close(T[:, i, i], beta[:, i])
-        torch.testing.assert_close(T[:, :i, i], -beta[:, i, None] * column[..., 0])
-
-
-def test_beta_0_is_the_identity() -> None:
-    U = _unit_rows(4, 6)
-    assert torch.equal(wy_factor(U, torch.zeros(3, 4, dtype=U.dtype)), U.new_zeros(3, 4, 4))
-
-
-@pytest.mark.parametrize("k", [1, 2, 5, 8])
-def test_reflections_are_orthogonal(k: int) -> None:
-    U = _unit_rows(k, 9)
-    Q = _from_wy(U, torch.full((3, k), 2.0, dtype=U.dtype))
-    identity = torch.eye(9, dtype=U.dtype).expand(3, 9, 9)
-    torch.testing.assert_close(Q @ Q.mT, identity, rtol=0, atol=1e-11)
-    determinant = torch.linalg.det(Q)
-    torch.testing.assert_close(determinant, torch.full_like(determinant, (-1.0) ** k))
-
-
-def test_one_reflection_with_beta_1_is_a_projection() -> None:
-    Q = _from_wy(_unit_rows(1, 5), torch.ones(3, 1, dtype=torch.float64))
-    torch.testing.assert_close(Q @ Q, Q)
-
-
-@settings(max_examples=30)
-@given(k=st.integers(1, 8), d=st.integers(1, 12), beta_max=st.floats(0, 2))
-def test_the_complement_of_a_householder_product(k: int, d: int, beta_max: float) -> None:
-    U, v = unit(torch.randn(2, k, d, dtype=torch.float64)), torch.randn(2, d, dtype=torch.float64)
-    beta = beta_max * torch.rand(2, k, dtype=torch.float64)
+    U, v = unit(torch.randn(2, k, d, dtype=dtype)), torch.randn(2, d, dtype=dtype)
+    beta = beta_max * (torch.ones(2, k) if is_constant else torch.rand(2, k)).to(dtype)
     complement = apply_complement(v, torch.zeros(2, 1, dtype=v.dtype), U, wy_factor(U, beta))
     product = (_dense_product(U, beta) @ v.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(v - complement, product)
+    tolerance = 20 * TOLERANCE[dtype] * (4 if beta_max == 2 else 2) ** k
+    torch.testing.assert_close(v - complement, product, rtol=0, atol=min(tolerance, 1e-2))
 
 
 def test_the_complement_of_a_small_beta_does_not_cancel() -> None:
@@ -131,12 +86,6 @@ def test_unit_at_the_zero_vector_has_a_moderate_gradient(length: int, dtype: tor
     assert torch.equal(out, torch.zeros_like(out))
     (grad,) = torch.autograd.grad(out.sum(), v)
     torch.testing.assert_close(grad, torch.full_like(grad, (length * 1e-6) ** -0.5))
-
-
-def test_a_zero_direction_reflects_nothing() -> None:
-    v = torch.randn(2, 5, dtype=torch.float64)
-    U, beta = unit(v.new_zeros(2, 3, 5)), v.new_full((2, 3), 2.0)
-    assert not apply_complement(v, None, U, wy_factor(U, beta)).any()
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

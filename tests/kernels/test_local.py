@@ -3,13 +3,10 @@
 Letters: b batch, d channels, k reflections.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin.kernels.direct import (
@@ -47,85 +44,29 @@ def _form(name: str, b: int, d: int, k: int, dtype: torch.dtype = torch.float64)
     return Form(torch.rand(b, d, dtype=dtype), U, torch.randn(b, k, k, dtype=dtype))
 
 
-def _matrix(sigma: Tensor, form: Form) -> Tensor:
-    return torch.eye(sigma.shape[-1], dtype=sigma.dtype) - sigma[..., None] * form.complement
-
-
 def _factor(sigma: Tensor, form: Form) -> LocalFactors:
     return factor_local(sigma, *form)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize(("k", "d"), [(1, 6), (1, 1), (2, 6), (4, 6), (7, 6)])
 @pytest.mark.parametrize("name", FORMS)
-def test_both_solves_are_the_dense_ones(name: str, k: int, dtype: torch.dtype) -> None:
-    form, sigma = _form(name, 5, 6, k, dtype), 0.5 * torch.randn(5, 6, dtype=dtype)
-    rhs, tolerance = torch.randn(5, 6, dtype=dtype), TOLERANCE[dtype]
-    dense, factors = _matrix(sigma, form), _factor(sigma, form)
-    expected = torch.linalg.solve(dense, rhs)
+def test_both_solves_are_the_dense_ones(name: str, k: int, d: int, dtype: torch.dtype) -> None:
+    form = Form(*(v.unflatten(0, (2, 3)) for v in _form(name, 6, d, k, dtype)))
+    sigma, rhs = 0.5 * torch.randn(2, 3, d, dtype=dtype), torch.randn(2, 3, d, dtype=dtype)
+    eye, factors, tolerance = torch.eye(d, dtype=dtype), _factor(sigma, form), TOLERANCE[dtype]
+    expected = torch.linalg.solve(eye - sigma[..., None] * form.complement, rhs)
     torch.testing.assert_close(solve_local(rhs, factors), expected, rtol=tolerance, atol=tolerance)
-    transposed = torch.eye(6, dtype=dtype) - form.complement.mT * sigma[..., None, :]
-    expected = torch.linalg.solve(transposed, rhs)
+    expected = torch.linalg.solve(eye - form.complement.mT * sigma[..., None, :], rhs)
     actual = solve_local_transposed(rhs, factors)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=30)
-@given(
-    name=st.sampled_from(FORMS), d=st.integers(1, 8), k=st.integers(1, 5), size=st.floats(0, 0.9)
-)
-def test_the_residual_is_at_rounding_level(name: str, d: int, k: int, size: float) -> None:
-    form, sigma = _form(name, 3, d, k), size * torch.rand(3, d, dtype=torch.float64)
-    rhs, factors = torch.randn(3, d, dtype=torch.float64), _factor(sigma, form)
-    y = solve_local(rhs, factors)
-    residual = (_matrix(sigma, form) @ y[..., None])[..., 0] - rhs
-    condition = torch.linalg.cond(_matrix(sigma, form)).max() / smallest_pivot(factors).min()
-    assert residual.abs().max() <= 1e-13 * condition * (1 + y.abs().max())
-
-
-def test_leading_axes_are_free() -> None:
-    form, sigma = _form("householder", 6, 4, 2), torch.rand(6, 4, dtype=torch.float64)
-    rhs = torch.randn(6, 4, dtype=torch.float64)
-    folded = Form(*(v.unflatten(0, (2, 3)) for v in form))
-    actual = solve_local(rhs.unflatten(0, (2, 3)), _factor(sigma.unflatten(0, (2, 3)), folded))
-    torch.testing.assert_close(actual.flatten(0, 1), solve_local(rhs, _factor(sigma, form)))
-
-
-def test_gradients_of_the_solve() -> None:
-    form, sigma = _form("diagonal", 2, 3, 2), 0.3 * torch.rand(2, 3, dtype=torch.float64)
-    rhs = torch.randn(2, 3, dtype=torch.float64)
-
-    def solve(rhs: Tensor, sigma: Tensor, e: Tensor, U: Tensor, M: Tensor) -> Tensor:
-        return solve_local(rhs, factor_local(sigma, e, U, M))
-
-    operands = [v.clone().requires_grad_() for v in (rhs, sigma, *form)]
-    assert torch.autograd.gradcheck(solve, operands)
-
-
-def _singular_householder() -> tuple[Tensor, Form]:
-    """Sample 0 projects along a unit vector with gain 1: I - diag(sigma)(I - Q) = Q, singular."""
-    U = torch.zeros(3, 1, 4, dtype=torch.float64)
-    U[:, 0, 1] = 1.0
-    beta = torch.tensor([[1.0], [0.5], [0.25]], dtype=torch.float64)
-    sigma = torch.ones(3, 4, dtype=torch.float64)
-    return sigma, Form(torch.zeros(3, 1, dtype=torch.float64), U, wy_factor(U, beta))
-
-
-def _singular_low_rank() -> tuple[Tensor, Form]:
+def test_an_exactly_singular_token_is_contained() -> None:
     """Sample 0 has e sigma = 1 in two channels, and Q of rank 1 fills one."""
-    form = _form("low rank", 3, 4, 1)
-    sigma = torch.full((3, 4), 0.5, dtype=torch.float64)
+    form, sigma = _form("low rank", 3, 4, 1), torch.full((3, 4), 0.5, dtype=torch.float64)
     sigma[0, 1:3] = 1.0
-    return sigma, form
-
-
-@pytest.mark.parametrize("case", [_singular_householder, _singular_low_rank])
-def test_an_exactly_singular_token_is_contained(
-    case: Callable[[], tuple[Tensor, Form]],
-) -> None:
-    sigma, form = case()
-    rhs = torch.randn(3, 4, dtype=torch.float64)
-    factors = _factor(sigma, form)
+    rhs, factors = torch.randn(3, 4, dtype=torch.float64), _factor(sigma, form)
     pivot = smallest_pivot(factors)
     assert pivot[0] == 0 and bool((pivot[1:] > 0.1).all())
     for solve in (solve_local, solve_local_transposed):
@@ -188,8 +129,3 @@ def test_the_smallest_pivot_of_a_1_x_1_system_is_its_value() -> None:
     U = torch.tensor([[[1.0, 0.0]]])
     form = Form(torch.zeros(1, 1), U, torch.tensor([[[0.75]]]))
     assert smallest_pivot(_factor(torch.ones(1, 2), form)).tolist() == [0.25]
-
-
-def test_the_pivot_has_no_gradient() -> None:
-    form, sigma = _form("householder", 2, 3, 2), torch.rand(2, 3, dtype=torch.float64)
-    assert not smallest_pivot(_factor(sigma.requires_grad_(), form)).requires_grad
