@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.kernels import table
 from tests.kernels.rows_memory import CHUNK_RULE, rule
-from tests.kernels.table import BF16, F32, Tensors, in_2_norm
+from tests.kernels.table import BF16, F32, F64, Tensors, implementations, in_2_norm, kernels
 from torch import Tensor
 
 import bedouin.kernels.delta_rule as package
@@ -28,17 +28,6 @@ from bedouin.kernels.delta_rule import (
     delta_rule_reference,
 )
 from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
-
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-BACKENDS = [
-    pytest.param("torch", "cpu", id="plain"),
-    pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted"),
-    pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled"),
-]
-backends = pytest.mark.parametrize(("backend", "device"), BACKENDS)
-F64 = torch.float64
 
 
 def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
@@ -57,7 +46,8 @@ def results(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict
 
 
 def run_by(backend: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda inputs, memory: delta_rule(inputs, memory, dtype, backend)
+    chosen: Any = "torch" if backend == "reference" else backend
+    return lambda inputs, memory: delta_rule(inputs, memory, dtype, chosen)
 
 
 def check(
@@ -117,7 +107,7 @@ def equal_keys_and_some_of_length_zero(v: Any) -> Tensors:
     return {"key": key, "beta": beta}
 
 
-@backends
+@implementations
 @pytest.mark.parametrize(
     ("t", "k", "p", "change", "tolerance", "atol"),
     [
@@ -136,13 +126,13 @@ def test_hard_inputs(
     t: int, k: int, p: int, change: Any, tolerance: float, atol: float, backend: str, device: str
 ) -> None:
     dtype = F32
-    if backend == "torch" and atol:
+    if backend == "reference" and atol:
         dtype, tolerance, atol = F64, 1e-9, 1e-9
     tensors = rule(1, t, k, p=p).given(dtype, device)
     check(tensors | change(tensors), backend, tolerance, atol, dtype)
 
 
-@devices
+@kernels
 def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
     tensors = rule(1, 40).given(F32, device)
     check(tensors, "triton", CHUNK_RULE.tolerance[BF16], dtype=BF16)
@@ -150,7 +140,7 @@ def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
     assert (o.dtype, last.dtype) == (F32, F32)
 
 
-@devices
+@kernels
 def test_a_rounded_key_does_not_make_the_memory_grow(device: str) -> None:
     inputs, memory = inputs_of(rule(1, 1000, 1, 1, 64, 16, gated=False).given(F32, device))
     key, beta = inputs.key[:, :1].expand_as(inputs.key), torch.full_like(inputs.beta, 2)

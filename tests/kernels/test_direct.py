@@ -26,9 +26,9 @@ from torch import Tensor
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.direct import Sweep, direct_sweep
 from bedouin.kernels.direct.layout import bind_by_layout, is_covered
-from bedouin.kernels.feedback import padded_rows, project_feedback, with_feedback
+from bedouin.kernels.feedback import padded_rows, project_feedback
 from bedouin.kernels.householder import apply_complement
-from bedouin.kernels.operands import Activation, Operands, RawLayout
+from bedouin.kernels.operands import Activation, Operands
 from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.testing import assert_close
@@ -83,31 +83,20 @@ def evaluate(case: Case, y: Tensor) -> Tensor:
 
 @implementations
 @pytest.mark.parametrize(
-    "options",
-    times(
-        each("input_scale", *SCALES),
-        each("eigenvalues", *RANGES),
-        each("feedback", True, False),
-        each("norm_eps", 1e-5, None),
-    ),
-    ids=str,
-)
-def test_the_fixed_point_and_the_gradient_of_the_loop(
-    options: dict[str, Any], how: How, low_rank: bool
-) -> None:
-    case = replace(ONE, low_rank=low_rank, **options)
-    found = check(case, how)
-    assert (evaluate(case, found["y"]) - found["y"]).abs().max() < 1e-11 * found["y"].abs().max()
-    assert (found["defect"] / found["scale"]).max() < 1e-12 and bool((found["pivot"] > 0).all())
-
-
-@implementations
-@pytest.mark.parametrize(
     ("options", "tolerance"),
     [
+        *(
+            (options, 1e-10)
+            for options in times(
+                each("input_scale", *SCALES),
+                each("eigenvalues", *RANGES),
+                each("feedback", True, False),
+                each("norm_eps", 1e-5, None),
+            )
+        ),
         # around a multiple of the tokens between two kept h
         *(({"t": t}, 1e-10) for t in (1, 15, 16, 17, 40)),
-        *(({"t": t, "dtype": F32}, 5e-4) for t in (1, 15, 16, 17, 40)),
+        *(({"t": t, "dtype": F32}, 5e-4) for t in (1, 17, 40)),
         *(({"n": 1, "input_scale": scale}, 1e-10) for scale in SCALES),
         *(
             ({"b": b, "t": t, "feedback": feedback}, 1e-10)
@@ -117,12 +106,17 @@ def test_the_fixed_point_and_the_gradient_of_the_loop(
     ],
     ids=str,
 )
-def test_lengths_and_sizes(
+def test_the_fixed_point_and_the_gradient_of_the_loop(
     options: dict[str, Any], tolerance: float, how: How, low_rank: bool
 ) -> None:
     case = replace(ONE, low_rank=low_rank, **options)
     found = check(case, how, tolerance)
     assert case.t or torch.equal(found["h"], case.operands().h0)  # type: ignore[arg-type]
+    if case.dtype == F64 and found["y"].numel():
+        error = (evaluate(case, found["y"]) - found["y"]).abs().max()
+        assert error < 1e-11 * found["y"].abs().max()
+        assert (found["defect"] / found["scale"]).max() < 1e-12
+        assert bool((found["pivot"] > 0).all())
 
 
 OPTIONS: dict[str, Any] = {
@@ -154,7 +148,7 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     if how == "buffers":
         options["low_rank"] = False
     else:
-        options["t"] = min(options["t"], 17)  # of longer ones `test_lengths_and_sizes` has some
+        options["t"] = min(options["t"], 17)  # of longer ones the table above has some
     if options["low_rank"]:
         options |= {"k": 2, "selective": True, "erase": 0.0, "feeds_x": False, "fed": None}
     if not options["selective"]:
@@ -164,7 +158,7 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     given_operands = given_operands._replace(raw=given_operands.raw - 0.5)
     expected = run(case, "autograd", given=given_operands)
     if not expected["y"].numel():
-        return  # test_lengths_and_sizes
+        return  # the table above has some
     # a near-singular token, or growth over time, amplifies the difference of two roundings
     size = float(expected["y"].abs().max().square() / expected["pivot"].min())
     # x fed back without a norm may diverge
@@ -182,30 +176,6 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     for name, theirs in expected.items():
         allowed_error = tolerance * (10 * (1 + size) if name.startswith("gradient") else 1)
         assert_close(name, actual[name], theirs, allowed_error, atol=allowed_error)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [F32, F64])
-@erases_and_feeds_x
-def test_on_a_gpu_and_in_its_graphs(k: int, dtype: torch.dtype, more: dict[str, Any]) -> None:
-    case = replace(ONE, t=20, k=k, dtype=dtype, **more)
-
-    def results(inputs: list[Tensor | None]) -> list[Tensor]:
-        sweep = case.sweep(inputs, "buffers")
-        loss = sweep.y.square().sum() + sweep.h.square().sum()
-        grads = torch.autograd.grad(loss, [v for v in inputs if v is not None])
-        return [sweep.y.detach(), sweep.magnitude, *grads]
-
-    expected, there = results(case.tensors()), case.tensors("cuda")
-    results(there)  # the libraries of linear algebra set themselves up
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = results(there)
-    graph.replay()
-    tolerance = 1e-3 if dtype == F32 else 1e-11
-    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert_close(f"result {i}", ours.cpu(), theirs, tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("low", [F32, BF16])
@@ -317,15 +287,6 @@ def test_missing_rows_of_W_y_are_rows_of_zeros(
         assert_same(found, expected, tolerance)
 
 
-def test_the_raw_values_of_all_tokens() -> None:
-    case = replace(ONE, fed=4, norm_eps=None)
-    operands = case.operands()
-    x, raw = with_feedback(operands.x, operands, case.options())
-    assert x is operands.x
-    assert torch.equal(raw[..., 4:], operands.raw[..., 4:])
-    assert not torch.isclose(raw[..., :4], operands.raw[..., :4]).any()
-
-
 # -- derivatives
 
 
@@ -350,23 +311,6 @@ def test_the_adjoint_sweep_reports_its_defect_once_per_token(how: How) -> None:
     ((defect, scale),) = reports
     assert defect.shape == scale.shape == (2, 19)
     assert (defect / scale).max() < 1e-12
-
-
-@hows
-@all_heads
-def test_vmap_of_grad_over_stacked_weights_is_a_loop_over_them(heads: int, how: How) -> None:
-    case = of_heads(heads, t=18)
-    operands = case.operands()
-    assert operands.W_y is not None
-    stacked = torch.stack([operands.W_y, 0.5 * operands.W_y, 0 * operands.W_y])
-
-    def loss(W_y: Tensor) -> Tensor:
-        swept = case.sweep(operands._replace(W_y=W_y), how)
-        return swept.y.square().sum() + swept.h.sin().sum()
-
-    vmapped = torch.func.vmap(torch.func.grad(loss))(stacked)
-    looped = [torch.autograd.functional.jacobian(loss, W_y) for W_y in stacked]
-    torch.testing.assert_close(vmapped, torch.stack(looped))
 
 
 @hows
@@ -458,12 +402,3 @@ def test_the_layout_is_what_the_layer_does(layer: FixedPointLayer) -> None:
     expected = (delta, B, C, *layer.mixer(mixer_raw), raw[..., :0])
     for ours, theirs in zip(bind_by_layout(layout, A)(raw), expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_other_raw_values_are_not_covered() -> None:
-    layout, A = RawLayout("sigmoid", True, 1, 1.0), torch.zeros(4, 2)
-    raw = torch.zeros(1, layout.size(4, 2))
-    assert is_covered(layout, raw, A, ())
-    assert not is_covered(None, raw, A, ())
-    assert not is_covered(layout, raw[:, 1:], A, ())
-    assert not is_covered(layout, raw, A, (A,))

@@ -15,12 +15,11 @@ from tests.kernels.sweeps import (
     Case,
     assert_same,
     cotangents,
-    each_head,
     run,
     shared_memory,
     values_of,
 )
-from tests.kernels.table import BF16, F32, each, sizes, times
+from tests.kernels.table import BF16, DEVICE, F32, each, needs_triton, sizes, times
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
@@ -35,10 +34,8 @@ from bedouin.solvers.convergence import relative_residual
 from bedouin.solvers.reporting import Measured
 from bedouin.testing import assert_close
 
-DEVICE = "cpu" if interpreter_is_on() else "cuda"
 # numpy's, of rows of a program that have no sample and of values that are not finite
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
 
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
 # of the largest value; compiled, exponentials and quotients in float32 are approximations
@@ -293,23 +290,6 @@ def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
 
 
 @needs_triton
-def test_one_call_is_a_call_of_one_head_for_each() -> None:
-    case = Case(b=2, t=2, n=2, k=1)
-    actual, given = run(case, "triton", DEVICE), case.operands(DEVICE)
-    sweep = Sweep(*(actual[name] for name in Sweep._fields))
-    weights = zip(*(v.chunk(2) for v in cotangents(sweep)), strict=True)
-    heads = [
-        run(replace(case, heads=1), "triton", DEVICE, one, list(weight))
-        for one, weight in zip(each_head(case, given), weights, strict=True)
-    ]
-    expected = {
-        name: (torch.stack if name[-2:] in ("_y", " A") else torch.cat)([v[name] for v in heads])
-        for name in actual
-    }
-    assert_same(actual, expected, tolerance_of(case))
-
-
-@needs_triton
 @pytest.mark.parametrize(
     "case",
     [
@@ -373,36 +353,6 @@ def test_saturated_raw_values(input_scale: InputScale, n: int) -> None:
     expected = run(case, "buffers", DEVICE, given)
     del expected["magnitude"]
     assert_same(run(case, "triton", DEVICE, given), expected, tolerance_of(case))
-
-
-@pytest.mark.parametrize(
-    ("case", "plain"),
-    [
-        *(
-            pytest.param(case, False, marks=needs_triton)
-            for case in (
-                Case(k=0, low=BF16),
-                Case(k=1, heads=1, has_axis=False, low=BF16),
-                Case(k=1, t=0, low=BF16),
-            )
-        ),
-        (Case(k=1), True),
-    ],
-    ids=str,
-)
-def test_opcheck(case: Case, plain: bool) -> None:
-    """Of the kernels with low dtypes, whose strides fake results have, too, and in plain torch."""
-    values: Any = case.operands("cpu" if plain else DEVICE)
-    operands = [v if v is None else v.detach().requires_grad_() for v in values]
-    fields = (*case.options().scalars(), plain, 1)  # a memory is kept
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    ops = torch.ops.bedouin
-    torch.library.opcheck(ops.direct_sweep, (*operands, *fields), test_utils=utils)
-    y, h, kept, *_ = ops.direct_sweep(*values, *fields)
-    known = (torch.randn_like(y), *operands, *fields)
-    torch.library.opcheck(ops.direct_sweep_known, known, test_utils=utils)
-    backward = (y.clone(), h.clone(), y, kept, *values, True, *fields)
-    torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
 
 
 def nearly_singular(k: int) -> tuple[Case, Operands]:

@@ -14,11 +14,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from tests.kernels.sweeps import Case, each_head
-from tests.kernels.table import BF16, F16, F32, far_apart
+from tests.kernels.table import BF16, DEVICE, F16, F32, far_apart, needs_triton
 from torch import Tensor
 
 from bedouin import Bedouin, HouseholderProduct
-from bedouin.kernels.backend import Backend, interpreter_is_on
+from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Activation, Operands
@@ -28,11 +28,8 @@ from bedouin.solvers import Jacobi, Picard, Result, Solution, solve
 from bedouin.solvers.iterate import IterativeSolver
 from bedouin.testing import assert_close
 
-DEVICE = "cpu" if interpreter_is_on() else "cuda"
 # numpy's, of rows of a program that have no sample
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
-compiled = pytest.mark.gpu
 
 SCALES = get_args(InputScale)
 NEVER = Picard(0.0, 0.0)
@@ -139,7 +136,7 @@ LARGE = [
         *(pytest.param(case, NEVER, 2e-5, marks=needs_triton) for case in CASES),
         # a plain loop that calls the kernels of the scan
         pytest.param(ONE, Jacobi(0.0, 0.0), 2e-5, marks=needs_triton),
-        *(pytest.param(case, NEVER, 1e-4, marks=compiled) for case in LARGE),
+        *(pytest.param(case, NEVER, 1e-4, marks=pytest.mark.gpu) for case in LARGE),
     ],
     ids=str,
 )
@@ -346,7 +343,7 @@ def test_samples_of_several_heads_are_iterations_of_one_head_each(
                 torch.testing.assert_close(ours, torch.cat(theirs), rtol=2e-5, atol=2e-5)
 
 
-@compiled
+@pytest.mark.gpu
 @pytest.mark.parametrize("method", [Picard, Jacobi])
 def test_auto_on_a_gpu_freezes_like_the_plain_loop_and_fuses_picard(method: type[Any]) -> None:
     case = replace(ONE, b=5, t=100, p=40, n=16)
@@ -361,7 +358,7 @@ def test_auto_on_a_gpu_freezes_like_the_plain_loop_and_fuses_picard(method: type
     assert_close("value", ours.value, theirs.value, 5e-3, atol=1e-5)
 
 
-@compiled
+@pytest.mark.gpu
 @pytest.mark.parametrize("solver", [NEVER, Jacobi(0.0, 0.0)], ids=str)
 def test_a_few_steps_never_wait_for_the_gpu(
     solver: IterativeSolver, no_synchronization: Callable[[], AbstractContextManager[None]]
@@ -374,7 +371,7 @@ def test_a_few_steps_never_wait_for_the_gpu(
     assert layer.stats is not None and layer.stats.num_steps.tolist() == [4, 4]
 
 
-@compiled
+@pytest.mark.gpu
 def test_a_memory_of_more_than_32_bits() -> None:
     """2^31 states of all samples: numbers of elements that overflow are negative, and so below
     every size."""

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from tests.kernels.rows import output
-from tests.kernels.table import F32
+from tests.kernels.table import F32, implementations
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -24,10 +24,6 @@ from bedouin.testing import assert_close
 
 BIASES = (-20.0, -17.0, -12.0, -4.0, -0.4, 0.1, 0.4, 4.0, 12.0, 17.0, 20.0)
 SCALES, RANGES = get_args(InputScale), get_args(Eigenvalues)
-PLAIN = pytest.param("reference", "cpu", id="plain")
-INTERPRETED = pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted")
-COMPILED = pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled")
-backends = pytest.mark.parametrize(("backend", "device"), [PLAIN, INTERPRETED, COMPILED])
 
 
 def assert_relative(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -42,7 +38,7 @@ def gates(dtype: torch.dtype) -> Tensor:
     return softplus(torch.tensor(BIASES, dtype=torch.float64)).float().to(dtype)
 
 
-@backends
+@implementations
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("eigenvalues", RANGES)
 @pytest.mark.parametrize("input_scale", SCALES)
@@ -186,7 +182,7 @@ def test_a_singular_layer_has_not_converged() -> None:
     assert not layer.stats.converged.any() and not layer.stats.conditioning.any()
 
 
-@backends
+@implementations
 @pytest.mark.parametrize("norm", [True, False])
 def test_large_gates_of_the_output_do_not_overflow(norm: bool, backend: str, device: str) -> None:
     tensors: Any = output(1, 2, 3, norm=norm).given(F32, device)

@@ -11,12 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.rows import scan
-from tests.kernels.table import F32
+from tests.kernels.table import F32, kernels
 
 from bedouin.kernels.scan import Eigenvalues, discretize, selective_scan
 
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 eigenvalues = st.sampled_from(get_args(Eigenvalues))
 
 
@@ -62,7 +60,7 @@ def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
     assert b * t * blocks * n <= limit, "parts of the gradient of B, and of C"
 
 
-@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+@kernels
 def test_memory_is_kept_at_every_sixteenth_token_for_a_backward_alone(device: str) -> None:
     tensors = [v if v is None else v.to(device, F32) for v in scan(2, 18).tensors.values()]
     run = torch.ops.bedouin.selective_scan

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.rows_memory import tracker
-from tests.kernels.table import BF16, F32, Call, Tensors, in_2_norm, results
+from tests.kernels.table import BF16, F32, Call, Tensors, in_2_norm, kernels, results
 from torch import Tensor
 
 from bedouin.kernels.track import TrackInputs, track_reference
 from bedouin.kernels.track.types import ROWS
 
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 BY_TOKEN = TrackInputs._fields[:ROWS]
 
 
@@ -42,7 +39,7 @@ def test_the_loop_has_the_derivative_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(run, given)
 
 
-@devices
+@kernels
 def test_closed_tokens_pass_the_memory(device: str) -> None:
     call = tracker(2, 20, 1)
     tensors = call.given(F32, device)
@@ -60,7 +57,7 @@ def test_closed_tokens_pass_the_memory(device: str) -> None:
         torch.testing.assert_close(ours, v, rtol=1e-4, atol=1e-5)
 
 
-@devices
+@kernels
 @pytest.mark.parametrize("A_log", [-math.inf, -69.0, 9.2])
 def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) -> None:
     call = tracker(t=20, H=1)
