@@ -145,11 +145,9 @@ CASES = [
     ),
     # tokens around a multiple of those between two kept h
     *(
-        Case(b=1, t=t, p=5, n=n, k=k, input_scale=scale, low=low, feedback=False)
-        for t, k, n, scale in (
-            *((65, k, n, scale_of(i, n)) for k in range(3) for i, n in enumerate((3, 3, 1))),
-            *((t, k, n, scale_of(k, n)) for t in (1, 63, 64) for k, n in enumerate((3, 3, 1))),
-        )
+        Case(b=1, t=t, p=5, n=n, k=k, input_scale=scale_of(k, n), low=low, feedback=False)
+        for t in (1, 63, 64, 65)
+        for k, n in enumerate((3, 3, 1))
         for low in (None, BF16)
     ),
 ]
@@ -162,26 +160,17 @@ def test_every_option(case: Case) -> None:
 
 
 LOW = each("low", None, BF16)
+SIZES = sizes("pnk", (16, 1, 1), (100, 17, 3), (64, 64, 2), (33, 5, 4))
+OF_DELTA = sizes("pnk", (64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1))
+ALONE = [{"heads": 1, "b": 3, "n": 16, "has_axis": False}]
+UNFED = [{"heads": 3, "b": 1, "feedback": False}]
 LARGE: list[dict[str, Any]] = [
     # of the benchmark
     *times(each("p", 64, 128), LOW, [{"b": 16, "t": 256, "n": 16, "k": 4, "starts": False}]),
     # awkward sizes
-    *times(
-        [
-            {"p": p, "n": n, "k": k}
-            for p, n, k in ((16, 1, 1), (100, 17, 3), (64, 64, 2), (33, 5, 4))
-        ],
-        each("scale", 0, 1, 2),
-        LOW,
-        [{"heads": 3, "b": 5, "t": 35}],
-    ),
+    *times(SIZES, each("scale", 0, 1, 2), LOW, [{"heads": 3, "b": 5, "t": 35}]),
     # of a single head
-    *times(
-        each("p", 1, 63, 64, 100),
-        each("t", 1, 63, 64, 100),
-        LOW,
-        [{"heads": 1, "b": 3, "n": 16, "has_axis": False}],
-    ),
+    *times(each("p", 1, 63, 64, 100), each("t", 1, 63, 64, 100), LOW, ALONE),
     # without feedback
     *times(
         sizes("pn", (64, 16), (100, 17), (128, 64), (16, 1)),
@@ -189,17 +178,10 @@ LARGE: list[dict[str, Any]] = [
         each("scale", 0, 1, 2),
         LOW,
         each("t", 1, 63, 64, 65),
-        [{"heads": 3, "b": 1, "feedback": False}],
+        UNFED,
     ),
     # feedback of Delta
-    *times(
-        [
-            {"p": p, "n": n, "k": k}
-            for p, n, k in ((64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1))
-        ],
-        LOW,
-        [{"heads": 3, "b": 5, "t": 35, "fed": True, "scale": 0}],
-    ),
+    *times(OF_DELTA, LOW, [{"heads": 3, "b": 5, "t": 35, "fed": True, "scale": 0}]),
 ]
 
 
@@ -246,16 +228,9 @@ def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts
         (Case(b=1, t=5, p=2, n=2, k=1), 2),
         (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), 2),
         (Case(b=2, t=5, p=33, n=5, k=0, starts=False), 2),
-        *(
-            (replace(case, feedback=False), 1)
-            for case in (
-                Case(b=2, t=5, p=33, n=5, k=0),
-                Case(b=2, t=8, p=33, n=5, k=2),
-                Case(b=5, t=7, p=5, n=17, k=1, input_scale="delta"),
-                Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16),
-                Case(b=1, t=3, p=5, n=1, k=0, selective=False),
-            )
-        ),
+        (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), 1),
+        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), 1),
+        (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), 1),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import torch
 from tests.toy_map import SweptMap, ToyMap
 from torch import Tensor
 
-from bedouin import Bedouin
+from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.checks import frozen_options
 from bedouin.solvers import (
     Anderson,
@@ -22,6 +22,7 @@ from bedouin.solvers import (
     Result,
     Solution,
     Solver,
+    UnrolledAdjoint,
     solve,
 )
 from bedouin.solvers.iterate import IterativeSolver
@@ -123,6 +124,91 @@ def test_structure_needs_no_contraction_and_its_pivots_are_reported(solver: Solv
     torch.testing.assert_close(solution.value, f.loop())
     assert solution.stats.conditioning is not None
     assert solution.stats.conditioning.tolist() == [0.5] * B
+
+
+def test_after_j_steps_of_jacobi_the_first_j_tokens_are_exact() -> None:
+    f = make(gain=1.9)
+    for steps in range(1, T):
+        value = run(f, Jacobi(0.0, 0.0), max_steps=steps).value
+        assert torch.equal(value[:, :steps], f.loop()[:, :steps])
+        assert not torch.equal(value[:, steps:], f.loop()[:, steps:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_direct_takes_one_step_to_rounding_level_whatever_the_start(dtype: torch.dtype) -> None:
+    f = make(dtype=dtype)
+    solution = run(f, Direct())
+    assert solution.result is Result.converged and f.unrolled is False
+    assert solution.stats.num_steps.tolist() == [1] * B
+    assert solution.stats.residual.max() < 10 * torch.finfo(dtype).eps
+    again = run(f, Direct(), y0=torch.full_like(f.x, torch.nan), max_steps=1)
+    assert torch.equal(again.value, solution.value)
+
+
+def test_a_sweep_that_misses_its_equation_has_not_converged() -> None:
+    f = make()
+    f.error = 1e-6
+    missed = run(f, Direct())
+    assert not bool(missed.stats.converged.any()) and missed.result is Result.max_steps_reached
+
+
+def test_unrolled_asks_the_map_to_differentiate_the_loop() -> None:
+    f = make()
+    f.x.requires_grad_()
+    solution = run(f, Direct(), adjoint=UnrolledAdjoint())
+    assert f.unrolled
+    (grad,) = torch.autograd.grad(solution.value[:, -1].sum(), f.x)
+    (expected,) = torch.autograd.grad(f.loop()[:, -1].sum(), f.x)
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_a_value_of_rounding_errors_has_not_converged(kind: Any) -> None:
+    """Two reflections of a single channel make a Q near 0, so that Q x is lost beside x."""
+    layer = kind(4, num_heads=8, num_householder=2, dtype=torch.float64, on_unconverged="ignore")
+    with torch.no_grad():
+        for weight in (p for p in layer.parameters() if p.dim() > 1):
+            weight.mul_(8)
+        layer(10 * torch.randn(64, 2, 4, dtype=torch.float64))
+    wrong = ~(layer.stats.residual < 0.1)
+    assert wrong.any() and not layer.stats.converged[wrong].any()
+    assert layer.stats.converged.any()
+
+
+@pytest.mark.parametrize("max_steps", [2, 200])
+@pytest.mark.parametrize("solver", [Picard(1e-12, 0.0), Jacobi(1e-12), *MIXING], ids=str)
+@torch.no_grad()
+def test_a_history_has_the_residual_of_every_evaluation(
+    solver: Solver, max_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, seen = make(), []
+    name = "block_solve" if isinstance(solver, Jacobi) else "__call__"
+    method = getattr(SweptMap, name)
+
+    def watched(f: SweptMap, y: Tensor) -> Any:
+        found = method(f, y)
+        f_y = found[0] if isinstance(solver, Jacobi) else found
+        ratio = (f_y - y).abs().amax(-1) / f_y.abs().amax(-1).cummax(1).values
+        seen.append(ratio.amax(1))
+        return found
+
+    expected = run(f, solver, max_steps=max_steps)
+    monkeypatch.setattr(SweptMap, name, watched)
+    found = run(f, solver, max_steps=max_steps, record_history=True)
+    history = found.stats.history
+    assert expected.stats.history is None and torch.equal(expected.value, found.value)
+    assert history is not None and torch.equal(history[-1], found.stats.residual)
+    if solver in MIXING:  # which may only measure the last iterate
+        assert len(seen) - len(history) in (0, 1)
+        torch.testing.assert_close(history[0], seen[0], rtol=1e-12, atol=0)
+    else:
+        torch.testing.assert_close(history, torch.stack(seen), rtol=1e-9, atol=1e-13)
+
+
+def test_a_history_of_direct_is_its_residual() -> None:
+    found = run(make(), Direct(), record_history=True)
+    assert found.stats.history is not None
+    assert torch.equal(found.stats.history, found.stats.residual.unsqueeze(0))
 
 
 @frozen_options
