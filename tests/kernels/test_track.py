@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.rows_memory import tracker
-from tests.kernels.table import BF16, F32, Call, Tensors, in_2_norm, kernels, results
+from tests.kernels.table import F32, Call, Tensors, kernels, results
 from torch import Tensor
 
 from bedouin.kernels.track import TrackInputs, track_reference
@@ -71,18 +71,3 @@ def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) 
 
 
 # -- at the sizes of a layer, on a GPU
-
-
-def large(dtype: torch.dtype, t: int) -> tuple[Call, Tensors]:
-    call = tracker(4, t, 2, 64, 128, dtype=dtype)
-    return call, call.given(dtype, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-3), (BF16, 0.1)])
-def test_the_sizes_of_a_layer(dtype: torch.dtype, bound: float) -> None:
-    call, tensors = large(dtype, 300)
-    found, again = by_kernels(call, tensors), by_kernels(call, tensors)
-    assert all(torch.equal(again[name], v) for name, v in found.items())
-    for name, theirs in by_the_loop(call, tensors).items():
-        in_2_norm(name, found[name].double(), theirs, bound)
