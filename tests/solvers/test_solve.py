@@ -28,29 +28,11 @@ GENERAL: list[Solver] = [Picard(1e-12, 0.0), Anderson(1e-12, 0.0), Broyden(1e-12
 every_solver = pytest.mark.parametrize("solver", GENERAL, ids=lambda s: type(s).__name__)
 
 
-def _linear(b: int, c: int, norm: float = 0.8) -> tuple[Map, Tensor]:
-    """y -> A y + x with |A| = norm, and its fixed point."""
-    A = torch.randn(c, c, dtype=torch.float64)
-    A = norm * A / torch.linalg.matrix_norm(A, 2)
-    x = torch.randn(b, c, dtype=torch.float64)
-    exact = torch.linalg.solve(torch.eye(c, dtype=A.dtype) - A, x.T).T
-    return (lambda y: y @ A.T + x), exact
-
-
 def _diverging(y: Tensor) -> Tensor:
     return 2 * y + 1
 
 
 # -- values
-
-
-@every_solver
-def test_a_linear_contraction_is_solved_exactly(solver: Solver) -> None:
-    f, exact = _linear(3, 12)
-    solution = solve(f, torch.zeros_like(exact), solver, max_steps=500)
-    assert solution.result is Result.converged
-    assert bool((solution.stats.residual < 1e-12).all())
-    torch.testing.assert_close(solution.value, exact, rtol=1e-10, atol=1e-10)
 
 
 @every_solver
