@@ -39,8 +39,6 @@ def test_bounded_delta_stays_below_one_and_full_eigenvalues_reach_minus_one() ->
     ("b", "t", "d", "n"),
     [
         (128, 16, 1024, 16),
-        (64, 256, 1024, 16),
-        (16, 1024, 1024, 16),
         (8, 4096, 1024, 16),
         (2, 4096, 64, 64),
         (1, 4096, 2048, 128),

@@ -1,4 +1,4 @@
-"""What is special to the tracker: its derivative, hard decays, its layer, and the sizes of a layer.
+"""What is special to the tracker: its derivative and hard decays.
 
 `test_operations.py` compares it with the loop. The same checks of the kernels run on the CPU in
 the interpreter (small sizes) and compiled on a GPU.
@@ -68,6 +68,3 @@ def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) 
     found = by_kernels(call, tensors)
     for name, theirs in by_the_loop(call, tensors).items():
         torch.testing.assert_close(found[name].double(), theirs, rtol=1e-4, atol=1e-4)
-
-
-# -- at the sizes of a layer, on a GPU

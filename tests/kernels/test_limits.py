@@ -1,14 +1,20 @@
-"""Which sweeps the kernels cover, and how their launches divide samples and chunks."""
+"""Which sweeps and iterations the kernels cover, and what sweeps keep."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.kernels.sweeps import Case, shared_memory
-from tests.kernels.table import BF16
+from tests.kernels.table import BF16, F64
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
+from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Operands
+from bedouin.solvers import Picard
 
+ONE = Case(heads=1, b=1, t=1, p=4, has_axis=False)
 H100, A100, L4 = 232448, 166912, 101376
 """Bytes of shared memory that one program can have."""
 
@@ -27,12 +33,41 @@ H100, A100, L4 = 232448, 166912, 101376
     ],
     ids=str,
 )
-def test_limits(case: Case, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_sweep(case: Case, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     operands, options = case.operands(), case.options()
     with pytest.raises(ValueError, match=f"does not support {message}"):
         choose_sweep("triton", operands, options)
     assert choose_sweep("auto", operands, options) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        (ONE, {"rule": Picard(patience=3).rule()}, "adaptive damping"),
+        (replace(ONE, low_rank=True), {}, "this mixer"),
+        (ONE, {"parameters": (torch.empty(1),)}, "this mixer"),
+        (replace(ONE, k=9), {}, "9 reflections"),
+        (replace(ONE, dtype=F64), {}, "x, y and A of torch.float64, torch.float32"),
+        (ONE, {"y_dtype": torch.bfloat16}, "x, y and A of torch.float32, torch.bfloat16"),
+        (replace(ONE, n=1025), {}, "1025 states"),
+        (replace(ONE, p=8193, feedback=False), {}, "2 reflections of 8193 channels"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_iteration(
+    case: Case, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    y = torch.empty(1, 1, case.p, dtype=changes.get("y_dtype", torch.float32))
+    rule, parameters = (
+        changes.get("rule", IterationRule("picard", 1e-4, 1e-8)),
+        changes.get("parameters", ()),
+    )
+    given = case.operands(), y, case.options(), parameters, rule
+    with pytest.raises(ValueError, match=f"does not support {message}"):
+        fuse_iteration(*given, backend="triton")
+    assert fuse_iteration(*given) is None
 
 
 @pytest.mark.parametrize("low", [None, BF16])
