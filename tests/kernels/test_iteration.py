@@ -480,5 +480,5 @@ def test_unrolling_and_maps_of_other_shapes_take_the_plain_loop(
 
 
 def test_on_a_cpu_auto_is_the_plain_loop() -> None:
-    f = Bedouin(4, solver=Picard()).map(torch.randn(1, 2, 4))
+    f: Any = Bedouin(4, solver=Picard()).map(torch.randn(1, 2, 4))
     assert f.fuse(torch.zeros(1, 2, 8), IterationRule("picard", 1e-4, 1e-8)) is None

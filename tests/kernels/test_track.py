@@ -24,12 +24,6 @@ def by_kernels(call: Call, tensors: Tensors, weighed: int | None = None) -> dict
     return results(call, lambda *v: call.run(*v, backend="triton"), tensors, weighed)
 
 
-def by_the_loop(call: Call, tensors: Tensors) -> dict[str, Tensor]:
-    return results(
-        call, call.exact, {k: v if v is None else v.double() for k, v in tensors.items()}
-    )
-
-
 def test_the_loop_has_the_derivative_of_finite_differences() -> None:
     given = [v.requires_grad_() for v in tracker(2, 4, c=3, n=2).tensors.values() if v is not None]
 
@@ -42,11 +36,9 @@ def test_the_loop_has_the_derivative_of_finite_differences() -> None:
 @kernels
 def test_closed_tokens_pass_the_memory(device: str) -> None:
     call = tracker(2, 20, 1)
-    tensors = call.given(F32, device)
+    tensors: Any = call.given(F32, device)
     for name in ("delta", "erase"):
-        closed = tensors[name]
-        assert closed is not None
-        closed[:, 7:] = -1e30
+        tensors[name][:, 7:] = -1e30
     short = {k: v[:, :7] if v is not None and k in BY_TOKEN else v for k, v in tensors.items()}
     found, expected = (by_kernels(call, v, 1) for v in (tensors, short))
     for name, v in expected.items():
@@ -61,10 +53,9 @@ def test_closed_tokens_pass_the_memory(device: str) -> None:
 @pytest.mark.parametrize("A_log", [-math.inf, -69.0, 9.2])
 def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) -> None:
     call = tracker(t=20, H=1)
-    rates = call.tensors["A_log"]
-    assert rates is not None
-    rates[1:] = A_log
-    tensors = call.given(F32, device)
+    tensors: Any = call.given(F32, device)
+    tensors["A_log"][1:] = A_log
     found = by_kernels(call, tensors)
-    for name, theirs in by_the_loop(call, tensors).items():
+    wide = {k: v if v is None else v.double() for k, v in tensors.items()}
+    for name, theirs in results(call, call.exact, wide).items():
         torch.testing.assert_close(found[name].double(), theirs, rtol=1e-4, atol=1e-4)

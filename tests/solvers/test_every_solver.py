@@ -1,4 +1,5 @@
-"""Laws that hold for every solver: what is reported, and how far a NaN reaches.
+"""Every solver: what is reported, how far a NaN reaches, and histories; what Jacobi and Direct
+make of a map with a local equation or a sweep.
 
 Letters: b batch, t tokens, c values of a token.
 """

@@ -1,4 +1,5 @@
-"""Picard: what it returns, when it stops, and independence of samples and tokens.
+"""Picard: what it returns and when it stops; test_causality.py has samples and tokens that do not
+see each other.
 
 Letters: b batch, t tokens, c values of a token.
 """
