@@ -5,14 +5,30 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from bedouin.kernels.backend import interpreter_is_on
 from bedouin.testing import assert_close
 
 F64 = torch.float64
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+PLAIN = pytest.param("reference", "cpu", id="plain")
+INTERPRETED = pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted")
+COMPILED = pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled")
+implementations = pytest.mark.parametrize(("backend", "device"), [PLAIN, INTERPRETED, COMPILED])
+kernels = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+# for tests that differ between the two, of which one process runs one
+DEVICE = "cpu" if interpreter_is_on() else "cuda"
+needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
 Tensors = dict[str, Tensor | None]
 Options = dict[str, Any]
 

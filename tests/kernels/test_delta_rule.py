@@ -1,4 +1,4 @@
-"""What is special to the delta rule: its definition, its chunks, hard inputs, layers, and
+"""What is special to the delta rule: its definition, its chunks, hard inputs, and
 flash-linear-attention. `test_operations.py` compares it with the loop.
 
 The same checks of the kernels run on the CPU in the interpreter and compiled on a GPU.
@@ -7,6 +7,7 @@ Letters: b batch, t time, k steps a token, h heads, p key and v value channels o
 
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -15,32 +16,18 @@ import pytest
 import torch
 from tests.kernels import table
 from tests.kernels.rows_memory import CHUNK_RULE, rule
-from tests.kernels.table import BF16, F32, Tensors, in_2_norm
+from tests.kernels.table import BF16, F32, F64, Tensors, implementations, in_2_norm, kernels
 from torch import Tensor
 
 import bedouin.kernels.delta_rule as package
-from bedouin.baselines import DeltaNet, DeltaProduct
+from bedouin.baselines import DeltaProduct
 from bedouin.kernels.delta_rule import (
     DeltaInputs,
-    delta_rates,
     delta_rule,
     delta_rule_chunked,
     delta_rule_reference,
 )
 from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
-
-# dynamo instantiates torch.autograd.Function when it traces a subclass
-INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-BACKENDS = [
-    pytest.param("torch", "cpu", id="plain"),
-    pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted"),
-    pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled"),
-]
-backends = pytest.mark.parametrize(("backend", "device"), BACKENDS)
-F64 = torch.float64
 
 
 def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
@@ -59,7 +46,8 @@ def results(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict
 
 
 def run_by(backend: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda inputs, memory: delta_rule(inputs, memory, dtype, backend)
+    chosen: Any = "torch" if backend == "reference" else backend
+    return lambda inputs, memory: delta_rule(inputs, memory, dtype, chosen)
 
 
 def check(
@@ -102,47 +90,49 @@ def test_chunks_equal_the_loop(t: int, k: int, chunk_steps: int, gated: bool) ->
     torch.testing.assert_close(ours, results(delta_rule_reference, tensors), rtol=1e-9, atol=1e-9)
 
 
-@backends
-@pytest.mark.parametrize(
-    ("t", "k", "decay"),
-    [(9, 2, -500.0), (30, 2, -500.0), (30, 2, None), (70, 1, -20.0), (70, 1, -1000.0)],
-)
-def test_strong_decays_and_equal_keys(
-    t: int, k: int, decay: float | None, backend: str, device: str
-) -> None:
-    dtype, tolerance = (F64, 1e-9) if backend == "torch" else (F32, 1e-5 if decay else 1e-3)
-    tensors = rule(1, t, k, gated=decay is not None).given(dtype, device)
-    key, beta, log_decay = (tensors[name] for name in ("key", "beta", "log_decay"))
-    assert key is not None and beta is not None
-    tensors["key"] = key[:, :1, :1].expand_as(key)
-    beta.fill_(2)
-    if log_decay is not None and decay is not None:
-        log_decay.fill_(decay)
-    # the gradient of a decay is a difference of far larger sums
-    check(tensors, backend, tolerance, tolerance, dtype)
+def equal_keys(decay: float | None, v: Any) -> Tensors:
+    """With beta = 2 and a strong decay, if there is one."""
+    strong = None if decay is None else torch.full_like(v["log_decay"], decay)
+    key, beta = v["key"][:, :1, :1].expand_as(v["key"]), torch.full_like(v["beta"], 2)
+    return {"key": key, "beta": beta, "log_decay": strong}
 
 
-@backends
-def test_reflections_that_keep_the_memory(backend: str, device: str) -> None:
-    tensors = rule(1, 130, p=32).given(F32, device)
-    beta, log_decay = tensors["beta"], tensors["log_decay"]
-    assert beta is not None and log_decay is not None
-    tensors |= {"beta": 2 - 1e-3 * beta, "log_decay": 1e-4 * log_decay}
-    check(tensors, backend, 1e-5)
+def reflections_that_keep_the_memory(v: Any) -> Tensors:
+    return {"beta": 2 - 1e-3 * v["beta"], "log_decay": 1e-4 * v["log_decay"]}
 
 
-@backends
-def test_equal_keys_and_unequal_ones_of_length_zero(backend: str, device: str) -> None:
-    tensors = rule(1, 70).given(F32, device)
-    key, beta = tensors["key"], tensors["beta"]
-    assert key is not None and beta is not None
-    tensors["key"] = key = key[:, :1].expand_as(key).clone()
+def equal_keys_and_some_of_length_zero(v: Any) -> Tensors:
+    key, beta = v["key"][:, :1].expand_as(v["key"]).clone(), v["beta"].clone()
     key[:, 3], beta[:, 7] = 0, 0
-    # 1 - beta times the rounded square of a key's length is a factor of every later error
-    check(tensors, backend, 5e-5)
+    return {"key": key, "beta": beta}
 
 
-@devices
+@implementations
+@pytest.mark.parametrize(
+    ("t", "k", "p", "change", "tolerance", "atol"),
+    [
+        # the gradient of a decay is a difference of far larger sums
+        *(
+            (t, k, 16, partial(equal_keys, decay), 1e-5, 1e-5)
+            for t, k, decay in ((9, 2, -500.0), (30, 2, -500.0), (70, 1, -20.0), (70, 1, -1000.0))
+        ),
+        (30, 2, 16, partial(equal_keys, None), 1e-3, 1e-3),
+        (130, 1, 32, reflections_that_keep_the_memory, 1e-5, 0.0),
+        # 1 - beta times the rounded square of a key's length is a factor of every later error
+        (70, 1, 16, equal_keys_and_some_of_length_zero, 5e-5, 0.0),
+    ],
+)
+def test_hard_inputs(
+    t: int, k: int, p: int, change: Any, tolerance: float, atol: float, backend: str, device: str
+) -> None:
+    dtype = F32
+    if backend == "reference" and atol:
+        dtype, tolerance, atol = F64, 1e-9, 1e-9
+    tensors = rule(1, t, k, p=p).given(dtype, device)
+    check(tensors | change(tensors), backend, tolerance, atol, dtype)
+
+
+@kernels
 def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
     tensors = rule(1, 40).given(F32, device)
     check(tensors, "triton", CHUNK_RULE.tolerance[BF16], dtype=BF16)
@@ -150,20 +140,13 @@ def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
     assert (o.dtype, last.dtype) == (F32, F32)
 
 
-@devices
+@kernels
 def test_a_rounded_key_does_not_make_the_memory_grow(device: str) -> None:
     inputs, memory = inputs_of(rule(1, 1000, 1, 1, 64, 16, gated=False).given(F32, device))
     key, beta = inputs.key[:, :1].expand_as(inputs.key), torch.full_like(inputs.beta, 2)
     inputs = inputs._replace(key=key, beta=beta, value=torch.zeros_like(inputs.value))
     _, last = run_by("triton", BF16)(inputs, memory)
     torch.testing.assert_close(float(last.norm()), float(memory.norm()), rtol=0.05, atol=0)
-
-
-def test_full_eigenvalues_keep_the_norm_of_a_memory() -> None:
-    inputs, memory = inputs_of(rule(2, 20, 2, gated=False).tensors)
-    value, beta = torch.zeros_like(inputs.value), torch.full_like(inputs.beta, 2)
-    _, last = delta_rule_chunked(inputs._replace(value=value, beta=beta), memory)
-    torch.testing.assert_close(last.mT @ last, memory.mT @ memory)
 
 
 def test_plain_torch_computes_in_at_least_float32() -> None:
@@ -176,60 +159,12 @@ def test_plain_torch_computes_in_at_least_float32() -> None:
     assert torch.equal(o, expected.bfloat16()) and torch.equal(last, last_expected)
 
 
-def test_without_a_decay_of_its_own_there_is_none() -> None:
-    b, key = torch.randn(2, 3, 4), torch.randn(2, 3, 2, 2, 16)
-    beta, decay = delta_rates(b, key, None, 1.0)
-    assert decay is None and torch.equal(beta.flatten(-2), torch.sigmoid(b))
-
-
 @pytest.mark.interpreter
 def test_which_kernel_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "MOST_BY_TOKEN", 16)
     for t, k, name in ((16, 1, "delta_rule"), (17, 1, "delta_rule_chunks"), (17, 2, "delta_rule")):
         o, _ = run_by("triton", F32)(*inputs_of(leaves_of(rule(1, t, k).given(F32, "cpu"))))
         assert o.grad_fn is not None and o.grad_fn.name() == f"{name}Backward"
-
-
-# -- layers
-
-
-def layer_results(layer: Any, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    y = call(x)
-    grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
-    # with its graph, y would keep nodes of the capture's stream alive
-    return [y.detach(), *grads]
-
-
-@devices
-@pytest.mark.parametrize(("kind", "t"), [(DeltaProduct, 5), (DeltaNet, 40)])
-def test_a_compiled_layer_is_one_graph(kind: Any, t: int, device: str) -> None:
-    torch.compiler.reset()
-    layer = kind(16, num_heads=1, gated=True, backend="triton", device=device)
-    x = torch.randn(1, t, 16, device=device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(layer_results(layer, compiled, x), layer_results(layer, layer, x))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("kind", [DeltaProduct, DeltaNet])
-def test_a_layer_in_a_graph(kind: Any, low: bool, no_synchronization: Any) -> None:
-    layer = kind(64, gated=True, backend="triton", device="cuda")
-    x, graph = torch.randn(3, 70, 64, device="cuda"), torch.cuda.CUDAGraph()
-
-    def run() -> list[Tensor]:
-        with torch.autocast("cuda", BF16, enabled=low):
-            return layer_results(layer, layer, x)
-
-    run()
-    with no_synchronization():
-        run()
-    with torch.cuda.graph(graph):
-        captured = run()
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    tolerance = 1e-2 if low else 1e-4
-    torch.testing.assert_close(captured, run(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
@@ -242,40 +177,7 @@ def test_a_compiled_layer_under_autocast() -> None:
         torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(INSTANTIATED)
-def test_compiled_layers_take_lengths_that_vary() -> None:
-    torch.compiler.reset()
-    layer = DeltaProduct(16, num_heads=2, dtype=F64)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    # chunks of 32 tokens, of which the last is filled up
-    for t, stance in ((40, "default"), (50, "fail_on_recompile"), (150, "fail_on_recompile")):
-        x = torch.randn(2, t, 16, dtype=F64, requires_grad=True)
-        torch._dynamo.mark_dynamic(x, 1)
-        with torch.compiler.set_stance(stance):
-            ours = layer_results(layer, compiled, x)
-        torch.testing.assert_close(ours, layer_results(layer, layer, x))
-
-
-def test_an_exported_layer_takes_any_batch_and_length() -> None:
-    layer = DeltaProduct(16, num_householder=1, num_heads=2, gated=True, dtype=F64)
-    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("time")}
-    x = torch.randn(2, 70, 16, dtype=F64)
-    exported = torch.export.export(layer, (x,), dynamic_shapes=(sizes,), strict=False).module()
-    for b, t in ((2, 70), (3, 5), (4, 200)):
-        x = torch.randn(b, t, 16, dtype=F64)
-        torch.testing.assert_close(exported(x), layer(x))
-
-
 # -- at the sizes of a layer, on a GPU
-
-
-def large(b: int, t: int, h: int, p: int, v: int, *, dtype: torch.dtype) -> Tensors:
-    """Inputs of a layer that hardly forgets: beta in [1.9, 2], exp(log_decay) in [0.999, 1]."""
-    tensors = rule(b, t, 1, h, p, v, dtype=dtype).given(dtype, "cuda")
-    beta, log_decay = tensors["beta"], tensors["log_decay"]
-    assert beta is not None and log_decay is not None
-    return tensors | {"beta": 2 - beta / 20, "log_decay": log_decay / 1000}
 
 
 # Bounds of the relative error: with beta near 2 and hardly a decay, the rounding of a factor stays
@@ -283,8 +185,11 @@ def large(b: int, t: int, h: int, p: int, v: int, *, dtype: torch.dtype) -> Tens
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(F32, 3e-5), (BF16, 0.3)])
 @pytest.mark.parametrize("sizes", [(8, 1000, 4, 128, 256), (1, 32768, 2, 128, 128)], ids=str)
-def test_the_sizes_of_a_layer(sizes: list[int], dtype: torch.dtype, bound: float) -> None:
-    tensors = large(*sizes, dtype=dtype)
+def test_the_sizes_of_a_layer(sizes: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    """Of one that hardly forgets: beta in [1.9, 2], exp(log_decay) in [0.999, 1]."""
+    b, t, h, p, v = sizes
+    tensors: Any = rule(b, t, 1, h, p, v, dtype=dtype).given(dtype, "cuda")
+    tensors |= {"beta": 2 - tensors["beta"] / 20, "log_decay": tensors["log_decay"] / 1000}
     found, again = (results(run_by("triton", dtype), tensors) for _ in range(2))
     assert all(torch.equal(found[name], again[name]) for name in found)
     exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
@@ -301,13 +206,6 @@ def test_fla_needs_a_gpu_and_low_precision() -> None:
         delta_rule(*inputs_of(rule(1, 3).tensors), F64, "fla")
 
 
-def test_fla_is_refused_where_triton_miscompiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.fla_is_wrong", lambda device: True)
-    query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
-        check_call(query, BF16)
-
-
 @pytest.mark.parametrize(
     ("version", "capability", "wrong"),
     [
@@ -320,12 +218,16 @@ def test_fla_is_refused_where_triton_miscompiles_it(monkeypatch: pytest.MonkeyPa
         ("unknown", (9, 0), False),
     ],
 )
-def test_fla_is_avoided_where_triton_miscompiles_it(
+def test_fla_is_avoided_and_refused_where_triton_miscompiles_it(
     version: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bedouin.kernels.backend._TRITON", version)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     assert fla_is_wrong(torch.device("cuda")) is wrong
+    if wrong:
+        query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+        with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
+            check_call(query, BF16)
 
 
 @pytest.mark.gpu

@@ -15,22 +15,15 @@ from tests.kernels.sweeps import (
     Case,
     How,
     assert_same,
-    cotangents,
-    each_head,
-    low_rank_bind,
     run,
 )
-from tests.kernels.table import BF16, F32, each, times
+from tests.kernels.table import BF16, F32
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN
-from bedouin.kernels.direct import Sweep, direct_sweep
-from bedouin.kernels.direct.layout import bind_by_layout, is_covered
-from bedouin.kernels.feedback import padded_rows, project_feedback, with_feedback
-from bedouin.kernels.householder import apply_complement
-from bedouin.kernels.operands import Activation, Operands, RawLayout
-from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
-from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.kernels.direct import direct_sweep
+from bedouin.kernels.feedback import padded_rows
+from bedouin.kernels.operands import Activation, Operands
+from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.testing import assert_close
 
 F64 = torch.float64
@@ -55,76 +48,6 @@ def of_heads(heads: int, **options: Any) -> Case:
     return replace(ONE, heads=heads, has_axis=heads > 1, **options)
 
 
-def check(case: Case, how: How, tolerance: float = 1e-10) -> dict[str, Tensor]:
-    """The results of an implementation, compared with autograd through the specification."""
-    found, expected = run(case, how), run(case, "autograd")
-    magnitude = expected.pop("magnitude")
-    assert bool((found["magnitude"] >= (1 - tolerance) * magnitude).all())
-    if how == "loop" and not case.low_rank:
-        del expected["pivot"]  # of another elimination
-    assert_same(found, expected, tolerance)
-    return found
-
-
-def evaluate(case: Case, y: Tensor) -> Tensor:
-    """F(y) of a single head, from the operations of an iterative solver."""
-    x, raw, W_y, A, h0, y0, *parameters = case.tensors()
-    assert x is not None and raw is not None and A is not None and y0 is not None
-    options, raw_y = case.options(), raw
-    if W_y is not None:
-        before = torch.cat([y0[:, None], y[:, :-1]], 1)
-        raw_y = raw + project_feedback(before, W_y, options.feedback_norm_eps)
-    bind: Any = low_rank_bind if case.low_rank else bind_by_layout(case.layout(), A)
-    c = bind(raw_y, *parameters)
-    mixed = x + apply_complement(y - x, c.e if c.e.shape[-1] else None, c.U, c.M)
-    scales: Any = {"input_scale": case.input_scale, "eigenvalues": case.eigenvalues}
-    return selective_scan(mixed, c.delta, A, c.B, c.C, h0, **scales)[0].detach()
-
-
-@implementations
-@pytest.mark.parametrize(
-    "options",
-    times(
-        each("input_scale", *SCALES),
-        each("eigenvalues", *RANGES),
-        each("feedback", True, False),
-        each("norm_eps", 1e-5, None),
-    ),
-    ids=str,
-)
-def test_the_fixed_point_and_the_gradient_of_the_loop(
-    options: dict[str, Any], how: How, low_rank: bool
-) -> None:
-    case = replace(ONE, low_rank=low_rank, **options)
-    found = check(case, how)
-    assert (evaluate(case, found["y"]) - found["y"]).abs().max() < 1e-11 * found["y"].abs().max()
-    assert (found["defect"] / found["scale"]).max() < 1e-12 and bool((found["pivot"] > 0).all())
-
-
-@implementations
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        # around a multiple of the tokens between two kept h
-        *(({"t": t}, 1e-10) for t in (1, 15, 16, 17, 40)),
-        *(({"t": t, "dtype": F32}, 5e-4) for t in (1, 15, 16, 17, 40)),
-        *(({"n": 1, "input_scale": scale}, 1e-10) for scale in SCALES),
-        *(
-            ({"b": b, "t": t, "feedback": feedback}, 1e-10)
-            for b, t in ((0, 4), (2, 0), (0, 0))
-            for feedback in (True, False)
-        ),
-    ],
-    ids=str,
-)
-def test_lengths_and_sizes(
-    options: dict[str, Any], tolerance: float, how: How, low_rank: bool
-) -> None:
-    case = replace(ONE, low_rank=low_rank, **options)
-    found = check(case, how, tolerance)
-    assert case.t or torch.equal(found["h"], case.operands().h0)  # type: ignore[arg-type]
-
-
 OPTIONS: dict[str, Any] = {
     "k": st.sampled_from([0, 1, 2, 3, 4, 8]),
     "heads": st.integers(1, 3),
@@ -136,12 +59,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     how=st.sampled_from(["buffers", "buffers", "loop"]),
     low_rank=st.booleans(),
     b=st.integers(0, 3),
-    t=st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 100]),
+    t=st.sampled_from([0, 1, 2, 15, 16, 17, 40, 63, 64, 100]),
     n=st.integers(1, 4),
     activation=st.sampled_from(get_args(Activation)),
     selective=st.booleans(),
@@ -154,7 +77,7 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     if how == "buffers":
         options["low_rank"] = False
     else:
-        options["t"] = min(options["t"], 17)  # of longer ones `test_lengths_and_sizes` has some
+        options["t"] = min(options["t"], 40)
     if options["low_rank"]:
         options |= {"k": 2, "selective": True, "erase": 0.0, "feeds_x": False, "fed": None}
     if not options["selective"]:
@@ -164,7 +87,10 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     given_operands = given_operands._replace(raw=given_operands.raw - 0.5)
     expected = run(case, "autograd", given=given_operands)
     if not expected["y"].numel():
-        return  # test_lengths_and_sizes
+        found = run(case, how, given=given_operands)
+        torch.testing.assert_close([found[name] for name in expected], list(expected.values()))
+        assert case.t or torch.equal(found["h"], given_operands.h0)  # type: ignore[arg-type]
+        return
     # a near-singular token, or growth over time, amplifies the difference of two roundings
     size = float(expected["y"].abs().max().square() / expected["pivot"].min())
     # x fed back without a norm may diverge
@@ -182,30 +108,6 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     for name, theirs in expected.items():
         allowed_error = tolerance * (10 * (1 + size) if name.startswith("gradient") else 1)
         assert_close(name, actual[name], theirs, allowed_error, atol=allowed_error)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [F32, F64])
-@erases_and_feeds_x
-def test_on_a_gpu_and_in_its_graphs(k: int, dtype: torch.dtype, more: dict[str, Any]) -> None:
-    case = replace(ONE, t=20, k=k, dtype=dtype, **more)
-
-    def results(inputs: list[Tensor | None]) -> list[Tensor]:
-        sweep = case.sweep(inputs, "buffers")
-        loss = sweep.y.square().sum() + sweep.h.square().sum()
-        grads = torch.autograd.grad(loss, [v for v in inputs if v is not None])
-        return [sweep.y.detach(), sweep.magnitude, *grads]
-
-    expected, there = results(case.tensors()), case.tensors("cuda")
-    results(there)  # the libraries of linear algebra set themselves up
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = results(there)
-    graph.replay()
-    tolerance = 1e-3 if dtype == F32 else 1e-11
-    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert_close(f"result {i}", ours.cpu(), theirs, tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("low", [F32, BF16])
@@ -261,29 +163,7 @@ def test_a_given_fixed_point_with_erase_is_refused() -> None:
         direct_sweep(case.operands(), case.options(), y_star=y_star)
 
 
-# -- heads, and feedback of a part of the raw values
-
-
-@pytest.mark.parametrize("input_scale", SCALES)
-@implementations
-def test_a_batch_of_heads_is_a_loop_over_them(
-    input_scale: InputScale, how: How, low_rank: bool
-) -> None:
-    case = of_heads(3, input_scale=input_scale, low_rank=low_rank)
-    together, operands = run(case, how), case.operands()
-    sweep = Sweep(*(together[name] for name in Sweep._fields))
-    weights = zip(*(v.chunk(3) for v in cotangents(sweep)), strict=True)
-    alone = [
-        run(replace(case, heads=1), how, given=one, weights=list(weight))
-        for one, weight in zip(each_head(case, operands), weights, strict=True)
-    ]
-    for name, found in together.items():
-        parts = [swept[name] for swept in alone]
-        is_of_heads = name in ("gradient of W_y", "gradient of A")
-        expected = torch.stack(parts) if is_of_heads else torch.cat(parts)
-        if name == "gradient of bind parameter":
-            expected = torch.stack(parts).sum(0)
-        assert_close(name, found, expected, 1e-12, atol=1e-13)
+# -- feedback of a part of the raw values
 
 
 FED = [1, 4, 7, Case.layout(ONE).size(4, 3) - 1]
@@ -317,26 +197,7 @@ def test_missing_rows_of_W_y_are_rows_of_zeros(
         assert_same(found, expected, tolerance)
 
 
-def test_the_raw_values_of_all_tokens() -> None:
-    case = replace(ONE, fed=4, norm_eps=None)
-    operands = case.operands()
-    x, raw = with_feedback(operands.x, operands, case.options())
-    assert x is operands.x
-    assert torch.equal(raw[..., 4:], operands.raw[..., 4:])
-    assert not torch.isclose(raw[..., :4], operands.raw[..., :4]).any()
-
-
 # -- derivatives
-
-
-def test_finite_differences() -> None:
-    case = replace(ONE, b=1, t=3, low_rank=True)
-
-    def sweep(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        swept = case.sweep(tensors, "loop")
-        return swept.y, swept.h
-
-    assert torch.autograd.gradcheck(sweep, [v for v in case.tensors() if v is not None])
 
 
 @hows
@@ -350,23 +211,6 @@ def test_the_adjoint_sweep_reports_its_defect_once_per_token(how: How) -> None:
     ((defect, scale),) = reports
     assert defect.shape == scale.shape == (2, 19)
     assert (defect / scale).max() < 1e-12
-
-
-@hows
-@all_heads
-def test_vmap_of_grad_over_stacked_weights_is_a_loop_over_them(heads: int, how: How) -> None:
-    case = of_heads(heads, t=18)
-    operands = case.operands()
-    assert operands.W_y is not None
-    stacked = torch.stack([operands.W_y, 0.5 * operands.W_y, 0 * operands.W_y])
-
-    def loss(W_y: Tensor) -> Tensor:
-        swept = case.sweep(operands._replace(W_y=W_y), how)
-        return swept.y.square().sum() + swept.h.sin().sum()
-
-    vmapped = torch.func.vmap(torch.func.grad(loss))(stacked)
-    looped = [torch.autograd.functional.jacobian(loss, W_y) for W_y in stacked]
-    torch.testing.assert_close(vmapped, torch.stack(looped))
 
 
 @hows
@@ -396,30 +240,6 @@ def test_statistics_have_no_gradient(how: How) -> None:
 # -- tokens that are not finite, or singular
 
 
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [
-        ("buffers", {}),
-        ("loop", {}),
-        ("loop", {"feedback": False, "low_rank": True, "input_scale": "one_minus_decay"}),
-    ],
-    ids=str,
-)
-def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
-    how: How, options: dict[str, Any]
-) -> None:
-    case = replace(ONE, b=3, t=20, **options)
-    operands = case.operands()
-    raw = operands.raw.clone()
-    raw[1, 17, 0] = torch.nan
-    clean, spoilt = (run(case, how, given=v) for v in (operands, operands._replace(raw=raw)))
-    for name in ("y", *STATISTICS):
-        assert torch.equal(spoilt[name][[0, 2]], clean[name][[0, 2]])
-    assert torch.equal(spoilt["y"][1, :17], clean["y"][1, :17])
-    assert not spoilt["y"][1, 17:].isfinite().all(-1).any()
-    assert "low_rank" in options or not spoilt["y"][1, 17:].isfinite().any()
-
-
 @hows
 def test_an_exactly_singular_token_is_contained_and_its_pivot_kept(how: How) -> None:
     """beta = sigma = |u| = 1: one reflection of one channel, with an input scale of Delta = 1."""
@@ -437,33 +257,3 @@ def test_an_exactly_singular_token_is_contained_and_its_pivot_kept(how: How) -> 
     assert torch.equal(found["y"][[0, 2]], clean.y[[0, 2]])
     assert torch.equal(found["y"][1, :2], clean.y[1, :2])
     assert not found["y"][1, 2:].isfinite().any()
-
-
-# -- the layout of raw values
-
-LAYERS: list[FixedPointLayer] = [
-    Bedouin(3, d_state=2, num_householder=3, beta_max=2.0, dtype=F64),
-    Bedouin(3, d_state=2, decay="griffin", num_householder=1, dtype=F64),
-    FixedPointRNN(3, dtype=F64),
-    FixedPointRNN(3, decay="griffin", dtype=F64),
-]
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda v: f"{type(v).__name__} {v.decay}")
-def test_the_layout_is_what_the_layer_does(layer: FixedPointLayer) -> None:
-    raw = torch.randn(2, 3, layer.raw_size, dtype=F64)
-    layout, A = layer.layout(), layer._A()
-    assert layout is not None and is_covered(layout, raw, A, ())
-    delta, B, C, mixer_raw = layer._split(raw)
-    expected = (delta, B, C, *layer.mixer(mixer_raw), raw[..., :0])
-    for ours, theirs in zip(bind_by_layout(layout, A)(raw), expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_other_raw_values_are_not_covered() -> None:
-    layout, A = RawLayout("sigmoid", True, 1, 1.0), torch.zeros(4, 2)
-    raw = torch.zeros(1, layout.size(4, 2))
-    assert is_covered(layout, raw, A, ())
-    assert not is_covered(None, raw, A, ())
-    assert not is_covered(layout, raw[:, 1:], A, ())
-    assert not is_covered(layout, raw, A, (A,))

@@ -15,12 +15,11 @@ from tests.kernels.sweeps import (
     Case,
     assert_same,
     cotangents,
-    each_head,
     run,
     shared_memory,
     values_of,
 )
-from tests.kernels.table import BF16, F32, each, sizes, times
+from tests.kernels.table import BF16, DEVICE, F32, each, needs_triton, sizes, times
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
@@ -35,10 +34,8 @@ from bedouin.solvers.convergence import relative_residual
 from bedouin.solvers.reporting import Measured
 from bedouin.testing import assert_close
 
-DEVICE = "cpu" if interpreter_is_on() else "cuda"
 # numpy's, of rows of a program that have no sample and of values that are not finite
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
 
 SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
 # of the largest value; compiled, exponentials and quotients in float32 are approximations
@@ -148,11 +145,9 @@ CASES = [
     ),
     # tokens around a multiple of those between two kept h
     *(
-        Case(b=1, t=t, p=5, n=n, k=k, input_scale=scale, low=low, feedback=False)
-        for t, k, n, scale in (
-            *((65, k, n, scale_of(i, n)) for k in range(3) for i, n in enumerate((3, 3, 1))),
-            *((t, k, n, scale_of(k, n)) for t in (1, 63, 64) for k, n in enumerate((3, 3, 1))),
-        )
+        Case(b=1, t=t, p=5, n=n, k=k, input_scale=scale_of(k, n), low=low, feedback=False)
+        for t in (1, 63, 64, 65)
+        for k, n in enumerate((3, 3, 1))
         for low in (None, BF16)
     ),
 ]
@@ -165,26 +160,17 @@ def test_every_option(case: Case) -> None:
 
 
 LOW = each("low", None, BF16)
+SIZES = sizes("pnk", (16, 1, 1), (100, 17, 3), (64, 64, 2), (33, 5, 4))
+OF_DELTA = sizes("pnk", (64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1))
+ALONE = [{"heads": 1, "b": 3, "n": 16, "has_axis": False}]
+UNFED = [{"heads": 3, "b": 1, "feedback": False}]
 LARGE: list[dict[str, Any]] = [
     # of the benchmark
     *times(each("p", 64, 128), LOW, [{"b": 16, "t": 256, "n": 16, "k": 4, "starts": False}]),
     # awkward sizes
-    *times(
-        [
-            {"p": p, "n": n, "k": k}
-            for p, n, k in ((16, 1, 1), (100, 17, 3), (64, 64, 2), (33, 5, 4))
-        ],
-        each("scale", 0, 1, 2),
-        LOW,
-        [{"heads": 3, "b": 5, "t": 35}],
-    ),
+    *times(SIZES, each("scale", 0, 1, 2), LOW, [{"heads": 3, "b": 5, "t": 35}]),
     # of a single head
-    *times(
-        each("p", 1, 63, 64, 100),
-        each("t", 1, 63, 64, 100),
-        LOW,
-        [{"heads": 1, "b": 3, "n": 16, "has_axis": False}],
-    ),
+    *times(each("p", 1, 63, 64, 100), each("t", 1, 63, 64, 100), LOW, ALONE),
     # without feedback
     *times(
         sizes("pn", (64, 16), (100, 17), (128, 64), (16, 1)),
@@ -192,17 +178,10 @@ LARGE: list[dict[str, Any]] = [
         each("scale", 0, 1, 2),
         LOW,
         each("t", 1, 63, 64, 65),
-        [{"heads": 3, "b": 1, "feedback": False}],
+        UNFED,
     ),
     # feedback of Delta
-    *times(
-        [
-            {"p": p, "n": n, "k": k}
-            for p, n, k in ((64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1))
-        ],
-        LOW,
-        [{"heads": 3, "b": 5, "t": 35, "fed": True, "scale": 0}],
-    ),
+    *times(OF_DELTA, LOW, [{"heads": 3, "b": 5, "t": 35, "fed": True, "scale": 0}]),
 ]
 
 
@@ -249,16 +228,9 @@ def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts
         (Case(b=1, t=5, p=2, n=2, k=1), 2),
         (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), 2),
         (Case(b=2, t=5, p=33, n=5, k=0, starts=False), 2),
-        *(
-            (replace(case, feedback=False), 1)
-            for case in (
-                Case(b=2, t=5, p=33, n=5, k=0),
-                Case(b=2, t=8, p=33, n=5, k=2),
-                Case(b=5, t=7, p=5, n=17, k=1, input_scale="delta"),
-                Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16),
-                Case(b=1, t=3, p=5, n=1, k=0, selective=False),
-            )
-        ),
+        (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), 1),
+        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), 1),
+        (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), 1),
     ],
     ids=str,
 )
@@ -290,23 +262,6 @@ def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
     assert blocks.streams(itemsize, least)
     with shared_memory(least):
         check(case)
-
-
-@needs_triton
-def test_one_call_is_a_call_of_one_head_for_each() -> None:
-    case = Case(b=2, t=2, n=2, k=1)
-    actual, given = run(case, "triton", DEVICE), case.operands(DEVICE)
-    sweep = Sweep(*(actual[name] for name in Sweep._fields))
-    weights = zip(*(v.chunk(2) for v in cotangents(sweep)), strict=True)
-    heads = [
-        run(replace(case, heads=1), "triton", DEVICE, one, list(weight))
-        for one, weight in zip(each_head(case, given), weights, strict=True)
-    ]
-    expected = {
-        name: (torch.stack if name[-2:] in ("_y", " A") else torch.cat)([v[name] for v in heads])
-        for name in actual
-    }
-    assert_same(actual, expected, tolerance_of(case))
 
 
 @needs_triton
@@ -373,36 +328,6 @@ def test_saturated_raw_values(input_scale: InputScale, n: int) -> None:
     expected = run(case, "buffers", DEVICE, given)
     del expected["magnitude"]
     assert_same(run(case, "triton", DEVICE, given), expected, tolerance_of(case))
-
-
-@pytest.mark.parametrize(
-    ("case", "plain"),
-    [
-        *(
-            pytest.param(case, False, marks=needs_triton)
-            for case in (
-                Case(k=0, low=BF16),
-                Case(k=1, heads=1, has_axis=False, low=BF16),
-                Case(k=1, t=0, low=BF16),
-            )
-        ),
-        (Case(k=1), True),
-    ],
-    ids=str,
-)
-def test_opcheck(case: Case, plain: bool) -> None:
-    """Of the kernels with low dtypes, whose strides fake results have, too, and in plain torch."""
-    values: Any = case.operands("cpu" if plain else DEVICE)
-    operands = [v if v is None else v.detach().requires_grad_() for v in values]
-    fields = (*case.options().scalars(), plain, 1)  # a memory is kept
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    ops = torch.ops.bedouin
-    torch.library.opcheck(ops.direct_sweep, (*operands, *fields), test_utils=utils)
-    y, h, kept, *_ = ops.direct_sweep(*values, *fields)
-    known = (torch.randn_like(y), *operands, *fields)
-    torch.library.opcheck(ops.direct_sweep_known, known, test_utils=utils)
-    backward = (y.clone(), h.clone(), y, kept, *values, True, *fields)
-    torch.library.opcheck(ops.direct_sweep_backward, backward, test_utils=utils[:2])
 
 
 def nearly_singular(k: int) -> tuple[Case, Operands]:

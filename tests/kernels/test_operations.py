@@ -24,6 +24,8 @@ from tests.kernels.table import (
     Row,
     check,
     far_apart,
+    implementations,
+    kernels,
     needed,
     outputs_of,
     results,
@@ -32,19 +34,13 @@ from tests.kernels.table import (
 )
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin.kernels.operation import OPERATIONS, Operation
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-PLAIN = pytest.param("reference", "cpu", id="plain")
-INTERPRETED = pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted")
-COMPILED = pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled")
-implementations = pytest.mark.parametrize(("backend", "device"), [PLAIN, INTERPRETED, COMPILED])
-kernels = pytest.mark.parametrize("device", [
-    pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)
-])  # fmt: skip
 VARIANTS = {
     f"{name} {variant}".strip(): (name, options)
     for name, row in ROWS.items()
@@ -207,13 +203,15 @@ def recorded() -> Iterator[list[tuple[Operation, tuple[Any, ...], tuple[Tensor, 
         yield found
 
 
-def prepared(name: str, device: str) -> tuple[Callable[..., Any], list[Tensor | None]]:
+def prepared(
+    name: str, device: str, dtype: torch.dtype = F32, backend: str = "triton"
+) -> tuple[Callable[..., Any], list[Tensor | None]]:
     """A function that takes the kernels, and its arguments."""
-    _, call = draw(name)
-    leaves = with_gradients(call, call.given(F32, device))
+    _, call = draw(name, dtype=dtype)
+    leaves = with_gradients(call, call.given(dtype, device))
 
     def run(*tensors: Tensor | None) -> Any:
-        return call.run(*tensors, backend="triton")
+        return call.run(*tensors, backend=backend)
 
     return run, leaves
 
@@ -225,18 +223,53 @@ def differentiated(function: Callable[..., Any], leaves: list[Tensor | None]) ->
     return [*(v.detach() for v in outputs), *grads]
 
 
-@kernels
+@implementations
 @variants
-def test_shapes_types_and_gradients_are_as_registered(name: str, device: str) -> None:
-    function, leaves = prepared(name, device)
+def test_shapes_types_and_gradients_are_as_registered(name: str, backend: str, device: str) -> None:
+    """With low dtypes in kernels. Only sweeps are operations in plain torch, too."""
+    dtype = BF16 if backend == "triton" else F32
+    function, leaves = prepared(name, device, dtype, backend)
     with recorded() as found:
         differentiated(function, leaves)
+    if backend == "reference" and not name.startswith("sweep"):
+        assert not found
+        return
     assert len(found) == 2, "an operation and its gradient"
     (forward, inputs, _), (backward, given, _) = found
     torch.library.opcheck(forward.overload, inputs, test_utils=UTILS)
     # which has no gradient of its own
     still = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
     torch.library.opcheck(backward.overload, still, test_utils=UTILS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "triton") for name in VARIANTS),
+        *((name, "reference") for name in VARIANTS if name.startswith("sweep")),
+    ],
+)
+def test_a_graph_replays_values_and_gradients(
+    name: str, backend: str, no_synchronization: Any
+) -> None:
+    function, leaves = prepared(name, "cuda", backend=backend)
+
+    def run() -> list[Tensor]:
+        outputs = outputs_of(function, leaves)
+        loss = torch.stack([v.float().square().sum() for v in outputs]).sum()
+        grads = torch.autograd.grad(loss, needed(leaves), materialize_grads=True)
+        return [*(v.detach() for v in outputs), *grads]
+
+    run()
+    with no_synchronization():
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    needed(leaves)[0].detach().mul_(0.5)
+    graph.replay()
+    torch.testing.assert_close(captured, run(), rtol=1e-4, atol=1e-4)
 
 
 @kernels
@@ -409,3 +442,27 @@ def test_operations_of_plain_torch_are_as_registered(name: str) -> None:
     assert len(found) == 2
     for operation, given, _ in found:
         torch.library.opcheck(operation.overload, given, test_utils=UTILS)
+
+
+class Seen(TorchDispatchMode):
+    """Records the names of the operations that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_modes_and_the_profiler_see_an_operation(tracked: bool) -> None:
+    name, inputs = "bedouin::plain_scan", OF_GRAPHS["plain_scan"]()
+    leaves = [v.requires_grad_(tracked) if isinstance(v, Tensor) else v for v in inputs]
+    with Seen() as seen:
+        OPERATIONS[name](*leaves)
+    assert name in seen.names
+    with torch.profiler.profile() as profile:
+        OPERATIONS[name](*leaves)
+    assert name in {event.key for event in profile.key_averages()}

@@ -1,4 +1,4 @@
-"""What is special to the tracker: its derivative, hard decays, its layer, and the sizes of a layer.
+"""What is special to the tracker: its derivative and hard decays.
 
 `test_operations.py` compares it with the loop. The same checks of the kernels run on the CPU in
 the interpreter (small sizes) and compiled on a GPU.
@@ -11,27 +11,17 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.rows_memory import tracker
-from tests.kernels.table import BF16, F32, Call, Tensors, in_2_norm, results
+from tests.kernels.table import F32, Call, Tensors, kernels, results
 from torch import Tensor
 
-from bedouin.kernels.track import TrackInputs, limits, track_reference
+from bedouin.kernels.track import TrackInputs, track_reference
 from bedouin.kernels.track.types import ROWS
-from bedouin.layers.tracking import Tracker
 
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 BY_TOKEN = TrackInputs._fields[:ROWS]
 
 
 def by_kernels(call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
     return results(call, lambda *v: call.run(*v, backend="triton"), tensors, weighed)
-
-
-def by_the_loop(call: Call, tensors: Tensors) -> dict[str, Tensor]:
-    return results(
-        call, call.exact, {k: v if v is None else v.double() for k, v in tensors.items()}
-    )
 
 
 def test_the_loop_has_the_derivative_of_finite_differences() -> None:
@@ -43,21 +33,12 @@ def test_the_loop_has_the_derivative_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(run, given)
 
 
-def test_segments_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the workspace of which `TRACK` has a case, a segment is one chunk."""
-    monkeypatch.setattr(limits, "WORKSPACE", 2**14)
-    monkeypatch.setattr(limits, "GRADIENT_CHUNKS", 2)
-    assert limits.Sizes.of(1, 100, 1, 3, 5, F32).segment == 1
-
-
-@devices
+@kernels
 def test_closed_tokens_pass_the_memory(device: str) -> None:
     call = tracker(2, 20, 1)
-    tensors = call.given(F32, device)
+    tensors: Any = call.given(F32, device)
     for name in ("delta", "erase"):
-        closed = tensors[name]
-        assert closed is not None
-        closed[:, 7:] = -1e30
+        tensors[name][:, 7:] = -1e30
     short = {k: v[:, :7] if v is not None and k in BY_TOKEN else v for k, v in tensors.items()}
     found, expected = (by_kernels(call, v, 1) for v in (tensors, short))
     for name, v in expected.items():
@@ -68,92 +49,13 @@ def test_closed_tokens_pass_the_memory(device: str) -> None:
         torch.testing.assert_close(ours, v, rtol=1e-4, atol=1e-5)
 
 
-@devices
+@kernels
 @pytest.mark.parametrize("A_log", [-math.inf, -69.0, 9.2])
 def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) -> None:
     call = tracker(t=20, H=1)
-    rates = call.tensors["A_log"]
-    assert rates is not None
-    rates[1:] = A_log
-    tensors = call.given(F32, device)
+    tensors: Any = call.given(F32, device)
+    tensors["A_log"][1:] = A_log
     found = by_kernels(call, tensors)
-    for name, theirs in by_the_loop(call, tensors).items():
+    wide = {k: v if v is None else v.double() for k, v in tensors.items()}
+    for name, theirs in results(call, call.exact, wide).items():
         torch.testing.assert_close(found[name].double(), theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.interpreter
-def test_the_layer_takes_the_kernels_for_sizes_that_fit() -> None:
-    x = torch.randn(1, 3, 16)
-    layer = Tracker(16, tracker_dim=8, tracker_state=5, backend="triton").eval()
-    plain = Tracker(16, tracker_dim=8, tracker_state=5, backend="reference").eval()
-    plain.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-5)
-    for c, n in ((65, 128), (64, 129)):
-        large = Tracker(16, tracker_dim=c, tracker_state=n, backend="triton")
-        with pytest.raises(ValueError, match="at most 64 channels with 128 states"):
-            large(x)
-
-
-@devices
-def test_a_compiled_layer_is_one_graph(device: str) -> None:
-    torch.compiler.reset()
-    layer = Tracker(16, tracker_dim=8, tracker_state=5, backend="triton", device=device).eval()
-    call: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-
-    def run(function: Any, x: Tensor) -> list[Tensor]:
-        y = function(x)
-        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
-
-    for t in (20, 9):
-        x = torch.randn(2, t, 16, device=device)
-        torch.testing.assert_close(run(call, x), run(layer, x), rtol=1e-4, atol=1e-4)
-
-
-# -- at the sizes of a layer, on a GPU
-
-
-def large(dtype: torch.dtype, t: int) -> tuple[Call, Tensors]:
-    call = tracker(4, t, 2, 64, 128, dtype=dtype)
-    return call, call.given(dtype, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_repeated_calls_are_equal(dtype: torch.dtype) -> None:
-    call, tensors = large(dtype, 1000)
-    first = by_kernels(call, tensors)
-    for _ in range(3):
-        again = by_kernels(call, tensors)
-        assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-3), (BF16, 0.1)])
-def test_the_sizes_of_a_layer(dtype: torch.dtype, bound: float) -> None:
-    call, tensors = large(dtype, 300)
-    found = by_kernels(call, tensors)
-    for name, theirs in by_the_loop(call, tensors).items():
-        in_2_norm(name, found[name].double(), theirs, bound)
-
-
-@pytest.mark.gpu
-def test_a_graph(no_synchronization: Any) -> None:
-    call, tensors = large(BF16, 70)
-    graph, x = torch.cuda.CUDAGraph(), tensors["x"]
-    leaves = {k: v if v is None else v.requires_grad_() for k, v in tensors.items()}
-
-    def run() -> list[Tensor]:
-        outputs = call.run(*leaves.values(), backend="triton")
-        needed = [v for v in leaves.values() if v is not None]
-        grads = torch.autograd.grad([v.float().square().sum() for v in outputs], needed)
-        return [*(v.detach() for v in outputs), *grads]
-
-    run()
-    with no_synchronization():
-        run()
-    with torch.cuda.graph(graph):
-        captured = run()
-    assert x is not None
-    x.detach().copy_(torch.randn_like(x))
-    graph.replay()
-    assert all(torch.equal(*pair) for pair in zip(captured, run(), strict=True))

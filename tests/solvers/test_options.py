@@ -32,30 +32,24 @@ NAN, INF = float("nan"), float("inf")
 VALUES: list[tuple[Any, dict[str, Any], str]] = [
     (Picard, {"rtol": -1e-3}, "rtol must lie in [0, 1000000.0], got -0.001"),
     (Picard, {"rtol": NAN}, "rtol must be a finite number, got nan"),
-    (Picard, {"rtol": "1e-3"}, "rtol must be a finite number, got '1e-3'"),
     (Picard, {"atol": -1}, "atol must lie in"),
     (Picard, {"atol": True}, "atol must be a finite number, got True"),
     (Picard, {"damping": 0.0}, "damping must lie in (0, 1], got 0.0"),
-    (Picard, {"damping": 1.5}, "damping must lie in (0, 1], got 1.5"),
     (Picard, {"shrink": 0}, "shrink must lie in (0, 1], got 0"),
     (Picard, {"patience": 0}, "patience must be None or an int >= 1, got 0"),
-    (Picard, {"patience": 2.5}, "patience must be None or an int >= 1, got 2.5"),
     (Picard, {"stop_rule": "lowest"}, "stop_rule must be one of ('prefix', 'paper'), got 'lowest'"),
     (Jacobi, {"rtol": -1.0}, "rtol must lie in"),
     (Jacobi, {"atol": INF}, "atol must be a finite number, got inf"),
     (Anderson, {"rtol": -1.0}, "rtol must lie in"),
     (Anderson, {"atol": NAN}, "atol must be a finite number"),
     (Anderson, {"memory": 1}, "memory must be an int >= 2, got 1"),
-    (Anderson, {"memory": 4.0}, "memory must be an int >= 2, got 4.0"),
     (Anderson, {"regularization": 0.0}, "regularization must lie in (0, 1000000.0], got 0.0"),
     (Anderson, {"damping": 0.0}, "damping must lie in (0, 1], got 0.0"),
     (Broyden, {"rtol": "1"}, "rtol must be a finite number, got '1'"),
     (Broyden, {"atol": -1}, "atol must lie in"),
     (Broyden, {"max_rank": 0}, "max_rank must be None or an int >= 1, got 0"),
     (PhantomAdjoint, {"num_steps": 0}, "num_steps must be an int >= 1, got 0"),
-    (PhantomAdjoint, {"num_steps": 2.0}, "num_steps must be an int >= 1, got 2.0"),
     (PhantomAdjoint, {"damping": 0.0}, "damping must lie in (0, 1], got 0.0"),
-    (PhantomAdjoint, {"damping": 1.1}, "damping must lie in (0, 1], got 1.1"),
     *(
         (GammaCap, {name: value}, f"{name} must lie in (0, inf], got {value!r}")
         for name in ("shape", "scale")
@@ -75,11 +69,9 @@ TYPES: list[tuple[Any, dict[str, Any], str]] = [
     (Picard, {"max_iter": 9}, "Picard has no option 'max_iter'. Valid: rtol, atol, damping"),
     (Jacobi, {"damping": 0.5}, "Jacobi has no option 'damping'. Valid: rtol, atol"),
     (Direct, {"rtol": 1e-3}, "Direct has no option 'rtol'. Valid: no options at all"),
-    (Anderson, {"max_iter": 3}, "Anderson has no option 'max_iter'. Valid: rtol, atol, memory"),
     (Anderson, {"memry": 3}, "Anderson has no option 'memry'; did you mean 'memory'?"),
     (Broyden, {"rank": 3}, "Broyden has no option 'rank'; did you mean 'max_rank'?"),
     (ImplicitAdjoint, {"solver": "picard"}, "solver must be a Solver or None, got s"),
-    (ImplicitAdjoint, {"solver": Picard}, "solver must be a Solver or None"),
     (ImplicitAdjoint, {"solvr": 1}, "no option 'solvr'; did you mean 'solver'"),
     (OneStepAdjoint, {"steps": 1}, "OneStepAdjoint has no option 'steps'"),
     (UnrolledAdjoint, {"steps": 1}, "Valid: no options at all"),
@@ -157,25 +149,13 @@ def test_draws_stay_within_one_and_the_limit(
     assert 1 <= GammaCap(shape, scale, limit).draw(index) <= limit
 
 
-def test_a_fixed_cap_is_its_steps() -> None:
-    cap = FixedCap(7)
-    assert (cap.limit, cap.draw(0), cap.draw(5), cap.is_random) == (7, 7, 7, False)
-
-
-def test_a_gamma_cap_is_random_and_has_a_limit() -> None:
-    cap = GammaCap(limit=30)
-    assert cap.limit == 30 and cap.is_random
-
-
 def test_caps_are_values() -> None:
+    fixed, cap = FixedCap(7), GammaCap(2.0, 3.0, 40, 5)
+    assert (fixed.limit, fixed.draw(0), fixed.draw(5), fixed.is_random) == (7, 7, 7, False)
+    assert cap.limit == 40 and cap.is_random
     assert GammaCap(seed=1) == GammaCap(seed=1) != GammaCap(seed=2)
-    assert pickle.loads(pickle.dumps(GammaCap(2.0, 3.0, 40, 5))) == GammaCap(2.0, 3.0, 40, 5)
-
-
-def test_an_int_is_a_fixed_cap_and_a_cap_is_itself() -> None:
-    cap = GammaCap()
+    assert pickle.loads(pickle.dumps(cap)) == cap == as_cap(cap)
     assert as_cap(12) == FixedCap(12)
-    assert as_cap(cap) is cap
 
 
 def test_a_draw_that_overflows_is_the_limit() -> None:

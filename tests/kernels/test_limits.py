@@ -1,16 +1,20 @@
-"""Which sweeps the kernels cover, and how their launches divide samples and chunks."""
+"""Which sweeps and iterations the kernels cover, and what sweeps keep."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.kernels.sweeps import Case, shared_memory
-from tests.kernels.table import BF16
+from tests.kernels.table import BF16, F64
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
+from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Operands
+from bedouin.solvers import Picard
 
-DEVICE = "cpu" if interpreter_is_on() else "cuda"
-needs_triton = pytest.mark.interpreter if interpreter_is_on() else pytest.mark.gpu
+ONE = Case(heads=1, b=1, t=1, p=4, has_axis=False)
 H100, A100, L4 = 232448, 166912, 101376
 """Bytes of shared memory that one program can have."""
 
@@ -29,12 +33,41 @@ H100, A100, L4 = 232448, 166912, 101376
     ],
     ids=str,
 )
-def test_limits(case: Case, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_sweep(case: Case, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     operands, options = case.operands(), case.options()
     with pytest.raises(ValueError, match=f"does not support {message}"):
         choose_sweep("triton", operands, options)
     assert choose_sweep("auto", operands, options) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        (ONE, {"rule": Picard(patience=3).rule()}, "adaptive damping"),
+        (replace(ONE, low_rank=True), {}, "this mixer"),
+        (ONE, {"parameters": (torch.empty(1),)}, "this mixer"),
+        (replace(ONE, k=9), {}, "9 reflections"),
+        (replace(ONE, dtype=F64), {}, "x, y and A of torch.float64, torch.float32"),
+        (ONE, {"y_dtype": torch.bfloat16}, "x, y and A of torch.float32, torch.bfloat16"),
+        (replace(ONE, n=1025), {}, "1025 states"),
+        (replace(ONE, p=8193, feedback=False), {}, "2 reflections of 8193 channels"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_iteration(
+    case: Case, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    y = torch.empty(1, 1, case.p, dtype=changes.get("y_dtype", torch.float32))
+    rule, parameters = (
+        changes.get("rule", IterationRule("picard", 1e-4, 1e-8)),
+        changes.get("parameters", ()),
+    )
+    given = case.operands(), y, case.options(), parameters, rule
+    with pytest.raises(ValueError, match=f"does not support {message}"):
+        fuse_iteration(*given, backend="triton")
+    assert fuse_iteration(*given) is None
 
 
 @pytest.mark.parametrize("low", [None, BF16])
@@ -59,29 +92,6 @@ def test_a_tile_of_feedback_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ValueError, match="feedback of 128 channels with 16384 bytes"),
     ):
         choose_sweep("triton", case.operands(), case.options())
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("channels", "samples", "parts"),
-    [(128, 4, 2), (128, 2, 4), (128, 1, 4), (64, 8, 1), (64, 4, 2), (64, 1, 2), (16, 2, 1)],
-)
-def test_a_part_of_a_sample_fills_a_warp(channels: int, samples: int, parts: int) -> None:
-    from bedouin.kernels.direct.launch import choose_parts
-
-    assert choose_parts(channels, samples) == parts
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("channels", "states", "samples"),
-    [(64, 16, 8), (64, 32, 8), (64, 33, 4), (128, 16, 4), (128, 64, 2), (32, 64, 8)],
-)
-def test_fewer_samples_of_more_states(channels: int, states: int, samples: int) -> None:
-    from bedouin.kernels.direct.launch import choose_samples
-
-    A = torch.empty(8, states, channels, device=DEVICE)
-    assert choose_samples(4096, A) == samples
 
 
 @pytest.mark.parametrize(
