@@ -124,8 +124,8 @@ class Operation:
 
 
 def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would only call the implementation: for plain tensors, unless a mode or
-    the profiler is to see the operation."""
+    """Whether the dispatcher would only call the implementation: for plain tensors, unless a mode
+    or the profiler is to see the operation."""
     if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
         return False
     if not PLAIN.issuperset(map(type, inputs)):
