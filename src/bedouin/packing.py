@@ -8,12 +8,13 @@ Letters: b rows, t time, l sequences (the rows without padding, or documents), w
 """
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bedouin.checks import check_tensor
+from bedouin.kernels.backend import is_transformed
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
@@ -57,11 +58,16 @@ class Packing:
 
     def take(self, x: Tensor) -> Tensor:  # (b, t, ...) -> (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
-        return x if self.lengths is None else _move(x, self.source, self.size, self.real)
+        places = (self.source, self.target, self.real, self.mask)
+        return x if self.lengths is None else _move(x, self.size, *places)
 
     def put(self, y: Tensor, shape: torch.Size) -> Tensor:  # (l, w, ...), (b, t, ...) -> as shape
         """The inverse of `take`, with zeros at places without a token."""
-        return y if self.lengths is None else _move(y, self.target, shape[:2], self.mask)
+        if self.lengths is None:
+            return y
+        rows = _move(y, shape[:2], self.target, self.source, self.mask, self.real)
+        # not a view, since that would keep FSDP from gathering the parameters for its backward
+        return rows if self.target is not None or self.mask is not None else rows.clone()
 
     def before(self, state: StateT, zeros: StateT) -> StateT:
         """The states before the first token of each sequence, from those of rows, or with
@@ -80,13 +86,36 @@ class Packing:
         return state if self.last is None else state[self.last]
 
 
-def _move(v: Tensor, index: Tensor | None, size: tuple[int, ...], kept: Tensor | None) -> Tensor:
+class _Gather(torch.autograd.Function):
+    """`_move` whose gradient is gathered, too: autograd would add it at scattered addresses."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, *where: Any) -> Tensor:
+        size, *places = where
+        ctx.save_for_backward(*places)
+        ctx.size = v.shape[:2]
+        return _moved(v, size, places[0], places[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, inverse, kept, used = ctx.saved_tensors
+        return _move(grad, ctx.size, inverse, index, used, kept), *[None] * 5
+
+
+def _move(v: Tensor, size: tuple[int, ...], *places: Tensor | None) -> Tensor:
     """v (i, j, ...) as (k, l, ...), where size = (k, l): at the index (k l,) of the i j, None for
-    the same order, where kept (k, l) is True, None for all, and 0 elsewhere."""
+    the same order, where kept (k, l) is True, None for all, and 0 elsewhere. places: index, its
+    inverse (i j,), kept, and which (i, j) the index contains."""
+    if places[0] is None or torch.compiler.is_compiling() or is_transformed():
+        return _moved(v, size, places[0], places[2])
+    moved: Tensor = _Gather.apply(v, size, *places)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _moved(v: Tensor, size: tuple[int, ...], index: Tensor | None, kept: Tensor | None) -> Tensor:
     flat = v.flatten(0, 1)
     moved = (flat if index is None else flat.index_select(0, index)).unflatten(0, size)
-    # not a view, since that would keep FSDP from gathering the parameters for its backward
-    return moved.clone() if kept is None else zero_outside(kept, moved)
+    return moved if kept is None else zero_outside(kept, moved)
 
 
 def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
@@ -160,6 +189,8 @@ def _split_at(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None) -> Packing:
     ends: list[int] = bounds.tolist()
     check_bounds("cu_seqlens", ends, t)
     w = max([0, *(stop - start for start, stop in zip(ends, ends[1:], strict=False))])
+    if mask is None and (len(ends) - 1) * w == t:  # a batch as it is
+        return Packing((len(ends) - 1, w), bounds.diff())
     document = torch.searchsorted(bounds[1:], torch.arange(t, device=x.device), right=True)
     lengths = bounds.diff() if mask is None else _count(document, mask, len(ends) - 1)
     return _place(document, lengths, w, mask)
