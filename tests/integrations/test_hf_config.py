@@ -29,12 +29,16 @@ import bedouin  # noqa: E402
 from bedouin import (  # noqa: E402
     Bedouin,
     ChannelMixer,
+    FixedPointRNN,
+    GatedDeltaNet,
     HouseholderProduct,
     Initialization,
     Kronecker,
     LowRank,
     Monarch,
     NoMixing,
+    Tracker,
+    TrackingDeltaNet,
 )
 from bedouin.integrations.hf import (  # noqa: E402
     BedouinConfig,
@@ -97,7 +101,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({n: 4}, TypeError, f"has no option '{n}'") for n in ("d_inner", "headdim", "dt_rank")),
     ({"fuse_linear_cross_entropy": "trition"}, ValueError, "fuse_linear_cross_entropy must be one"),
     ({"layer": "Mamba"}, ValueError, r"layer must be one of \('Bedouin', .*got 'Mamba'"),
-    ({"layer": {"num_trackers": 2}}, ValueError, "layer must be one of .*got None"),
+    ({"layer": {"num_trackers": 2}}, ValueError, "layer must be one of .*'paper', .*got None"),
+    ({"layer": {"type": "rnn", "d_state": 2}}, TypeError, "FixedPointRNN has no option 'd_state'"),
+    ({"layer": {"type": "paper", "decay": "mamba"}}, TypeError, "from_paper has no option 'decay'"),
+    ({"layer": "rnn", "expand": 3}, ValueError, "expand must be 2 beside layer='FixedPointRNN'"),
     (
         {"layer": {"type": "TrackingDeltaNet", "tracker_dims": 2}},
         TypeError,
@@ -359,16 +366,40 @@ class TestConfig:
 
 
 class TestLayer:
-    @pytest.mark.parametrize("name", ["TrackingDeltaNet", "GatedDeltaNet", "Tracker"])
-    def test_every_option_survives_a_file(self, name: str, tmp_path: Path) -> None:
-        config = make_config(layer=name, rms_norm_eps=1e-3)
-        kind = getattr(bedouin, name)
-        loaded = loaded_from(tmp_path, config)
-        assert repr(loaded.make_mixer(1)) == repr(kind(8, layer_idx=1))
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            *(("tracking", TrackingDeltaNet), ("GatedDeltaNet", GatedDeltaNet)),
+            *(("Tracker", Tracker), ("rnn", FixedPointRNN)),
+        ],
+    )
+    def test_every_option_survives_a_file(self, name: str, kind: Any, tmp_path: Path) -> None:
+        loaded = loaded_from(tmp_path, make_config(layer=name, rms_norm_eps=1e-3))
+        assert repr(loaded.make_mixer(1)) == repr(kind(8, layer_idx=1, norm_eps=1e-3))
         known = set(inspect.signature(kind).parameters) | {"type"}
         elsewhere = {"d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size"}
         assert set(loaded.layer) == known - elsewhere
-        assert loaded.layer["type"] == name and loaded.layer["d_conv"] == 4
+        assert loaded.layer["type"] == kind.__name__
+        assert make_config(layer=kind.__name__).layer == make_config(layer=name).layer
+
+    def test_the_default_has_a_short_name(self) -> None:
+        assert make_config(layer="bedouin").to_dict() == make_config(layer="Bedouin").to_dict()
+
+    def test_the_layer_of_the_paper_survives_a_file(self, tmp_path: Path) -> None:
+        found = loaded_from(tmp_path, make_config(layer="paper")).make_mixer(0)
+        expected = Bedouin.from_paper(8)
+        assert repr(found) == repr(expected) and found.output == "paper"
+        assert (found.solver, found.adjoint) == (expected.solver, expected.adjoint)
+
+    @pytest.mark.parametrize("name", ["paper", "rnn"])
+    def test_objects_survive_a_file(self, name: str, tmp_path: Path) -> None:
+        options = {"solver": Picard(1e-3), "adjoint": ImplicitAdjoint(Jacobi(1e-2))}
+        config = make_config(layer={"type": name, "max_steps": GammaCap(3.0), **options})
+        loaded = loaded_from(tmp_path, config)
+        assert loaded.layer == config.layer
+        mixer = loaded.make_mixer(0)
+        assert (mixer.solver, mixer.adjoint) == (options["solver"], options["adjoint"])
+        assert mixer.max_steps == GammaCap(3.0)
 
     def test_options_are_completed_and_are_those_of_the_layer(self) -> None:
         layer = {"type": "TrackingDeltaNet", "num_trackers": 2, "tracker_state": 5, "expand_v": 1.5}
@@ -394,17 +425,18 @@ class TestAttention:
 
 
 class TestPreset:
-    @pytest.mark.parametrize(
-        ("name", "millions"), [("60m", 59.2), ("130m", 129.8), ("370m", 369.1)]
-    )
-    def test_parameters_are_those_of_the_table(self, name: str, millions: float) -> None:
-        with torch.device("meta"):
-            model = BedouinForCausalLM(BedouinConfig.preset(name))
-        assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
-        row = next(v for v in str(BedouinConfig.preset.__doc__).splitlines() if f'"{name}"' in v)
+    @pytest.mark.parametrize("name", ["60m", "130m", "370m"])
+    def test_parameters_are_those_of_the_table(self, name: str) -> None:
+        lines = str(BedouinConfig.preset.__doc__).splitlines()
+        row = next(v for v in lines if f'"{name}"' in v).split("|")[2:-1]
+        found = []
+        for layer in ("tracking", "bedouin", "paper", "rnn"):
+            with torch.device("meta"):
+                model = BedouinForCausalLM(BedouinConfig.preset(name, layer=layer))
+            found.append(round(sum(p.numel() for p in model.parameters()) / 1e6, 1))
         c = model.config
-        sizes = [c.hidden_size, c.num_hidden_layers, c.intermediate_size, f"{millions} M"]
-        assert [v.strip() for v in row.split("|")[2:-1]] == [str(v) for v in sizes]
+        sizes = [c.hidden_size, c.num_hidden_layers, c.intermediate_size, *found]
+        assert [v.strip() for v in row] == [str(v) for v in sizes]
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
     def test_mixers_are_tracking_delta_nets_or_another_layer(self) -> None:
