@@ -1,6 +1,6 @@
-"""Laws of whole models and of `Bidirectional` for random mixers, baselines among them, and layouts.
+"""A law of whole models for random mixers, baselines among them, and layouts.
 
-Letters: b batch, t time, m d_model.
+Letters: b batch, t time.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,12 @@ from torch import Tensor, nn
 
 from bedouin import (
     Bedouin,
-    Bidirectional,
-    Decoder,
     FixedPointRNN,
     HouseholderProduct,
     LowRank,
     SequenceModel,
-    diagnose,
 )
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
-from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.testing import assert_close
 
 M, VOCABULARY, RTOL = 8, 7, 1e-9
@@ -58,45 +54,12 @@ def models(draw: Draw) -> SequenceModel:
     return model.train(draw(st.booleans()))
 
 
-def draw_tokens(draw: Draw, least: int = 0) -> Tensor:
-    b, t = draw(st.integers(least, 3)), draw(st.integers(least, 7))
-    return torch.randint(VOCABULARY, (b, t))
-
-
 def draw_mask(draw: Draw, tokens: Tensor) -> Tensor:
     b, t = tokens.shape
     rows = st.lists(st.booleans(), min_size=t, max_size=t)
     values = draw(st.lists(rows, min_size=b, max_size=b))
     hypothesis.note(f"mask={values}")
     return torch.tensor(values, dtype=torch.bool).view(b, t)
-
-
-def law_chunks_and_steps(model: SequenceModel, draw: Draw) -> None:
-    """Chunks, and then single tokens, give the logits of one call."""
-    tokens = draw_tokens(draw)
-    t = tokens.shape[1]
-    first, second = sorted((draw(st.integers(0, t)), draw(st.integers(0, t))))
-    expected = model(tokens)
-    found, state = model(tokens[:, :first], return_state=True)
-    more, state = model(tokens[:, first:second], state, return_state=True)
-    parts = [found, more]
-    for token in tokens[:, second:].unbind(1):
-        logits, state = model.step(token, state)
-        parts.append(logits.unsqueeze(1))
-    assert_close("logits", torch.cat(parts, 1), expected, RTOL)
-
-
-def law_masks(model: SequenceModel, draw: Draw) -> None:
-    """Padding changes nothing, neither now nor for what follows; its logits are zero."""
-    tokens = draw_tokens(draw)
-    mask = draw_mask(draw, tokens)
-    following = torch.randint(VOCABULARY, (len(tokens), 2))
-    logits, state = model(tokens, return_state=True, mask=mask)
-    after = model(following, state)
-    assert not logits[~mask].any()
-    for i, row in enumerate(mask):
-        alone = model(torch.cat([tokens[i][row], following[i]]).unsqueeze(0))[0]
-        assert_close("logits", torch.cat([logits[i][row], after[i]]), alone, RTOL)
 
 
 def law_documents(model: SequenceModel, draw: Draw) -> None:
@@ -120,59 +83,6 @@ def law_documents(model: SequenceModel, draw: Draw) -> None:
     assert_close("masked cu_seqlens", model(tokens, cu_seqlens=ends, mask=mask), expected, RTOL)
     index = torch.where(mask, index, torch.randint(9, index.shape))
     assert_close("masked seq_idx", model(tokens, seq_idx=index, mask=mask), expected, RTOL)
-
-
-def law_generate(model: SequenceModel, draw: Draw) -> None:
-    """Greedy tokens, of generate and of a Decoder, are those of the full forward."""
-    prompt, count = draw_tokens(draw, 1), draw(st.integers(0, 4))
-    mask = draw_mask(draw, prompt) if draw(st.booleans()) else None
-    if mask is not None:
-        mask[:, -1] = True
-    found = model.generate(prompt, count, mask=mask)
-    assert torch.equal(found[:, : prompt.shape[1]], prompt)
-    for i, row in enumerate(found):
-        real = torch.ones(len(row), dtype=torch.bool)
-        if mask is not None:
-            real[: prompt.shape[1]] = mask[i]
-        logits = model(row[real].unsqueeze(0))[0]
-        top = logits[-count - 1 : -1]
-        chosen = top.gather(1, row[len(row) - count :].unsqueeze(1)).squeeze(1)
-        # rounding may decide between equals
-        assert_close("best logits", chosen, top.amax(1), RTOL)
-    if all(isinstance(mixer, FixedPointLayer) for mixer in model.mixers):
-        decoder = Decoder(model, batch_size=len(prompt))
-        with torch.no_grad():
-            logits = torch.stack([decoder(token) for token in prompt.unbind(1)], 1)
-        assert_close("decoder", logits, model(prompt), RTOL)
-
-
-def law_bidirectional(model: SequenceModel, draw: Draw) -> None:
-    """The sum of a layer and of one on the reversed real tokens."""
-    forwards, backwards = model.mixers[0], model.mixers[-1]
-    layer = Bidirectional(forwards, backwards)
-    tokens = draw_tokens(draw)
-    mask = draw_mask(draw, tokens)
-    x = torch.randn(*tokens.shape, M, dtype=torch.float64)
-    y = layer(x, mask=mask)
-    assert not y[~mask].any()
-    for i, row in enumerate(mask):
-        u = x[i][row].unsqueeze(0)
-        assert_close("y", y[i][row], (forwards(u) + backwards(u.flip(1)).flip(1))[0], RTOL)
-
-
-def law_diagnose(model: SequenceModel, draw: Draw) -> None:
-    """Every layer can be diagnosed, whatever its options."""
-    mixer: Any = model.mixers[0]
-    hypothesis.assume(isinstance(mixer, FixedPointLayer))
-    x = torch.randn(*draw_tokens(draw, 1).shape, M).to(torch.float64)
-    mixer(x)
-    stats = mixer.stats
-    found = diagnose(mixer, x)
-    assert mixer.stats is stats and found.bias == 0 and found.decode_gap < RTOL
-    for run in found.runs:
-        if run.converged == 1:
-            assert run.error <= 1e3 * found.rtol * max(1.0, found.growth.max().exp().item())
-    assert "smallest pivot" in str(found)
 
 
 def check(law: Callable[[SequenceModel, Draw], None], model: SequenceModel, draw: Draw) -> None:
