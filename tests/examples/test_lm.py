@@ -292,8 +292,6 @@ def run_process(text: Path, folder: Path) -> None:
     ("changes", "message"),
     [
         ({"preset": "paper"}, "--preset must be auto, cpu or gpu"),
-        ({"accumulate": 3}, "--accumulate must divide --batch-size = 4, got 3"),
-        ({"eval_tokens": 0}, "--eval-tokens must be an int"),
         ({"length": 10**6}, "--length must be below the"),
         ({"shard": True}, "--shard needs several GPUs"),
     ],

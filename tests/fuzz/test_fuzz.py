@@ -6,7 +6,6 @@ run has a few for each law. Letters: b batch, t time, m d_model, d d_inner, H nu
 """
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +24,6 @@ from fuzz_cases import (
     cases,
     compare,
     digits,
-    draw_solver,
-    fits,
     make_tests,
     random_state,
     sample,
@@ -293,23 +290,6 @@ def law_reports(case: Case, draw: Draw) -> None:
         assert (layer.stats.residual[layer.stats.converged] <= rtol).all()
     if raised or not layer.cap.is_random or not layer.training:
         assert raised == (not bool(layer.stats.converged.all()))
-
-
-def law_copies(case: Case, draw: Draw) -> None:
-    """Copies, pickles and state_dicts give the same output, bit for bit."""
-    layer = case.layer
-    output, _, _ = call(case, case.x, case.state)
-    count = layer.draws.count
-    other = copy.deepcopy(layer)
-    solver = draw_solver(draw, case.dtype)
-    hypothesis.assume(fits(layer.mixer, solver, layer.adjoint))
-    other.solver = solver
-    other.load_state_dict(layer.state_dict(), strict=True)
-    other.solver = layer.solver
-    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), other):
-        assert again.draws.count == count
-        with torch.no_grad():
-            assert torch.equal(again(case.x, case.state).nan_to_num(), output.nan_to_num())
 
 
 def other_dtype(case: Case) -> torch.dtype:
