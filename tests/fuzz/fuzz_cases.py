@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -247,20 +245,3 @@ def compare(case: Case, names: str, found: Any, expected: Any, error: float) -> 
     named = [*names.split(), "conv"][: len(found)]
     for name, a, e in zip(named, found, expected, strict=True):
         assert_close(name, a, e, error, ATOL[case.dtype])
-
-
-def make_tests(
-    module: dict[str, Any], subjects: Any, few: int, many: int, check: Callable[..., None]
-) -> tuple[Any, Any]:
-    """A test of each law in a module for a few subjects, and one for many of all laws together."""
-    laws = [value for name, value in module.items() if name.startswith("law_")]
-    of_laws = pytest.mark.parametrize("law", laws, ids=lambda law: law.__name__[4:])
-
-    def sized(number: int) -> Any:
-        def test(law: Any, subject: Any, data: st.DataObject) -> None:
-            check(law, subject, data.draw)
-
-        drawn = given(subject=subjects, data=st.data())(test)
-        return of_laws(settings(max_examples=number, suppress_health_check=[*HealthCheck])(drawn))
-
-    return sized(few), pytest.mark.fuzz(sized(-(-many // len(laws))))

@@ -24,7 +24,6 @@ from fuzz_cases import (
     cases,
     compare,
     digits,
-    make_tests,
     random_state,
     sample,
 )
@@ -331,4 +330,20 @@ def check(law: Callable[[Case, Draw], None], case: Case, draw: Draw) -> None:
         case.layer(x).sum().backward()
 
 
-test_law, test_law_at_length = make_tests(globals(), cases(), FEW, CASES, check)
+LAWS = [value for name, value in globals().items() if name.startswith("law_")]
+of_laws = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
+
+
+def fuzzed(number: int) -> Any:
+    """A test of each law for a number of cases."""
+
+    def test(law: Any, case: Case, data: st.DataObject) -> None:
+        check(law, case, data.draw)
+
+    drawn = hypothesis.given(case=cases(), data=st.data())(test)
+    checks = [*hypothesis.HealthCheck]
+    return of_laws(hypothesis.settings(max_examples=number, suppress_health_check=checks)(drawn))
+
+
+test_law = fuzzed(FEW)
+test_law_at_length = pytest.mark.fuzz(fuzzed(-(-CASES // len(LAWS))))
