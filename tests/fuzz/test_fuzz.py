@@ -1,7 +1,7 @@
 """Laws of the layers for random combinations of everything that a caller chooses.
 
 Constructor options, shapes, dtypes, solvers, adjoints, masks, documents, chunks and heads are drawn
-together. A law holds, or the documented error comes. `make fuzz` runs FUZZ_CASES cases; the default
+together. `make fuzz` runs FUZZ_CASES cases; the default
 run has a few for each law. Letters: b batch, t time, m d_model, d d_inner, H num_heads.
 """
 
@@ -167,7 +167,7 @@ def law_documents(case: Case, draw: Draw) -> None:
         outputs.append(alone)
         states.append(after)
         seen.append(stats)
-        errors.append(digits(Case(case.layer, document, incoming, None), document, *seen))
+        errors.append(digits(Case(case.layer, document, incoming), document, *seen))
     after = states[-1] if by_index else BedouinState.cat(states)
     expected = torch.cat(outputs, 1), *after
     compare(case, "output ssm y", (output, *state), expected, max(errors))
@@ -224,7 +224,7 @@ def law_autocast(case: Case, draw: Draw) -> None:
         first, between, of_first = call(case, case.x[:, :cut], case.state)
         second, after, of_second = call(case, case.x[:, cut:], between)
     assert output.dtype == torch.bfloat16 and all(v.dtype == torch.float32 for v in state)
-    narrow = Case(layer, case.x.bfloat16(), case.state, None)
+    narrow = Case(layer, case.x.bfloat16(), case.state)
     error = digits(narrow, case.x, stats, of_first, of_second)
     found = torch.cat([first, second], 1), *after
     compare(narrow, "output ssm y", found, (output, *state), error)
@@ -320,16 +320,6 @@ def law_errors(case: Case, draw: Draw) -> None:
     assert case.layer.stats is None
 
 
-def check(law: Callable[[Case, Draw], None], case: Case, draw: Draw) -> None:
-    if case.error is None or law is law_errors:
-        law(case, draw)
-        return
-    with pytest.raises(TypeError, match=case.error):
-        # only a gradient shows that an adjoint does not fit, and only if there is something
-        x = torch.ones(1, 2, case.layer.d_model, dtype=case.dtype, requires_grad=True)
-        case.layer(x).sum().backward()
-
-
 LAWS = [value for name, value in globals().items() if name.startswith("law_")]
 of_laws = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__[4:])
 
@@ -338,7 +328,7 @@ def fuzzed(number: int) -> Any:
     """A test of each law for a number of cases."""
 
     def test(law: Any, case: Case, data: st.DataObject) -> None:
-        check(law, case, data.draw)
+        law(case, data.draw)
 
     drawn = hypothesis.given(case=cases(), data=st.data())(test)
     checks = [*hypothesis.HealthCheck]

@@ -106,21 +106,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"layer": {"type": "rnn", "d_state": 2}}, TypeError, "FixedPointRNN has no option 'd_state'"),
     ({"layer": {"type": "paper", "decay": "mamba"}}, TypeError, "from_paper has no option 'decay'"),
     ({"layer": "rnn", "expand": 3}, ValueError, "expand must be 2 beside layer='FixedPointRNN'"),
-    (
-        {"layer": {"type": "TrackingDeltaNet", "tracker_dims": 2}},
-        TypeError,
-        "TrackingDeltaNet has no .* did you mean 'tracker_dim'",
-    ),
-    (
-        {"layer": {"type": "Bedouin", "num_heads": 2}},
-        TypeError,
-        "layer Bedouin has no option 'num_heads'",
-    ),
-    (
-        {"layer": "TrackingDeltaNet", "num_heads": 2},
-        ValueError,
-        "num_heads must be None beside layer='Tracking.*got 2",
-    ),
+    ({"layer": {"type": "tracking", "tracker_dims": 2}}, TypeError, "you mean 'tracker_dim'"),
+    ({"layer": {"type": "Bedouin", "num_heads": 2}}, TypeError, "Bedouin has no option 'num_heads"),
     ({"layer": {"type": "Tracker", "num_trackers": 0}}, ValueError, "num_trackers must be"),
     (HYBRID | {"attn_layers": [3]}, ValueError, r"indices from 0 to .* = 2, .* got \[3\]"),
     (HYBRID | {"attn_layers": [1, 1]}, ValueError, r"different indices .* got \[1, 1\]"),
