@@ -1,8 +1,9 @@
 """Laws of the layers for random combinations of everything that a caller chooses.
 
 Constructor options, shapes, dtypes, solvers, adjoints, masks, documents, chunks and heads are drawn
-together. `make fuzz` runs FUZZ_CASES cases; the default
-run has a few for each law. Letters: b batch, t time, m d_model, d d_inner, H num_heads.
+together. `make fuzz` runs FUZZ_CASES cases; the default run has a few for each law.
+
+Letters: b batch, t time.
 """
 
 import copy
