@@ -276,8 +276,8 @@ class TestWeights:
             assert torch.equal(value == 0, expected == 0), name
             size = expected.abs().max()
             assert 0.8 * size <= value.abs().max() <= 1.25 * size, name
-            if name.endswith(("D", "tracker.A_log", "erase_bias")):
-                assert torch.equal(value, expected)
+            if name.endswith(("D", "A_log", "erase_bias")) and not name.startswith("memory."):
+                assert torch.equal(value, expected), name
             assert vars(value).keys() >= vars(expected).keys(), name
 
 
