@@ -68,6 +68,13 @@ def test_documents_in_a_model() -> None:
     assert_close("second of seq_idx", indexed[:, 3:], fresh, 1e-11)
     token = ids(1)
     assert_close("next", model.step(token, last)[0], model.step(token, after)[0], 1e-11)
+    # padding between documents and in them, whose indices begin none
+    real = torch.tensor([[1, 0, 1, 0, 1, 0, 1]]).bool()
+    parts = [model(tokens[:, a:b][real[:, a:b]].unsqueeze(0)) for a, b in ((0, 3), (3, 7))]
+    of_indices = model(tokens, mask=real, seq_idx=seq_idx.where(real, 9))
+    for padded in (model(tokens, mask=real, cu_seqlens=cu_seqlens), of_indices):
+        assert_close("padded", padded[real], torch.cat(parts, 1)[0], 1e-11)
+        assert not padded[~real].any()
 
 
 @torch.no_grad()

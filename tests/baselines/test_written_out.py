@@ -25,8 +25,6 @@ from bedouin.baselines import (
     MambaState,
     PaddedAttentionState,
 )
-from bedouin.baselines.attention import rotate
-from bedouin.kernels.scan import Eigenvalues
 from bedouin.testing import assert_close
 
 
@@ -235,15 +233,6 @@ def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(moved) > moves
 
 
-def test_rotary_positions_are_relative() -> None:
-    q, k = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
-    q, k = q.expand(1, 5, 3, 8), k.expand(1, 5, 3, 8)
-    near, far = ((rotate(q, s + 3, 1e4) * rotate(k, s, 1e4)).sum(-1) for s in (0, 700))
-    torch.testing.assert_close(near, far)
-    assert torch.equal(rotate(q, 0, 1e4)[:, 0], q[:, 0])
-    torch.testing.assert_close(rotate(q, 9, 1e4).norm(dim=-1), q.norm(dim=-1))
-
-
 def test_cache_of_unequal_lengths() -> None:
     state = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
     with pytest.raises(ValueError, match="state.keys and state.values must have one shape, got"):
@@ -323,35 +312,3 @@ def test_a_changed_projection_to_delta_is_called(change: str) -> None:
     raw, bias = layer._project_dt(dt)
     assert bias is None and torch.equal(raw, F.linear(dt, proj.weight, proj.bias))
     assert len(seen) == (change != "parametrization")
-
-
-def parity_layer(eigenvalues: Eigenvalues) -> Mamba:
-    """A layer of one-hot bits (b, t, 2) whose "full" version has their parity in output channel 0.
-
-    Channel 0 of x and Delta (about 40 or 0) are zero for the bit 0; channel 1 of x is constant and
-    serves as the bias of B and C. With lambda = 2 exp(-Delta) - 1 and Delta x B = 1, a bit 1 does
-    h <- 1 - h and a bit 0 leaves h as it is.
-    """
-    layer = Mamba(2, d_state=1, d_conv=None, expand=1, eigenvalues=eigenvalues, dtype=torch.float64)
-    silu_one = 1 / (1 + math.exp(-1))
-    values = {
-        layer.in_proj.weight: [[0, 1], [1, 1], [1, 1], [1, 1]],  # x and z are 1 before SiLU
-        layer.x_proj.weight: [[1 / silu_one, 0], [0, 1 / (40 * silu_one**2)], [0, 1 / silu_one]],
-        layer.dt_proj.weight: [[80], [0]],
-        layer.dt_proj.bias: [-40, -40],
-        layer.A_log: [[0], [0]],
-        layer.D: [0, 0],
-        layer.out_proj.weight: [[1 / silu_one, 0], [0, 0]],
-    }
-    with torch.no_grad():
-        for parameter, value in values.items():
-            parameter.copy_(torch.tensor(value, dtype=torch.float64))
-    return layer
-
-
-def test_full_eigenvalues_represent_parity() -> None:
-    bits = torch.randint(2, (4, 200))
-    y = parity_layer("full")(F.one_hot(bits, 2).double())[..., 0]
-    torch.testing.assert_close(y, bits.cumsum(1).remainder(2).double(), rtol=0, atol=1e-12)
-    ones = F.one_hot(torch.ones(1, 9, dtype=torch.int64), 2).double()
-    torch.testing.assert_close(parity_layer("positive")(ones)[0, :, 0], torch.ones(9).double())

@@ -161,8 +161,6 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         bench.main(toy(tmp_path, shapes=("64,256",)))
     with pytest.raises(ValueError, match=r"--repeats must be an int in \[1, inf\), got 0"):
         toy(tmp_path, repeats=0)
-    with pytest.raises(ValueError, match=r"--processes must be an int in \[1, inf\), got 0"):
-        toy(tmp_path, processes=0)
     with pytest.raises(ValueError, match="first_call takes rows among"):
         toy(tmp_path, first_call=True, rows=("scan",))
     with pytest.raises(ValueError, match="quick chooses the rows"):

@@ -225,8 +225,6 @@ def test_an_interrupted_run_continues_bit_for_bit(text: Path, tmp_path: Path) ->
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     assert all(torch.equal(value, two[name]) for name, value in one.items())
-    with pytest.raises(UsageError, match="written with --length 24, got 12"):
-        train_lm.main(small(text, tmp_path / "cut", resume=True, length=12))
 
 
 def losses(folder: Path) -> list[float]:
@@ -292,8 +290,6 @@ def run_process(text: Path, folder: Path) -> None:
     ("changes", "message"),
     [
         ({"preset": "paper"}, "--preset must be auto, cpu or gpu"),
-        ({"accumulate": 3}, "--accumulate must divide --batch-size = 4, got 3"),
-        ({"eval_tokens": 0}, "--eval-tokens must be an int"),
         ({"length": 10**6}, "--length must be below the"),
         ({"shard": True}, "--shard needs several GPUs"),
     ],

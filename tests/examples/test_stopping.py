@@ -214,7 +214,6 @@ def _squeezed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 WEIGHTS = "pytorch_model.bin"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (_change(WEIGHTS, lambda content: b""), f"a damaged one: {WEIGHTS} is not as written"),
-    "half": (_change(WEIGHTS, lambda content: content[: len(content) // 2]), "a damaged one"),
     "one bit": (_change("optimizer.bin", _flip), "a damaged one: optimizer.bin is not as written"),
     "missing": (lambda path: (path / WEIGHTS).unlink(), f"a damaged one: {WEIGHTS} is not as"),
     "added": (
@@ -222,7 +221,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "a damaged one: more.bin is not as written",
     ),
     "manifest": (_change(MANIFEST, lambda content: b"{}"), "one whose manifest cannot be read"),
-    "no JSON": (_change(MANIFEST, lambda content: content[1:]), "manifest cannot be read"),
     "other weights": (_other(WEIGHTS, _squeezed), "does not fit the model or device: .*mismatch"),
     "no optimizer": (_other("optimizer.bin", lambda content: {}), "does not fit the model"),
     "other rows": (

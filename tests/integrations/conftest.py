@@ -34,9 +34,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         raise pytest.UsageError("contract tests were skipped: " + "; ".join(_skipped))
 
 
-@pytest.fixture(
-    params=["defaults", "convolved", "hybrid", "windowed", "tracking", "memory", "tracker"]
-)
+_NAMES = "defaults convolved hybrid windowed tracking memory tracker rnn paper"
+
+
+@pytest.fixture(params=_NAMES.split())
 def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of the mixers of a model for transformers."""
     from tests.integrations.hf_models import MIXINGS

@@ -47,6 +47,8 @@ MIXINGS = {
     "tracking": TRACKING,
     "memory": {"layer": "GatedDeltaNet"},
     "tracker": TRACKER,
+    "rnn": {"layer": LAYERS[3]},
+    "paper": {"layer": LAYERS[4]},
 }
 
 
@@ -67,7 +69,7 @@ def make_model(**options: Any) -> BedouinForCausalLM:
 def with_noise(mixing: dict[str, Any]) -> dict[str, Any]:
     """The options with noise of feedback, where the layer has such noise."""
     layer = mixing.get("layer")
-    if not isinstance(layer, dict):
+    if not isinstance(layer, dict) or "feedback_noise" not in layer:
         return mixing
     return mixing | {"layer": layer | {"feedback_noise": 3.0}}
 

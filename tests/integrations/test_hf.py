@@ -350,8 +350,6 @@ class TestForward:
             model(ids, position_idx=ids)
         with pytest.raises(ValueError, match=r"attention_mask must have shape .*\(3, 7\)"):
             model(ids, attention_mask=torch.ones(3, 1, 7, 7))
-        with pytest.raises(TypeError, match="did you mean 'attention_mask'"):
-            model(ids, attention_maks=ids)
         with pytest.raises(ValueError, match="no attention"):
             model(ids, output_attentions=True)
         model.set_attn_implementation("eager")  # transformers refuses it beside sdpa

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedouin.tasks import Split, Stream, stream
-from bedouin.tasks.streams import MAX_RANK, MAX_SEED, draw_last, resolve_split, row_hash
+from bedouin.tasks.streams import MAX_RANK, MAX_SEED
 
 seeds = st.integers(0, MAX_SEED - 1)
 ranks = st.integers(0, MAX_RANK - 1)
@@ -49,42 +49,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_streams(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         stream(**{"split": "train", "seed": 0, **arguments})
-
-
-def test_the_stream_decides_the_split() -> None:
-    assert resolve_split(stream("test", 0), None) == "test"
-    assert resolve_split(stream("test", 0), "test") == "test"
-    assert resolve_split(torch.Generator(), None) == "all"
-    assert resolve_split(torch.Generator(), "train") == "train"
-    assert Stream().split == "all"
-    with pytest.raises(ValueError, match=r"that of the stream \('test'\), got 'train'.*another"):
-        resolve_split(stream("test", 0), "train")
-    with pytest.raises(ValueError, match="split must be one of"):
-        resolve_split(torch.Generator(), "both")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 3: make one"):
-        resolve_split(3, None)  # type: ignore[arg-type]
-
-
-@given(st.integers(2, 70), st.integers(0, 2**31 - 1))
-def test_each_value_belongs_to_exactly_one_split(num_values: int, hashed: int) -> None:
-    hashes = torch.full((4000,), hashed)
-    generator = torch.Generator().manual_seed(0)
-    train = set(draw_last(hashes, num_values, "train", generator).tolist())
-    test = set(draw_last(hashes, num_values, "test", generator).tolist())
-    assert not train & test
-    assert train | test == set(range(num_values))
-    assert len(test) == max(1, num_values // 16)
-
-
-def test_row_hash_spreads_and_ignores_zeros_behind() -> None:
-    rows = torch.cartesian_prod(*[torch.arange(6)] * 4)  # (1296, 4)
-    hashes = row_hash(rows)
-    assert len(set(hashes.tolist())) == len(rows)
-    assert int(hashes.min()) >= 0
-    counts = (hashes % 6).bincount()
-    assert counts.float().std() < 3 * (1296 / 6) ** 0.5
-    assert torch.equal(hashes, row_hash(torch.nn.functional.pad(rows, (0, 3))))
-    assert row_hash(torch.zeros(2, 0, dtype=torch.int64)).shape == (2,)
 
 
 def saved_and_loaded(generator: Stream) -> Any:

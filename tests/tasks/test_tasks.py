@@ -244,6 +244,7 @@ def test_splits_share_the_whole_space(
         for generator in (stream("train", 0), stream("test", 0), torch.Generator().manual_seed(0))
     )
     assert not train & test and train | test == both
+    assert rows_of(task.sample(99, torch.Generator(), split="test").tokens) <= test
     assert (len(train), len(test)) == (train_rows, test_rows)
     prefixes, others = ({row[:last] + row[last + 1 :] for row in split} for split in (train, test))
     assert prefixes == others
@@ -280,7 +281,6 @@ FIELDS: list[tuple[Any, dict[str, Any], str]] = [
     (WordProblem, {"label_at": "last", "protocol": "official"}, "must be 'transition' with"),
     (WordProblem, {"include_identity": True}, 'include_identity=True needs elements="swaps"'),
     (WordProblem, {"generators": 1}, r"generators must be in \[2, 60\), got 1"),
-    (WordProblem, {"generators": 60}, r"generators must be in \[2, 60\), got 60"),
     (WordProblem, {"generators": 4, "elements": "swaps"}, "needs elements=\"all\", got 'swaps'"),
     (WordProblem, {"generators": 4, "generator_seed": -1}, "generator_seed must be at least 0"),
     (WordProblem, {"generator_seed": 3}, "generator_seed must be 0 without generators, got 3"),
@@ -288,24 +288,20 @@ FIELDS: list[tuple[Any, dict[str, Any], str]] = [
     (Copying, {"min_length": 9}, "at most max_length, got min_length=9"),
     (Copying, {"context_len": 18}, r"2·max_length \+ 3 = 19, got 18: raise it"),
     (Copying, {"num_letters": 1}, r"num_letters must be in \[2, 26\], got 1"),
-    (Copying, {"num_letters": 27}, "num_letters must be in"),
     (Copying, {"protocol": "mine"}, r"protocol must be one of .*, got 'mine'"),
     (Parity, {"length": 0}, "length must be at least 1, got 0"),
-    (Parity, {"min_length": 0}, r"min_length must be in \[1, 41\), got 0"),
     (Parity, {"min_length": 41}, r"min_length must be in \[1, 41\), got 41"),
     (Parity, {"label_at": "first"}, r"label_at must be one of \('last', 'every'\), got 'first'"),
     (ModularArithmetic, {"modulus": 1}, "modulus must be at least 2, got 1"),
     (ModularArithmetic, {"length": 1}, "length must be at least 2, got 1"),
     (ModularArithmetic, {"length": 41}, "must be even without brackets, got 41: digits and"),
     (ModularArithmetic, {"min_length": 1}, r"min_length must be in \[2, 41\), got 1"),
-    (ModularArithmetic, {"min_length": 41}, r"min_length must be in \[2, 41\), got 41"),
     (MQAR, {"vocab_size": 3}, "vocab_size must be at least 4, got 3"),
     (MQAR, {"num_pairs": 0}, r"num_pairs must be in \[1, 4096\), got 0"),
     (MQAR, {"length": 127}, "length must be even and at least 4 num_pairs = 128, got 127"),
     (MQAR, {"length": 126}, "length must be even and at least 4 num_pairs = 128, got 126"),
     (MQAR, {"power": 0.0}, "power must be > 0, got 0.0"),
     (BoundPermutations, {"group": cyclic(1)}, "group must have at least two elements, got Z1"),
-    (BoundPermutations, {"min_definitions": 0}, r"min_definitions must be in \[1, 17\), got 0"),
     (BoundPermutations, {"min_definitions": 17}, r"min_definitions must be in \[1, 17\), got 17"),
     (BoundPermutations, {"max_definitions": 27}, r"max_definitions must be in \[1, 27\), got 27"),
     (BoundPermutations, {"min_operations": 33}, r"min_operations must be in \[1, 33\), got 33"),
@@ -358,6 +354,8 @@ def test_bad_calls_of_all(task: Any) -> None:
         task.sample(2.0, train)
     with pytest.raises(ValueError, match="split must be that of the stream"):
         task.sample(1, train, split="test")
+    with pytest.raises(ValueError, match="split must be one of"):
+        task.sample(1, torch.Generator(), split="both")
     with pytest.raises(TypeError, match="generator must be a torch.Generator, got 0"):
         task.sample(1, 0)
     if not isinstance(task, BoundPermutations):

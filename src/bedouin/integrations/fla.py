@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_bool, one_of
-from bedouin.integrations.layers import make_layer, mix, row_mask
+from bedouin.integrations.layers import layer_options, make_layer, mix, row_mask
 from bedouin.layers.common import without_noise
 from bedouin.state import RecurrentState
 
@@ -31,9 +31,10 @@ class BedouinLayer(nn.Module):
     Args:
         hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is needed for a cache.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
-        layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
+        layer: the layer: "bedouin", "paper" (`Bedouin.from_paper`), "rnn" (`FixedPointRNN`),
+            "tracking" (`TrackingDeltaNet`), these names themselves, "GatedDeltaNet" or "Tracker".
         use_short_conv, conv_size: whether the layer has a short convolution, and its width, which
-            counts only with the first. None: not in a Bedouin.
+            counts only with the first. None: not in a fixed-point layer.
         options: other options of the layer.
 
     Raises TypeError for d_model, which is hidden_size, and what the layer raises.
@@ -58,15 +59,17 @@ class BedouinLayer(nn.Module):
             raise TypeError(
                 f"d_model is hidden_size here, got d_model={options['d_model']!r}: give that alone"
             )
+        usual = layer_options(layer)
         if use_short_conv is None:
-            use_short_conv = layer != "Bedouin" and "d_conv" not in options
+            use_short_conv = usual.get("d_conv") is not None and "d_conv" not in options
         check_bool("use_short_conv", use_short_conv)
         if use_short_conv and "d_conv" in options:
             raise ValueError(
                 "d_conv and use_short_conv are both a short convolution: give one, got d_conv="
                 f"{options['d_conv']!r} and use_short_conv=True"
             )
-        options = {"d_conv": conv_size if use_short_conv else None, **options}
+        if use_short_conv or "d_conv" in usual:
+            options = {"d_conv": conv_size if use_short_conv else None, **options}
         options |= {"layer_idx": layer_idx, "norm_eps": norm_eps}
         self.layer = make_layer(layer, hidden_size, **options)
 

@@ -3,24 +3,51 @@
 Letters: b batch, t time, m channels.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.checks import find_method, one_of
-from bedouin.layers.bedouin import Bedouin
+from bedouin.layers.bedouin import FIXED_BY_PAPER, Bedouin, FixedPointRNN
 from bedouin.layers.delta_net import GatedDeltaNet
 from bedouin.layers.tracking import Tracker, TrackingDeltaNet
 
-LAYERS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Bedouin, GatedDeltaNet, Tracker, TrackingDeltaNet)
+_KINDS = (Bedouin, FixedPointRNN, GatedDeltaNet, Tracker, TrackingDeltaNet)
+LAYERS: dict[str, Any] = {
+    **{kind.__name__: kind for kind in _KINDS},
+    "Bedouin.from_paper": Bedouin.from_paper,
 }
+SHORT_NAMES = {
+    "bedouin": "Bedouin",
+    "paper": "Bedouin.from_paper",
+    "rnn": "FixedPointRNN",
+    "tracking": "TrackingDeltaNet",
+}
+
+
+def layer_name(layer: Any) -> str:
+    """The name in LAYERS of a layer by this or by its short name. Raises ValueError for another."""
+    name: str = one_of("layer", layer, (*LAYERS, *SHORT_NAMES))
+    return SHORT_NAMES.get(name, name)
+
+
+def layer_options(layer: str) -> dict[str, Any]:
+    """The options of the layer of this name, and their defaults."""
+    name = layer_name(layer)
+    found = dict(inspect.signature(LAYERS[name]).parameters)
+    if name == "Bedouin.from_paper":
+        del found["options"]  # those of Bedouin that are not fixed
+        free = inspect.signature(Bedouin).parameters
+        fixed = (*FIXED_BY_PAPER, "mixer")
+        found = {option: v for option, v in free.items() if option not in fixed} | found
+    return {option: v.default for option, v in found.items() if option != "d_model"}
 
 
 def make_layer(layer: str, d_model: int, **options: Any) -> Any:
     """The layer of this name. Raises ValueError for another name, and what the layer raises."""
-    return LAYERS[one_of("layer", layer, tuple(LAYERS))](d_model, **options)
+    return LAYERS[layer_name(layer)](d_model, **options)
 
 
 def mix(

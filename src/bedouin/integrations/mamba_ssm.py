@@ -30,7 +30,8 @@ class BedouinMixer(nn.Module):
         d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. inference_params need the index.
         d_state, expand: as of `mamba_ssm.Mamba`, for a layer that has them; None: its defaults.
         d_conv: width of the layer's convolution; None for none, "default" for the layer's default.
-        layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
+        layer: the layer: "bedouin", "paper" (`Bedouin.from_paper`), "rnn" (`FixedPointRNN`),
+            "tracking" (`TrackingDeltaNet`), these names themselves, "GatedDeltaNet" or "Tracker".
         options: other options of the layer.
 
     Raises what the layer raises.

@@ -19,6 +19,20 @@ from bedouin.layers.mixers import ChannelMixer, HouseholderProduct
 from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
 from bedouin.solvers.reporting import OnUnconverged
 
+# What `Bedouin.from_paper` fixes beside the mixer.
+FIXED_BY_PAPER: dict[str, Any] = {
+    "num_heads": 1,
+    "decay": "griffin",
+    "input_scale": "delta",
+    "feedback": ("B", "C", "mixer"),
+    "feedback_norm": False,
+    "feedback_init": 1.0,
+    "d_conv": None,
+    "beta_max": 2.0,
+    "output": "paper",
+    "bias": False,
+}
+
 
 class _Removed:
     """A name of earlier versions, which raises an AttributeError."""
@@ -138,22 +152,14 @@ class Bedouin(FixedPointLayer):
         task (v1, section 4.5) initialization=Initialization(delta_from_x=0.0). `options` are other
         options of Bedouin; one that is fixed above raises TypeError.
         """
-        fixed: dict[str, Any] = {
-            "num_heads": 1,
-            "mixer": HouseholderProduct(num_householder, beta_max=2.0),
-            "decay": "griffin",
-            "input_scale": "delta",
-            "feedback": ("B", "C", "mixer"),
-            "feedback_norm": False,
-            "feedback_init": 1.0,
-            "d_conv": None,
-        }
-        named = fixed | {"beta_max": 2.0, "output": "paper", "bias": False}
-        for name in named.keys() & options.keys():
+        fixed = FIXED_BY_PAPER | {"mixer": HouseholderProduct(num_householder, beta_max=2.0)}
+        for name in fixed.keys() & options.keys():
             raise TypeError(
-                f"{name} of from_paper is fixed by the paper, here to {named[name]!r}, got "
+                f"{name} of from_paper is fixed by the paper, here to {fixed[name]!r}, got "
                 f"{options[name]!r}: leave it out"
             )
+        for name in ("beta_max", "output", "bias"):  # by the mixer and by `layer.output`
+            del fixed[name]
         layer = cls.__new__(cls)
         layer.output = "paper"
         layer.__init__(  # type: ignore[misc]

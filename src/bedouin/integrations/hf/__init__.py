@@ -5,6 +5,7 @@
     model.generate(ids, max_new_tokens=20)
 
     BedouinConfig.preset("130m")                                           # "60m", "130m", "370m"
+    BedouinConfig.preset("130m", layer="rnn")             # "bedouin", "paper", "rnn" or "tracking"
     BedouinConfig.preset("130m", attn_layers=[3, 7], attn={"num_heads": 12})            # a hybrid
 
 The import registers them with AutoConfig, AutoModel, AutoModelForCausalLM and the Auto classes for

@@ -15,7 +15,7 @@ from transformers.generation import GenerationConfig
 
 from bedouin.checks import one_of
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
-from bedouin.integrations.layers import LAYERS, make_layer
+from bedouin.integrations.layers import layer_name, layer_options, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.kernels.checks import check_count, check_number, unknown_option
 from bedouin.layers.bedouin import Bedouin
@@ -127,10 +127,12 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     Args:
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
-        layer: the layer that the mixers are, "Bedouin", whose options are the fields here, or the
-            name of another one, "TrackingDeltaNet", "GatedDeltaNet" or "Tracker", by itself or with
-            options as {"type": "TrackingDeltaNet", "num_trackers": 2}. It becomes such a dict with
-            all options, which is saved; the options of `Bedouin` are then their defaults.
+        layer: the layer that the mixers are: "bedouin", whose options are the fields here, or
+            "paper" (`Bedouin.from_paper`), "rnn" (`FixedPointRNN`), "tracking"
+            (`TrackingDeltaNet`), "GatedDeltaNet" or "Tracker", by itself or with options as
+            {"type": "tracking", "num_trackers": 2}. It becomes such a dict with the layer's own
+            name and all options, which is saved; the fields of `Bedouin` must then have their
+            defaults. "bedouin" becomes "Bedouin".
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
             feedback, feedback_norm, feedback_init, mixer, solver, adjoint, max_steps,
             initialization, backend, on_unconverged: options of `bedouin.Bedouin`, where state_size
@@ -273,30 +275,32 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         if name == "layer":
             # the name of Bedouin, whose options are fields, or another type and all of its options
             given: dict[str, Any] = dict(value) if isinstance(value, dict) else {"type": value}
-            kind, valid = one_of("layer", given.pop("type", None), tuple(LAYERS)), {}
+            kind, valid = layer_name(given.pop("type", None)), {}
             if kind != "Bedouin":
-                options = inspect.signature(LAYERS[kind]).parameters.items()
-                valid = {option: v.default for option, v in options if option not in _OF_ALL}
+                valid = {n: v for n, v in layer_options(kind).items() if n not in _OF_ALL}
             for option in given:
                 if option not in valid:
                     raise TypeError(unknown_option(f"layer {kind}", option, list(valid)))
-            value = {"type": kind, **valid, **given} if valid else kind
+            valid |= given
+            of_kind = {option: describe(f"layer.{option}", v) for option, v in valid.items()}
+            value = {"type": kind, **of_kind} if valid else kind
         if name == "initialization" and isinstance(value, dict):
             value = _without_removed("initialization.", value, _REMOVED_INITIALIZATION)
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """A configuration of a usual size of the kind `layer`, by default a `TrackingDeltaNet`.
+        """A configuration of a usual size of the kind `layer`, by default "tracking".
 
         Every mixer is followed by a gated MLP; the embedding is tied, and
-        rescale_prenorm_residual is True. With the default vocabulary of 50,280:
+        rescale_prenorm_residual is True. Parameters in millions, with the default vocabulary of
+        50,280, for each layer:
 
-        | name | hidden_size | layers | intermediate_size | parameters |
-        |---|---|---|---|---|
-        | "60m" | 512 | 6 | 1984 | 59.2 M |
-        | "130m" | 768 | 8 | 2624 | 129.8 M |
-        | "370m" | 1024 | 16 | 3456 | 369.1 M |
+        | name | hidden_size | layers | intermediate_size | tracking | bedouin | paper | rnn |
+        |---|---|---|---|---|---|---|---|
+        | "60m" | 512 | 6 | 1984 | 59.2 | 60.3 | 82.3 | 59.8 |
+        | "130m" | 768 | 8 | 2624 | 129.8 | 129.0 | 201.3 | 128.0 |
+        | "370m" | 1024 | 16 | 3456 | 369.1 | 358.6 | 626.8 | 355.9 |
 
         options: fields, which replace those of the preset. Raises ValueError for another name.
         """
@@ -337,8 +341,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     def make_mixer(self, layer_idx: int) -> Any:
         """The layer that the options describe; ValueError for options without effect."""
         if isinstance(self.layer, dict):
-            layer, usual = dict(self.layer), BedouinConfig()
-            kind = layer.pop("type")
+            layer = {n: restore(f"layer.{n}", v) for n, v in self.layer.items()}
+            kind, usual = layer.pop("type"), BedouinConfig()
             for name in (self.attribute_map.get(n, n) for n in _OPTIONS if n not in _OF_ALL):
                 value, default = getattr(self, name), getattr(usual, name)
                 if value != default:
