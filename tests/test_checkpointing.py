@@ -213,7 +213,7 @@ def test_a_region_around_vmap() -> None:
 @pytest.mark.slow
 def test_a_compiled_layer() -> None:
     def region(layer: Any, x: Tensor, run: Run) -> Tensor:
-        call = layer if run is plainly else torch.compile(layer, backend="eager")
+        call: Any = layer if run is plainly else torch.compile(layer, backend="eager")
         return two_calls_before_one_backward(call, x, run)
 
     assert_same(region, WAYS["non-reentrant"])

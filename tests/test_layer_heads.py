@@ -1,6 +1,5 @@
 """Layers of several heads: H heads are H layers of one head on the slices."""
 
-import copy
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -190,25 +189,6 @@ def test_parameters_of_one_head_are_those_of_the_paper() -> None:
         "in_proj.weight": (2 * d, 64), "x_proj.weight": (r + d, d), "y_proj.weight": (r + d, d),
         "out_proj.weight": (64, d),
     }  # fmt: skip
-
-
-def test_parameters_of_several_heads() -> None:
-    p, r = 32, 32 + 2 * 16 + 2 * (32 + 1)
-    shapes = {n: tuple(v.shape) for n, v in Bedouin(64, num_heads=4).named_parameters()}
-    assert shapes["x_proj.weight"] == shapes["y_proj.weight"] == (4, r + p, p)
-    assert shapes["raw_bias"] == (4 * r,) and shapes["D"] == shapes["norm.weight"] == (4 * p,)
-    assert FixedPointRNN(64, num_heads=4).b_proj.weight.shape == (4, p, p)
-
-
-def test_a_state_dict_of_one_head_does_not_fit_several() -> None:
-    several = Bedouin(4, num_heads=2)
-    other = Bedouin(4, num_heads=1).state_dict()
-    with (
-        pytest.warns(UserWarning, match="num_heads=1, but"),
-        pytest.raises(RuntimeError, match=r"size mismatch for x_proj.weight"),
-    ):
-        several.load_state_dict(other)
-    several.load_state_dict(copy.deepcopy(several).state_dict())
 
 
 def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:

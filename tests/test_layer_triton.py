@@ -109,16 +109,17 @@ def test_heads_with_a_state_in_float32(padded: bool, options: dict[str, Any], de
     options = {"num_heads": 2, "num_householder": 2, **options}
     layer, reference = pair(Bedouin, device, torch.float32, **options)
     reference.double()
-    places = {"mask": torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]], device=device).bool()}
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]], device=device).bool()
+    places: dict[str, Any] = {"mask": mask} if padded else {}
     x = torch.randn(3, 3, 6).to(device)
     before = BedouinState(*(torch.randn_like(v) for v in layer.init_state(3)))
     exact = BedouinState(*(v.double() for v in before))
-    ours = results(layer, x, before, **(places if padded else {}))
-    theirs = results(reference, x.double(), exact, **(places if padded else {}))
+    ours = results(layer, x, before, **places)
+    theirs = results(reference, x.double(), exact, **places)
     assert all(v.dtype == torch.float32 for v in ours)
     assert_all_close(ours, theirs, 1e-4, 1e-5)
     for one, given in ((layer, x), (reference, x.double())):
-        one(given, **(places if padded else {}))
+        one(given, **places)
     found, expected = layer.stats, reference.stats
     assert found is not None and expected is not None
     assert found.converged.all() and expected.converged.all()

@@ -262,6 +262,7 @@ def test_padding_and_documents_need_layers_that_take_a_mask() -> None:
     """Also documents of one length, which have no padding."""
     model = SequenceModel(5, 4, [nn.Identity()])
     bounds, mask = torch.tensor([0, 3, 6]), torch.ones(1, 6).bool()
-    for places in ({"cu_seqlens": bounds}, {"mask": mask}):
+    every: list[dict[str, Any]] = [{"cu_seqlens": bounds}, {"mask": mask}]
+    for places in every:
         with pytest.raises(TypeError, match="mixer Identity takes no mask, which padding and doc"):
             model(torch.zeros(1, 6, dtype=torch.long), **places)

@@ -321,7 +321,7 @@ def test_generation_has_no_noise_its_prompt_included(name: str) -> None:
 def test_a_compiled_step_has_no_noise() -> None:
     layer, u = noisy(), draw(2, M)
     state = layer.init_state(2)
-    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    step: Any = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
     assert torch.equal(step(u, state)[0], step(u, state)[0])
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert not torch.equal(call(draw(2, 3, M)), call(draw(2, 3, M)))
