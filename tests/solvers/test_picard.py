@@ -1,5 +1,4 @@
-"""Picard: what it returns and when it stops; test_causality.py has samples and tokens that do not
-see each other.
+"""Picard: what it returns, when it stops, and independence of samples and tokens.
 
 Letters: b batch, t tokens, c values of a token.
 """
@@ -121,9 +120,12 @@ def test_adaptive_damping_shrinks_after_patience_steps_without_a_new_low() -> No
 
 
 @pytest.mark.parametrize("solver", [Picard(0.1), Picard(1e-6), Picard(1e-6, damping=0.7)], ids=str)
-def test_solving_again_from_the_solution_changes_nothing(solver: Picard) -> None:
+def test_neighbours_the_future_and_solving_again_change_no_bit(solver: Picard) -> None:
     x = torch.randn(2, 10, 3)
     whole = _run(_causal_map(x), torch.zeros_like(x), solver, time_dim=1)
+    for part in ((slice(1),), (slice(1, 2),), (slice(None), slice(4))):
+        alone = _run(_causal_map(x[part]), torch.zeros_like(x[part]), solver, time_dim=1)
+        assert torch.equal(alone.value, whole.value[part])
     again = _run(_causal_map(x), whole.value, solver, time_dim=1)
     assert torch.equal(again.value, whole.value)
     assert again.stats.num_steps.tolist() == [1, 1]
