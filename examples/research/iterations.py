@@ -1,4 +1,4 @@
-"""How many steps the parallel solvers take on A5: with and without feedback, by number of tokens.
+"""Count the steps that iterative solvers take on A5, against tokens, with and without feedback.
 
     python examples/research/iterations.py    # 8 minutes on a CPU
     python examples/research/iterations.py --figure-only
@@ -26,7 +26,8 @@ from bedouin.tasks import Group, WordProblem, stream, token_accuracy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
-from common.evaluation import png  # noqa: E402
+from common.evaluation import png
+from research.runs import add_runs, read_runs
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "iterations"
 
@@ -69,11 +70,11 @@ def make_model(
     return SequenceModel(TASK.vocab_size, config.d_model, [layer], output_size=TASK.output_size)
 
 
-def train(model: SequenceModel, steps: int) -> float:
-    """Returns the share of labels that are right in the last batch."""
+def train(model: SequenceModel, steps: int) -> float | None:
+    """Returns the share of labels that are right in the last batch; None for no steps."""
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.01), lr=4e-3)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)
-    rows, accuracy = stream("train", 0), 0.0
+    rows = stream("train", 0)
     for step in range(steps):
         tokens, labels = TASK.sample(64, rows, length=2 + step * (TASK.length - 1) // steps)
         logits = model(tokens)
@@ -83,8 +84,7 @@ def train(model: SequenceModel, steps: int) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
-        accuracy = float(token_accuracy(logits, labels))
-    return accuracy
+    return float(token_accuracy(logits, labels)) if steps else None
 
 
 @torch.no_grad()
@@ -111,10 +111,11 @@ def measure(config: Config) -> dict[str, dict[str, Any]]:
             torch.manual_seed(seed)
             model = make_model(config, feedback, "auto")
             for steps in (0, config.steps):
-                accuracy = train(model, steps)
-                entry: dict[str, Any] = {"seed": seed, "layer": name, "steps": steps}
-                entry["accuracy"] = accuracy
-                entry["iterations"] = counts(config, model, feedback)
+                entry = {
+                    **{"seed": seed, "layer": name, "steps": steps},
+                    "accuracy": train(model, steps),
+                    "iterations": counts(config, model, feedback),
+                }
                 entries[f"{name}, seed {seed}, {steps} steps"] = entry
                 print(json.dumps(entry), flush=True)
     return entries
@@ -129,16 +130,9 @@ def figure(entries: list[dict[str, Any]]) -> bytes:
         for entry in (entry for entry in entries if entry["layer"] == layer):
             for i, solver in enumerate(solvers):
                 counted = {int(t): n for t, n in entry["iterations"][solver].items() if n}
-                label = f"{solver}, {'trained' if entry['steps'] else 'untrained'}"
-                style = {"linestyle": "-" if entry["steps"] else "--", "color": f"C{i}"}
-                first = label not in axes.get_legend_handles_labels()[1]
-                axes.plot(
-                    list(counted),
-                    list(counted.values()),
-                    **style,
-                    marker=".",
-                    label=label if first else None,
-                )
+                said, style = ("trained", "-") if entry["steps"] else ("untrained", "--")
+                label = f"{solver}, {said}" if entry["seed"] == 0 else None
+                axes.plot(counted.keys(), counted.values(), f".{style}C{i}", label=label)
         lengths = sorted({int(t) for entry in entries for t in entry["iterations"][solvers[0]]})
         axes.plot(lengths, lengths, ":", color="0.5", label="as many steps as tokens")
         axes.set(title=layer, xlabel="tokens", xscale="log", yscale="log")
@@ -151,12 +145,10 @@ def figure(entries: list[dict[str, Any]]) -> bytes:
 
 
 def main(config: Config) -> None:
-    path = config.out / "runs.json"
     if not config.figure_only:
-        config.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure(config), indent=1) + "\n", encoding="utf-8")
-    entries = json.loads(path.read_text(encoding="utf-8"))
-    (config.out / "iterations.png").write_bytes(figure(list(entries.values())))
+        add_runs(config.out, measure(config))
+    entries = list(read_runs(config.out).values())
+    (config.out / "iterations.png").write_bytes(figure(entries))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the layer of `train_a5.py` holds while it multiplies: a picture of its outputs.
+"""Draw the outputs of the layer of `train_a5.py` by their principal components.
 
     python examples/train_a5.py --preset cpu --out runs/a5
     python examples/research/states.py runs/a5     # runs/a5/states.png
 
-Every point is the output of the layer after one token of a test word, of unit length, projected on
-the principal components of all of them; its colour is the product so far. A layer that tracks the
-group has one cloud for each of the elements.
+Every point is the output of the layer after one token of a test word, divided by its norm and
+projected on the principal components of all outputs; its colour is the product so far. A layer that
+tracks the group has one cluster for each element.
 """
 
 import sys
@@ -25,9 +25,10 @@ from bedouin.tasks import stream
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
-from common.checkpoint import WEIGHTS, read_options  # noqa: E402
-from common.evaluation import png  # noqa: E402
-from train_a5 import WordProblemConfig, make_model  # noqa: E402
+from common.checkpoint import WEIGHTS, read_options
+from common.evaluation import png
+from generate import as_field
+from train_a5 import WordProblemConfig, make_model
 
 COMPONENTS = 4
 
@@ -86,10 +87,7 @@ def figure(
 
 def main(config: Config) -> None:
     _, saved = read_options(config.run, "RUN")
-    lists: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()
-    }
-    options = WordProblemConfig(**lists)
+    options = WordProblemConfig(**{name: as_field(value) for name, value in saved.items()})
     model, task = make_model(options), options.task()
     load_weights(model, config.run / WEIGHTS)
     tokens, labels = task.sample(config.words, stream("test", 0), length=config.length)

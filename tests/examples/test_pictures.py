@@ -1,17 +1,14 @@
 """Scripts of examples/research that count and draw what a small layer has learned."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
 import train_a5
 from research import iterations, states
+from research.runs import read_runs
 
 PAGE = iterations.RESULTS / "README.md"
 
@@ -19,11 +16,11 @@ PAGE = iterations.RESULTS / "README.md"
 def test_steps_are_counted_before_and_after_training(tmp_path: Path) -> None:
     config = iterations.Config(tmp_path, seeds=1, steps=2, lengths=(2, 3), cap=40)
     iterations.main(config)
-    entries = list(json.loads((tmp_path / "runs.json").read_text(encoding="utf-8")).values())
+    entries = list(read_runs(tmp_path).values())
     assert [entry["steps"] for entry in entries] == [0, 2, 0, 2]
     for entry in entries:
         assert entry["iterations"].keys() == {"Picard", "Jacobi", "Anderson"}
-        # two tokens need no third application of a map that reads only earlier ones
+        # exact after t steps, and one more finds that nothing changes
         assert all(1 <= entry["iterations"]["Jacobi"][t] <= int(t) + 1 for t in ("2", "3"))
     assert (tmp_path / "iterations.png").stat().st_size > 1000
 
@@ -37,7 +34,7 @@ def test_a_solve_that_does_not_converge_is_null() -> None:
 
 @pytest.mark.parametrize("layer", list(iterations.FEEDBACK))
 def test_the_page_of_iterations_has_the_numbers_of_its_runs(layer: str) -> None:
-    runs = json.loads((iterations.RESULTS / "runs.json").read_text(encoding="utf-8"))
+    runs = read_runs(iterations.RESULTS)
     untrained, trained = (
         [runs[f"{layer}, seed {seed}, {steps} steps"]["iterations"] for seed in range(3)]
         for steps in (0, 5000)

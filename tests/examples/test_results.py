@@ -235,7 +235,7 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
     copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
         "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
-        f"to {s5[1]:.2f} to {s5[-1]:.2f} at 512",
+        f"({s5[1]:.2f} to {s5[-1]:.2f} of the labels at 512)",
         f"keep {kept[1]:.2f} to {kept[-1]:.2f} of the sequences",
         f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
         f"`tracking` {copies['tracking']}, ",
