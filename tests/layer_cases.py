@@ -121,7 +121,8 @@ class Place(NamedTuple):
 
 CPU = Place("cpu", torch.float64, 4, 1e-11)
 GPU = Place("cuda", torch.float32, 64, 1e-3)
-ON_GPU = [name for name in (*FIXED_POINTS, *MEMORIES) if name not in ITERATED]
+# the paper's map amplifies roundings of float32 a thousandfold, in plain torch on a CPU too
+ON_GPU = [name for name in (*FIXED_POINTS, *MEMORIES) if name not in (*ITERATED, "paper")]
 places = pytest.mark.parametrize(
     ("name", "place"),
     [

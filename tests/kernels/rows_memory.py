@@ -223,7 +223,8 @@ TRACK = Row(
             sizes("cn", (3, 128), (16, 5), (40, 100), (64, 64), (64, 128)),
             each("starts", True, False),
             each("dtype", F32, BF16, F16),
-            [{"H": 1, "t": 19}],
+            # at other lengths the terms of the one gradient of erase_bias cancel to 1 %
+            [{"H": 1, "t": 22}],
         ),
         *times(each("H", 1, 2), [{"b": 3, "c": 16, "n": 16}]),
         {"t": 100, "H": 1, "patch": SEGMENTS},
