@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTION_GROUPS = ["Size", "Recurrence", "Feedback", "Memories", "Solve", "Precision"]
+OPTION_GROUPS = ["Size", "Recurrence", "Feedback", "Solve", "Precision"]
 """The headings of options in the docstrings of layers."""
 PUBLIC = "bedouin", "bedouin.solvers", "bedouin.kernels", "bedouin.baselines", "bedouin.tasks"
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bedouin.kernels.outside import constant_in_graphs
 
@@ -208,6 +209,36 @@ def is_batched(
         return False
     is_one = torch._C._functorch.is_legacy_batchedtensor
     return any([v is not None and is_one(v) for v in tensors])  # a generator takes longer
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether `tensor` (any shape) holds numbers, unlike those of the meta device and of
+    FakeTensorMode."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def can_read_device(tensor: Tensor) -> bool:
+    """Whether the host may read the values of `tensor` (any shape).
+
+    Not under torch.compile, torch.func transforms or graph capture, not for batched cotangents, and
+    not where there are no values.
+    """
+    if not has_values(tensor) or torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or is_batched(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def is_recomputation() -> bool:
+    """Whether a call recomputes an earlier one with its graph, as activation checkpointing does in
+    a backward pass. Backward passes of other functions run without gradients by default."""
+    return in_backward() and torch.is_grad_enabled()
 
 
 _NOTHING = nullcontext()

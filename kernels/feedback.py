@@ -1,8 +1,5 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-W^y reads the outputs of its head, or with H d columns those of all heads of the sample, each
-normalized by itself.
-
 Letters: b batch, t time, d channels of a head, r raw values, f those of them with feedback, the
 first, H heads (kernels/heads.py); leading axes are free.
 """
@@ -11,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.kernels.heads import count_heads, fold, unfold
 from bedouin.kernels.linear import apply_weight, weight_gradient
 from bedouin.kernels.norms import inverse_norm
 from bedouin.kernels.operands import Operands, Parameterization
@@ -40,47 +36,31 @@ def normalize_feedback_vjp(
 
 def project_feedback(
     y: Tensor,  # (b, ..., d)
-    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
     eps: float | None,
 ) -> Tensor:  # (b, ..., f)
     """W^y norm(y): the product is computed in the dtype of W^y, the result has that of y."""
-    return apply_feedback_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
-
-
-def apply_feedback_weight(
-    normed: Tensor,  # (b, ..., d), in the dtype of W^y
-    W_y: Tensor,  # (f, d), (H, f, d) or (k, f, H d)
-    num_heads: int | None = None,
-) -> Tensor:  # (b, ..., f) or (k b / H, ..., f)
-    """W^y norm(y), where W^y may be that of k heads which read the outputs of `num_heads`; None: of
-    as many."""
-    if not reads_all_heads(W_y, normed.shape[-1]):
-        return apply_weight(normed, W_y)
-    k = len(W_y)
-    H = k if num_heads is None else num_heads
-    return fold(apply_weight(unfold(normed, H), W_y.flatten(0, 1)), k)
+    return apply_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
 
 
 def feedback_weight_gradient(
     grad: Tensor,  # (b, t, f), the cotangent of W^y norm(y)
     normed: Tensor,  # (b, t, d), norm(y)
-    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
 ) -> Tensor:  # as W_y
     """The gradient of W^y, computed in its dtype."""
-    grad, normed = grad.to(W_y.dtype), normed.to(W_y.dtype)
-    if not reads_all_heads(W_y, normed.shape[-1]):
-        return weight_gradient(grad, normed, W_y)
-    H = len(W_y)
-    joined = weight_gradient(unfold(grad, H), unfold(normed, H), W_y.flatten(0, 1))
-    return joined.reshape(W_y.shape)
+    return weight_gradient(grad.to(W_y.dtype), normed.to(W_y.dtype), W_y)
 
 
-def reads_all_heads(
-    W_y: Tensor,  # (f, d), (H, f, d) or (H, f, H d)
-    d: int,
-) -> bool:
-    """Whether W^y multiplies the channels of all heads of a sample."""
-    return W_y.shape[-1] != d
+def project_feedback_vjp(
+    grad: Tensor,  # (b, ..., f), the cotangent of W^y norm(y)
+    y: Tensor,  # (b, ..., d)
+    W_y: Tensor,  # (f, d) or (H, f, d)
+    eps: float | None,
+) -> Tensor:  # (b, ..., d)
+    """The cotangent of y."""
+    normed = apply_weight(grad.to(W_y.dtype), W_y.mT).to(y.dtype)
+    return normalize_feedback_vjp(normed, y, eps)
 
 
 def add_feedback(
@@ -100,28 +80,6 @@ def add_feedback(
         return x, raw + fed
     first, others = raw.split([f, r - f], -1)
     return x, torch.cat([first + fed, others], -1)
-
-
-def bound_x(
-    x: Tensor,  # (b, ..., d), with feedback
-    heads: int,  # of the batch
-    options: Parameterization,
-) -> Tensor:  # (b, ..., d)
-    """tanh of the x of the first `options.bounded_heads`, and the x of the others."""
-    if options.bounded_heads == 0:
-        return x
-    first = options.bounded_heads * (len(x) // heads)
-    return x.tanh() if first == len(x) else torch.cat([x[:first].tanh(), x[first:]])
-
-
-def bound_slope(
-    x: Tensor,  # (b, ..., d), of `bound_x`
-    heads: int,
-    options: Parameterization,
-) -> Tensor:  # (b, ..., d)
-    """The derivative of `bound_x`, by which its cotangent is multiplied, from its result."""
-    first = options.bounded_heads * (len(x) // heads)
-    return torch.cat([1 - x[:first].square(), torch.ones_like(x[first:])])
 
 
 def fed_cotangent(
@@ -162,10 +120,9 @@ def with_feedback(
 ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, t, r)
     """x and raw with feedback, x^ and raw^x + W^y norm(y_{t-1}), of all tokens at once; `operands`
     as `Operands.wide` gives them."""
-    x, raw, W_y, A, _, y0 = operands
+    x, raw, W_y, _, _, y0 = operands
     if W_y is None or not y.shape[1]:
         return x, raw
     assert y0 is not None
     fed = project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)
-    x, raw = add_feedback(x, raw, fed, parameterization.feeds_x)
-    return bound_x(x, count_heads(A), parameterization), raw
+    return add_feedback(x, raw, fed, parameterization.feeds_x)

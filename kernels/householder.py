@@ -21,7 +21,26 @@ def unit(
     With eps inside the root, the derivative at v = 0 is finite, 1 / sqrt(d eps). NaN where |v|^2
     overflows.
     """
-    return v * inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
+    return unit_and_factor(v, eps)[0]
+
+
+def unit_and_factor(
+    v: Tensor,  # (..., d)
+    eps: float = UNIT_EPS,
+) -> tuple[Tensor, Tensor]:  # (..., d), (..., 1)
+    """`unit`, and the factor by which it multiplies v."""
+    factor = inverse_norm(v.square().sum(-1, keepdim=True), v.shape[-1] * eps)
+    return v * factor, factor
+
+
+def unit_vjp(
+    grad: Tensor,  # (..., d), the cotangent of the result
+    unit: Tensor,  # (..., d), the result
+    factor: Tensor,  # (..., 1)
+) -> Tensor:  # (..., d)
+    """The cotangent of the argument of `unit_and_factor`."""
+    along = (grad * unit).sum(-1, keepdim=True)
+    return torch.addcmul(grad, unit, along, value=-1).mul_(factor)
 
 
 def rows_dot(

@@ -6,11 +6,26 @@ these are made for kernels and are slow on the host.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.outside import constant_in_graphs
+
+LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
+"""What a launch may have beside the parameters of its kernel."""
+
+
+def arguments_of(
+    kernel: Any,  # of Triton
+    every: dict[str, Any],
+) -> dict[str, Any]:
+    """Those of `every` that the kernel has as parameters, and launch options. Operations are fused,
+    which is Triton's default in some versions alone."""
+    chosen = {*kernel.arg_names, *LAUNCH_OPTIONS}
+    return {name: v for name, v in every.items() if name in chosen} | {"enable_fp_fusion": True}
 
 
 def next_power_of_two(size: int) -> int:
@@ -45,22 +60,30 @@ def evenly_spaced(
     return v if spaced else v.contiguous()
 
 
+def dtype_of_factors(dtype: torch.dtype) -> Any:
+    """Triton's name of the dtype that factors of products have: float32 in the interpreter, whose
+    16-bit products are wrong."""
+    import triton.language as tl
+
+    return tl.float32 if interpreter_is_on() else getattr(tl, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True)
 class Device:
     """What programs a device can run; None programs: Triton's interpreter, one after the other."""
 
     programs: int | None  # that run at the same time if each occupies a whole multiprocessor
     shared_memory: int  # bytes that one program can have
-    overlaps: bool  # whether it has programmatic dependent launches
 
     @staticmethod
+    @constant_in_graphs
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
-        return Device(None, 232448, False) if interpreter_is_on() else Device._of_gpu(device)
+        return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)
 
     @staticmethod
     @lru_cache
     def _of_gpu(device: torch.device) -> "Device":
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Device(properties.multi_processor_count, shared_memory, properties.major >= 9)
+        return Device(properties.multi_processor_count, shared_memory)

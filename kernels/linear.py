@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 ALIGNMENT = 64
-WIDTH = 8
-"""The least number of columns, and the divisor of that number, of a fast product."""
 
 
 def padding(r: int) -> int:
@@ -54,14 +52,3 @@ def weight_gradient(
     # not `@`, which takes six operations for a batched product
     product = torch.mm if W.dim() == 2 else torch.bmm
     return product(rows.mT, v.reshape(*W.shape[:-2], -1, W.shape[-1]))
-
-
-def in_eights(
-    v: Tensor,  # any shape
-    axis: int,
-) -> tuple[Tensor, ...]:
-    """v split along an axis into a part whose size is a multiple of eight and the rest; v alone if
-    there is no rest, or if v has at most eight entries along the axis."""
-    size = v.shape[axis]
-    rest = size % WIDTH
-    return v.split([size - rest, rest], axis) if rest and size > WIDTH else (v,)

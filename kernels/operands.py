@@ -16,16 +16,15 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 """How Delta follows from its raw values; "softplus_of_minus" is softplus(-raw)."""
 
-Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool, int]
-"""The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps, feeds_x and
-bounded_heads."""
+Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool]
+"""The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps and feeds_x."""
 
 SCALARS = (
     "str activation, bool selective, SymInt num_householder, float beta_max, float erase, "
-    "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x, SymInt bounded_heads"
+    "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x"
 )
 """`Scalars` in the schema of an operation."""
-NUM_SCALARS = 10
+NUM_SCALARS = 9
 
 
 class Operands(NamedTuple):
@@ -34,14 +33,13 @@ class Operands(NamedTuple):
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
     uses the W_y and the A of that head; d are the channels of a head. The first f raw values of a
     token get feedback, f <= r; the others are those of x alone. Where `Parameterization.feeds_x`
-    says so, W_y has d more rows, whose product is added to x; of the first `bounded_heads` x then
-    becomes its tanh. A W_y with H d columns reads the outputs of all heads of a sample.
+    says so, W_y has d more rows, whose product is added to x.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
-    W_y: Tensor | None  # (f, d), (H, f, d) or (H, f, H d); None: no feedback
+    W_y: Tensor | None  # (f, d) or (H, f, d); None: no feedback
     A: Tensor  # (d, n) or (H, d, n)
     h0: Tensor | None  # (b, d, n), the memory before the first token; None: zeros
     y0: Tensor | None  # (b, d), the output before the first token; None: zeros
@@ -55,7 +53,7 @@ class Operands(NamedTuple):
 
     def check(self, feeds_x: bool = False) -> None:
         """Raise ValueError unless W_y has the heads of A, at most r rows, or r + d with feedback of
-        x, and the columns of one or of all heads, and each head as many samples."""
+        x, and d columns, and each head as many samples."""
         A, W_y, d = self.A, self.W_y, self.A.shape[-2]
         r = self.raw.shape[-1] + (d if feeds_x else 0)
         if W_y is not None and W_y.shape[:-2] != A.shape[:-2]:
@@ -66,13 +64,19 @@ class Operands(NamedTuple):
                 f"W_y must have from 1 to {r} rows, one for each of the first raw values that get "
                 f"feedback, got shape {tuple(W_y.shape)}; pass None for no feedback"
             )
-        widths = (d, count_heads(A) * d)
-        if W_y is not None and W_y.shape[-1] not in widths:
+        if W_y is not None and W_y.shape[-1] != d:
             raise ValueError(
-                f"W_y must have a column for each channel of a head or of all heads, {widths}, got "
-                f"shape {tuple(W_y.shape)}"
+                f"W_y must have a column for each channel of a head, {d}, got shape "
+                f"{tuple(W_y.shape)}"
             )
         check_heads(count_heads(A), self.x.shape[0], "A")
+
+    def with_head_axis(self) -> "Operands":
+        """W_y (H, f, ...) and A (H, d, n), also of a single head."""
+        if self.A.dim() == 3:
+            return self
+        W_y = None if self.W_y is None else self.W_y.unsqueeze(0)
+        return self._replace(W_y=W_y, A=self.A.unsqueeze(0))
 
     def A_rows(self) -> Tensor:
         """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
@@ -140,8 +144,6 @@ class Parameterization:
     eigenvalues: Eigenvalues
     feedback_norm_eps: float | None  # None: W^y is applied to y itself
     feeds_x: bool = field(default=False, kw_only=True)  # whether the last d rows of W^y are of x
-    # of how many heads, the first ones, x with its feedback becomes its tanh
-    bounded_heads: int = field(default=0, kw_only=True)
     # what the kernels do not support where there is no layout that describes the raw values
     without_layout: str = field(default=NO_LAYOUT, kw_only=True)
 
@@ -161,7 +163,7 @@ class Parameterization:
         of = self.known_layout()
         fields = (of.activation, of.selective, of.num_householder, of.beta_max, of.erase)
         scales = self.input_scale, self.eigenvalues, self.feedback_norm_eps
-        return *fields, *scales, self.feeds_x, self.bounded_heads
+        return *fields, *scales, self.feeds_x
 
     @staticmethod
     def from_scalars(
@@ -174,24 +176,17 @@ class Parameterization:
         eigenvalues: str,
         feedback_norm_eps: float | None,
         feeds_x: bool,
-        bounded_heads: int,
     ) -> "Parameterization":
         """The inverse of `scalars`."""
         kind = cast(Activation, activation)
         layout = RawLayout(kind, selective, num_householder, beta_max, erase)
         scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-        return Parameterization(
-            layout, *scales, feedback_norm_eps, feeds_x=feeds_x, bounded_heads=bounded_heads
-        )
+        return Parameterization(layout, *scales, feedback_norm_eps, feeds_x=feeds_x)
 
-    def plain_only(self, operands: Operands) -> str | None:
-        """The first of its properties for which there are no Triton kernels, or only those of
-        kernels/direct/phases, as a part of a message; None if there is none."""
+    @property
+    def plain_only(self) -> str | None:
+        """The first of its properties for which there are no Triton kernels, as a part of a
+        message; None if there is none."""
         if self.layout is not None and self.layout.erase:
             return "erase"
-        if self.feeds_x:
-            return "feedback of x"
-        W_y, A = operands.W_y, operands.A
-        if W_y is not None and W_y.shape[-1] != A.shape[-2]:
-            return "feedback_scope='layer'"
-        return None
+        return "feedback of x" if self.feeds_x else None

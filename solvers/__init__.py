@@ -12,7 +12,7 @@ from bedouin.solvers.caps import Cap, FixedCap, GammaCap
 from bedouin.solvers.direct import Direct
 from bedouin.solvers.jacobi import Jacobi
 from bedouin.solvers.picard import Picard
-from bedouin.solvers.solution import (
+from bedouin.solvers.reporting import (
     ConvergenceError,
     ConvergenceWarning,
     Result,

@@ -1,56 +1,53 @@
 """Adjoints: the gradient of a fixed point y* = F(y*, theta).
 
-An adjoint runs the solve that it is given and returns a solution whose value has a gradient. All
-adjoints are once differentiable, and they behave alike in training and in evaluation.
+An adjoint runs the solve that it is given and returns its value with a gradient. All adjoints are
+once differentiable, and they behave alike in training and in evaluation.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 
-from bedouin.kernels.backend import is_batched, without_autocast
+from bedouin.kernels.backend import can_read_device, is_batched, without_autocast
+from bedouin.kernels.checks import check_count, check_number, frozen_options
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.outside import outside_of_graphs
-from bedouin.solvers.base import (
-    BlockMap,
-    Problem,
-    Solver,
-    TransposedBlockMap,
-    check_count,
-    check_number,
-    counted_parts,
-    counted_tokens,
-    map_name,
-    offers,
-    strict_options,
-)
+from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
 from bedouin.solvers.direct import Direct
-from bedouin.solvers.reporting import Reporting
-from bedouin.solvers.solution import Solution, can_read_device
+from bedouin.solvers.reporting import Report
 
 
 class _Attach(torch.autograd.Function):
-    """The value y_star, whose gradient is passed on to `tracked`; all tensors are (b, ...)."""
+    """The value y_star, whose gradient g is passed on to `tracked`, or with the function `solve`
+    its result, the solution w of the adjoint equation for g; all tensors are (b, t, c)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tracked: Tensor, y_star: Tensor) -> Tensor:
+    def forward(tracked: Tensor, y_star: Tensor, solve: Any) -> Tensor:
         return y_star.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.solve = inputs[2]
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        sources = [grad_output, *ctx.saved_tensors]
-        return (*refuse_second_derivative([grad_output], sources), None)
+        w, sources = grad_output, [grad_output, *ctx.saved_tensors]
+        if ctx.solve is not None:
+            if is_batched(grad_output):
+                raise RuntimeError(
+                    "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
+                    "those of is_grads_batched=True or jacobian(vectorize=True): use Direct or "
+                    "solver=None, or a loop over the cotangents"
+                )
+            with torch.no_grad(), without_autocast(grad_output.device):
+                w = ctx.solve(grad_output)
+        return (*refuse_second_derivative([w], sources), None, None)
 
 
 class _AttachEager(_Attach):
@@ -58,13 +55,13 @@ class _AttachEager(_Attach):
     torch.compile cannot trace a Function that has a jvp."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, unused: Tensor | None) -> Tensor:
-        return tangent
+    def jvp(ctx: Any, tangent: Tensor, *unused: None) -> Tensor:
+        return tangent if ctx.solve is None else refuse_forward_mode(ctx)
 
 
-def _attach(tracked: Tensor, y_star: Tensor) -> Tensor:
+def _attach(tracked: Tensor, y_star: Tensor, solve: Any = None) -> Tensor:
     function = _Attach if torch.compiler.is_compiling() else _AttachEager
-    value: Tensor = function.apply(tracked, y_star)  # type: ignore[no-untyped-call]
+    value: Tensor = function.apply(tracked, y_star, solve)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -72,12 +69,12 @@ class Adjoint(ABC):
     """How the gradient at a fixed point is computed."""
 
     @abstractmethod
-    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
-        """Run the solve and return a solution whose value carries the gradient."""
+    def apply(self, problem: Problem, solver: Solver, report: Report) -> Solved:
+        """Run the solve and return its value with the gradient, and what it measured. `report`
+        takes what an adjoint solve measures."""
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class ImplicitAdjoint(Adjoint):
     """Implicit function theorem: w = J^T w + g with J = dF/dy at y*, then the vjp of one step.
 
@@ -98,31 +95,28 @@ class ImplicitAdjoint(Adjoint):
         if self.solver is not None and not isinstance(self.solver, Solver):
             raise TypeError(f"solver must be a Solver or None, got {type(self.solver).__name__}")
 
-    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
-        f, is_swept = problem.f, isinstance(solver, Direct)
+    def apply(self, problem: Problem, solver: Solver, report: Report) -> Solved:
+        f: Any = problem.f
         by_sweep = self.solver is None or isinstance(self.solver, Direct)
-        exact = f if by_sweep and offers(f, "attach") else None
-        if exact is None and isinstance(self.solver, Direct):
+        is_exact = by_sweep and offers(f, "attach")
+        if isinstance(self.solver, Direct) and not is_exact:
             raise TypeError(
                 f"ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got "
                 f"{map_name(f)}: use solver=None or an iterative solver"
             )
         # the direct sweep itself has the exact gradient
-        with torch.set_grad_enabled(torch.is_grad_enabled() and exact is not None and is_swept):
-            solution = solver.solve(problem)
-        cell = solution.stats._backward
-        # a compiled graph returns the cell as an output and cannot call a listener
-        if exact is not None and not torch.compiler.is_compiling():
-            cell.listen(reporting.sweep)
-        if not torch.is_grad_enabled() or (exact is not None and is_swept):
-            return solution
-        if exact is not None:
-            return replace(solution, value=exact.attach(solution.value, cell))
-        return _attach_iterative(problem, self.solver or solver, solution, reporting)
+        is_swept = is_exact and isinstance(solver, Direct)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_swept):
+            value, measured = solver.solve(problem)
+        if torch.is_grad_enabled() and not is_swept:
+            if is_exact:
+                value = f.attach(value, problem.report)
+            else:
+                value = _attach_iterative(problem, self.solver or solver, value, report)
+        return value, measured
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class OneStepAdjoint(Adjoint):
     """The vjp of one step at y*, that is w = g ("Jacobian-free").
 
@@ -130,12 +124,11 @@ class OneStepAdjoint(Adjoint):
     Source: arXiv 2503.10799, theorem 3.3; arXiv 2103.12803.
     """
 
-    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
-        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem, solver, reporting)
+    def apply(self, problem: Problem, solver: Solver, report: Report) -> Solved:
+        return PhantomAdjoint(num_steps=1, damping=1.0).apply(problem, solver, report)
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class PhantomAdjoint(Adjoint):
     """`num_steps` damped differentiable steps from y* (phantom gradient, arXiv 2111.05177).
 
@@ -151,20 +144,19 @@ class PhantomAdjoint(Adjoint):
         check_count("num_steps", self.num_steps)
         check_number("damping", self.damping, 0, 1, open_low=True)
 
-    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+    def apply(self, problem: Problem, solver: Solver, report: Report) -> Solved:
         with torch.no_grad():
-            solution = solver.solve(problem)
+            y_star, measured = solver.solve(problem)
         if not torch.is_grad_enabled():
-            return solution
-        y = y_star = solution.value.detach()
+            return y_star, measured
+        y = y_star
         for _ in range(self.num_steps):
             f_y = problem.f(y)
             y = f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)
-        return replace(solution, value=_attach(y, y_star))
+        return _attach(y, y_star), measured
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class UnrolledAdjoint(Adjoint):
     """Back-propagation through the solve itself, whose memory grows with the number of iterations.
 
@@ -173,181 +165,78 @@ class UnrolledAdjoint(Adjoint):
     unrolled.
     """
 
-    def apply(self, problem: Problem, solver: Solver, reporting: Reporting) -> Solution:
+    def apply(self, problem: Problem, solver: Solver, report: Report) -> Solved:
         if not solver.can_unroll:
             raise TypeError(
                 f"UnrolledAdjoint cannot differentiate {type(solver).__name__}: "
                 "use Picard, Jacobi or Direct, or another adjoint"
             )
-        solution = solver.solve(replace(problem, unroll=True))
-        if not torch.is_grad_enabled():
-            return solution
-        return replace(solution, value=_attach(solution.value, solution.value.detach()))
+        value, measured = solver.solve(replace(problem, unroll=True))
+        return (_attach(value, value.detach()) if torch.is_grad_enabled() else value), measured
 
 
-def _attach_iterative(
-    problem: Problem, solver: Solver, solution: Solution, reporting: Reporting
-) -> Solution:
-    """`solution` with a gradient: in the backward pass, `solver` solves the adjoint equation."""
+def _attach_iterative(problem: Problem, solver: Solver, y_star: Tensor, report: Report) -> Tensor:
+    """y_star (b, ...) with a gradient: in the backward pass, `solver` solves the adjoint equation
+    in at most as many steps as the problem."""
     if torch.compiler.is_compiling():
-        return _attach_outside(problem, solver, solution, reporting)
-    if not can_read_device(solution.value):
+        return _attach_outside(problem, solver, y_star, report)
+    if not can_read_device(y_star):
         raise RuntimeError(
             "ImplicitAdjoint with an iterative adjoint solve cannot run under torch.func "
             "transforms or graph capture, nor on the meta device: use Direct, or solver=None"
         )
-    y, stats = solution.value.detach().requires_grad_(), solution.stats
-    tracked = problem.f(y)
-    if not _depends_on_another(tracked, y):
-        return solution
-    hooked, device = _saved_tensors_are_hooked(), y.device.type
+    y_star, device = y_star.detach(), y_star.device.type
+    tracked = problem.f(y_star)
+    if not tracked.requires_grad:
+        return y_star
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     autocast = torch.autocast(device, dtype, enabled=enabled)  # that of the forward pass
 
     def solve(grad_output: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
-        point = y, tracked
-        if hooked:
-            # Hooks such as those of non-reentrant checkpointing may recompute the forward pass, or
-            # copy, whenever a saved tensor is read, and each step of the adjoint solve reads all of
-            # them. So the map is evaluated once more, outside of the hooks.
-            y_again = y.detach().requires_grad_()
-            with torch.enable_grad(), autocast:
-                point = y_again, problem.f(y_again)
-        w, adjoint = solve_adjoint(problem, solver, *point, grad_output)
-        cell = stats._backward
-        cell.stats = adjoint.stats
-        assert cell.stats is not None
-        reporting.adjoint(cell.stats, adjoint.result)
-        return w
+        # The map is evaluated once more, for its Jacobian. Each step reads all tensors that this
+        # evaluation saves, which hooks such as those of checkpointing would recompute each time.
+        y = y_star.clone().requires_grad_()
+        kind = _BlockAdjointMap if offers(problem.f, "block_transpose") else _AdjointMap
+        with torch.enable_grad(), autocast:
+            adjoint = kind(problem, y, grad_output)
+        start = torch.zeros_like(grad_output)
+        w, measured = solver.solve(Problem(adjoint, start, problem.max_steps))
+        report.take_adjoint(measured)
+        return w.flip(1)
 
-    value: Tensor = _ImplicitGrad.apply(tracked, y.detach(), solve)  # type: ignore[no-untyped-call]
-    return replace(solution, value=value)
+    return _attach(tracked, y_star, solve)
 
 
-@outside_of_graphs(
+_attach_outside = outside_of_graphs(
     "bedouin runs an iterative adjoint solve outside of the graph, where it can stop early: use "
     "ImplicitAdjoint() with a HouseholderProduct, OneStepAdjoint, or torch.compile with "
     "fullgraph=False",
-)
-def _attach_outside(*arguments: Any) -> Solution:
-    return _attach_iterative(*arguments)
-
-
-def _saved_tensors_are_hooked() -> bool:
-    """Whether saved_tensors_hooks are active. True also where torch has no test for it,
-    which costs one more evaluation of the map."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
-
-
-def _depends_on_another(tracked: Tensor, y: Tensor) -> bool:
-    """Whether a leaf of the graph other than y (b, ...) receives a gradient from `tracked`."""
-    if not tracked.requires_grad:
-        return False
-    seen: set[Node] = set()
-    found: list[Node | None] = [get_gradient_edge(tracked).node]
-    while found:
-        node = found.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", y) is not y:
-            return True
-        found.extend(following for following, _ in node.next_functions)
-    return False
-
-
-class _ImplicitGrad(torch.autograd.Function):
-    """The value y_star on the graph of `tracked`, which receives w, the solution of the adjoint
-    equation for the incoming gradient, instead of that gradient itself."""
-
-    jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tracked: Tensor,  # (b, ...), F(y*)
-        y_star: Tensor,  # (b, ...)
-        solve_adjoint: Callable[[Tensor], Tensor],
-    ) -> Tensor:  # (b, ...)
-        ctx.solve_adjoint = solve_adjoint
-        ctx.save_for_backward(tracked)
-        return y_star.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if is_batched(grad_output):
-            raise RuntimeError(
-                "ImplicitAdjoint with an iterative solve takes one cotangent at a time, not "
-                "those of is_grads_batched=True or jacobian(vectorize=True): use Direct or "
-                "solver=None, or a loop over the cotangents"
-            )
-        with torch.no_grad(), without_autocast(grad_output.device):
-            w = ctx.solve_adjoint(grad_output)
-        sources = [grad_output, *ctx.saved_tensors]
-        return (*refuse_second_derivative([w], sources), None, None)
+)(_attach_iterative)
 
 
 class _AdjointMap:
-    """w -> J^T w + g, where g is `grad_output`.
+    """w -> J^T w + g, where g is `grad_output`, reversed along time: J^T is block upper-triangular
+    in time, so that the reversed map is causal, as the convergence test assumes."""
 
-    With `flips`, w and g are reversed along time: J^T is block upper-triangular in time, so that
-    the reversed map is lower-triangular, as the convergence test of a causal map assumes.
-    """
+    def __init__(self, problem: Problem, y: Tensor, grad_output: Tensor) -> None:  # (b, t, c) each
+        self.y, self.f_y, self.g = y, problem.f(y), grad_output.flip(1)
+        real: Tensor | None = getattr(problem.f, "real", None)
+        self.real = None if real is None else real.flip(1)
 
-    def __init__(
-        self,
-        y: Tensor,  # (b, ...)
-        tracked: Tensor,  # (b, ...), F(y)
-        grad_output: Tensor,  # (b, ...)
-        flips: bool,
-        real: Tensor | None,  # (b, t), of a map with padding
-        parts: int,
-    ) -> None:
-        self.parts = parts
-        self.y, self.tracked, self.flips = y, tracked, flips
-        self.g = self.flip(grad_output)
-        self.real = None if real is None else self.flip(real)
-
-    def flip(self, w: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
-        return w.flip(1) if self.flips else w
-
-    def __call__(self, w: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
+    def __call__(self, w: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
         (product,) = torch.autograd.grad(
-            self.tracked, self.y, self.flip(w), retain_graph=True, allow_unused=True
+            self.f_y, self.y, w.flip(1), retain_graph=True, allow_unused=True
         )
-        return self.g if product is None else self.flip(product) + self.g
+        return self.g if product is None else product.flip(1) + self.g
 
 
 class _BlockAdjointMap(_AdjointMap):
     """The adjoint map of a map whose local equation can be solved, for Jacobi backward in time."""
 
-    diagonal: Callable[[Tensor], Tensor]
-    invert: Callable[[Tensor], Tensor]
+    def __init__(self, problem: Problem, y: Tensor, grad_output: Tensor) -> None:
+        super().__init__(problem, y, grad_output)
+        f: Any = problem.f
+        self.diagonal, self.invert = f.block_transpose(y.detach())
 
     def block_solve(self, w: Tensor) -> tuple[Tensor, None]:  # w: (b, t, c)
-        w_in_time = self.flip(w)
-        rest = self.flip(self(w)) - self.diagonal(w_in_time)
-        return self.flip(self.invert(rest)), None
-
-
-def solve_adjoint(
-    problem: Problem,
-    solver: Solver,
-    y: Tensor,  # (b, ...), y*
-    tracked: Tensor,  # (b, ...), F(y*), on a graph from y
-    grad_output: Tensor,  # (b, ...)
-) -> tuple[Tensor, Solution]:
-    """w = J^T w + grad_output, (b, ...), and the solution of the map that was iterated, in at most
-    as many steps as the problem."""
-    f, flips = problem.f, problem.time_dim == 1
-    given = y, tracked, grad_output, flips, counted_tokens(f), counted_parts(f)
-    if isinstance(f, TransposedBlockMap) and isinstance(f, BlockMap) and flips:
-        blocks = _BlockAdjointMap(*given)
-        blocks.diagonal, blocks.invert = f.block_transpose(y.detach())
-        adjoint: _AdjointMap = blocks
-    else:
-        adjoint = _AdjointMap(*given)
-    start = torch.zeros_like(grad_output)
-    solution = solver.solve(Problem(adjoint, start, problem.max_steps, problem.time_dim))
-    return adjoint.flip(solution.value), solution
+        return self.invert(self(w).flip(1) - self.diagonal(w.flip(1))).flip(1), None

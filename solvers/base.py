@@ -1,202 +1,102 @@
-"""What every solver shares: the abstract Solver, the protocols of maps, and checks of options.
+"""What every solver shares: the abstract Solver and what a map may offer.
 
 Letters: b batch, t tokens of a sample, c the values of a token. Convergence is judged token by
-token. With `time_dim=1`, for a map that is causal in time, the axis t is time; otherwise a sample
-is a single token and t = 1.
+token: of a map that is causal in time, t is time; otherwise a sample is a single token.
 """
 
-import difflib
-import functools
-import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.iteration import IterationRule, Progress
+from bedouin.kernels.checks import check_number
 from bedouin.solvers.convergence import ATOL
-from bedouin.solvers.solution import BackwardStats, Solution
+from bedouin.solvers.reporting import Measured
 
 Map = Callable[[Tensor], Tensor]
-TimeDim = Literal[1] | None
+"""(b, t, c) -> (b, t, c). A map may have more, which `offers` finds, than that it can be called:
+
+real: (b, t) bool, False in the padding, where values are 0 and count as converged, or None.
+block_solve(y): for `Jacobi`. G(y) (b, t, c) and the smallest pivot (b,). G solves the local
+    equation of each token for the values of the other tokens in y.
+block_transpose(y_star): for Jacobi backward in time. Two functions on (b, t, c): w -> L^T w and
+    r -> (I - L^T)^-1 r, where L is the block diagonal of the Jacobian at y_star (b, t, c).
+sweep(unroll, report): for `Direct`. Solves token after token, with the exact implicit gradient or
+    with `unroll` that of the loop. Of its result y (b, t, c), the norms defect, scale and magnitude
+    (b, t) and the pivots (b,) or (b, t) are read.
+attach(y_star, report): y_star (b, t, c) with the exact implicit gradient, for any solver. In the
+    backward pass `report`, if not None, gets defect and scale (b, t) of the adjoint equation.
+parts: how many samples lie side by side in a value and do not read each other, such as heads. The
+    map apart() takes each for a sample of its own; folded(y) and unfolded(y) convert values.
+fuse(y, rule): kernels.iteration.FusedIteration from y (b, t, c), whose steps evaluate, judge,
+    freeze and update y; None if the plain loop must be used.
+"""
+
+ReportBackward = Callable[[Tensor, Tensor], None]
+
+Solved = tuple[Tensor, Measured]
+"""What a solver returns: the value (b, t, c), and what it has measured."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a solver solves: y = f(y) from y0, in at most max_steps steps.
-
-    With `unroll` the value carries the gradient of the loop; the residual (b,) of each evaluation
-    of the map is appended to `history`.
-    """
+    """What a solver solves: y = f(y) from y0, in at most max_steps steps. With `unroll` the value
+    carries the gradient of the loop; the residual (b,) of each evaluation of the map is appended to
+    `history`; `report` is for the map's sweep."""
 
     f: Map
-    y0: Tensor  # (b, ...)
+    y0: Tensor  # (b, t, c)
     max_steps: int
-    time_dim: TimeDim
     unroll: bool = False
     history: list[Tensor] | None = None
-
-    def tokens(self) -> tuple[Map, Tensor]:
-        """The map and y0 in the shape (b, t, c)."""
-        y0, axes = self.y0, 1 if self.time_dim is None else 2
-        t = 1 if self.time_dim is None else y0.shape[1]
-        y = y0.reshape(y0.shape[0], t, math.prod(y0.shape[axes:]))
-        return (self.f if y.shape == y0.shape else TokenMap(self.f, y0.shape, y.shape)), y
+    report: ReportBackward | None = None
 
 
-@runtime_checkable
-class BlockMap(Protocol):
-    """A map whose local equation can be solved token by token, as `Jacobi` requires."""
+class TokenMap:
+    """A function of tensors of `shape` that the user passed, as a map of tensors (b, t, c). It
+    checks the result, which gets the dtype of the argument, and that the argument is unchanged,
+    since otherwise the defect would be 0."""
 
-    def __call__(self, y: Tensor) -> Tensor: ...  # (b, t, c) -> (b, t, c)
+    def __init__(self, inner: Any, shape: torch.Size) -> None:
+        self.inner, self.shape = inner, shape
+        if offers(inner, "sweep"):
+            self.sweep = inner.sweep
+            self.attach = lambda y, report: inner.attach(y.reshape(shape), report)
 
-    def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """G(y) (b, t, c) and the smallest pivot (b,). G solves the local equation of each token for
-        the values of the other tokens in y."""
+    def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
+        # inference tensors have no version, but a copy may change
+        version = None if y.is_inference() else y._version
+        f_y: object = self.inner((y.clone() if version is None else y).reshape(self.shape))
+        if version is not None and y._version != version:
+            raise ValueError(
+                "f must not change its argument in place, got one that writes into y: return a new "
+                "tensor, or begin with y.clone()"
+            )
+        if not isinstance(f_y, Tensor):
+            raise TypeError(f"f must return a tensor like y, got {type(f_y).__name__}")
+        if torch.promote_types(f_y.dtype, y.dtype) != y.dtype:
+            raise TypeError(
+                f"f must keep the dtype of y: expected {y.dtype}, got {f_y.dtype}: convert the "
+                "result, or pass y0 in that dtype"
+            )
+        if f_y.shape != self.shape:
+            raise ValueError(
+                f"f must keep the shape of y: expected {tuple(self.shape)}, got {tuple(f_y.shape)}"
+            )
+        # autocast makes results of lower precision
+        return f_y.to(y.dtype).reshape(y.shape)
 
 
-class SweptMap(Protocol):
-    """A map that is block lower-triangular in time: `Direct` requires `sweep`, and `attach` is the
-    exact adjoint of any solver."""
-
-    def sweep(self, unroll: bool, cell: BackwardStats) -> Any:
-        """Solve token after token, with the exact implicit gradient, whose backward pass reports
-        into `cell`; with `unroll`, with that of back-propagation through the loop.
-
-        Of the result, such as kernels.direct.Sweep, y (b, t, c), the norms defect, scale and
-        magnitude (b, t) and the smallest pivot (b,) are read, and residual and converged (b,) of
-        SolveStats if it has them.
-        """
-
-    def attach(self, y_star: Tensor, cell: BackwardStats) -> Tensor:  # y_star: (b, t, c)
-        """y_star with the exact implicit gradient; the reverse sweep reports into `cell`."""
+def map_name(f: object) -> str:
+    """The name of the type of the map that the user passed."""
+    return type(getattr(f, "inner", f)).__name__
 
 
-def offers(f: object, method: str) -> TypeGuard[SweptMap]:
-    """Whether f has this method of a `SweptMap`; isinstance takes several times as long."""
+def offers(f: object, method: str) -> bool:
     return callable(getattr(f, method, None))
-
-
-class Steps(Protocol):
-    """A running iteration."""
-
-    def advance(self) -> None:
-        """Evaluate the map at y, freeze converged tokens, update the others, and count the step."""
-
-    def certify(self) -> None:
-        """Evaluate the map at y and judge convergence, without an update of y or of the count."""
-
-    def finished(self) -> bool:
-        """Whether every sample has converged or failed; synchronizes with the device."""
-
-    @property
-    def progress(self) -> Progress: ...
-
-
-@runtime_checkable
-class FusedMap(Protocol):
-    """A map that runs whole steps of some solvers itself: it evaluates, judges, freezes and updates
-    y, usually in one kernel."""
-
-    def fuse(self, y: Tensor, rule: IterationRule) -> Steps | None:
-        """Steps from y (b, t, c), or None if the plain loop must be used."""
-
-
-def counted_tokens(f: object) -> Tensor | None:
-    """(b, t) bool, False in the padding of a map of sequences of several lengths, where its values
-    are 0: it counts as converged. None for maps without an attribute `real`."""
-    real: Tensor | None = getattr(f, "real", None)
-    return real
-
-
-def counted_parts(f: object) -> int:
-    """The parts of a token that are judged each by itself (`solvers.convergence`): 1 for maps
-    without an attribute `parts`."""
-    parts: int = getattr(f, "parts", 1)
-    return parts
-
-
-@runtime_checkable
-class TransposedBlockMap(Protocol):
-    """A map whose adjoint equation can be solved token by token, by Jacobi backward in time."""
-
-    def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """Two functions on (b, t, c): w -> L^T w and r -> (I - L^T)^-1 r, where L is the block
-        diagonal of the Jacobian at y_star (b, t, c)."""
-
-
-SolverT = TypeVar("SolverT", bound=type)
-InitT = TypeVar("InitT", bound=Callable[..., None])
-
-
-def strict_options(cls: SolverT) -> SolverT:
-    """Class decorator: an unknown option raises a TypeError that lists the valid names."""
-    cls.__init__ = known_options(cls.__init__)  # type: ignore[misc]
-    return cls
-
-
-def known_options(init: InitT) -> InitT:
-    """Decorator of a constructor: an unknown option raises a TypeError that lists the valid ones,
-    or gives the reason that the class has in `absent_options`. The signature stays what it is for
-    type checkers and help(). A class with `settable_options` finds all options in `_options` when
-    it is made, and may then refuse that others are set."""
-    valid = [name for name in inspect.signature(init).parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(self: object, *args: Any, **options: Any) -> None:
-        owner = type(self).__name__
-        for name in options:
-            if name not in valid:
-                reason = getattr(type(self), "absent_options", {}).get(name)
-                if reason is not None:
-                    raise TypeError(f"{owner} has no option {name}: {reason}")
-                raise TypeError(unknown_option(owner, name, valid))
-        if len(args) > len(valid):
-            raise TypeError(f"{owner} takes {len(valid)} options {valid}, got {len(args)}")
-        init(self, *args, **options)
-        if hasattr(self, "settable_options"):
-            self.__dict__["_options"] = tuple(valid)
-
-    return cast(InitT, checked)
-
-
-def unknown_option(owner: str, name: str, valid: list[str]) -> str:
-    """The error message for an option that `owner` does not have."""
-    near = difflib.get_close_matches(name, valid, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else "."
-    options = ", ".join(valid) if valid else "no options at all"
-    return f"{owner} has no option {name!r}{guess} Valid: {options}"
-
-
-def check_number(name: str, value: float, low: float, high: float, *, open_low: bool) -> None:
-    """Raise ValueError unless low <= value <= high, or low < value <= high with `open_low`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if value < low or value > high or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise ValueError(f"{name} must lie in {bracket}{low}, {high}], got {value!r}")
-
-
-def check_count(name: str, value: object, least: int = 1, *, optional: bool = False) -> None:
-    """Raise ValueError unless `value` is an int of at least `least`, or with `optional` None."""
-    if (optional and value is None) or (type(value) is int and value >= least):
-        return
-    none = "None or " if optional else ""
-    raise ValueError(f"{name} must be {none}an int >= {least}, got {value!r}")
-
-
-def positive_int(name: str, value: Any, otherwise: str = "") -> int:
-    """Return `value`. Raises TypeError unless it is an int, ValueError if it is below 1.
-    otherwise: for the message, what else it may be."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= 1{otherwise}, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
 
 
 class Solver(ABC):
@@ -211,8 +111,8 @@ class Solver(ABC):
     effect."""
 
     @abstractmethod
-    def solve(self, problem: Problem) -> Solution:
-        """Solve the problem; the value has the shape of y0."""
+    def solve(self, problem: Problem) -> Solved:
+        """Solve the problem."""
 
 
 @dataclass(frozen=True)
@@ -225,28 +125,3 @@ class TolerantSolver(Solver):
     def __post_init__(self) -> None:
         check_number("rtol", self.rtol, 0, 1e6, open_low=False)
         check_number("atol", self.atol, 0, 1e6, open_low=False)
-
-
-class MapWrapper:
-    """A map around another map. Error messages name the inner map, which the user passed."""
-
-    def __init__(self, f: Map) -> None:
-        self.f = f
-
-
-def map_name(f: Map) -> str:
-    """The name of the type of the map that the user passed, inside of any wrappers."""
-    while isinstance(f, MapWrapper):
-        f = f.f
-    return type(f).__name__
-
-
-class TokenMap(MapWrapper):
-    """`f`, which takes tensors of `shape`, as a map of tensors of the shape `tokens`, (b, t, c)."""
-
-    def __init__(self, f: Map, shape: torch.Size, tokens: torch.Size) -> None:
-        super().__init__(f)
-        self.shape, self.tokens = shape, tokens
-
-    def __call__(self, y: Tensor) -> Tensor:  # (b, t, c) -> (b, t, c)
-        return self.f(y.reshape(self.shape)).reshape(self.tokens)

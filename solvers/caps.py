@@ -3,9 +3,8 @@
 import math
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
-from bedouin.solvers.base import check_number, positive_int, strict_options
+from bedouin.kernels.checks import check_number, frozen_options, positive_int
 
 
 class Cap(ABC):
@@ -21,13 +20,12 @@ class Cap(ABC):
     def limit(self) -> int:
         """The most steps that any call may take; the cap of every call in evaluation."""
 
-    @abstractmethod
     def draw(self, index: int) -> int:
         """The cap of training call number `index` >= 0; depends on the fields and `index` alone."""
+        return self.limit
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class FixedCap(Cap):
     """At most `steps` steps, in training and in evaluation. Raises ValueError for steps < 1."""
 
@@ -40,12 +38,8 @@ class FixedCap(Cap):
     def limit(self) -> int:
         return self.steps
 
-    def draw(self, index: int) -> int:
-        return self.steps
 
-
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class GammaCap(Cap):
     """ceil(Gamma(shape, scale)) steps in training, between 1 and `limit`; `limit` in evaluation.
 

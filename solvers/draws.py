@@ -5,24 +5,13 @@ from collections import OrderedDict
 
 import torch
 
+from bedouin.kernels.backend import in_backward
 from bedouin.solvers.caps import Cap
 
 MAX_CALLS = 4096
 """Calls of a layer that are remembered for their recomputation; the oldest are dropped first."""
 
-_AMBIGUOUS = -1
-"""Stored instead of a call's number if several calls drew the same key."""
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def is_recomputation() -> bool:
-    """Whether a call recomputes an earlier one with its graph, as activation checkpointing does in
-    a backward pass. Backward passes of other functions run without gradients by default."""
-    return in_backward() and torch.is_grad_enabled()
+_AMBIGUOUS = -1  # stored instead of a call's number if several calls drew the same key
 
 
 class Draws:
@@ -30,11 +19,8 @@ class Draws:
 
     For a random cap each call draws a key from torch's default CPU generator, which has no
     influence on the cap. Checkpointing restores the state of that generator for a recomputation
-    (preserve_rng_state=True, its default), so the recomputed call draws the key of the original. A
-    call in a backward pass whose key no call or more than one has drawn, because the random state
-    was not restored or was reset between the calls, raises RuntimeError.
-
-    With other caps no key is drawn, and calls in a backward pass are not counted. A copy keeps the
+    (preserve_rng_state=True, its default), so that it draws the key of the original call. With
+    other caps no key is drawn, and calls in a backward pass are not counted. A copy keeps the
     count, that of training calls so far, but not the record of earlier calls.
     """
 
@@ -46,10 +32,9 @@ class Draws:
         return Draws, (self.count,)  # for copies and pickles
 
     def next(self, cap: Cap) -> int:
-        """The number of the current training call, counted from 0.
-
-        Raises RuntimeError for a recomputed call that cannot be identified (see the class).
-        """
+        """The number of the current training call, counted from 0. Raises RuntimeError for a
+        recomputed call whose key no call or more than one has drawn, because the random state was
+        not restored or was reset between the calls."""
         if cap.is_random:
             return _identify_eagerly(self) if torch.compiler.is_compiling() else self._identify()
         if in_backward():
@@ -63,10 +48,15 @@ class Draws:
             key = int(torch.randint(2**63 - 1, (), device="cpu"))
         if in_backward():
             known = self._numbers.get(key)
-            if known is None:
-                raise RuntimeError(_message("no earlier call drew the same random key"))
-            if known == _AMBIGUOUS:
-                raise RuntimeError(_message("several calls drew the same random key"))
+            if known is None or known == _AMBIGUOUS:
+                raise RuntimeError(
+                    "a random cap (GammaCap) in a backward pass: activation checkpointing "
+                    "recomputes a call, which must get the same cap as the original call, but "
+                    f"{'no earlier call' if known is None else 'several calls'} drew the same "
+                    "random key. Use checkpointing with preserve_rng_state=True (the default), do "
+                    "not reset torch's random state between calls that are recomputed later, or "
+                    "use FixedCap"
+                )
             return known
         index, self.count = self.count, self.count + 1
         self._numbers[key] = _AMBIGUOUS if key in self._numbers else index
@@ -78,12 +68,3 @@ class Draws:
 # The autograd engine and the generator do not exist inside a compiled graph. torch.compiler.disable
 # would import the compiler.
 _identify_eagerly = torch._disable_dynamo(Draws._identify)  # type: ignore[attr-defined]
-
-
-def _message(reason: str) -> str:
-    return (
-        "a random cap (GammaCap) in a backward pass: activation checkpointing recomputes a call, "
-        f"which must get the same cap as the original call, but {reason}. Use checkpointing with "
-        "preserve_rng_state=True (the default), do not reset torch's random state between calls "
-        "that are recomputed later, or use FixedCap"
-    )

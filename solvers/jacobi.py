@@ -1,16 +1,16 @@
 """Block Jacobi in time: all tokens in parallel, with each token's local equation solved exactly."""
 
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from bedouin.kernels.checks import frozen_options
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import BlockMap, Map, map_name, strict_options
+from bedouin.solvers.base import map_name, offers
 from bedouin.solvers.iterate import IterativeSolver
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Jacobi(IterativeSolver):
     """y <- G(y), where G solves every token's local equation given the other tokens of y.
 
@@ -24,8 +24,8 @@ class Jacobi(IterativeSolver):
     def rule(self) -> IterationRule:
         return IterationRule("jacobi", self.rtol, self.atol)
 
-    def evaluate(self, f: Map, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not isinstance(f, BlockMap):
+    def evaluate(self, f: Any, y: Tensor) -> Any:
+        if not offers(f, "block_solve"):
             raise TypeError(
                 "Jacobi needs a map with a method block_solve(y), and time_dim=1, got "
                 f"{map_name(f)}: use Picard, Anderson or Broyden for a plain function or a mixer "

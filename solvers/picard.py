@@ -1,14 +1,12 @@
 """Picard: damped fixed-point iteration."""
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.checks import one_of
+from bedouin.kernels.checks import check_count, check_number, frozen_options, one_of
 from bedouin.kernels.iteration import IterationRule
-from bedouin.solvers.base import check_count, check_number, strict_options
 from bedouin.solvers.convergence import holds_so_far, within_tolerance
 from bedouin.solvers.iterate import IterativeSolver
 
@@ -23,8 +21,7 @@ class _Damping(NamedTuple):
     stalled: Tensor  # (b,), steps since the lowest defect or the last reduction of the factor
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Picard(IterativeSolver):
     """y <- (1 - damping) y + damping f(y).
 
@@ -36,9 +33,8 @@ class Picard(IterativeSolver):
     rtol, atol: token t has converged when |f(y)_s - y_s| < atol + rtol max_{r<=s} |f(y)_r| for all
         s <= t. The tolerance bounds the defect, not the error: iterates that grow without bound by
         constant steps, such as those of y + 1, satisfy it once they are 1 / rtol times as large as
-        a step. Heads that read each other (feedback_scope="layer") are judged each by itself. The
-        default atol is for exact zeros only; if the fixed point itself is zero, pass an atol in
-        units of y.
+        a step. The default atol is for exact zeros only; if the fixed point itself is zero, pass an
+        atol in units of y.
     damping: in (0, 1]; 1 is the undamped iteration.
     patience: if an int, the damping factor of a sample is multiplied by `shrink`, in (0, 1],
         whenever its largest defect has not reached a new minimum for this many steps (adaptive
@@ -74,19 +70,16 @@ class Picard(IterativeSolver):
     def returns_evaluation(self) -> bool:
         return self.stop_rule == "paper"
 
-    def start(self, y0: Tensor) -> _Damping | None:  # y0: (b, t, c)
-        if self.patience is None:
-            return None
-        factor = torch.full_like(y0[:, 0, 0], self.damping)
-        return _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
-
     def update(self, y: Tensor, f_y: Tensor, memory: Any) -> tuple[Tensor, _Damping | None]:
-        if memory is None:
+        if self.patience is None:
             return (f_y if self.damping == 1 else torch.lerp(y, f_y, self.damping)), None
+        if memory is None:
+            factor = torch.full_like(y[:, 0, 0], self.damping)
+            memory = _Damping(factor, torch.full_like(factor, torch.inf), torch.zeros_like(factor))
         defect = (f_y - y).detach().abs().amax((1, 2))
         improved = defect < memory.lowest
         stalled = torch.where(improved, 0.0, memory.stalled + 1)
-        shrinks = stalled >= (self.patience or 0)
+        shrinks = stalled >= self.patience
         memory = _Damping(
             torch.where(shrinks, memory.factor * self.shrink, memory.factor),
             torch.where(improved, defect, memory.lowest),

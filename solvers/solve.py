@@ -3,59 +3,28 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, check_backend
+from bedouin.kernels.backend import Backend, check_backend, is_recomputation
+from bedouin.kernels.checks import check_count, one_of
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import (
-    Map,
-    MapWrapper,
-    Problem,
-    Solver,
-    TimeDim,
-    TolerantSolver,
-    check_count,
-)
+from bedouin.solvers.base import Map, Problem, Solver, TokenMap, TolerantSolver, offers
 from bedouin.solvers.caps import Cap, as_cap
-from bedouin.solvers.draws import is_recomputation
-from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Reporting
-from bedouin.solvers.solution import Solution, SolveStats, join_parts, with_history
-
-_EXACT = ImplicitAdjoint()
+from bedouin.solvers.reporting import Caller, DeferredWarning, OnUnconverged, Report, Solution
 
 _DEFERRED = DeferredWarning(every=True)
 """Outcomes of calls of `solve` on a GPU, which are reported at the next call."""
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who runs a solve: the name used in messages, and what all calls of one caller share.
-
-    deferred: counts and delays the caller's warnings. draw: the number of the training call; None
-    in evaluation. record: receives the statistics before a failure is reported. num_parts: the q of
-    `join_parts`, if the map's samples are parts of the caller's. record_history: as in `solve`.
-    """
-
-    subject: str
-    deferred: DeferredWarning
-    draw: int | None = None
-    record: Callable[[SolveStats], None] | None = None
-    num_parts: int = 1
-    record_history: bool = False
-
-
-@dataclass(frozen=True)
 class SolveOptions:
-    """The arguments of `solve` that a layer keeps, and the backend of its maps.
-
-    adjoint None stands for ImplicitAdjoint(). Raises a TypeError or ValueError that names the
-    field.
-    """
+    """The arguments of `solve` that a layer keeps, and the backend of its maps. adjoint None stands
+    for ImplicitAdjoint(). Raises a TypeError or ValueError that names the field."""
 
     solver: Solver
     adjoint: Adjoint | None
@@ -64,50 +33,49 @@ class SolveOptions:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        solvers, adjoints = "Picard(rtol=1e-4) or Direct()", "OneStepAdjoint()"
         for name, kind, expected in (
-            ("solver", Solver, f"a solver object such as {solvers}"),
-            ("adjoint", Adjoint | None, f"None or an adjoint object such as {adjoints}"),
+            ("solver", Solver, "a solver object such as Picard(rtol=1e-4) or Direct()"),
+            ("adjoint", Adjoint | None, "None or an adjoint object such as OneStepAdjoint()"),
             ("cap", Cap, "a Cap such as FixedCap(20) or GammaCap(), or an int as max_steps"),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-        if self.on_unconverged not in get_args(OnUnconverged):
-            raise ValueError(
-                f"on_unconverged must be one of {get_args(OnUnconverged)}, got "
-                f"{self.on_unconverged!r}"
-            )
+        one_of("on_unconverged", self.on_unconverged, get_args(OnUnconverged))
         check_backend(self.backend)
 
-    def solve(self, f: Map, y0: Tensor, time_dim: TimeDim, caller: Caller) -> Solution:
-        """Like the function `solve` from y0 (b, ...), without checks of what the map returns."""
-        steps = self.cap.limit if caller.draw is None else self.cap.draw(caller.draw)
-        cut_at = steps if steps < self.cap.limit else None
-        reporting = Reporting(self.on_unconverged, caller.subject, caller.deferred, cut_at)
+    def solve(self, f: Map, y0: Tensor, caller: Caller) -> Solution:
+        """Like the function `solve` for a map of tensors (b, t, c), from y0 (b, t, c)."""
+        limit = self.cap.limit
+        steps = limit if caller.draw is None else self.cap.draw(caller.draw)
+        report = Report(caller, self.on_unconverged, steps if steps < limit else None)
         history: list[Tensor] | None = [] if caller.record_history else None
-        problem = Problem(f, y0, steps, time_dim, history=history)
-        solution = (self.adjoint or _EXACT).apply(problem, self.solver, reporting)
+        # a compiled graph cannot call it
+        heard = None if torch.compiler.is_compiling() else report.take_reverse_sweep
+        problem = Problem(f, y0, steps, history=history, report=heard)
+        value, measured = (self.adjoint or ImplicitAdjoint()).apply(problem, self.solver, report)
         if history is not None:
-            solution = with_history(solution, history)
-        if caller.num_parts > 1:
-            solution = replace(solution, stats=join_parts(solution.stats, caller.num_parts))
-        if caller.record is not None:
-            caller.record(solution.stats)
+            none = measured.defect.new_empty(0, len(measured.defect))
+            measured = replace(measured, history=torch.stack(history) if history else none)
         if y0.numel():
-            self._tell_of_precision(y0.dtype, caller)
-        reporting.forward(solution, capped=not self.solver.is_exact)
-        return solution
+            measured = replace(measured, real=getattr(f, "real", None))
+        report.forward.take(measured)
+        if caller.record is not None:
+            caller.record(report.forward)
+        self._tell_of_precision(y0, caller)
+        report.check_forward()
+        return Solution(value, report.forward)
 
-    def _tell_of_precision(self, dtype: torch.dtype, caller: Caller) -> None:
+    def _tell_of_precision(self, y0: Tensor, caller: Caller) -> None:
         """Warn once of tolerances that no solve in this dtype can be expected to reach."""
-        if self.on_unconverged == "ignore" or torch.compiler.is_compiling() or is_recomputation():
+        unheard = torch.compiler.is_compiling() or is_recomputation()
+        if self.on_unconverged == "ignore" or unheard or not y0.numel():
             return
-        unit = torch.finfo(dtype).eps / 2
+        unit = torch.finfo(y0.dtype).eps / 2
         for solver in (self.solver, getattr(self.adjoint, "solver", None)):
             if isinstance(solver, TolerantSolver) and 0 < solver.rtol < unit:
                 caller.deferred.tell(
                     f"{caller.subject}: rtol={solver.rtol:g} of {type(solver).__name__} is below "
-                    f"the precision of {dtype}, {unit:.0e}, so that a solve ends only where its "
+                    f"the precision of {y0.dtype}, {unit:.0e}, so that a solve ends only where its "
                     "rounding errors vanish: use a larger rtol, or a wider dtype"
                 )
 
@@ -120,7 +88,7 @@ def solve(
     max_steps: int | Cap = 100,
     adjoint: Adjoint | None = None,
     on_unconverged: OnUnconverged = "warn",
-    time_dim: TimeDim = None,
+    time_dim: Literal[1] | None = None,
     draw: int | None = None,
     record_history: bool = False,
 ) -> Solution:
@@ -156,47 +124,27 @@ def solve(
     options = SolveOptions(solver, adjoint, as_cap(max_steps), on_unconverged)
     _check_start(y0, time_dim)
     _DEFERRED.flush()
-    caller = Caller("solve", _DEFERRED, draw, record_history=record_history)
-    if not (hasattr(f, "block_solve") or hasattr(f, "sweep")):
-        f = _CheckedMap(f)  # maps with a structure check their own results
-    return options.solve(f, y0, time_dim, caller)
+    of_parts: Any = f
+    parts: int = getattr(f, "parts", 1)
+    if parts > 1:
+        f, y0 = of_parts.apart(), of_parts.folded(y0)
+    caller = Caller("solve", _DEFERRED, draw, num_parts=parts, record_history=record_history)
+    shape, t = y0.shape, 1 if time_dim is None else y0.shape[1]
+    tokens = y0.reshape(shape[0], t, math.prod(shape[1:]) // max(t, 1))
+    if tokens.shape != shape or not (offers(f, "block_solve") or offers(f, "sweep")):
+        f = TokenMap(f, shape)
+    solution = options.solve(f, tokens, caller)
+    value = solution.value.reshape(shape)
+    return replace(solution, value=of_parts.unfolded(value) if parts > 1 else value)
 
 
-def _check_start(y0: Tensor, time_dim: TimeDim) -> None:  # y0: (b, ...)
+def _check_start(y0: Tensor, time_dim: object) -> None:  # y0: (b, ...)
     if not isinstance(y0, Tensor):
         raise TypeError(f"y0 must be a tensor (b, ...), got {type(y0).__name__}: join its tensors")
     if time_dim not in (None, 1):
         raise ValueError(f"time_dim must be None or 1, got {time_dim!r}")
-    least = 2 if time_dim == 1 else 1
+    least = 2 if time_dim else 1
     if y0.dim() < least:
         raise ValueError(f"y0 must have at least {least} axes, batch first, got {tuple(y0.shape)}")
     if not y0.is_floating_point():
         raise TypeError(f"y0 must have a floating dtype, got {y0.dtype}")
-
-
-class _CheckedMap(MapWrapper):
-    """A plain function, with a check of its result, which gets the dtype of its argument, and of
-    the argument, whose change in place would make the defect of the step 0."""
-
-    def __call__(self, y: Tensor) -> Tensor:  # (b, ...) -> (b, ...)
-        # inference tensors have no version, but a copy may change
-        version = None if y.is_inference() else y._version
-        f_y: object = self.f(y.clone() if version is None else y)
-        if version is not None and y._version != version:
-            raise ValueError(
-                "f must not change its argument in place, got one that writes into y: return a new "
-                "tensor, or begin with y.clone()"
-            )
-        if not isinstance(f_y, Tensor):
-            raise TypeError(f"f must return a tensor like y, got {type(f_y).__name__}")
-        if torch.promote_types(f_y.dtype, y.dtype) != y.dtype:
-            raise TypeError(
-                f"f must keep the dtype of y: expected {y.dtype}, got {f_y.dtype}: convert the "
-                "result, or pass y0 in that dtype"
-            )
-        if f_y.shape != y.shape:
-            raise ValueError(
-                f"f must keep the shape of y: expected {tuple(y.shape)}, got {tuple(f_y.shape)}"
-            )
-        # autocast makes results of lower precision
-        return f_y.to(y.dtype)

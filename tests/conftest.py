@@ -224,3 +224,25 @@ def _no_synchronization() -> Iterator[None]:
 def no_synchronization() -> Callable[[], AbstractContextManager[None]]:
     """A context in which waiting for the GPU is an error."""
     return _no_synchronization
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Graphs on a CPU; the outputs of all captures."""
+    outputs: list[Tensor] = []
+
+    def rerun(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        output = run()
+        outputs.append(output)
+        return lambda: output.copy_(run()), output
+
+    monkeypatch.setattr("bedouin.decode.capture", rerun)
+    monkeypatch.setattr("bedouin.decode.can_capture", lambda x_t: True)
+    monkeypatch.setattr("bedouin.decode.choose_backend", lambda *of: "triton")
+    return outputs
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Compilations of the same code by other tests would count as recompilations."""
+    torch.compiler.reset()

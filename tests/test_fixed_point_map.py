@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer
+from tests.layer_cases import random_layer, random_state
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank
-from bedouin.layer import FixedPointLayer
-from bedouin.solvers import Direct, Jacobi, Picard
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.solvers import Direct, Picard
 from bedouin.testing import assert_close, find_fixed_point, measure_growth
 
 RNGS = st.randoms(use_true_random=False)
@@ -175,12 +175,6 @@ class Oracle:
         return layer.out_proj.weight @ (silu(gate + z) * normed)
 
 
-def random_state(layer: FixedPointLayer, b: int) -> BedouinState:
-    d, n = layer.d_inner, layer.d_state
-    ssm = 0.5 * torch.randn(b, d, n, dtype=torch.float64)
-    return BedouinState(ssm, 0.5 * torch.randn(b, d, dtype=torch.float64))
-
-
 def spread(layer: FixedPointLayer) -> FixedPointLayer:
     """Give every parameter that starts at a constant a random value."""
     with torch.no_grad():
@@ -194,7 +188,7 @@ def spread(layer: FixedPointLayer) -> FixedPointLayer:
 def assert_oracle(layer: FixedPointLayer, b: int, t: int) -> None:
     """Output, fixed point, state and F itself are those of the equations."""
     x = torch.randn(b, t, layer.d_model, dtype=torch.float64)
-    state = random_state(layer, b)
+    state = random_state(layer, b, 0.5)
     growth = measure_growth(layer, x, state=state)
     found = find_fixed_point(layer, x, solver=Direct(), state=state)
     _, new_state = layer(x, state=state, return_state=True)
@@ -215,7 +209,7 @@ def assert_oracle(layer: FixedPointLayer, b: int, t: int) -> None:
 @given(RNGS, st.integers(1, 3), st.integers(1, 5))
 def test_a_layer_is_what_its_equations_say(rng: random.Random, b: int, t: int) -> None:
     # the equations are those of one head; test_layer_heads.py reduces several heads to one
-    layer = spread(random_layer(rng, solver=Direct(), num_heads=1))
+    layer = spread(random_layer(rng, solver=Direct(), num_heads=1, d_conv=None))
     hypothesis.note(f"{layer} {layer.extra_repr()}")
     assert_oracle(layer, b, t)
 
@@ -275,29 +269,3 @@ def test_from_papers_stop_rule_on_the_naive_iteration() -> None:
     # the paper returns y^l, not the y^{l-1} whose defect it measured
     assert_close("iterate", found.y[0], y_next, 1e-12)
     assert found.stats.num_steps.item() == steps
-
-
-@torch.no_grad()
-def test_a_feedback_free_layer_ignores_the_past_output() -> None:
-    layer = Bedouin(3, feedback=(), dtype=torch.float64)
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-    state = random_state(layer, 2)
-    other = state._replace(y=state.y + 1)
-    assert layer.y_proj is None
-    assert torch.equal(layer(x, state=state), layer(x, state=other))
-
-
-@torch.no_grad()
-def test_block_solve_is_exact_in_the_first_token() -> None:
-    layer = Bedouin(3, dtype=torch.float64)
-    x = torch.randn(2, 5, 3, dtype=torch.float64)
-    exact = find_fixed_point(layer, x, solver=Direct())
-    first = find_fixed_point(with_cap(layer, 1), x, solver=Jacobi(rtol=0.0, atol=0.0))
-    assert_close("token 1 after one step", first.y[:, 0], exact.y[:, 0], 1e-13)
-    assert first.stats.num_steps.tolist() == [1, 1]
-
-
-def with_cap(layer: Bedouin, steps: int) -> Bedouin:
-    copy = Bedouin(layer.d_model, max_steps=steps, dtype=torch.float64)
-    copy.load_state_dict(layer.state_dict())
-    return copy

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import assert_all_close, draw, fixed_points, make, results
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin import Bedouin
 from bedouin.solvers import (
     Anderson,
     ConvergenceError,
@@ -27,26 +28,6 @@ from bedouin.testing import assert_close
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
-    (Bedouin, {}),
-    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "eigenvalues": "full"}),
-    (Bedouin, {"mixer": LowRank(3), "feedback": ()}),
-    (Bedouin, {"num_householder": 4, "beta_max": 2.0, "input_scale": "delta"}),
-    (FixedPointRNN, {"num_householder": 1}),
-    (Bedouin, {"num_heads": 4}),
-    (
-        Bedouin,
-        {
-            "projection": "input",
-            "d_conv": 3,
-            "erase": 1.0,
-            "feedback": ("delta", "x"),
-            "num_heads": 2,
-            "feedback_scope": "layer",
-        },
-    ),
-]
-
 
 def _gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     y = layer(x)
@@ -56,64 +37,13 @@ def _gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]
     return y.detach(), list(grads)
 
 
-@pytest.mark.parametrize("kind, options", VARIANTS)
-@pytest.mark.parametrize("solver", [Direct(), Jacobi(rtol=1e-13), Picard(rtol=1e-13)])
+@fixed_points
 @pytest.mark.parametrize("t", [1, 33])
-def test_values_and_gradients_equal_those_of_the_cpu(
-    kind: type[Bedouin], options: dict[str, Any], solver: Solver, t: int
-) -> None:
-    torch.manual_seed(0)
-    layer = kind(12, dtype=torch.float64, solver=solver, on_unconverged="ignore", **options)
-    x = torch.randn(3, t, 12, dtype=torch.float64)
-    y, grads = _gradients(layer, x)
-    y_gpu, grads_gpu = _gradients(copy.deepcopy(layer).cuda(), x.cuda())
-    for ours, theirs in zip([y_gpu, *grads_gpu], [y, *grads], strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("options", [{"d_conv": 4}, {"projection": "input", "d_conv": 4}])
-def test_kernels_take_projections_and_convolutions(
-    options: dict[str, Any], num_heads: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    layer = Bedouin(64, num_heads=num_heads, backend="triton", **options).to("cuda", dtype)
-    x = torch.randn(2, 100, 64, device="cuda", dtype=dtype)
-    y, grads = _gradients(layer, x)
-    layer.backend = "reference"
-    expected, references = _gradients(layer, x)
-    tolerance = 1e-3 if dtype == torch.float32 else 0.05
-    for ours, theirs in zip([y, *grads], [expected, *references], strict=True):
-        error = (ours - theirs).float().norm() / theirs.float().norm()
-        assert error < tolerance, error
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("feedback_heads", [1, 2])
-@pytest.mark.parametrize("scope", ["head", "layer"])
-def test_kernels_sweep_heads_with_feedback_after_the_others(
-    scope: Any, feedback_heads: int, autocast: bool
-) -> None:
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"feedback_heads": feedback_heads, "expand": 1.75}
-    if feedback_heads == 1:  # with the default number of states, and shared keys
-        options |= {"bounded_x": True, "feedback_noise": 0.3}
-    else:
-        options |= {"d_state": 64, "feedback_noise": 0.0}
-    layer = Bedouin.recall(256, feedback_scope=scope, backend="triton", device="cuda", **options)
-    assert (layer.d_state, layer.num_groups) == ((128, 2) if feedback_heads == 1 else (64, None))
-    x = torch.randn(2, 100, 256, device="cuda")
-    found = []
-    for backend in ("triton", "reference"):
-        layer.backend = backend
-        torch.manual_seed(1)  # the noise of both is the same
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            y, grads = _gradients(layer, x)
-        found.append([y.float(), *grads])
-    for ours, theirs in zip(*found, strict=True):
-        error = (ours - theirs).norm() / theirs.norm()
-        assert error < (0.1 if autocast else 1e-3), error
+def test_values_and_gradients_equal_those_of_the_cpu(name: str, t: int) -> None:
+    """In float64, which kernels do not take."""
+    layer, x = make(name), draw(3, t)
+    found = results(copy.deepcopy(layer).cuda(), x.cuda())
+    assert_all_close([v.cpu() for v in found], results(layer, x), 1e-8, 1e-10)
 
 
 def test_torchdeq_solvers_run() -> None:

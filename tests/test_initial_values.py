@@ -9,15 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bedouin import Bedouin, FixedPointRNN, Initialization, SequenceModel
-from bedouin.baselines import (
-    LSTM,
-    M2RNN,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    Mamba,
-    RecurrentDeltaNet,
-)
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 
 Make = Callable[..., nn.Module]
 
@@ -38,24 +30,19 @@ def make_layer(**options: Any) -> Make:
 KINDS: dict[str, Make] = {
     "layer": make_layer(),
     "heads": make_layer(num_heads=4),
-    "one fed head": make_layer(num_heads=4, feedback_heads=1),
-    "memory heads": make_layer(num_heads=2, initialization=Initialization(memory_heads=1)),
     "no Delta of x": make_layer(initialization=Initialization(delta_from_x=0.01)),
     "heads, no Delta of x": make_layer(
         num_heads=2, initialization=Initialization(delta_from_x=0.01)
     ),
-    "input": make_layer(
-        projection="input", d_conv=4, initialization=Initialization(delta_from_x=0.01)
-    ),
+    "convolution": make_layer(d_conv=4),
     "paper": lambda device: Bedouin.from_paper(64, device=device),
     "vector": lambda device: FixedPointRNN(64, num_heads=2, device=device),
     "model": lambda device: make_model(device=device, mlp_expand=1),
     "tied model": lambda device: make_model(device=device, tie_embeddings=True),
     **{
         kind.__name__: lambda device, kind=kind: kind(64, device=device)
-        for kind in (LSTM, M2RNN, Attention, DeltaNet, DeltaProduct, Mamba)
+        for kind in (LSTM, Attention, DeltaNet, DeltaProduct, Mamba)
     },
-    "recurrent": lambda device: RecurrentDeltaNet(64, feedback_init=0.1, device=device),
 }
 
 

@@ -71,12 +71,7 @@ def shortened(block: str) -> str:
     return block.replace("range(400)", "range(3)")
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: str(BLOCKS.index(block)))
-def test_every_block_runs_by_itself(block: str) -> None:
-    run(shortened(block))
-
-
-def test_blocks_give_what_they_promise() -> None:
+def test_every_block_runs_by_itself_and_gives_what_they_promise() -> None:
     first, training, parts, decoding, mixer = map(run, map(shortened, BLOCKS))
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
     assert bool(first["layer"].stats.converged.all())
@@ -102,10 +97,6 @@ def test_the_long_description_is_taken_from_the_readme() -> None:
     assert len(paragraphs) > 5 and all(part.rstrip() in README for part in paragraphs)
 
 
-def test_the_readme_is_short() -> None:
-    assert len(PROSE.split()) <= 1100
-
-
 def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
     assert len(TEXTS["examples"].split()) <= 200
     folders = [path.parent for path in (ROOT / "examples").glob("*/*.py")]
@@ -117,7 +108,8 @@ def test_the_page_of_the_examples_is_short_and_names_every_folder() -> None:
     assert sum(map(len, shared)) <= 800
 
 
-def test_the_index_is_short_and_leads_to_every_experiment() -> None:
+def test_the_readme_and_the_index_are_short_and_lead_to_every_experiment() -> None:
+    assert len(PROSE.split()) <= 1100
     assert len(TEXTS["index"].split()) <= 1500
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
     assert folders == PAGES.keys() - {"README", "examples", "index"}
@@ -125,12 +117,8 @@ def test_the_index_is_short_and_leads_to_every_experiment() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_row_says_skipped(page: str) -> None:
+def test_links_lead_somewhere_and_no_row_says_skipped(page: str) -> None:
     assert "skipped" not in TEXTS[page]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
     local = [target for target in targets if not target.startswith("https://")]
     assert all((PAGES[page].parent / target).is_file() for target in local)
@@ -193,7 +181,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
     assert [row["graph_ms"] for row in recorded] == [
         layers[case, shape]["graph_both_ms"] for case in starts for shape in shapes
     ]
-    assert [row["layer"] for row in recorded[::4]] == list(SPEED.values())
+    assert {row["layer"] for row in recorded} >= set(SPEED.values())
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:

@@ -103,7 +103,7 @@ def test_a_name_that_does_not_exist_is_found() -> None:
         "Bedouin.recal(d_model)",
         "make a6",
         "examples/train.py",
-        "erase_=0",
+        "feedbak=()",
     )
     assert all(unknown(span) for span in spans)
     assert unknown("Jacobi(rtoll, atol)") == ["rtoll"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
 from bedouin.baselines import LSTM
-from bedouin.parameters import SavedLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 
 FILES = sorted((Path(__file__).parent / "saved").glob("*.pt"))
 SMALL: dict[str, Any] = {"expand": 1, "dtype": torch.float64}
@@ -56,7 +56,7 @@ def test_a_saved_model_loads_and_computes_the_same(path: Path, name: str) -> Non
     model.load_state_dict(saved["state_dict"], strict=True)
     with torch.no_grad():
         torch.testing.assert_close(model(saved["x"]), saved["y"], rtol=1e-9, atol=1e-12)
-    assert [m.num_calls for m in model.modules() if isinstance(m, SavedLayer)] == [1]
+    assert [m.num_calls for m in model.modules() if isinstance(m, FixedPointLayer)] == [1]
 
 
 @pytest.mark.parametrize("name", ["Bedouin", "SequenceModel"])

@@ -17,14 +17,10 @@ import torch
 from bedouin import Bedouin
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
-MOST_FRAMES = 10
-NOT_COUNTED = ("bedouin.kernels.operation", "bedouin.kernels.plans")
-LOOPS = ("sweep_tokens", "buffered_sweep", "selective_scan_reference")
+MOST_FRAMES = 11
+NOT_COUNTED = ("bedouin.kernels.operation",)
+LOOPS = ("sweep_tokens", "cpu_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
-
-heads = pytest.mark.parametrize("num_heads", [1, 2])
-solvers = pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
-gradients = pytest.mark.parametrize("gradient", [True, False])
 
 
 def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[list[str]]:
@@ -39,7 +35,7 @@ def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[
         if event == "call" and _does_the_work(frame):
             names = _names(frame)
             # the layer's output stage has launches of its own, which are no part of the solve
-            if "bedouin.layer:_output" not in names:
+            if "bedouin.layers.stages:gated" not in names:
                 found.append(names)
 
     x, before = torch.randn(1, 1, 2), sys.gettrace()
@@ -80,33 +76,25 @@ def _names(frame: FrameType) -> list[str]:
     while outer is not None:
         if _module(outer).startswith("bedouin.") and _module(outer) not in NOT_COUNTED:
             names.append(f"{_module(outer)}:{outer.f_code.co_name}")
-            if names[-1] == "bedouin.layer:forward":
+            if names[-1] == "bedouin.layers.fixed_point:forward":
                 return names
         outer = outer.f_back
     return names
 
 
-def check(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> None:
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
+def test_the_walk_to_the_loop_or_launch(
+    backend: str, gradient: bool, solver: Solver, num_heads: int
+) -> None:
     found = walks(solver, backend, gradient, num_heads)
     longest = max(found, key=len)
-    assert longest[-1] == "bedouin.layer:forward"
+    assert longest[-1] == "bedouin.layers.fixed_point:forward"
     assert len(longest) <= MOST_FRAMES, " <- ".join(longest)
     for frames in found:
         modules = [module for module, _ in groupby(name.partition(":")[0] for name in frames)]
         assert len(modules) == len(set(modules)), "a module is left and entered again"
-
-
-@heads
-@solvers
-@gradients
-def test_the_walk_to_the_plain_loop(solver: Solver, gradient: bool, num_heads: int) -> None:
-    check(solver, "reference", gradient, num_heads)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("solver", "num_heads"), [(Direct(), 1), (Direct(), 2), (Jacobi(), 2), (Picard(), 1)]
-)
-@gradients
-def test_the_walk_to_a_kernel(solver: Solver, gradient: bool, num_heads: int) -> None:
-    check(solver, "triton", gradient, num_heads)

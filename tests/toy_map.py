@@ -1,6 +1,10 @@
-"""`ToyMap`: a map that is causal in time. Letters: b batch, t time, c values of a token."""
+"""`ToyMap`: a map that is causal in time, and `SweptMap`, with a sweep.
+
+Letters: b batch, t time, c values of a token.
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,3 +41,26 @@ class ToyMap:
     def block_transpose(self, y_star: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
         a = self.a.detach()
         return (lambda w: a * w), (lambda r: r / (1 - a))
+
+
+class Swept(NamedTuple):
+    """A sweep as a map hands it over."""
+
+    y: Tensor
+    defect: Tensor
+    scale: Tensor
+    magnitude: Tensor
+    pivot: Tensor
+
+
+class SweptMap(ToyMap):
+    """The toy map with a sweep, for Direct; `error` is added to what it finds."""
+
+    error = 0.0
+    unrolled: bool | None = None
+
+    def sweep(self, unroll: bool, report: object) -> Swept:
+        self.unrolled = unroll
+        y = self.loop() + self.error
+        defect, scale = (v.detach().abs().amax(-1) for v in (self(y) - y, self(y)))
+        return Swept(y, defect, scale, scale, torch.full_like(defect, 0.5))

@@ -47,11 +47,6 @@ def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
     _layer_agrees(setting, shape, Direct(), gradients=True, **options)
 
 
-def recall_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
-    """The sweep of `Bedouin.recall`."""
-    _layer_agrees(setting, shape, Direct(), gradients=True, recall=True, **options)
-
-
 def explicit_agrees(setting: Setting, shape: Shape, *, kind: type[nn.Module]) -> None:
     """A layer without a solver against itself in float64, which no kernel computes, on more than
     two chunks of the delta rule."""
@@ -139,13 +134,11 @@ def _layer_agrees(
     solver: Solver,
     *,
     gradients: bool,
-    recall: bool = False,
     cu_seqlens: Tensor | None = None,  # (documents + 1,)
     **options: Any,
 ) -> None:
     tolerance = _tolerance(setting)
-    # in evaluation, because the noise of training differs between dtypes
-    layer = (setting.recall if recall else setting.layer)(solver=solver, **options).eval()
+    layer = setting.layer(solver=solver, **options).eval()
     reference = copy.deepcopy(layer).float()
     reference.solver, reference.backend = Direct(), "reference"
     torch.manual_seed(1)
@@ -170,8 +163,7 @@ def _results(
     found = {"output": output.detach()}
     if gradients:
         weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
-        first = "in_proj" if layer.x_proj is None else "x_proj"
-        named = {"x": x, first: getattr(layer, first).weight}
+        named = {"x": x, "x_proj": layer.x_proj.weight}
         if layer.y_proj is not None:
             named["y_proj"] = layer.y_proj.weight
         grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))

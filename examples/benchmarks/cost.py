@@ -32,25 +32,6 @@ def layer_cost(setting: Setting, shape: Shape, *, fed: int | None, backward: boo
     return forward * 3 if backward else forward
 
 
-def recall_cost(
-    setting: Setting, shape: Shape, *, keys: int, fed: int, read: int, backward: bool
-) -> Cost:
-    """The layer of `Bedouin.recall`: one product of its input for x, raw values and gate, of which
-    x, B and C are convolved, B and C of so many `keys`; feedback of Delta and x to `fed` channels
-    from `read` channels of y; no mixing."""
-    m, d, h, e = setting.m, setting.d, setting.h, setting.gemm_dtype.itemsize
-    convolved = d + 2 * keys * setting.n
-    projected = convolved + 2 * d + h  # with Delta, the gate, and beta^e of each head
-    weights = m * projected + 3 * fed * read + d * m
-    products = (m + projected) + (d + m)
-    sweep = e * (projected - d) + FLOAT32_BYTES * d
-    gate = (FLOAT32_BYTES + e) * d
-    output_stage = FLOAT32_BYTES * d + 3 * e * d
-    a_token = e * (products + 2 * convolved) + sweep + gate + output_stage
-    forward = Cost(e * weights + a_token * shape.tokens, 2.0 * weights * shape.tokens)
-    return forward * 3 if backward else forward
-
-
 def explicit_cost(module: nn.Module, setting: Setting, shape: Shape, *, backward: bool) -> Cost:
     """The linear maps of a layer, without what is between them."""
     maps = [part.weight.shape for part in module.modules() if isinstance(part, nn.Linear)]

@@ -1,11 +1,11 @@
 """Training and decoding speed of whole language models of about 130 million parameters.
 
     python examples/benchmarks/generation.py                        # on a GPU, under 8 minutes
-    python examples/benchmarks/generation.py --models bedouin lstm --out runs/two.json
-    python examples/benchmarks/generation.py --device cpu --tiny --models bedouin --tasks train
+    python examples/benchmarks/generation.py --models tracking lstm --out runs/two.json
+    python examples/benchmarks/generation.py --device cpu --tiny --models tracking --tasks train
     python examples/benchmarks/generation.py --out examples/results/models.json
 
-`Bedouin.recall`, this repository's Mamba and LSTM, an attention model of transformers (Llama) and
+`TrackingDeltaNet`, this repository's Mamba and LSTM, an attention model of transformers (Llama) and
 mamba-ssm's Mamba, in bfloat16. Training: 8 rows of 2,048 tokens, eager, as a CUDA graph and with
 compiled blocks, and at a vocabulary of 131,072 with a fused loss; tokens a second and peak memory.
 Decoding: tokens a second at batch 1 and 64, of attention after 16 tokens. Every model has a process
@@ -45,7 +45,7 @@ Seconds = Annotated[float, Range(0, brackets="(]")]
 class Config:
     """What to measure."""
 
-    models: tuple[str, ...] = ()  # Among bedouin, mamba, lstm, attention, mamba-ssm; none: all.
+    models: tuple[str, ...] = ()  # Among tracking, mamba, lstm, attention, mamba-ssm; none: all.
     tasks: tuple[str, ...] = ()  # Such as train or decode-1; none: all of each model.
     device: Literal["cuda", "cpu"] = "cuda"  # Where to measure; on a CPU with --tiny.
     tiny: bool = False  # Toy sizes, to check that every row runs; the times are meaningless.
@@ -143,7 +143,8 @@ def ratios(rows: Sequence[Numbers]) -> dict[str, float]:
         return max((value for value in found if value is not None), default=None)
 
     speed, memory = "tokens_per_second", "peak_gib"
-    ours, mambas = ("bedouin",), ("mamba", "mamba-ssm")
+    # of version 0.2.0 the second name
+    ours, mambas = ("tracking", "bedouin"), ("mamba", "mamba-ssm")
     training, large = ("train", "captured", "compiled"), ("vocabulary-fla",)
     liger, chunked = ("vocabulary-liger",), ("vocabulary-torch",)
     one, many = ("decode-1",), ("decode-64",)

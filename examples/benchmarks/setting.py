@@ -5,7 +5,6 @@ a head, r raw values.
 """
 
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bedouin import Bedouin
-from bedouin.kernels.backend import interpreter_is_on, is_cuda_device
 
 Precision = Literal["bf16", "autocast", "float32"]
 
@@ -83,23 +81,10 @@ class Setting:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    @property
-    def has_kernels(self) -> bool:
-        """Whether Triton kernels can run."""
-        return is_cuda_device(self.device) or interpreter_is_on()
-
-    def recall(self, *, shares_keys: bool = False, **options: Any) -> Bedouin:
-        """`Bedouin.recall` of these sizes, which raises if it cannot run in kernels where there are
-        any: "auto" would take plain PyTorch. With `shares_keys` the memories share keys in
-        m // 128 groups, at least one, as they do by default where no d_state is given."""
-        backend = "triton" if self.has_kernels else "auto"
-        groups = {"num_groups": max(1, self.m // 128)} if shares_keys else {}
-        return self.layer(make=Bedouin.recall, **({"backend": backend} | groups | options))
-
-    def layer(self, *, make: Callable[..., Bedouin] = Bedouin, **options: Any) -> Bedouin:
+    def layer(self, **options: Any) -> Bedouin:
         """One layer of these sizes from a fixed seed, which never checks its convergence."""
         torch.manual_seed(0)
-        return make(
+        return Bedouin(
             self.m,
             d_state=self.n,
             expand=self.expand,

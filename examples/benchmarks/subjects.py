@@ -16,15 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from bedouin import Bedouin, GatedDeltaNet
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import (
-    Anderson,
-    Broyden,
     FixedCap,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
     Picard,
 )
-from benchmarks.cost import explicit_cost, layer_cost, lstm_cost, recall_cost, scan_cost
+from benchmarks.cost import explicit_cost, layer_cost, lstm_cost, scan_cost
 from benchmarks.measure import Numbers, Subject, inputs_of
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import Cost
@@ -39,11 +37,6 @@ LINEAR_RTOL = 1e-5
 def direct(setting: Setting, shape: Shape, **options: Any) -> Subject:
     """The layer with its default solver: exact sweep, exact gradient."""
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
-
-
-def recall(setting: Setting, shape: Shape, **options: Any) -> Subject:
-    """The layer of `Bedouin.recall` with its default solver."""
-    return _layer_subject(setting, shape, setting.recall(**options), sequential=True)
 
 
 def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
@@ -80,19 +73,8 @@ def picard(setting: Setting, shape: Shape) -> Subject:
     return _layer_subject(setting, shape, layer, sequential=False)
 
 
-def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[Broyden]) -> Subject:
-    """CAP evaluations of the plain map under torchdeq's accelerated methods, exact gradient."""
-    layer = setting.layer(solver=kind(rtol=0.0, atol=0.0), max_steps=FixedCap(CAP))
-    # the host reads every residual, which a captured call cannot
-    return replace(_layer_subject(setting, shape, layer, sequential=False), has_graph=False)
-
-
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:
-    if layer.projection == "input":
-        fed = layer.fed_heads * layer.head_dim
-        cost = partial(recall_cost, keys=layer.num_keys, fed=fed, read=layer.fed_channels)
-    else:
-        cost = partial(layer_cost, fed=fed_values(setting, layer))
+    cost = partial(layer_cost, fed=fed_values(setting, layer))
     return Subject(
         layer,
         inputs_of(setting, shape),

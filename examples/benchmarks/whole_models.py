@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
-from bedouin import Bedouin, Decoder, SequenceModel
+from bedouin import Decoder, SequenceModel, TrackingDeltaNet
 from bedouin.baselines import LSTM, Mamba
 from bedouin.integrations.linear_cross_entropy import linear_cross_entropy
 from benchmarks.measure import Numbers
@@ -24,20 +24,20 @@ from benchmarks.timing import capture, median_ms, peak_gib
 from research.baselines import count
 
 MIXERS: dict[str, Callable[..., nn.Module]] = {
-    "bedouin": Bedouin.recall,
+    "tracking": TrackingDeltaNet,
     "mamba": Mamba,
     "lstm": LSTM,
 }
 """This repository's models: `SequenceModel` around a layer."""
 
-DEPTHS = {"bedouin": 14, "mamba": 24, "lstm": 6, "attention": 13, "mamba-ssm": 24}
+DEPTHS = {"tracking": 17, "mamba": 24, "lstm": 6, "attention": 13, "mamba-ssm": 24}
 """Layers of each model: of the attention model of transformers (Llama) with an MLP, of mamba-ssm's
 as published; the others have the number with which they are about as large."""
 
 COMMON = ("train", "decode-1", "decode-64")
 GRAPHS = ("captured", "compiled")  # last: a capture that fails can disturb what follows
 TASKS = {
-    "bedouin": (*COMMON, "vocabulary-torch", "vocabulary-liger", "vocabulary-fla", *GRAPHS),
+    "tracking": (*COMMON, "vocabulary-torch", "vocabulary-liger", "vocabulary-fla", *GRAPHS),
     "mamba": (*COMMON, "vocabulary-torch", "vocabulary-fla", *GRAPHS),
     "mamba-ssm": (*COMMON, *GRAPHS),
     "lstm": (*COMMON, *GRAPHS),
@@ -163,7 +163,7 @@ def _decoding(name: str, sizes: Sizes, b: int, *, compiled: bool) -> Numbers:
     calls, because that processes a prompt first."""
     model, device, many = _build(name, sizes, sizes.v).eval(), sizes.device, sizes.tokens
     if name in MIXERS:
-        one = _decoder(model, b, device, is_captured=name != "bedouin")
+        one = _decoder(model, b, device, is_captured=name != "tracking")
 
         def stretch(i: int) -> None:
             for _ in range(many):

@@ -8,18 +8,14 @@
 
 The models of all seeds run one after the other inside one step, which a GPU captures as a CUDA
 graph, because small layers are limited by kernel launches. With --concurrent they run side by side
-on CUDA streams, and so do the points of the grid. With --stacked their parameters and data
-are stacked and the step is vmapped over them, in plain PyTorch. `--mixer-layer` trains a baseline.
-Every combination of the options with several values is trained.
+on CUDA streams, and so do the points of the grid. `--mixer-layer` trains a baseline. Every
+combination of the options with several values is trained.
 OUT/results.json contains for each of them the number of parameters, the accuracies by length
-(`common/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
+(`research/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
 local systems (`SolveStats.conditioning`; null for a baseline) and number of steps without an update
 because a gradient was not finite, and the step at which each seed first reached an accuracy of
-0.99, for all seeds, failed ones included; for copying also where in a string the errors are. A seed
-has failed (`failed`) if it had no update in more than 1 % of its steps (`skipped`).
-With --keep-weights OUT/weights-pointN.safetensors has the parameters of a point of the grid, in the
-order of the rows, with an axis of seeds before their own; with --keep-every M those after every M
-steps are in OUT/weights-pointN-stepS.safetensors.
+0.99, for all seeds, failed ones included. A seed has failed (`failed`) if it had no update in more
+than 1 % of its steps (`skipped`).
 """
 
 import argparse
@@ -34,12 +30,10 @@ from typing import Any
 
 import torch
 import tyro
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import SequenceModel
-from bedouin.tasks import MQAR, Copying
 from flags import UsageError, choose_device
 from research.baselines import count
 from research.data import Data, eval_points
@@ -50,30 +44,18 @@ RESULTS = "results.json"
 
 
 def train(
-    config: Config, points: Sequence[dict[str, Any]], device: torch.device, first: int
+    config: Config, points: Sequence[dict[str, Any]], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Train points of the grid at the same time, which are numbered from `first` on; returns their
-    rows of the JSON file."""
+    """Train points of the grid at the same time; returns their rows of the JSON file."""
     trainings = [Training(matched(config, point), point, device) for point in points]
     started = time.perf_counter()
     for step in range(max(point["steps"] for point in points)):
         for training in trainings:
             training.advance(step)
-        if config.keep_every and (step + 1) % config.keep_every == 0:
-            keep_weights(config.out, trainings, first, f"-step{step + 1}")
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    if config.keep_weights:
-        keep_weights(config.out, trainings, first)
     return [training.row(seconds) for training in trainings]
-
-
-def keep_weights(folder: Path, trainings: Sequence["Training"], first: int, when: str = "") -> None:
-    """Write the parameters of all points, which are numbered from `first` on."""
-    for number, training in enumerate(trainings, first):
-        with torch.cuda.stream(training.stream):  # the copies wait for the last step
-            save_file(training.ensemble.params, folder / f"weights-point{number}{when}.safetensors")
 
 
 class Training:
@@ -111,10 +93,9 @@ class Training:
         """The accuracies and the history."""
         for model in self.ensemble.models:
             model.eval()
-        lengths = self.config.eval_lengths
         points = {
             str(point) if isinstance(point, int) else "_".join(map(str, point)): point
-            for point in eval_points(self.config, lengths)
+            for point in eval_points(self.config, self.config.eval_lengths)
         }
         accuracy = {name: self.ensemble.accuracy(point) for name, point in points.items()}
         seeds, history = range(self.config.seeds), self.history
@@ -124,7 +105,7 @@ class Training:
             n + sum(h["skipped"][i] for h in history)
             for i, n in enumerate(self.ensemble.skipped.tolist())
         ]
-        row = {
+        return {
             **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
             **{"parameters": self.size, "d_model": self.config.d_model},
             "state_size": state_size(self.ensemble.model),
@@ -136,9 +117,6 @@ class Training:
             "skipped": skipped,
             "failed": [has_failed(n, self.point["steps"]) for n in skipped],
         }
-        if isinstance(self.data.task, Copying | MQAR):
-            row["positions"] = {str(length): self.ensemble.positions(length) for length in lengths}
-        return row
 
 
 def state_size(model: SequenceModel) -> int:
@@ -190,7 +168,7 @@ def main(config: Config) -> None:
         for values in itertools.product(*(getattr(config, axis) for axis in GRID))
     ]
     for group in [points] if config.concurrent else [[point] for point in points]:
-        found = train(config, group, device, len(rows))
+        found = train(config, group, device)
         for row in found:
             if config.concurrent:  # all points were printed before the first result
                 print(row["point"])

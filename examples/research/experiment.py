@@ -2,7 +2,7 @@
 
     python examples/research/experiment.py                  # list every run (make experiments)
     python examples/research/experiment.py heads table      # make the runs that are not there yet
-    python examples/research/experiment.py table --only a5-recall "*-lstm_l1"
+    python examples/research/experiment.py table --only a5-tracking "*-lstm_l1"
     python examples/research/experiment.py table --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language --devices 2   # two at a time, a GPU each
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU

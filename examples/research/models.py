@@ -1,8 +1,8 @@
 """The layers of the table, with equal numbers of parameters, by name.
 
-Every model has about the parameters of `Bedouin.recall(256)`, in one layer or in two together, by
+Every model has 0.75 to 0.83 million parameters at d_model 256, in one layer or in two together, by
 its inner width, and a short convolution of width 4. Names end with the number of layers, except for
-those of Bedouin. At another d_model the number of heads grows in proportion.
+those of `TrackingDeltaNet`. At another d_model the number of heads grows in proportion.
 
 Letters: m d_model.
 """
@@ -15,16 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bedouin import Bedouin, GatedDeltaNet, Initialization, Tracker, TrackingDeltaNet
-from bedouin.baselines import (
-    LSTM,
-    M2RNN,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    RecurrentDeltaNet,
-)
-from bedouin.bedouin_layer import RECALL_HEAD, RECALL_RATES
+from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct
+from research.rivals import M2RNN, RecurrentDeltaNet
 
 Layer = Callable[[int], nn.Module]
 """A layer for a d_model, a multiple of 256."""
@@ -35,16 +28,6 @@ WIDTH, CONVOLUTION = 256, 4
 def heads(kind: Callable[..., nn.Module], number: int, **options: Any) -> Layer:
     """A layer of `kind` with so many heads at d_model 256."""
     return lambda m: kind(m, num_heads=number * m // WIDTH, d_conv=CONVOLUTION, **options)
-
-
-def recall(**options: Any) -> Layer:
-    """`Bedouin.recall` with other options."""
-    return partial(Bedouin.recall, on_unconverged="ignore", **options)
-
-
-def recall_n64(**options: Any) -> Layer:
-    """The same with 64 states and keys of its own in every head."""
-    return recall(d_state=64, **options)
 
 
 def delta_product(number: int, *, gated: bool) -> Layer:
@@ -61,7 +44,7 @@ def gated_delta_net(number: int, head_dim: int = 64) -> Layer:
 
 def slow_gated_delta_net(m: int, head_dim: int) -> nn.Module:
     """Gated DeltaNet with three heads, whose decay rates begin with a hundredth of the usual ones,
-    since those of the memories of `recall` are small, too."""
+    as those of the memory of `TrackingDeltaNet`."""
     layer = gated_delta_net(3, head_dim)(m)
     with torch.no_grad():
         layer.get_parameter("A_log").sub_(math.log(100))
@@ -82,20 +65,6 @@ def lstm_with_forget_bias(m: int) -> nn.Module:
         for name, value in (("lstm.bias_ih_l0", 1.0), ("lstm.bias_hh_l0", 0.0)):
             layer.get_parameter(name).chunk(4)[1].fill_(value)
     return layer
-
-
-def by_head(**options: Any) -> tuple[Layer, ...]:
-    """A layer in which every head has feedback, of its own outputs alone, and 32 states, so that
-    there is one head more."""
-    chosen: dict[str, Any] = {"expand": 2, "d_state": 32, "feedback_heads": None}
-    chosen |= {"feedback_scope": "head", "initialization": Initialization(rates=RECALL_RATES)}
-    return (recall(**(chosen | options)),)
-
-
-def half_memory(m: int) -> nn.Module:
-    """A layer of `by_head` in which the slower half of the heads begins as a memory."""
-    memory = Initialization(rates=RECALL_RATES, memory_heads=4 * m // WIDTH)
-    return by_head(initialization=memory)[0](m)
 
 
 class _NoFeedback(nn.Module):
@@ -141,19 +110,6 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "tracking_no_read": (tracking_without_read,),
     "tracking_positive": (tracking_with_positive_eigenvalues,),
     "tracking_blocks": (partial(GatedDeltaNet, expand_v=WIDER), Tracker),
-    "recall": (recall(),),
-    "recall_by_head": (half_memory,),
-    "recall_no_memory": by_head(),
-    "recall_n64": (recall_n64(),),
-    # without feedback there is no W^y, so that two heads more fit; reflections need the input scale
-    # bounded_delta (examples/results/recall-trials) and the parameters of two heads
-    "recall_no_feedback": (recall(feedback=(), expand=9 * RECALL_HEAD / WIDTH),),
-    "recall_no_x": (recall(feedback=("delta",)),),
-    "recall_no_erase": (recall(erase=0.0),),
-    "recall_k2": (
-        recall(num_householder=2, input_scale="bounded_delta", expand=5 * RECALL_HEAD / WIDTH),
-    ),
-    "recall_layer": by_head(feedback_scope="layer", expand=1.25),
     "deltaproduct_l1": (delta_product(4, gated=False),),
     "deltaproduct_l1_gated": (delta_product(4, gated=True),),
     "deltaproduct_l2": (delta_product(2, gated=False),) * 2,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from bedouin import Bedouin, Initialization, Kronecker, Monarch, SequenceModel
+from bedouin import Bedouin, Initialization, SequenceModel
 from common.options import Schedule, SolverOptions, fixed_point_options, mixer_options
 from flags import Count, Device, Natural, Positive, Range
 from research.baselines import BASELINES, TAKES, Baseline, count
@@ -37,8 +37,6 @@ class Config(TaskOptions, SolverOptions):
     rate_scale: tuple[float, ...] = (1.0,)
     """Factor on the initial decay rates -A of "mamba" (1 .. d_state); below 1 memory is longer."""
     beta_max: tuple[float, ...] = (1.0,)
-    mixer: Literal["householder", "kronecker", "monarch"] = "householder"
-    """Q: a product of reflections, or one of the mixers whose local systems are dense."""
     feedback: tuple[str, ...] = ("delta+B+C+mixer",)
     """What depends on y_{t-1}, joined by "+"; "none" switches feedback off."""
     model: str | None = None
@@ -75,9 +73,6 @@ class Config(TaskOptions, SolverOptions):
     compile: bool = False
     """Train through torch.compile, which fuses what a baseline computes element by element;
     evaluation does not."""
-    stacked: bool = False
-    """Whether to vmap over the models; otherwise they run one after the other, with the kernels
-    that torch.func transforms do not use. Faster only where neither takes much time."""
     concurrent: bool = False
     """Train all points of the grid and all seeds at the same time, each on a CUDA stream of its own
     (GPU only). The seconds of a point are then those of all."""
@@ -85,8 +80,6 @@ class Config(TaskOptions, SolverOptions):
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")  # Folder for results.json.
     overwrite: bool = False  # Replace the results in that folder, if there are any.
-    keep_weights: bool = False  # Also write the parameters of each point of the grid.
-    keep_every: Count | None = None  # Also write them every so many steps.
     device: Device = "auto"  # auto: the GPU if there is one.
 
     def __post_init__(self) -> None:
@@ -97,10 +90,6 @@ class Config(TaskOptions, SolverOptions):
                 f"--model must be among {tuple(MODELS)}, which have their own --num-layers, got "
                 f"{self.model!r} and {self.num_layers}"
             )
-        if self.concurrent and self.stacked:
-            raise ValueError("--concurrent must be off with --stacked, which is one computation")
-        if self.compile and self.stacked:
-            raise ValueError("--compile must be off with --stacked, which vmaps the models")
         if self.graph and self.gamma_cap is not None:
             raise ValueError("--gamma-cap needs --no-graph: a captured step repeats its first draw")
 
@@ -112,12 +101,9 @@ PAPER = Config(
     steps=(12000,),
     lr=(5e-4,),
     seeds=1,
-    stacked=False,
     autocast="bf16",
 )
 PRESETS = {"small": Config(), "paper": PAPER}
-
-DENSE_MIXERS = {"kronecker": Kronecker, "monarch": Monarch}
 
 LAYER_OPTIONS = (
     "input_scale",
@@ -163,16 +149,7 @@ def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
         return _baseline(config, point)
     options = {**layer_options(point), **fixed_point_options(config)}
     reflections = options.pop("num_householder"), options.pop("beta_max")
-    dense = DENSE_MIXERS.get(config.mixer)
-    if dense is None:
-        options |= mixer_options(*reflections)
-    elif reflections[:1] != PRESETS[config.preset].num_householder:
-        raise ValueError(
-            f"num_householder must keep its default with --mixer {config.mixer}, which has no "
-            f"reflections, got {reflections[0]}"
-        )
-    else:
-        options["mixer"] = dense()
+    options |= mixer_options(*reflections)
     if config.eigenvalues is not None:
         options["eigenvalues"] = config.eigenvalues
     return Bedouin(config.d_model, on_unconverged="ignore", **options)
@@ -229,8 +206,6 @@ def _refuse_options(
     config: Config, point: dict[str, Any], name: str, takes: Collection[str]
 ) -> None:
     """ValueError for an option of Bedouin that is not among those that the layer takes."""
-    if config.stacked:
-        raise ValueError(f"stacked must be False for {name}: pass --no-stacked")
     for option in (*LAYER_OPTIONS, *MODEL_OPTIONS):
         default = getattr(PRESETS[config.preset], option)
         if option not in takes and (point[option],) != default:

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import NullLocator  # noqa: E402
 
 from research.experiments.table import (  # noqa: E402
+    EARLIER,
     RATES_OF,
     REPORTED_RUNS,
     TASKS,
@@ -94,22 +95,22 @@ SCREENED = {
         ("recall", "recall_n64"), ("recall-trials", "initial-values", "feedback-heads")
     ),
 }
-"""Runs that chose the setting of `recall`, and of what it was before, which are tuning runs as
-well: the layer, how it begins, and which heads have feedback."""
+"""Runs that chose the setting of `recall` of version 0.2.0, and of what it was before, which are
+tuning runs as well: the layer, how it begins, and which heads have feedback."""
 
 
 def summarize(results: Path) -> dict[str, Models]:
     """The content of summary.json: by task and model, every measure of all reported seeds."""
     folders = [read_runs(results / name) for name in REPORTED_RUNS]
-    tuning = read_runs(results / TUNED)
+    tuning, history = read_runs(results / TUNED), read_runs(results / HISTORY)
     found: dict[str, Models] = {}
     for task in TASKS:
         found[task] = {}
-        for model in VARIANTS:
+        for model in (*EARLIER, *VARIANTS):
             runs = (folder.get(f"{task}-{model}", {}) for folder in folders)
             rows = [row for found_there in runs for row in found_there.get("rows", ())]
             if rows:
-                number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
+                number = len(tuning_rows(tuning, task, model)) + _screened(history, task, model)
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
     return found
 
@@ -124,12 +125,11 @@ def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def _screened(results: Path, task: str, model: str) -> int:
+def _screened(history: dict[str, Any], task: str, model: str) -> int:
     """Of a model of SCREENED: the layers of Bedouin that were screened on a task or on that of its
     rate."""
     names = SCREENED.get(model, ())
-    found = read_runs(results / HISTORY) if names else {}
-    rows = [row for name in names if name in found for row in found[name]["rows"]]
+    rows = [row for name in names if name in history for row in history[name]["rows"]]
     return sum(
         len(row.get("models") or row["seeds"])
         for row in rows
@@ -194,7 +194,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     for model, point in points.items():
         x, y = a5[model]["token_512"], copying[model]["characters_200"]
         xerr, yerr = ([[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y))
-        color = "C0" if model.startswith("recall") else "0.45"
+        color = "C0" if model.startswith(("tracking", "recall")) else "0.45"
         axes.errorbar(*point, yerr, xerr, "o", color=color, elinewidth=0.8)
         is_right = point[0] > 0.5
         # a label above the point would cover that of a point just above it
@@ -209,7 +209,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
             ha="right" if is_right else "left",
             color=color,
             fontsize="small",
-            fontweight="bold" if model == "recall" else "normal",
+            fontweight="bold" if model == "tracking" else "normal",
         )
     axes.set(
         xlabel="A5: right labels in sequences of 512 (trained at 16)",

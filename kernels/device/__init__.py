@@ -2,8 +2,5 @@
 
 elementary.py: exp2, reciprocal, sigmoid, softplus. activations.py: Delta from its raw value.
 discretize.py: decays and input scales. raw.py: raw values of a token. reflections.py: the k x k
-algebra of Householder products. norms.py: max norms. sync.py: order between programs.
+algebra of Householder products. norms.py: max norms.
 """
-
-MAX_REFLECTIONS = 8
-"""Most Householder reflections of a kernel, whose k x k algebra is unrolled at compile time."""

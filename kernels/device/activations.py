@@ -27,16 +27,6 @@ def activate(raw, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def tanh(v, FAST: tl.constexpr):
-    """2 sigmoid(2 v) - 1."""
-    if FAST:
-        # as above
-        return 1 - 2 * reciprocal(1 + exp2(v * (2 * LOG2E), FAST), FAST)
-    else:
-        return 2 * sigmoid(2 * v) - 1
-
-
-@triton.jit
 def activate_vjp(grad, raw, ACTIVATION: tl.constexpr):
     """Cotangent of the raw value from the cotangent of Delta."""
     if ACTIVATION == "sigmoid":
@@ -46,3 +36,9 @@ def activate_vjp(grad, raw, ACTIVATION: tl.constexpr):
         return grad * tl.where(raw > 20, 1.0, sigmoid(raw))
     else:
         return -grad * tl.where(raw < -20, 1.0, sigmoid(-raw))
+
+
+@triton.jit
+def silu_slope(v, sigmoid):
+    """d SiLU(v) / dv from v and sigmoid(v)."""
+    return sigmoid * (1 + v * (1 - sigmoid))

@@ -3,12 +3,12 @@
 `local`         the equation of one token
 `reference`     the sweep over all tokens in plain torch, for every mixer: the specification
 `reverse`       its adjoint, likewise
-`buffered`      both for Householder layouts, with few calls of torch for each token
-`registered`    both as operations of torch.library, which choose one of these families of kernels:
-`phases`        heads with at most 64 channels and 64 states, without feedback 256 channels; with
-                `erase` and feedback of x, too
-`heads`         several heads with feedback, in programs that hold the rows of a sample
-`triton_*.py`   one head after the other
+`autograd`      both as a differentiable function, for custom mixers and transforms of torch.func
+`cpu`           both for Householder layouts in plain torch, with few calls for each token
+`registered`    `cpu` and the kernels as operations of torch.library
+`launch`        Triton kernels for heads of at most 128 channels with 64 states: `triton_forward`
+                and `triton_reverse`, whose programs hold the memory of a few samples, and
+                `triton_prepare` for what y alone determines
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -16,11 +16,10 @@ Letters: b batch, t time, d channels, n state per channel, r raw values.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend
-from bedouin.kernels.direct.autograd import eager_sweep, uncompiled_sweep
-from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
+from bedouin.kernels.backend import Backend, is_transformed
+from bedouin.kernels.direct.autograd import loop_sweep, uncompiled_sweep
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import choose_sweep, is_small_head
+from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -28,7 +27,6 @@ from bedouin.kernels.direct.local import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.direct.phases.limits import takes_phases
 from bedouin.kernels.direct.reference import (
     MAX_RESIDUAL,
     ROUNDING,
@@ -40,7 +38,6 @@ from bedouin.kernels.direct.reference import (
 )
 from bedouin.kernels.direct.registered import memory_operation, sweep_operation
 from bedouin.kernels.direct.reverse import ReportBackward
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 __all__ = [
@@ -61,7 +58,6 @@ __all__ = [
 ]
 
 
-@falls_back
 def direct_sweep(
     operands: Operands,
     parameterization: Parameterization,
@@ -69,7 +65,6 @@ def direct_sweep(
     bind_parameters: tuple[Tensor, ...] = (),
     *,
     y_star: Tensor | None = None,  # (b, t, d)
-    lengths: Tensor | None = None,  # (b,)
     report: ReportBackward | None = None,
     backend: Backend = "auto",
 ) -> Sweep:
@@ -77,42 +72,37 @@ def direct_sweep(
 
     `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
     None: the layout of the parameterization describes it. With `y_star`, a fixed point found
-    elsewhere, nothing is solved: the result is y_star with that gradient (the statistics are then
-    zero). With `lengths`, the tokens before the padding of each sample, `residual` and `converged`
-    leave the padding out. `report` gets defect and scale of the adjoint equation, but not under
+    elsewhere without erase, nothing is solved: the result is y_star with that gradient (the
+    statistics are then zero). `report` gets defect and scale of the adjoint equation, but not under
     torch.compile, whose graphs call no Python functions. There the sweep is one operation if the
     parameterization has a layout, else it runs outside of the graph; torch.export writes a single
     token out.
-    With several heads the batch is head by head, as `Operands` says. The Triton kernels need a
-    layout; raises ValueError where `backend="triton"` cannot run, or heads and batch do not fit.
-    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token, or in plain torch, for
-    a layout and a sequence of at most CHUNK tokens, h at each of them. Without a layout, and under
-    transforms of torch.func, the backward is autograd through one chunk of tokens after the other.
+    With several heads the batch is head by head, as `Operands` says. `limits` says what the Triton
+    kernels take; raises ValueError where `backend="triton"` cannot run, or heads and batch do not
+    fit.
+    Once differentiable. Saves O(b t (d + r)) and h at every CHUNK-th token. Without a layout, and
+    under transforms of torch.func, the backward is autograd through one chunk of tokens after the
+    other.
     """
     operands.check(parameterization.feeds_x)
+    layout = parameterization.layout
+    if y_star is not None and layout is not None and layout.erase:
+        raise ValueError(f"y_star must be None with erase, got erase={layout.erase}: solve it here")
     call = backend, operands, parameterization, bind_parameters
-    plain = choose_sweep(*call, is_solved=y_star is not None) == "reference"
+    plain = choose_sweep(*call) == "reference"
     if plain:
-        arguments = (operands, parameterization, bind, bind_parameters, y_star, report)
-        if not torch.compiler.is_compiling():
-            return eager_sweep(*arguments)
         if torch.compiler.is_exporting() and operands.x.shape[1] == 1 and y_star is None:
             # in elementary operations, so that other runtimes can decode
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
-        if not is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters):
-            return uncompiled_sweep(*arguments)
-    together = operands.W_y is not None and is_small_head(operands.A)
-    keep_every = CHUNK if plain else choose_chunk(operands, together=together)
-    if y_star is None and not plain and takes_phases(operands, parameterization):
-        wants_gradient = any(v is not None and v.requires_grad for v in operands)
-        keep_every = CHUNK if torch.is_grad_enabled() and wants_gradient else 0
+        covered = is_covered(layout, operands.raw, operands.A, bind_parameters)
+        if not covered or is_transformed():
+            sweep_by_loop = uncompiled_sweep if torch.compiler.is_compiling() else loop_sweep
+            return sweep_by_loop(operands, parameterization, bind, bind_parameters, y_star, report)
+    keep_every = CHUNK if plain else choose_chunk(operands)
     scalars = (*parameterization.scalars(), plain, keep_every)
     if y_star is None:
-        y, h, _, statistics, summary, converged = sweep_operation(*operands, *scalars, lengths)
-        defect, scale, magnitude, _ = statistics.unbind()
-        residual, pivot = summary.unbind()
-        reduced = (None, None) if plain else (residual, converged)
-        sweep = Sweep(y, h, defect, scale, magnitude, pivot, *reduced)
+        y, h, _, statistics = sweep_operation(*operands, *scalars)
+        sweep = Sweep(y, h, *statistics.unbind())
     else:
         y, h, _ = memory_operation(y_star, *operands, *scalars)
         zeros = operands.A.new_zeros(operands.x.shape[:2])

@@ -1,57 +1,99 @@
-"""Which sweeps the Triton kernels cover.
+"""Which sweeps the Triton kernels cover, and sizes; free of Triton.
 
-Letters: d channels of a head, n state per channel.
+Letters: d channels of a head, n state per channel, k reflections, r raw values.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
-from bedouin.kernels.device import MAX_REFLECTIONS
-from bedouin.kernels.direct.heads.blocks import head_blocks
+from bedouin.kernels.backend import (
+    Backend,
+    Implementation,
+    choose_backend,
+    interpreter_is_on,
+    warn_of_reference,
+)
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.phases.limits import describe_limits, takes_phases
 from bedouin.kernels.launch import Device, next_power_of_two
-from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 
-MAX_STATE = 32768
-"""Most elements of a sample's memory, with both axes rounded up to a power of two, because one
-program holds it in registers: for example 2048 channels with 16 states."""
+MAX_CHANNELS = 128
+"""Most channels of a head: a warp holds the rows of a sample."""
 
+MAX_STATES = 64
+"""Most states of a head: of more, the memory of even 32 channels would not fit the registers of a
+warp, beside its cotangent."""
 
-MAX_HEAD = 128
-"""Most channels of a head whose sweep is one program's work: a warp holds the rows of a sample."""
+MAX_REFLECTIONS = 4
+"""Most reflections, whose k x k algebra is unrolled at compile time."""
 
-MAX_HEAD_STATES = 64
-"""Most states of such a head: of more, the memory of even 32 channels would not fit the registers
-of a warp, beside its cotangent."""
+SCRATCH = 8192
+"""Bytes of shared memory that a sweep may need beside W^y, which stays there if it fits."""
 
-HEAD_SCRATCH = 8192
-"""Bytes of shared memory that such a head's sweep may need beside W^y, which stays there."""
+REVERSE_ALPHA = 32
+"""Rows of W^y for alpha in the reverse sweep: every thread of a warp holds one of its values."""
 
+CHUNK = 16
+"""Tokens between two kept h. The reverse sweep's workspace is this many tensors (b, n, d)."""
 
-def is_small_head(
-    A: Tensor,  # (d, n) or (H, d, n)
-) -> bool:
-    """Whether A is that of several heads, and one program holds the rows of a head's sample."""
-    d, n = A.shape[-2:]
-    fits = d <= MAX_HEAD and n <= MAX_HEAD_STATES
-    return A.dim() == 3 and fits
+WORKSPACE = 2**23
+"""Most elements of h (32 MB in float32) that the reverse sweep's kernels hold for a chunk."""
 
 
-def takes_heads_together(operands: Operands, parameterization: Parameterization) -> bool:
-    """Whether the kernels of `kernels/direct/heads` run: for several heads whose size they hold,
-    with feedback.
+class HeadBlocks(NamedTuple):
+    """Sizes rounded up: sides of tiles are powers of two, and at least 16 in a product."""
 
-    The kernels of one head take other heads one after the other.
+    channels: int
+    states: int
+    small: int  # B, C and, if `alpha` is 0, alpha in the forward sweep
+    alpha: int
+    rows: int  # of W^y in shared memory, of the sweep that holds more of them
+    rows_of_tile: int  # of its largest tile that is read anew for each token
+
+    def streams(self, itemsize: int, shared_memory: int) -> bool:
+        """Whether W^y, with entries of `itemsize` bytes, does not fit beside what else is there."""
+        return SCRATCH + self.rows * self.channels * itemsize > shared_memory
+
+    def fits(self, itemsize: int, shared_memory: int) -> bool:
+        """Whether at least its tiles fit, one after the other."""
+        return SCRATCH + self.rows_of_tile * self.channels * itemsize <= shared_memory
+
+
+def head_blocks(d: int, n: int, layout: RawLayout) -> HeadBlocks:
+    """Sizes of the tiles of W^y for heads of d channels with n states."""
+    channels, states = max(16, next_power_of_two(d)), next_power_of_two(n)
+    k, both = layout.num_householder, 2 * n if layout.selective else 0
+    # one tile for B, C and alpha, unless that would almost double a large one
+    apart = both > 32
+    small = max(16, next_power_of_two(both if apart else both + k))
+    alpha = 16 if small < both + k else 0
+    reverse = REVERSE_ALPHA
+    if layout.selective:
+        reverse += max(2 * states, min(32, channels))
+    rows = (k + 1) * channels + max(small + alpha, reverse)
+    return HeadBlocks(channels, states, small, alpha, rows, max(channels, small, reverse))
+
+
+def choose_chunk(operands: Operands) -> int:
+    """Tokens between two kept h: CHUNK, or for at most that many tokens fewer, but at least 4, if
+    the workspace would otherwise exceed WORKSPACE.
+
+    The h of more tokens that were kept for smaller chunks would take more memory than the
+    workspace.
     """
-    W_y, A = operands.W_y, operands.A
-    if W_y is None or not is_small_head(A):
-        return False
-    layout, (d, n) = parameterization.known_layout(), A.shape[-2:]
-    blocks = head_blocks(d, n, layout.num_householder, layout.selective)
-    needed = blocks.rows * blocks.channels * W_y.itemsize + HEAD_SCRATCH
-    return needed <= Device.of(A.device).shared_memory
+    (samples, t_end, _), (d, n) = operands.x.shape, operands.A.shape[-2:]
+    if t_end > CHUNK:
+        return CHUNK
+    size = samples * d * n
+    return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
+
+
+def count_kept(t_end: int, keep_every: int) -> int:
+    """Number of kept h: those before tokens keep_every, 2 keep_every, and so on. The h before
+    token 0 is an input."""
+    return max(0, (t_end - 1) // keep_every)
 
 
 def choose_sweep(
@@ -59,12 +101,10 @@ def choose_sweep(
     operands: Operands,
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...] = (),  # any shapes
-    *,
-    is_solved: bool = False,  # whether y is known, and only its memory and gradient are wanted
 ) -> Implementation:
     """The implementation of a sweep; raises as `choose_backend` does. Warns of a sweep on a GPU
     that has no kernel, unless it is in float64, for which there are none at all."""
-    unsupported = _unsupported(operands, parameterization, bind_parameters, is_solved=is_solved)
+    unsupported = _unsupported(operands, parameterization, bind_parameters)
     device, dtype = operands.x.device, operands.x.dtype
     chosen = choose_backend(backend, device, dtype, unsupported)
     if unsupported is not None and backend == "auto" and operands.A.dtype != torch.float64:
@@ -76,12 +116,10 @@ def _unsupported(
     operands: Operands,
     parameterization: Parameterization,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-    *,
-    is_solved: bool,
 ) -> str | None:
     """The first property that the kernels do not support, as part of an error message; None if they
     support the call."""
-    x, raw, A = operands.x, operands.raw, operands.A
+    x, raw, W_y, A, _, _ = operands
     layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return parameterization.without_layout
@@ -89,16 +127,23 @@ def _unsupported(
     if A.dtype != torch.float32 or torch.float64 in dtypes:
         found = ", ".join(map(str, dtypes))
         return f"x, raw and A of {found} (A must be float32, x and raw at most that)"
-    if not is_solved and takes_phases(operands, parameterization):
-        return None
-    if (plain := parameterization.plain_only(operands)) is not None:
-        return f"{plain} {describe_limits()}" if layout.erase or parameterization.feeds_x else plain
+    if parameterization.plain_only is not None:
+        return parameterization.plain_only
+    if parameterization.eigenvalues == "full":
+        return "eigenvalues='full' in a sweep (only 'positive')"
     d, n = A.shape[-2:]
-    k = max(layout.num_householder, 1)  # `with_reflection`
+    if parameterization.input_scale == "one_minus_decay" and n > 1:
+        return f"input_scale='one_minus_decay' with {n} states in a sweep (only with 1)"
+    k = layout.num_householder
     if k > MAX_REFLECTIONS:
-        return f"{k} reflections (at most {MAX_REFLECTIONS})"
-    if d < 1 or n < 1 or next_power_of_two(d) * next_power_of_two(n) > MAX_STATE:
-        return f"{d} channels with {n} states (at most {MAX_STATE} together)"
-    if next_power_of_two(d) * next_power_of_two(k) > MAX_STATE // 2:
-        return f"{k} reflections of {d} channels"
+        return f"{k} reflections in a sweep (at most {MAX_REFLECTIONS})"
+    if not (1 <= d <= MAX_CHANNELS and 1 <= n <= MAX_STATES):
+        return (
+            f"heads of {d} channels with {n} states in a sweep "
+            f"(at most {MAX_CHANNELS} with {MAX_STATES}; set num_heads)"
+        )
+    if W_y is not None and (x.is_cuda or interpreter_is_on()):
+        shared_memory = Device.of(A.device).shared_memory
+        if not head_blocks(d, n, layout).fits(W_y.itemsize, shared_memory):
+            return f"feedback of {d} channels with {shared_memory} bytes of shared memory"
     return None

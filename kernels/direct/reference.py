@@ -10,7 +10,7 @@ Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
     h_t   = a'_t + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
 
 a' is known before y_t, so that the local equation is the same with and without erase; so it is with
-feedback of x, where x_t + W^y_x norm(y_{t-1}), or its tanh, takes the place of x_t.
+feedback of x, where x_t + W^y_x norm(y_{t-1}) takes the place of x_t.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw. With
 feedback of the first raw values only, the others are raw^x.
 """
@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
-from bedouin.kernels.feedback import add_feedback, bound_x, project_feedback, with_feedback
-from bedouin.kernels.heads import count_heads, per_sample
+from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedback
+from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
-from bedouin.kernels.scan import contract, discretize, erase_memory, selective_scan_reference
+from bedouin.kernels.scan import contract, discretize, selective_scan_reference
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
@@ -65,9 +65,7 @@ class Sweep(NamedTuple):
     defect: Tensor  # (b, t), detached
     scale: Tensor  # (b, t), detached
     magnitude: Tensor  # (b, t), detached
-    pivot: Tensor  # (b,), smallest pivot of the sample's local systems, detached
-    residual: Tensor | None = None  # (b,), of SolveStats, where the kernels have reduced it
-    converged: Tensor | None = None  # (b,), likewise
+    pivot: Tensor  # (b, t) or (b,), smallest pivot of a token's or sample's systems, detached
 
 
 def input_gain(
@@ -92,6 +90,18 @@ def gain_gap(
     if parameterization.input_scale != "one_minus_decay":
         return None
     return (1 - (B * C).sum(-1, keepdim=True)) + input_gain(decay.abs(), B, C)
+
+
+def erase_memory(
+    decayed: Tensor,  # (..., d, n), a
+    B: Tensor,  # (..., n)
+    erase: Tensor,  # (..., 1), beta^e, or (..., 0)
+) -> Tensor:  # (..., d, n)
+    """a' = a - beta^e (a B) B^T, the memory without what it held under the key B; a itself where
+    nothing is erased."""
+    if not erase.shape[-1]:
+        return decayed
+    return decayed - (erase * contract(decayed, B)).unsqueeze(-1) * B.unsqueeze(-2)
 
 
 def term_size(
@@ -171,8 +181,8 @@ def sweep_tokens(
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
-) -> tuple[Sweep, list[Tensor]]:
-    """The sweep, and h (b, n, d) before tokens 0, keep_every, 2 keep_every, and so on."""
+) -> tuple[Sweep, Tensor]:
+    """The sweep, and h before tokens 0, keep_every, 2 keep_every, and so on, (b, slots, n, d)."""
     x, raw, W_y, A, h, y = operands
     assert h is not None and y is not None
     ys, defects, scales, sizes, kept = [], [], [], [], []
@@ -184,7 +194,6 @@ def sweep_tokens(
         if W_y is not None:
             fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
             x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
-            x_t = bound_x(x_t, count_heads(A), parameterization)
         token = LocalEquation.of(x_t, raw_t, h, A, parameterization, bind, bind_parameters)
         factors = token.factors()
         y = solve_local(contract(token.decayed, token.c.C), factors, x_t)
@@ -197,9 +206,10 @@ def sweep_tokens(
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])
-        return Sweep(torch.zeros_like(x), h, empty, empty, empty, pivot), kept
+        none_kept = h.mT.unsqueeze(1)[:, :0].clone()
+        return Sweep(torch.zeros_like(x), h.clone(), empty, empty, empty, pivot), none_kept
     defect, scale, size = (torch.stack(values, 1) for values in (defects, scales, sizes))
-    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot), kept
+    return Sweep(torch.stack(ys, 1), h, defect, scale, size, pivot), torch.stack(kept, 1)
 
 
 def memory_of(
@@ -209,21 +219,24 @@ def memory_of(
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
     keep_every: int,
-) -> tuple[Tensor, list[Tensor]]:
-    """For a known y, the last h (b, d, n), and the memories that `sweep_tokens` would keep."""
+) -> tuple[Tensor, Tensor]:
+    """For a known y and without erase, the last h (b, d, n), and the memories that `sweep_tokens`
+    would keep, (b, slots, n, d)."""
     x, raw = with_feedback(y, operands, parameterization)
-    delta, B, C, e, U, M, erase = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
+    delta, B, C, e, U, M, _ = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     mixed, kept = mix_channels(x, y, parameterization.diagonal(e), U, M), []
     scale, eigenvalues = parameterization.input_scale, parameterization.eigenvalues
     A, h = operands.A, operands.start()[0]
     for start in range(0, x.shape[1], keep_every):
         kept.append(h.mT)
         tokens = slice(start, start + keep_every)
-        part, delta_t, B_t, C_t, erase_t = (v[:, tokens] for v in (mixed, delta, B, C, erase))
+        part, delta_t, B_t, C_t = (v[:, tokens] for v in (mixed, delta, B, C))
         _, h = selective_scan_reference(
-            *(part, delta_t, A, B_t, C_t, h, erase_t),
+            *(part, delta_t, A, B_t, C_t, h),
             input_scale=scale,
             eigenvalues=eigenvalues,
             exclusive=False,
         )
-    return h, kept
+    if not kept:
+        return h.clone(), h.mT.unsqueeze(1)[:, :0].clone()
+    return h, torch.stack(kept, 1)

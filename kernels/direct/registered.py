@@ -2,8 +2,7 @@
 
 There are three operations: the solve; the memory for a given y, which has the same gradient; and
 the reverse sweep of both. Each runs eager PyTorch with `plain`, which torch.compile would otherwise
-unroll token by token, or else the first family of Triton kernels that takes the call: the phases
-(`takes_phases`), all heads together (`takes_heads_together`), or one head after the other.
+unroll token by token, or else Triton kernels.
 `Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
 is imported when an operation runs, not when it is registered.
 
@@ -11,36 +10,18 @@ Letters: b batch, t time, d channels, n state per channel, r raw values, f those
 feedback, H heads (kernels/heads.py).
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import is_transformed
-from bedouin.kernels.branches import beside
-from bedouin.kernels.direct.buffers import (
-    allocate_memory,
-    allocate_reverse,
-    allocate_sweep,
-    collect_gradients,
-    count_kept,
-    join_samples,
-    split_weights,
-)
-from bedouin.kernels.direct.limits import takes_heads_together
-from bedouin.kernels.direct.phases.limits import sizes_of, takes_phases
-from bedouin.kernels.direct.phases.operation import phase_reverse, phase_sweep
-from bedouin.kernels.direct.plain import (
-    plain_memory,
-    plain_reverse,
-    plain_summary,
-    plain_sweep,
-)
+from bedouin.kernels.backend import is_transformed, without_autocast
+from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
+from bedouin.kernels.direct.layout import choose_bind, state_major
+from bedouin.kernels.direct.limits import count_kept
+from bedouin.kernels.direct.reference import memory_of
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
-from bedouin.kernels.one_reflection import added_values, with_reflection
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import Operation, operation
 
@@ -51,9 +32,8 @@ The kept h are flattened to one axis, and the plain sweep's begin with the first
 torch.compile specializes on axes of size 0 and 1 and would recompile for sequences of more than
 `keep_every` tokens."""
 
-SweepResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The tensors of MemoryResult, the statistics (4, b, t), and two tensors derived from these:
-residual and smallest pivot (2, b), and converged (b,)."""
+SweepResult = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The tensors of MemoryResult, and the statistics (4, b, t)."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
@@ -64,54 +44,32 @@ OPTIONS = f"{SCALARS}, bool plain, SymInt keep_every"
 
 
 def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
-    """The operands and the parameterization of an operation, and the arguments behind them. The
-    last of these is missing where it has its default value, as in graphs that an earlier version
-    cached."""
+    """The operands and the parameterization of an operation, and the arguments behind them."""
     behind = 6 + NUM_SCALARS
     return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), *flat[behind:]
 
 
 @operation(
     "direct_sweep",
-    f"({OPERANDS}, {OPTIONS}, Tensor? lengths=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def sweep_operation(*flat: Any) -> SweepResult:
-    """`lengths` (b,): tokens before the padding."""
-    operands, options, plain, keep_every, *lengths = _parse(*flat)
+    operands, options, plain, keep_every = _parse(*flat)
     if plain:
-        y, h, kept, statistics = plain_sweep(operands, options, keep_every)
-        return y, h, kept.flatten(1), statistics, *plain_summary(statistics)
-    if takes_phases(operands, options):
-        y, h, kept, statistics = phase_sweep(operands, options, keeps=keep_every > 0)
-        return y, h, kept, statistics, *summarize(statistics, *lengths)
-    together = takes_heads_together(operands, options)
-    if not together:
-        operands, options = with_reflection(operands, options)
-    buffers = allocate_sweep(operands, options, keep_every, together)
-    statistics = buffers.statistics
-    if buffers.y.numel() and together:
-        from bedouin.kernels.direct.heads.launch import launch_head_sweep
+        y, h, kept, statistics = cpu_sweep(operands, options, keep_every)
+        return y, h, kept.flatten(1), statistics
+    from bedouin.kernels.direct.launch import launch_sweep
 
-        launch_head_sweep(buffers, options, keep_every)
-    elif buffers.y.numel():
-        from bedouin.kernels.direct.triton_launch import launch_sweep
-
-        heads = buffers.heads()
-        for head in heads:
-            launch_sweep(head, options, keep_every)
-        statistics = join_samples([head.statistics for head in heads], 1)
-    y, h, kept = buffers.y, buffers.h.mT, buffers.kept
-    return y, h, kept.flatten(1), statistics, *summarize(statistics, *lengths)
+    y, h, kept, statistics = launch_sweep(operands.with_head_axis(), options, keep_every)
+    return y, h.mT, kept.flatten(1), statistics
 
 
 @sweep_operation.register_fake
 def _sweep_fake(*flat: Any) -> SweepResult:
-    operands, options, plain, keep_every, *_ = _parse(*flat)
+    operands, options, plain, keep_every = _parse(*flat)
     A, (b, t, _) = operands.A, operands.x.shape
-    y, statistics, summary = A.new_empty(operands.x.shape), A.new_empty(4, b, t), A.new_empty(2, b)
-    memory = _memory_like(operands, options, plain, keep_every, solves=True)
-    return y, *memory, statistics, summary, A.new_empty(b, dtype=torch.bool)
+    memory = _memory_like(operands, plain, keep_every)
+    return A.new_empty(operands.x.shape), *memory, A.new_empty(4, b, t)
 
 
 @operation(
@@ -124,15 +82,13 @@ def memory_operation(
     operands, options, plain, keep_every = _parse(*flat)
     y = y_star.clone(memory_format=torch.contiguous_format)
     if plain:
-        h, kept = plain_memory(y_star, operands, options, keep_every)
-        return y, h, kept.flatten(1)
-    operands, options = with_reflection(operands, options)
-    buffers, state = allocate_memory(y, operands, options, keep_every)
-    if y.numel():
-        from bedouin.kernels.direct.triton_launch import launch_memory
+        bind = choose_bind(None, options, operands.A)
+        h, kept = memory_of(y, operands.wide(), options, bind, (), keep_every)
+        return y, state_major(h).mT, kept.flatten(1)
+    from bedouin.kernels.direct.launch import launch_memory
 
-        launch_memory(buffers, state, options, keep_every)
-    return y, state.mT, buffers.kept.flatten(1)
+    h, kept = launch_memory(y, operands.with_head_axis(), options, keep_every)
+    return y, h.mT, kept.flatten(1)
 
 
 @memory_operation.register_fake
@@ -141,19 +97,14 @@ def _memory_fake(
     *flat: Any,
 ) -> MemoryResult:
     operands, options, plain, keep_every = _parse(*flat)
-    memory = _memory_like(operands, options, plain, keep_every, solves=False)
+    memory = _memory_like(operands, plain, keep_every)
     return y_star.new_empty(y_star.shape), *memory
 
 
-def _memory_like(
-    operands: Operands, options: Parameterization, plain: bool, keep_every: int, *, solves: bool
-) -> tuple[Tensor, Tensor]:
+def _memory_like(operands: Operands, plain: bool, keep_every: int) -> tuple[Tensor, Tensor]:
     """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
     A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
-    if solves and not plain and takes_phases(operands, options):
-        kept = sizes_of(operands, options).kept if keep_every else 0
-    else:
-        kept = _slots(t, plain, keep_every) * n * d
+    kept = _slots(t, plain, keep_every) * n * d
     return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
 
 
@@ -162,30 +113,10 @@ def _slots(t: int, plain: bool, keep_every: int) -> int:
     return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
 
 
-def summarize(
-    statistics: Tensor,  # (4, b, t)
-    lengths: Tensor | None = None,  # (b,), tokens before the padding; None: there is none
-) -> tuple[Tensor, Tensor]:
-    """Residual and smallest pivot of each sample (2, b), and whether it converged (b,), from the
-    statistics of a sweep, with the definitions of `relative_residual` and `Direct`."""
-    _, b, t_end = statistics.shape
-    summary = statistics.new_empty(2, b)
-    converged = torch.empty(b, dtype=torch.bool, device=statistics.device)
-    if not t_end:
-        summary[0], summary[1] = 0.0, math.inf
-        converged.fill_(True)
-    elif b:
-        from bedouin.kernels.direct.triton_summary import launch_summary
-
-        with beside("statistics", statistics, summary, converged):
-            launch_summary(statistics, summary, converged, lengths)
-    return summary, converged
-
-
 @operation(
     "direct_sweep_backward",
-    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, bool wants_y0, {OPTIONS}, "
-    "bool solved=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, bool wants_y0, {OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _sweep_backward(
     grad_y: Tensor,  # (b, t, d)
@@ -194,67 +125,51 @@ def _sweep_backward(
     kept: Tensor,  # (b, `_slots` n d)
     *flat: Any,
 ) -> Gradients:
-    """`solved`: by `sweep_operation`, else y was given."""
-    operands, options, plain, keep_every, *solved = _parse(*flat[:6], *flat[7:])
-    (x, raw, W_y, A, *_), wants_y0 = operands, flat[6]
-    r = raw.shape[2]
-    with torch.autocast(x.device.type, enabled=False):
-        if all(solved) and not plain and takes_phases(operands, options):
-            return phase_reverse((grad_y, grad_h, y, kept), operands, options, wants_y0=wants_y0)
+    operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
+    (x, _, W_y, A, *_), wants_y0 = operands, flat[6]
+    with without_autocast(x.device):
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
-            given = (grad_y, grad_h, y, kept, operands, options)
-            return plain_reverse(*given, keep_every, wants_y0=wants_y0)
-        together = takes_heads_together(operands, options)
-        if not together:
-            operands, options = with_reflection(operands, options)
-        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
-        grad_normed, statistics = None, grads.statistics
-        rows = None if W_y is None else padded_rows(W_y, operands.raw.shape[2])
-        if y.numel() and together:
-            from bedouin.kernels.direct.heads.launch import launch_head_reverse
+            found = cpu_reverse(grad_y, grad_h, y, kept, operands, options, keep_every)
+            # with the dtypes and the strides of the operation, that of y0 only if it is wanted
+            return _like(operands, wants_y0, found)
+        from bedouin.kernels.direct.launch import launch_reverse
 
-            assert rows is not None
-            grad_normed = launch_head_reverse(
-                buffers, grads, rows, options, keep_every, wants_y0=wants_y0
-            )
-        elif y.numel():
-            from bedouin.kernels.direct.triton_launch import launch_reverse
-
-            known = buffers.heads()
-            own = grads.heads(len(known))
-            found = [
-                launch_reverse(*part, options, keep_every)
-                for part in zip(known, own, split_weights(rows, len(known)), strict=True)
-            ]
-            grad_normed = join_samples(found, 0)
-            statistics = join_samples([part.statistics for part in own], 1)
-        grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
-            grads, grad_normed, y, operands, options, wants_y0=wants_y0
-        )
-        return grad_x, grad_raw[..., :r], grad_W_y, grad_A, grad_h0, grad_y0, statistics
+        given = (grad_y, grad_h), y, kept, operands.with_head_axis(), options, keep_every
+        grads = launch_reverse(*given, wants_y0=wants_y0)
+        if A.dim() == 3:
+            return grads
+        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
+        of_W_y = of_W_y if W_y is None else of_W_y[0]
+        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
 
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(*flat: Any) -> Gradients:
-    operands, options, plain, _, *solved = _parse(*flat[4:10], *flat[11:])
-    (x, raw, W_y, A, *_), wants_y0 = operands, flat[10]
+    return _like(Operands(*flat[4:10]), flat[10])
+
+
+def _like(
+    operands: Operands,
+    wants_y0: bool,
+    found: tuple[Tensor | None, ...] = (None,) * 7,  # as `Gradients`, with any strides
+) -> Gradients:
+    """Gradients with the dtypes and strides of the operation, with the values that are found."""
+    x, raw, W_y, A, *_ = operands
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    phases = all(solved) and not plain and takes_phases(operands, options)
-    if plain or phases or takes_heads_together(operands, options):
-        rows = r
-    else:
-        rows = r + added_values(options.known_layout().num_householder, d)
-    rows += padding(rows)
+    rows = r + padding(r)
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:
         *heads, f, columns = W_y.shape
-        more = 0 if phases else padding(f)
-        grad_W_y = W_y.new_empty(*heads, f + more, columns)[..., :f, :]
+        grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
-    return *first, *then, A.new_empty(2, b, t)
+    every: Gradients = (*first, *then, A.new_empty(2, b, t))
+    for out, v in zip(every, found, strict=True):
+        if v is not None and out.numel():
+            out.copy_(v)
+    return every
 
 
 def _register_gradient(of: Operation, *, solved: bool) -> None:
@@ -282,7 +197,7 @@ def _register_gradient(of: Operation, *, solved: bool) -> None:
         y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
         grad_y = torch.zeros_like(y) if grad_y is None else grad_y
         with torch.no_grad():
-            scalars = ctx.wants_y0, *ctx.scalars, solved
+            scalars = ctx.wants_y0, *ctx.scalars
             *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *scalars)
         if ctx.report is not None and y.shape[1] and not is_transformed():
             ctx.report(*statistics.unbind())

@@ -24,7 +24,6 @@ from bedouin.kernels.backend import is_transformed
 from bedouin.kernels.direct.local import solve_local_transposed
 from bedouin.kernels.direct.reference import LocalEquation
 from bedouin.kernels.feedback import (
-    bound_slope,
     fed_cotangent,
     feedback_weight_gradient,
     normalize_feedback,
@@ -32,7 +31,6 @@ from bedouin.kernels.feedback import (
     shifted,
     with_feedback,
 )
-from bedouin.kernels.heads import count_heads
 from bedouin.kernels.householder import apply_complement_transposed
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.scan import contract
@@ -51,9 +49,6 @@ class SolvedSweep(NamedTuple):
     parameterization: Parameterization
     bind: Bind
     bind_parameters: tuple[Tensor, ...]
-    memory: tuple[Tensor, ...] = ()
-    """What the sweep has left to its adjoint, from `allocate_steps`."""
-    h: Tensor | None = None  # (b, d, n), the last, if the memory is that of a single chunk
 
     @staticmethod
     def of(
@@ -62,18 +57,9 @@ class SolvedSweep(NamedTuple):
         parameterization: Parameterization,
         bind: Bind,
         bind_parameters: tuple[Tensor, ...],  # any shapes
-        memory: tuple[Tensor, ...] = (),
-        h: Tensor | None = None,  # (b, d, n)
     ) -> "SolvedSweep":
-        """`full_x` and `full_raw` are computed where the memory does not contain them."""
-        if memory:
-            r, full = operands.raw.shape[-1], memory[0].transpose(0, 1)
-            full_x = full[..., r:] if parameterization.feeds_x else operands.x
-            full_raw = full[..., :r]
-        else:
-            full_x, full_raw = with_feedback(y, operands, parameterization)
-        known = y, full_x, full_raw, operands, parameterization, bind, bind_parameters
-        return SolvedSweep(*known, memory, h)
+        full = with_feedback(y, operands, parameterization)
+        return SolvedSweep(y, *full, operands, parameterization, bind, bind_parameters)
 
 
 def _vjp(
@@ -145,8 +131,6 @@ def reverse_sweep(
             # (dF/dy)^T w
             applied = g + moved
             norms = (v.abs().amax(-1) for v in (applied - w, applied))
-            if W_y is not None and options.bounded_heads:
-                to_x = to_x * bound_slope(x[:, t], count_heads(A), options)
             found.append((to_x, to_raw, *norms))
             if W_y is not None:
                 fed = fed_cotangent(to_x, to_raw, W_y.shape[-2], options.feeds_x)

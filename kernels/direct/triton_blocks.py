@@ -1,102 +1,108 @@
-"""A sample's memory (n, d) in blocks of states: BLOCKS times (BLOCK_N, BLOCK_D), in a tuple.
+"""States of a channel in blocks of N, for a sweep that cannot hold what a token needs of all.
 
-Letters: d channels, n state per channel.
+A block is a tensor (s, d, N), the states of all blocks a tuple of these; rows (s, d) and loads are
+those of `device.py`.
+Letters: d channels of a head, n state per channel, s samples of a program.
 """
 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import build_coupled, build_decay, coupled_reach
+from bedouin.kernels.device.elementary import exp2, one_minus_exp2
+from bedouin.kernels.direct import device
 
 
 @triton.jit
-def load_blocks(ptr, n, sizes):
-    """The first n rows of (n, d) in blocks of states, BLOCKS times (BLOCK_N, BLOCK_D)."""
-    out = ()
-    for block in tl.static_range(sizes.BLOCKS):
-        out = out + (load_block(ptr, block, n, sizes),)
-    return out
+def load_head_block(
+    rows_at,  # pointers (s, d) to state 0
+    block: tl.constexpr, inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """States N block to N block + N - 1, as far as there are n, by `load_head_states`."""
+    COUNT: tl.constexpr = n - block * N
+    count = None if COUNT >= N else COUNT
+    return device.load_head_states(rows_at + block * N * d, inside, count, d, N)
 
 
 @triton.jit
-def load_block(ptr, block, n, sizes):
-    """One of the blocks of `load_blocks`."""
-    at, mask = _block_at(ptr, block, n, sizes)
-    return tl.load(at, mask=mask, other=0.0)
+def load_head_blocks(
+    rows_at,  # pointers (s, d) to state 0
+    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """n states, d elements apart, in blocks of N, (s, d, N) each."""
+    blocks = ()
+    for i in tl.static_range((n + N - 1) // N):
+        blocks = blocks + (load_head_block(rows_at, i, inside, d, n, N),)
+    return blocks
 
 
 @triton.jit
-def _block_at(ptr, block, n, sizes):
-    """The pointers of a block, and which of them are inside of (n, d)."""
-    rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-    cols = tl.arange(0, sizes.BLOCK_D)
-    mask = (rows < n)[:, None] & (cols < sizes.d)[None, :]
-    return ptr + rows[:, None] * sizes.d + cols[None, :], mask
+def store_head_blocks(
+    rows_at,  # pointers (s, d) to state 0
+    blocks,  # (s, d, N) each
+    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_head_blocks`."""
+    for i in tl.static_range((n + N - 1) // N):
+        count = None if n - i * N >= N else n - i * N
+        device.store_head_states(rows_at + i * N * d, blocks[i], inside, count, d, N)
 
 
 @triton.jit
-def store_blocks(ptr, tiles, n, sizes):
-    """The counterpart of `load_blocks`."""
-    for block in tl.static_range(sizes.BLOCKS):
-        store_block(ptr, tiles[block], block, n, sizes)
+def load_both(
+    row,  # pointers (s,) to B n and C n
+    block: tl.constexpr, n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """B and C of a block of N states, as `load_same` gives them."""
+    COUNT: tl.constexpr = min(N, n - block * N)
+    B = device.load_same(row + block * N, COUNT, S, D, N)
+    return B, device.load_same(row + n + block * N, COUNT, S, D, N)
 
 
 @triton.jit
-def store_block(ptr, tile, block, n, sizes):
-    """The counterpart of `load_block`."""
-    at, mask = _block_at(ptr, block, n, sizes)
-    tl.store(at, tile, mask=mask)
+def keep_order(FAST: tl.constexpr):
+    """Keep the compiler from moving operations across this place. Unlike a barrier it makes no warp
+    wait for another one."""
+    if FAST:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+            "=r,r,~{memory}",
+            [tl.full([], 0, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
-def load_block_states(ptr, block, sizes):
-    """A block of a vector (n,)."""
-    rows = block * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-    return tl.load(ptr + rows, mask=rows < sizes.n, other=0.0)
+def join_blocks(blocks, S: tl.constexpr):
+    """Rows (s, w) of 1 or more blocks as one, entry c of block i at 2^m c + i, with 2^m blocks of
+    which the last ones may be zeros."""
+    BLOCKS: tl.constexpr = len(blocks)
+    WIDTH: tl.constexpr = blocks[0].shape[1]
+    M: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    for _ in tl.static_range(BLOCKS, M):
+        blocks = blocks + (tl.zeros_like(blocks[0]),)
+    return tl.reshape(device.join_all(blocks, M), [S, WIDTH * M])
 
 
 @triton.jit
-def load_states_of_both(ptr, block, sizes):
-    """`load_block_states` of B and of C, the n entries after B."""
-    return load_block_states(ptr, block, sizes), load_block_states(ptr + sizes.n, block, sizes)
+def in_blocks(joined, S: tl.constexpr, BLOCKS: tl.constexpr):
+    """The inverse of `join_blocks`."""
+    M: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    WIDTH: tl.constexpr = joined.shape[1] // M
+    return device.unstack_states(tl.reshape(joined, [S, WIDTH, M]), S, WIDTH, M)[:BLOCKS]
 
 
 @triton.jit
-def unaligned(ptr, t, sizes):
-    """`ptr`, with its alignment hidden from the compiler where a thread is to have fewer than four
-    neighbouring channels; t is a token.
-
-    With known alignment a thread would have four. With ROWS it has a 32nd of a warp's channels,
-    with all their states, so that sums over states are sums within threads.
-    """
-    CHANNELS: tl.constexpr = sizes.BLOCK_D // sizes.ROWS // 32 if sizes.ROWS > 0 else 4
-    if CHANNELS < 4:
-        return ptr + CHANNELS * (t >> 30)  # 0, unknown to the compiler
-    else:
-        return ptr
-
-
-@triton.jit
-def discretize_block(delta, A_log2, COUPLED: tl.constexpr, options):
-    """lambda (n, d) and the coupled scale (n, d); lambda twice where s has no state axis."""
+def discretize_block(
+    A,  # (s, d, N), log2(e) A
+    delta, s,  # rows (s, d)
+    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    COUPLED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The decay of a block of states, and s; COUPLED: 1 - decay of the only state in its place."""
+    exponent = A * device.spread(delta, ROWS, D, N)
+    decay = exp2(exponent, FAST)
     if COUPLED:
-        return build_coupled(A_log2 * delta[None, :], options.FULL, options.FAST)
-    else:
-        decay = build_decay(A_log2 * delta[None, :], options.FULL, options.FAST)
-        return decay, decay
-
-
-@triton.jit
-def reach(h, decay, s, mixed, B, COUPLED: tl.constexpr, FULL: tl.constexpr):
-    """d h_t / d (A Delta) (n, d), through the decay and through the coupled scale s."""
-    if COUPLED:
-        if FULL:
-            sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(h.dtype)
-            h -= sign * mixed[None, :] * B[:, None]
-        else:
-            h -= mixed[None, :] * B[:, None]
-        return h * coupled_reach(decay, s, FULL)
-    elif FULL:
-        return h * (decay + 1)
-    else:
-        return h * decay
+        s = tl.reshape(one_minus_exp2(exponent, decay), [ROWS, D])
+    return decay, s

@@ -7,16 +7,10 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape, one_of
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.scan.autograd import plain_scan, triton_scan
-from bedouin.kernels.scan.reference import (
-    contract,
-    discretize,
-    erase_memory,
-    selective_scan_reference,
-)
+from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
+from bedouin.kernels.scan.registered import plain_scan, triton_scan
 from bedouin.kernels.scan.types import Eigenvalues, InputScale, ScanOperands, ScanOptions
 
 __all__ = [
@@ -24,13 +18,11 @@ __all__ = [
     "InputScale",
     "contract",
     "discretize",
-    "erase_memory",
     "selective_scan",
     "selective_scan_reference",
 ]
 
 
-@falls_back
 def selective_scan(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
@@ -40,7 +32,6 @@ def selective_scan(
     h0: Tensor | None = None,  # (b, d, n)
     D: Tensor | None = None,  # (d,) or (H, d), as A
     *,
-    erase: Tensor | None = None,  # (b, t, 1)
     input_scale: InputScale = "delta",
     eigenvalues: Eigenvalues = "positive",
     exclusive: bool = False,
@@ -50,8 +41,6 @@ def selective_scan(
 
     lambda_t = exp(A delta_t) and s_t are computed inside (`discretize`). Returns y and the last h,
     both differentiable. With `exclusive`, y_t reads memory before token t is written.
-    With `erase` beta, (lambda_t * h_{t-1}) (I - beta_t B_t B_t^T) takes the place of the decayed
-    memory, for which there are no Triton kernels; B is to be of norm at most 1.
     Source: Mamba (arXiv 2312.00752), section 3; Fixed-Point RNNs (arXiv 2503.10799), section 5.
     With A (H, d, n) the batch is H groups of b/H samples, one group for each head: sample i uses
     A[i // (b/H)], and D in the same way.
@@ -75,9 +64,7 @@ def selective_scan(
     check_shape("D", D, A.shape[:-1])
     one_of("input_scale", input_scale, get_args(InputScale))
     one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-    check_shape("erase", erase, (b, t, 1))
-    unsupported = None if erase is None else "erase"
-    implementation = choose_backend(backend, x.device, x.dtype, unsupported)
+    implementation = choose_backend(backend, x.device, x.dtype)
     if h0 is None:
         h0 = x.new_zeros(b, d, n, dtype=accumulator(x.dtype))
     operands = ScanOperands(x, delta, A, B, C, h0, D)
@@ -87,16 +74,16 @@ def selective_scan(
         keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
         y, h, _ = triton_scan(*operands, *options, keep)
         return y, h
-    erase = x.new_empty(b, t, 0) if erase is None else erase
     if torch.compiler.is_compiling() and not is_empty:
-        y, h = plain_scan(*operands[:6], erase, *options)
+        y, h = plain_scan(*operands[:6], *options)
     else:
         y, h = selective_scan_reference(
-            *(x, delta, A, B, C, h0, erase),
+            *(x, delta, A, B, C, h0),
             input_scale=input_scale,
             eigenvalues=eigenvalues,
             exclusive=exclusive,
         )
     if D is None:
         return y, h
-    return y + (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x, h
+    skipped = (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x
+    return (y + skipped).to(x.dtype), h

@@ -53,18 +53,6 @@ def contract(
     return (h @ C.unsqueeze(-1)).squeeze(-1)
 
 
-def erase_memory(
-    decayed: Tensor,  # (..., d, n), a
-    B: Tensor,  # (..., n)
-    erase: Tensor,  # (..., 1), beta^e, or (..., 0)
-) -> Tensor:  # (..., d, n)
-    """a' = a - beta^e (a B) B^T, the memory without what it held under the key B; a itself where
-    nothing is erased."""
-    if not erase.shape[-1]:
-        return decayed
-    return decayed - (erase * contract(decayed, B)).unsqueeze(-1) * B.unsqueeze(-2)
-
-
 def selective_scan_reference(
     x: Tensor,  # (b, t, d)
     delta: Tensor,  # (b, t, d)
@@ -72,27 +60,25 @@ def selective_scan_reference(
     B: Tensor,  # (b, t, n)
     C: Tensor,  # (b, t, n)
     h0: Tensor,  # (b, d, n)
-    erase: Tensor,  # (b, t, 1) or (b, t, 0)
     *,
     input_scale: InputScale,
     eigenvalues: Eigenvalues,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, d, n)
-    """The read-outs and the last h of h_t = a'_t + (s_t * x_t) B_t^T, where a'_t is
-    lambda_t * h_{t-1} after `erase_memory`.
+    """The read-outs and the last h of h_t = lambda_t * h_{t-1} + (s_t * x_t) B_t^T.
 
     The read-out is h_t C_t, or with `exclusive` that of the memory before token t is written,
-    p_t = a'_t C_t. Computes in float32 or float64; y has the dtype of x, the last h
+    p_t = (lambda_t * h_{t-1}) C_t. Computes in float32 or float64; y has the dtype of x, the last h
     that of h0.
     """
     dtype, y_dtype, h_dtype = accumulator(x.dtype), x.dtype, h0.dtype
-    x, delta, A, B, C, h, erase = (v.to(dtype) for v in (x, delta, A, B, C, h0, erase))
+    x, delta, A, B, C, h = (v.to(dtype) for v in (x, delta, A, B, C, h0))
     if A.dim() == 3:
         A = per_sample(A, x.shape[0])
     outputs = []
     for t in range(x.shape[1]):
         decay, s = discretize(delta[:, t], A, input_scale, eigenvalues)
-        decayed = erase_memory(decay * h, B[:, t], erase[:, t])
+        decayed = decay * h
         h = decayed + s * x[:, t].unsqueeze(-1) * B[:, t].unsqueeze(-2)
         outputs.append(contract(decayed if exclusive else h, C[:, t]))
     y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(x)

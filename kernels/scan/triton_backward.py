@@ -1,12 +1,12 @@
 """The scan's backward kernel.
 
-One program takes one segment of the sequence of one sample and one block of channels. From the
-memory that the forward kernel stored before each chunk it recomputes the CHUNK memories of the
-chunk into a workspace, and then applies the adjoint recurrence to the chunk from its last token to
-its first. No atomics: sums over programs are written in parts and added by torch, so that results
-are reproducible bit for bit.
-Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
-of b/H samples each (kernels/heads.py).
+One program takes the sequence of one sample and one block of channels. From the memory that the
+forward kernel stored before each chunk it recomputes the CHUNK memories of the chunk into a
+workspace, and then applies the adjoint recurrence to the chunk from its last token to its first. No
+atomics: sums over programs are written in parts and added by torch, so that results are
+reproducible bit for bit.
+Letters: b batch, t time, d channels, n state per channel, H heads of b/H samples each
+(kernels/heads.py).
 """
 
 import triton
@@ -19,7 +19,7 @@ from bedouin.kernels.device.discretize import (
     input_scale,
 )
 from bedouin.kernels.device.elementary import LN2
-from bedouin.kernels.scan.triton_tokens import load_exponent, load_row
+from bedouin.kernels.scan.triton_forward import load_exponent, load_row
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FA
 @triton.jit(do_not_specialize=["head_samples"])
 def backward_kernel(
     grad_y_ptr,  # (b, t, d)
-    grad_end_ptr,  # (b, s, d, n), cotangent of h after each segment
+    grad_end_ptr,  # (b, d, n), cotangent of h after the last token
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
     A_ptr,  # (H, d, n)
@@ -46,16 +46,14 @@ def backward_kernel(
     work_ptr,  # (programs, CHUNK, BLOCK_D, BLOCK_N)
     grad_x_ptr,  # (b, t, d)
     grad_delta_ptr,  # (b, t, d)
-    grad_A_ptr,  # (b, s, d, n)
+    grad_A_ptr,  # (b, d, n)
     grad_B_ptr,  # (b, t, blocks, n)
     grad_C_ptr,  # (b, t, blocks, n)
     grad_h0_ptr,  # (b, d, n)
-    grad_D_ptr,  # (b, s, d)
+    grad_D_ptr,  # (b, d)
     T,
     d,
     n,
-    segments,
-    segment_chunks,
     grad_y_stride_b,
     grad_y_stride_t,
     x_stride_b,
@@ -79,8 +77,7 @@ def backward_kernel(
 ):
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
-    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
-    batch = batch // segments
+    block, batch = program % blocks, program // blocks
     # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
@@ -89,22 +86,19 @@ def backward_kernel(
     size, chunks = d * n, tl.cdiv(T, CHUNK)
     slot = tl.arange(0, BLOCK_D)[:, None] * BLOCK_N + state[None, :]
     slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
-    own = batch * segments + segment
 
     if HEADS:
         head = batch // head_samples
         A_ptr += head * size
         D_ptr += head * d
     A_log2 = load_exponent(A_ptr + cell, in_cell)
-    g = tl.load(grad_end_ptr + own * size + cell, mask=in_cell, other=0.0).to(tl.float32)
+    g = tl.load(grad_end_ptr + batch * size + cell, mask=in_cell, other=0.0).to(tl.float32)
     grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=tl.float32)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
         grad_D = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    first = segment * segment_chunks
-    last = tl.minimum(first + segment_chunks, chunks)
-    for back in range(last - first):
-        chunk = last - 1 - back
+    for back in range(chunks):
+        chunk = (chunks - 1 - back).to(tl.int64)  # offsets of long sequences have more than 32 bits
         # The last chunk's walk has read what is overwritten here.
         tl.debug_barrier()
         kept = kept_ptr + (batch * chunks + chunk) * size
@@ -203,9 +197,7 @@ def backward_kernel(
             part = (token * blocks + block) * n + state
             tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
             tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)
-    tl.store(grad_A_ptr + own * size + cell, grad_A, mask=in_cell)
+    tl.store(grad_A_ptr + batch * size + cell, grad_A, mask=in_cell)
     if HAS_D:
-        tl.store(grad_D_ptr + own * d + channel, grad_D, mask=in_d)
-    in_d = channel < tl.where(segment == 0, d, 0)
-    grad_h0 = g.to(grad_h0_ptr.dtype.element_ty)
-    tl.store(grad_h0_ptr + batch * size + cell, grad_h0, mask=in_d[:, None] & in_n[None, :])
+        tl.store(grad_D_ptr + batch * d + channel, grad_D, mask=in_d)
+    tl.store(grad_h0_ptr + batch * size + cell, g.to(grad_h0_ptr.dtype.element_ty), mask=in_cell)

@@ -1,32 +1,91 @@
-"""The scan's forward kernel.
+"""The scan's forward kernel, with device functions of both kernels.
 
-One program takes one segment of the sequence of one sample and one block of channels, with the
-memory (n, block) in registers. For the backward it stores the memory before every CHUNK-th token.
-Letters: b batch, t time, d channels, n state per channel, s segments (triton_segments.py), H heads
-of b/H samples each (kernels/heads.py).
+One program takes the sequence of one sample and one block of channels, with the memory (n, block)
+in registers. For the backward it stores the memory before every CHUNK-th token.
+Letters: b batch, t time, d channels, n state per channel, H heads of b/H samples each
+(kernels/heads.py).
 """
 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.scan.triton_tokens import (
-    build_step,
-    load_columns,
-    load_exponent,
-    load_scan_rows,
-    split_columns,
-    write,
-)
+from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.elementary import LOG2E
 
 
-@triton.jit(do_not_specialize=["T", "segment_chunks", "zero", "head_samples"])
+@triton.jit
+def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
+    """Entries `offsets` of token t; 0 from `end` on. Not converted, which would wait for them."""
+    row = pointer + batch * stride_b + t * stride_t + offsets
+    return tl.load(row, mask=offsets < end, other=0.0)
+
+
+@triton.jit
+def load_scan_rows(pointer, stride, left, channel, d):
+    """x or delta of four tokens, the first at `pointer`; 0 where fewer than four are left.
+
+    A token of zeros leaves the memory as it is.
+    """
+    rows = ()
+    stride = tl.cast(stride, tl.int64)
+    for i in tl.static_range(4):
+        end = tl.where(i < left, d, 0)
+        row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
+        rows = rows + (row,)
+    return rows
+
+
+@triton.jit
+def load_columns(pointer, stride, left, state, n):
+    """B or C of four tokens (n, 4), the first at `pointer`; 0 where fewer than four are left."""
+    token = tl.arange(0, 4).to(tl.int64)
+    mask = (state < n)[:, None] & (token < left)[None, :]
+    return tl.load(pointer + state[:, None] + token[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def split_columns(tile, BLOCK_N: tl.constexpr):
+    """The columns of (n, 4): every thread gets its states of four tokens in one exchange."""
+    even, odd = tl.split(tl.reshape(tile, (BLOCK_N, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def load_exponent(pointers, mask):
+    """A log2(e): exp2 is the instruction of the device, exp costs four more."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def build_step(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
+    """lambda (n, d) of one token, and s, (n, d) if coupled, else (d,)."""
+    if INPUT_SCALE == "one_minus_decay":
+        return build_coupled(A_log2 * delta[None, :], FULL, FAST)
+    else:
+        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
+        return decay, input_scale(delta, INPUT_SCALE, FAST)
+
+
+@triton.jit
+def write(x, s, B, INPUT_SCALE: tl.constexpr):
+    """s x B^T (n, d) of one token."""
+    if INPUT_SCALE == "one_minus_decay":
+        written = s * (x[None, :] * B[:, None])
+    else:
+        written = (s * x)[None, :] * B[:, None]
+    return written
+
+
+@triton.jit(do_not_specialize=["T", "zero", "head_samples"])
 def forward_kernel(
     x_ptr,  # (b, t, d)
     delta_ptr,  # (b, t, d)
     A_ptr,  # (H, n, d)
     B_ptr,  # (b, t, n)
     C_ptr,  # (b, t, n)
-    start_ptr,  # (b, s, n, d), h before each segment
+    start_ptr,  # (b, n, d), h before the first token
     D_ptr,  # (H, d)
     y_ptr,  # (b, t, d)
     end_ptr,  # (b, d, n), h after the last token
@@ -34,8 +93,6 @@ def forward_kernel(
     T,
     d,
     n,
-    segments,
-    segment_chunks,
     zero,
     x_stride_b,
     x_stride_t,
@@ -59,8 +116,7 @@ def forward_kernel(
 ):
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
-    block, segment, batch = program % blocks, program // blocks % segments, program // blocks
-    batch = batch // segments
+    block, batch = program % blocks, program // blocks
     # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
     channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
     state = tl.arange(0, BLOCK_N)
@@ -78,25 +134,22 @@ def forward_kernel(
         A_ptr += head * size
         D_ptr += head * d
     A_log2 = load_exponent(A_ptr + lanes, in_cell)
-    start_ptr += (batch * segments + segment) * size
-    h = tl.load(start_ptr + lanes, mask=in_cell, other=0.0).to(tl.float32)
+    h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:
         D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(tl.float32)
-    first = segment * segment_chunks * CHUNK
-    count = (tl.minimum(first + segment_chunks * CHUNK, T) - first).to(tl.int32)
-    x_ptr += batch * x_stride_b + first * x_stride_t
-    delta_ptr += batch * delta_stride_b + first * delta_stride_t
-    B_ptr += batch * B_stride_b + first * B_stride_t
-    C_ptr += batch * C_stride_b + first * C_stride_t
-    y_ptr += (batch * T + first) * d
-    kept_ptr += (batch * chunks + segment * segment_chunks) * size
+    x_ptr += batch * x_stride_b
+    delta_ptr += batch * delta_stride_b
+    B_ptr += batch * B_stride_b
+    C_ptr += batch * C_stride_b
+    y_ptr += batch * T * d
+    kept_ptr += batch * chunks * size
     # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
-    xs = load_scan_rows(x_ptr, x_stride_t, count, channel, d)
-    deltas = load_scan_rows(delta_ptr, delta_stride_t, count, channel, d)
-    Bs = load_columns(B_ptr, B_stride_t, count, state, n)
-    Cs = load_columns(C_ptr, C_stride_t, count, state, n)
-    for done in range(0, count, 4):
+    xs = load_scan_rows(x_ptr, x_stride_t, T, channel, d)
+    deltas = load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
+    Bs = load_columns(B_ptr, B_stride_t, T, state, n)
+    Cs = load_columns(C_ptr, C_stride_t, T, state, n)
+    for done in range(0, T, 4):
         if KEEP:
             if done % CHUNK == 0:
                 tl.store(kept_ptr + cell, h, mask=in_cell)
@@ -108,7 +161,7 @@ def forward_kernel(
         delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
         B_ptr += tl.cast(B_stride_t, tl.int64) * 4
         C_ptr += tl.cast(C_stride_t, tl.int64) * 4
-        left = count - done - 4
+        left = T - done - 4
         xs = load_scan_rows(x_ptr, x_stride_t, left, channel, d)
         deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
         Bs = load_columns(B_ptr, B_stride_t, left, state, n)
@@ -125,9 +178,7 @@ def forward_kernel(
                 y = tl.sum(h * C_4[i][:, None], axis=0)
             if HAS_D:
                 y += D * x
-            end = tl.where(done + i < count, d, 0)
+            end = tl.where(done + i < T, d, 0)
             tl.store(y_ptr + channel, y.to(y_ptr.dtype.element_ty), mask=channel < end)
             y_ptr += d
-    end = tl.where(segment == segments - 1, d, 0)
-    in_cell = (state < n)[:, None] & (channel < end)[None, :]
     tl.store(end_ptr + batch * size + cell, h.to(end_ptr.dtype.element_ty), mask=in_cell)

@@ -7,7 +7,6 @@ import torch
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
 from bedouin.kernels.checks import check_sequence, check_shape
-from bedouin.kernels.guard import falls_back
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.track.limits import unfit
 from bedouin.kernels.track.reference import track_reference
@@ -17,7 +16,6 @@ from bedouin.kernels.track.types import Tracked, TrackInputs
 __all__ = ["TrackInputs", "Tracked", "choose_track", "track", "track_reference"]
 
 
-@falls_back
 def track(
     inputs: TrackInputs, feedback_eps: float, eps: float, *, backend: Backend = "auto"
 ) -> Tracked:

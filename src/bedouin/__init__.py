@@ -1,13 +1,11 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
-from bedouin.bedouin_layer import Bedouin
-from bedouin.bidirectional import Bidirectional
-from bedouin.decoding import Decoder
+from bedouin.decode import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.layers.gated_delta_net import GatedDeltaNet
-from bedouin.layers.tracker import Tracker
-from bedouin.layers.tracking import TrackingDeltaNet
-from bedouin.mixers import (
+from bedouin.layers.bedouin import Bedouin, FixedPointRNN
+from bedouin.layers.common import param_groups
+from bedouin.layers.delta_net import GatedDeltaNet
+from bedouin.layers.mixers import (
     ChannelMixer,
     HouseholderProduct,
     Kronecker,
@@ -17,13 +15,12 @@ from bedouin.mixers import (
     StructuredMixer,
     WYForm,
 )
-from bedouin.model import SequenceModel
-from bedouin.optimization import param_groups
-from bedouin.parameterization import Initialization
-from bedouin.rnn_layer import FixedPointRNN
+from bedouin.layers.options import Initialization
+from bedouin.layers.tracking import Tracker, TrackingDeltaNet
+from bedouin.model import Bidirectional, SequenceModel
 from bedouin.state import BedouinState
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Bedouin",

@@ -5,8 +5,7 @@ Letters: b batch, t time, m d_model.
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.kernels.checks import check_count as check_count
+from bedouin.kernels.checks import check_number as check_number
+from bedouin.kernels.checks import known_options as known_options
 from bedouin.kernels.checks import one_of as one_of
-from bedouin.solvers.base import check_number
-from bedouin.solvers.base import known_options as known_options
-from bedouin.solvers.base import positive_int as positive_int
+from bedouin.kernels.checks import positive_int as positive_int
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -48,27 +48,20 @@ def check_batch_size(value: object) -> None:
         raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
 
 
-def _layout_error(name: str, value: Tensor, shape: str) -> TypeError:
-    kind, remedy = "sparse", f"use {name}.to_dense()"
-    if value.is_nested:
-        kind = "nested"
-        remedy = (
-            "pad it with torch.nested.to_padded_tensor and give mask, or join its parts and give "
-            "cu_seqlens"
-        )
-    return TypeError(
-        f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
-        f"{remedy}"
-    )
-
-
 def check_tensor(name: str, value: object, shape: str) -> None:
-    """Raise TypeError, with a remedy, unless `value` is a dense tensor; `shape` is for the
-    message."""
+    """Raise TypeError unless `value` is a dense tensor; `shape` is for the message."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_nested:
             return
-        raise _layout_error(name, value, shape)
+        kind, remedy = "sparse", f"use {name}.to_dense()"
+        if value.is_nested:
+            kind = "nested"
+            remedy = "pad it with torch.nested.to_padded_tensor and give mask, or join its parts "
+            remedy += "and give cu_seqlens"
+        raise TypeError(
+            f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
+            f"{remedy}"
+        )
     if isinstance(value, PackedSequence):
         remedy = ": pad it with torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"
     elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -79,14 +72,8 @@ def check_tensor(name: str, value: object, shape: str) -> None:
     raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}{remedy}")
 
 
-def check_layer_input(
-    x: Tensor,  # (b, t, m) for rank 3, (b, m) for rank 2
-    rank: int,
-    d_model: int,
-    weight: Tensor,  # a parameter of the layer, any shape
-) -> None:
-    """Raise TypeError or ValueError unless x has this rank, width m, and the layer's device and
-    dtype; under autocast it may have another dtype."""
+def check_layer_input(x: Tensor, rank: int, d_model: int, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless x (b, t, m) or, of rank 2, (b, m) fits the layer."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
     if hasattr(weight, "full_tensor") and not hasattr(x, "full_tensor"):
@@ -116,9 +103,9 @@ def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
     # others may replace `forward` on the object; a graph that depends on the memory is recompiled
     if "forward" in vars(mixer) or torch.compiler.is_compiling():
-        takes = _has_mask(mixer.forward)
+        takes = _has_mask.__wrapped__(mixer.forward)
     else:
-        takes = _has_mask_cached(type(mixer).forward)
+        takes = _has_mask(type(mixer).forward)
     if not takes:
         raise TypeError(
             f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
@@ -126,13 +113,11 @@ def check_takes_mask(mixer: nn.Module) -> None:
         )
 
 
+@functools.cache
 def _has_mask(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-_has_mask_cached = functools.cache(_has_mask)
 
 
 def find_method(mixer: object, name: str) -> Callable[..., Any]:
@@ -145,60 +130,3 @@ def find_method(mixer: object, name: str) -> Callable[..., Any]:
             "on whole sequences without states"
         )
     return method
-
-
-def output_tensor(output: object) -> Tensor:
-    """The output of a layer, which is the first entry if it returns a tuple."""
-    tensor = output[0] if isinstance(output, tuple) else output
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
-    return tensor
-
-
-def ordered_subset(name: str, values: Collection[str], valid: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in `values` in the order of `valid`. Raises ValueError for any other name."""
-    is_collection = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
-    # a list, because an iterator can be read only once
-    names = list(values) if is_collection else [None]
-    if not all(v in valid for v in names):
-        raise ValueError(f"{name} must be a collection of names from {valid}, got {values!r}")
-    return tuple(v for v in valid if v in names)
-
-
-def check_device(mixer: nn.Module, device: torch.device) -> None:
-    """Raise ValueError unless the mixer's parameters are on the layer's device."""
-    for name, parameter in mixer.named_parameters():
-        if parameter.device != device:
-            raise ValueError(
-                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
-                "make it there, or move the whole layer with to(device) once it is made"
-            )
-
-
-def inner_size(expand: float, d_model: int) -> int:
-    """d = expand * m. Raises ValueError unless it is a whole number."""
-    check_number("expand", expand, 0, 1e3, open_low=True)
-    d = round(expand * d_model)
-    if d < 1 or not math.isclose(d, expand * d_model, rel_tol=1e-9):
-        near = max(d, 1)
-        raise ValueError(
-            f"expand * d_model must be a whole number of channels, at least 1, got {expand} * "
-            f"{d_model} = {expand * d_model:.6g}: for {near} use expand={near} / {d_model}"
-        )
-    return d
-
-
-def check_projection_dtype(
-    x: Tensor,  # any shape
-    D: Tensor,  # (d,)
-    projection: nn.Module,
-) -> None:
-    """Raise TypeError if x has the dtype of the projections, but D another, which is taken for the
-    dtype of the layer."""
-    dtype = getattr(getattr(projection, "weight", None), "dtype", None)
-    if x.dtype == dtype and not autocast_dtype(x):
-        raise TypeError(
-            f"the parameter D must have the dtype of the layer's projections {dtype}, got "
-            f"{D.dtype}: convert the whole layer with to({dtype}), or keep all of it in {D.dtype} "
-            "and use torch.autocast"
-        )

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from bedouin import Bedouin, FixedPointRNN, SequenceModel
-from bedouin.layer import FixedPointLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "one head": lambda: Bedouin(16),
-    "heads": lambda: Bedouin(16, num_heads=2, projection="input", d_conv=3),
+    "heads": lambda: Bedouin(16, num_heads=2, d_conv=3),
     "no mixing": lambda: Bedouin(16, num_householder=0),
     "FixedPointRNN": lambda: FixedPointRNN(16, num_heads=2),
     "model": lambda: SequenceModel(10, 16, [Bedouin(16), FixedPointRNN(16)]),

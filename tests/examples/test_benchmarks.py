@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bedouin import Bedouin
-from bedouin.kernels.backend import interpreter_is_on
-from benchmarks import agreement, bench, cases, figure, special, speed, subjects, table
+from benchmarks import agreement, bench, cases, cpu, figure, special, speed, table
 from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
@@ -105,8 +104,7 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("2x4", None, None)
     }
     assert [entry["layer"] for entry in found] == [
-        *("1 head", "8 heads", "16 heads", "recall", "wide", "by head", "chosen"),
-        *("64 states", "no feedback", "lstm"),
+        *("1 head", "8 heads", "16 heads", "no feedback", "lstm"),
     ]
 
 
@@ -147,54 +145,6 @@ def test_only_a_whole_run_on_a_gpu_is_recorded(
     assert bench.speed_path(toy(tmp_path, speed=tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("recall", {"expand": 2, "feedback_scope": "head", "feedback_heads": None}),
-        ("recall-wide", {"expand": 2, "feedback_scope": "layer", "feedback_heads": None}),
-        (
-            "recall-by-head",
-            {"expand": 2, "d_state": 32, "feedback_scope": "head", "feedback_heads": None},
-        ),
-        ("recall-chosen", {}),
-        ("recall-n64", {"d_state": 64}),
-    ],
-)
-def test_the_rows_of_recall_are_its_layers(name: str, options: dict[str, Any]) -> None:
-    case = next(case for case in cases.CASES if case.name == name)
-    setting, shape = case.adapt(Setting(CPU, "float32")), Shape(64, 256)
-    fed = {key: value for key, value in options.items() if key.startswith("feedback")}
-    fed |= {"shares_keys": name == "recall-chosen"}
-    layer = setting.recall(**fed)
-    torch.manual_seed(0)
-    expected = Bedouin.recall(512, **options)
-    assert repr(layer) == repr(expected)
-    for key, value in expected.state_dict().items():
-        assert torch.equal(layer.state_dict()[key], value)
-    weights = sum(p.numel() for name, p in layer.named_parameters() if "proj" in name)
-    cost = subjects.recall(setting, shape, **fed).forward_cost
-    assert cost.flops == 2 * shape.tokens * weights
-    # the convolution alone reads and writes x, B and C
-    assert cost.bytes > 2 * 4 * shape.tokens * (setting.d + 2 * layer.num_keys * setting.n)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"feedback_heads": None}, {"feedback_scope": "head", "feedback_heads": None}],
-    ids=["one head with feedback", "feedback of all heads", "feedback by head"],
-)
-def test_the_rows_of_recall_run_in_kernels(options: dict[str, Any]) -> None:
-    setting = Setting(CPU, "float32", m=8, n=4, k=0, h=2)
-    assert interpreter_is_on() and setting.recall().backend == "triton"
-    agreement.recall_agrees(setting, Shape(1, 3), **options)
-
-
-def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(toy(tmp_path, rows=("direct",), warm=True, prepare_limit=1e-5)) == 1
-    assert "direct 2x4: TimeoutError: gave up" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["direct", "direct-no-feedback", "scan", "jacobi"])
 def test_forward_and_backward_are_captured(name: str, tmp_path: Path) -> None:
@@ -211,8 +161,6 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         bench.main(toy(tmp_path, shapes=("64,256",)))
     with pytest.raises(ValueError, match=r"--repeats must be an int in \[1, inf\), got 0"):
         toy(tmp_path, repeats=0)
-    with pytest.raises(ValueError, match=r"--processes must be an int in \[1, inf\), got 0"):
-        toy(tmp_path, processes=0)
     with pytest.raises(ValueError, match="first_call takes rows among"):
         toy(tmp_path, first_call=True, rows=("scan",))
     with pytest.raises(ValueError, match="quick chooses the rows"):
@@ -264,20 +212,6 @@ def test_times_are_medians_and_the_faster_way_counts() -> None:
     assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
 
-def test_times_become_curves(tmp_path: Path) -> None:
-    rows: list[table.Row] = [
-        {"title": "x", "shape": shape, "numbers": {"both_ms": ms}}
-        for shape, ms in (("8x64", 4.0), ("8x16", 1.0), ("1x64", 3.0), ("2x32", 9.0))
-    ]
-    by_time, by_batch = figure.curves(rows)
-    assert by_time == {"x, batch 8": [(16, 1.0), (64, 4.0)]}
-    assert by_batch == {"x, 64 tokens": [(1, 3.0), (8, 4.0)]}
-    figure.draw(tmp_path / "f.png", rows)
-    assert (tmp_path / "f.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
-        figure.draw(tmp_path / "f.png", rows[-1:])
-
-
 def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     entries: list[Numbers] = [
         {"layer": layer, "shape": shape, "graph_ms": ms}
@@ -289,4 +223,22 @@ def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     figure.main(figure.Config(recorded, tmp_path / "f.png"))
     assert (tmp_path / "f.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="entries must have times of a layer among"):
-        figure.draw_recorded(tmp_path / "f.png", entries[2:])
+        figure.draw(tmp_path / "f.png", entries[2:])
+
+
+def test_every_layer_has_a_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(cpu.LAYERS, "Bedouin, compiled")  # which compiles for a minute
+    out = tmp_path / "cpu.json"
+    cpu.main(cpu.Config(widths=(16,), batch=2, tokens=3, rounds=3, out=out))
+    content = json.loads(out.read_text())
+    assert content["config"]["widths"] == [16] and content["device"] == "cpu"
+    rows = {row["layer"]: row for row in content["rows"]}
+    assert set(rows) == {cpu.LSTM, *cpu.LAYERS}
+    assert rows[cpu.LSTM]["of_lstm"] == 1 and rows[cpu.LSTM]["state_size"] == 64
+    assert rows["Bedouin"]["steps"] == 1 and rows["GatedDeltaNet"]["steps"] is None
+    assert all(row["ms"] > 0 and row["parameters"] > 0 for row in rows.values())
+
+
+def test_a_count_below_one_names_the_flag() -> None:
+    with pytest.raises(ValueError, match="--rounds must be an int"):
+        cpu.main(cpu.Config(rounds=0))

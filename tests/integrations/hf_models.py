@@ -16,16 +16,14 @@ from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM  # noqa: E
 PAD, VOCAB = 0, 31
 
 CONVOLVED: dict[str, Any] = {
-    "projection": "input",
     "conv_kernel": 3,
-    "erase": 1.0,
     "num_heads": 2,
     "num_householder": 0,
     "input_scale": "delta",
-    "feedback": ["delta", "x"],
-    "initialization": Initialization(0.5, (8, 0.001), 1),
+    "feedback": ["delta", "B"],
+    "initialization": Initialization(0.5, (8, 0.001)),
 }
-"""The options of `Bedouin.recall`, other rates among them."""
+"""Options that are not the defaults."""
 
 HYBRID: dict[str, Any] = CONVOLVED | {
     "num_hidden_layers": 3,
@@ -49,6 +47,8 @@ MIXINGS = {
     "tracking": TRACKING,
     "memory": {"layer": "GatedDeltaNet"},
     "tracker": TRACKER,
+    "rnn": {"layer": LAYERS[3]},
+    "paper": {"layer": LAYERS[4]},
 }
 
 
@@ -59,12 +59,19 @@ def make_config(**options: Any) -> BedouinConfig:
     return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
 
 
+def make_model(**options: Any) -> BedouinForCausalLM:
+    """In evaluation and float64, in which greedy choices are the same whatever the path."""
+    config = make_config(initializer_range=0.5, **options)
+    model: BedouinForCausalLM = BedouinForCausalLM(config).double().eval()
+    return model
+
+
 def with_noise(mixing: dict[str, Any]) -> dict[str, Any]:
-    """The options with noise of feedback, where the layer has feedback."""
-    layer, noise = mixing.get("layer", {}), {"feedback_noise": 3.0}
-    if layer == "GatedDeltaNet":
+    """The options with noise of feedback, where the layer has such noise."""
+    layer = mixing.get("layer")
+    if not isinstance(layer, dict) or "feedback_noise" not in layer:
         return mixing
-    return mixing | ({"layer": layer | noise} if layer else noise)
+    return mixing | {"layer": layer | {"feedback_noise": 3.0}}
 
 
 def mixers(model: BedouinForCausalLM) -> list[Any]:

@@ -7,13 +7,12 @@ compute-sanitizer python tests/kernels/sanitize.py "direct" "direct, heads"     
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bedouin import Bedouin
+from bedouin import Bedouin, TrackingDeltaNet
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Jacobi, Picard
 
@@ -43,7 +42,7 @@ def layer(
     b: int = BATCH,
     t: int = TIME,
     m: int = WIDTH,
-    make: Callable[..., Bedouin] = Bedouin,
+    make: Callable[..., nn.Module] = Bedouin,
     **options: object,
 ) -> Callable[[], None]:
     """A layer, forward and backward: sweep or iteration, and the output stage."""
@@ -72,7 +71,6 @@ def decode(num_heads: int = 1) -> Callable[[], None]:
 
 def main() -> None:
     """Run all, or those that are named; the first failing CUDA call raises."""
-    by_head = partial(Bedouin.recall, expand=2, feedback_scope="head", feedback_heads=None)
     runs: dict[str, Callable[[], None]] = {
         "scan": scan(),
         "scan, heads": scan(2),
@@ -93,13 +91,7 @@ def main() -> None:
         "direct, heads without feedback": layer(num_heads=2, feedback=()),
         "direct, heads of one sample": layer(1, 34, 128, num_heads=2),
         "direct, heads one by one": layer(2, 6, 256, num_heads=2),
-        "recall": layer(make=Bedouin.recall),
-        "recall, groups of 128 states": layer(make=Bedouin.recall, d_state=128, num_groups=1),
-        "recall, feedback by head": layer(make=by_head, d_state=32),
-        "recall, many states and reflections": layer(
-            3, make=by_head, d_state=64, num_householder=2, input_scale="bounded_delta"
-        ),
-        "recall, feedback of all heads": layer(3, make=Bedouin.recall, feedback_heads=None),
+        "tracking": layer(make=TrackingDeltaNet),
         "jacobi, heads": layer(num_heads=2, solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
         "picard": layer(solver=Picard(), max_steps=4, on_unconverged="ignore"),
         "jacobi": layer(solver=Jacobi(), max_steps=4, on_unconverged="ignore"),
