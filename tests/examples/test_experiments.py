@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from bedouin.baselines import Attention
 from research import baselines, ensemble, experiment
 from research.experiments.plan import Experiment, Run
-from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, tables
+from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, settled, tables
 from research.models import MODELS
 from research.runs import add_runs, read_runs
 from research.study import GRID, make_layer
@@ -257,7 +257,7 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     tuned("copy-tracking_no_read", {1e-3: 0.5, 2e-3: 0.4, 4e-3: 0.3})
     runs = read_runs(tmp_path / "table-tuning")
     assert chosen(runs, "s5", "rdn_l1") == ("rdn_l1_slow", 4e-3)
-    assert chosen(runs, "mqar", "tracking_no_read") == ("tracking_no_read", 1e-3)
+    assert chosen(runs, "mqar", "tracking_no_read") is None  # it has tuning runs of its own
     assert chosen(runs, "a5", "tracking_no_read") is None
     assert chosen(runs, "copy", "rdn_l1") is None
     found = {e.name: {run.name: run.options for run in e.runs} for e in tables(tmp_path)}
@@ -271,6 +271,27 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
     assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
     assert "--model rdn_l1_slow --compile --lr 0.008" in again["a5-rdn_l1"]
+
+
+def test_the_gate_chooses_the_rate_whose_worst_seed_is_the_best() -> None:
+    def run(*rates: tuple[float, list[float]]) -> dict[str, Any]:
+        rows = [
+            {"accuracy": {"16": {"token": of_seeds}}, "point": {"lr": rate}}
+            for rate, of_seeds in rates
+        ]
+        return {"rows": rows}
+
+    tuning = {
+        "a5-tracking": run((1e-3, [0.5]), (2e-3, [0.8]), (4e-3, [0.9])),
+        "a5-tracking-0.008": run((8e-3, [0.4])),
+    }
+    gate = {"a5-tracking": run((4e-3, [0.99, 0.7]))}
+    assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)  # a single rate
+    gate["a5-tracking-0.002"] = run((2e-3, [0.9, 0.75]))
+    assert settled(tuning, gate, "a5", "tracking") == ("tracking", 2e-3)
+    tuning["a5-tracking"]["rows"][1] = run((2e-3, [0.6]))["rows"][0]  # that of tuning is the worst
+    assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)
+    assert settled({}, gate, "a5", "tracking") is None
 
 
 def test_runs_that_others_bring_about_are_made_in_the_order_of_their_patterns(

@@ -6,6 +6,7 @@ A copy from a CPU is complete at once; the test that depends on the delay needs 
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def measure(converged: list[bool], residual: list[float], **others: Any) -> Meas
     scale = torch.where(defect == INF, 0.0, 1.0)
     norms = torch.where(defect == INF, 1.0, defect)[:, None], scale[:, None]
     steps = torch.arange(1, 1 + len(flags))
-    return Measured(*norms, frozen=flags[:, None], num_steps=steps)._replace(**others)
+    return replace(Measured(*norms, frozen=flags[:, None], num_steps=steps), **others)
 
 
 def outcome_of(measured: Measured, *arguments: Any) -> Outcome:

@@ -70,20 +70,24 @@ RATES_OF = {
 SLOWER = (("a5", 2e-3), ("s5", 2e-3), ("s5", 4e-3), ("copy", 2e-3), ("copy", 4e-3))
 """Further rates of "table-gate", for tasks on which a seed does not pass at the chosen one."""
 GATE = "table-gate"
+"""The folder of its runs."""
+_CONTROLS = "tracking_no_feedback", "tracking_no_read", "tracking_positive", "tracking_blocks"
 OWN_TUNING = {
     "mqar": (
         "tracking",
+        *_CONTROLS,
         "deltaproduct_l1",
         "gated_deltanet_l1",
         "lstm_l1",
         "m2rnn_l1",
         "hybrid_l2",
     ),
-    "s5": ("tracking",),
-    "bound_a5": ("tracking",),
+    "s5": ("tracking", "tracking_blocks"),
+    "bound_a5": ("tracking", "tracking_blocks"),
 }
 """Models that have tuning runs of their own on a task: on MQAR those that did not learn it with the
-rate of copying; `tracking` on every task. The number of tuning runs stands beside the results."""
+rate of copying; `tracking` and its parts in two blocks on every task. The number of tuning runs
+stands beside the results."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),
@@ -169,19 +173,22 @@ def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
     return best if all(choice in rows for choice in wanted) else None
 
 
+def gate_rows(gate: Runs, task: str, model: str) -> list[dict[str, Any]]:
+    """The rows of the gate at several rates, which choose one; none where it has a single rate."""
+    rows = rows_of(gate, f"{task}-{model}")
+    return rows if len(rows) > 1 else []
+
+
 def settled(runs: Runs, gate: Runs, task: str, model: str) -> tuple[str, float] | None:
     """What `tuned` gives. Where the gate has seeds at several rates, the rate whose worst seed is
     the best, that of tuning and those of the gate together; none of them is reported."""
-    choice = tuned(runs, task, model)
-    if choice is None:
-        return None
-    rows = tuning_rows(runs, task, model)
-    worst = {
-        rate: min(*scores(row), *scores(rows[choice[0], rate]))
-        for row in rows_of(gate, f"{task}-{model}")
-        for rate in [row["point"]["lr"]]
-    }
-    return choice if len(worst) < 2 else (choice[0], max(worst, key=lambda rate: worst[rate]))
+    choice, rows = tuned(runs, task, model), tuning_rows(runs, task, model)
+    of_gate = {row["point"]["lr"]: row for row in gate_rows(gate, task, model)}
+    if choice is None or not of_gate:
+        return choice
+    form = choice[0]
+    worst = {rate: min(*scores(row), *scores(rows[form, rate])) for rate, row in of_gate.items()}
+    return form, max(worst, key=lambda rate: worst[rate])
 
 
 def _layer(form: str) -> str:
