@@ -74,9 +74,6 @@ CURVES = {
 LABELS = {
     "tracking": "TrackingDeltaNet",
     "recall": "recall of 0.2.0",
-    "recall_n64": "64 states",
-    "recall_by_head": "feedback by head",
-    "recall_layer": "feedback of all heads",
     "deltaproduct_l1": "DeltaProduct",
     "deltaproduct_l2": "DeltaProduct, two layers",
     "gated_deltanet_l1": "Gated DeltaNet",
