@@ -61,7 +61,7 @@ def load_model(folder: Path, device: torch.device) -> SequenceModel:
         path, saved = read_options(folder, "--run")
     except FileNotFoundError as error:
         raise UsageError(f"--run must be a folder with a checkpoint: {error}") from error
-    options = {name: _as_field(value) for name, value in saved.items()}
+    options = {name: as_field(value) for name, value in saved.items()}
     if options.keys() != {field.name for field in fields(LanguageConfig)}:
         raise UsageError(f"--run must be a run of this version of train_lm.py, got {folder}")
     model, weights = make_model(LanguageConfig(**options)), path / "pytorch_model.bin"
@@ -74,7 +74,7 @@ def load_model(folder: Path, device: torch.device) -> SequenceModel:
     return model.to(device).eval()
 
 
-def _as_field(value: Any) -> Any:
+def as_field(value: Any) -> Any:
     """A value of the checkpoint, in which tuples are lists."""
     return tuple(value) if isinstance(value, list) else value
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
+from bedouin import SequenceModel
 from bedouin.tasks import Group, Stream, WordProblem, sequence_accuracy, token_accuracy
 from common.evaluation import Evaluation
-from common.options import MakeLayer, RunConfig, TrainConfig, layer_options, parse_config
+from common.options import MakeLayer, TrainConfig, make_layer, parse_config
 from common.run import Run
 from common.script import run_script
 from flags import Count, naming_flags
@@ -100,14 +99,6 @@ PAPER = WordProblemConfig(
 )
 
 PRESETS = {"cpu": CPU, "gpu": GPU, "paper": PAPER}
-
-
-def make_layer(config: RunConfig) -> nn.Module:
-    """One mixing layer, (b, t, m) -> (b, t, m)."""
-    if config.layer == "tracking":
-        return TrackingDeltaNet(config.d_model)
-    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
-    return kind(config.d_model, **layer_options(config))
 
 
 def make_model(config: WordProblemConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:

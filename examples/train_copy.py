@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
+from bedouin import SequenceModel
 from bedouin.tasks import Copying
 from common.evaluation import Evaluation
-from common.options import MakeLayer, RunConfig, TrainConfig, layer_options, parse_config
+from common.options import MakeLayer, TrainConfig, make_layer, parse_config
 from common.run import Run
 from common.script import run_script
 from flags import naming_flags
@@ -104,14 +103,6 @@ PAPER = CopyingConfig(
 )
 
 PRESETS = {"cpu": CPU, "gpu": GPU, "paper": PAPER}
-
-
-def make_layer(config: RunConfig) -> nn.Module:
-    """One mixing layer, (b, t, m) -> (b, t, m)."""
-    if config.layer == "tracking":
-        return TrackingDeltaNet(config.d_model)
-    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
-    return kind(config.d_model, **layer_options(config))
 
 
 def make_model(config: CopyingConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:

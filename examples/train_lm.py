@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bedouin import Bedouin, SequenceModel, TrackingDeltaNet
-from common.options import MakeLayer, RunConfig, layer_options, parse_config
+from bedouin import SequenceModel
+from common.options import MakeLayer, RunConfig, make_layer, parse_config
 from common.run import Run
 from common.script import run_script
 from flags import Count, Positive
@@ -103,14 +102,6 @@ GPU = replace(
 )
 
 PRESETS = {"cpu": CPU, "gpu": GPU}
-
-
-def make_layer(config: RunConfig) -> nn.Module:
-    """One mixing layer, (b, t, m) -> (b, t, m)."""
-    if config.layer == "tracking":
-        return TrackingDeltaNet(config.d_model)
-    kind = Bedouin.from_paper if config.layer == "paper" else Bedouin
-    return kind(config.d_model, **layer_options(config))
 
 
 def make_model(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:

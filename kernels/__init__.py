@@ -9,8 +9,6 @@
 * `householder`: channel mixing in compact WY form
 * `iteration`: Picard and Jacobi: one step of all tokens at once
 * `direct`: the local equation of one token, the exact sweep over all tokens, its reverse sweep
-* `projection`: the convolution over projected values, and their split into x, raw values and gate
 * `track`: the recurrence of a tracker with its output
-* `gated_norm`: output of a memory: the norm of each head times a gate
-* `output`: the gate's feedback, the gated and normalized output
+* `output`: the gate's feedback, the gated and normalized output of layers and memories
 """

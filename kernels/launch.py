@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.outside import constant_in_graphs
 
 LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
 """What a launch may have beside the parameters of its kernel."""
@@ -59,6 +60,14 @@ def evenly_spaced(
     return v if spaced else v.contiguous()
 
 
+def dtype_of_factors(dtype: torch.dtype) -> Any:
+    """Triton's name of the dtype that factors of products have: float32 in the interpreter, whose
+    16-bit products are wrong."""
+    import triton.language as tl
+
+    return tl.float32 if interpreter_is_on() else getattr(tl, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True)
 class Device:
     """What programs a device can run; None programs: Triton's interpreter, one after the other."""
@@ -67,6 +76,7 @@ class Device:
     shared_memory: int  # bytes that one program can have
 
     @staticmethod
+    @constant_in_graphs
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
         return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)

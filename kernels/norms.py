@@ -13,10 +13,3 @@ def inverse_norm(
     """rsqrt(squares + floor), but NaN where the squares have overflowed, so that the sample is
     reported: the factor 0 would make a zero of the vector."""
     return torch.rsqrt(squares.nan_to_num(math.nan, math.nan) + floor)
-
-
-def overflow_to_nan_(
-    squares: Tensor,  # any shape
-) -> Tensor:  # as `squares`
-    """squares, in place, with NaN for Inf."""
-    return squares.nan_to_num_(math.nan, math.nan)

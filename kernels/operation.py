@@ -1,32 +1,30 @@
-"""Operations of torch.library with a cheap call in eager mode.
+"""Operations of torch.library, of which torch.compile sees the result and not the code.
 
-torch.compile sees an operation with its registered gradient. In eager mode the same operation runs
-below autograd, inside an autograd.Function if a gradient is wanted: the dispatcher's route to a
-registered gradient costs several times as much on the host.
+torch.compile takes the registered gradient. In eager mode an autograd.Function with the same
+gradient calls the implementation: for twenty arguments the dispatcher's route to a registered
+gradient takes 250 microseconds on the host, a Function 20, and the dispatcher below it as many.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from bedouin.kernels.backend import is_batched, is_transformed
-from bedouin.kernels.outside import outside_of_graphs
+from bedouin.kernels.double_backward import refuse_second_derivative
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 NAMESPACE = "bedouin"
 
-TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
-"""Types that have no `__torch_dispatch__`."""
-
-PLAIN = TENSORS | {type(None), bool, int, float, str, tuple, torch.dtype}
-"""Types of inputs with which an implementation is called without the dispatcher. Tuples are of
+PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, tuple, torch.dtype}
+"""Types of arguments with which the dispatcher would only call the implementation; tuples are of
 numbers."""
 
 OPERATIONS: dict[str, "Operation"] = {}
 """All operations by their qualified names."""
-
-_run_eagerly = outside_of_graphs("an operation runs inside of no graph")
 
 
 class Operation:
@@ -36,18 +34,18 @@ class Operation:
     """
 
     def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
-        self.function = guarded = _guarded(function)
-        qualified = f"{NAMESPACE}::{name}"
+        self.name, self.function = f"{NAMESPACE}::{name}", _on_device(function)
         schema = schema or torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "default", _run_eagerly(guarded))
+        torch.library.define(self.name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(self.name, "default", self.function)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self._eager: type[torch.autograd.Function] | None = None
-        OPERATIONS[qualified] = self
+        OPERATIONS[self.name] = self
 
-    def register_fake(self, function: Callable[..., Any]) -> None:
+    def register_fake(self, function: FunctionT) -> FunctionT:
         """Decorator: the function returns tensors like those of the operation, uninitialized."""
-        torch.library.register_fake(self.overload.name().removesuffix(".default"), function)
+        torch.library.register_fake(self.name, function)
+        return function
 
     def register_autograd(
         self,
@@ -56,54 +54,99 @@ class Operation:
         setup_context: Callable[..., None],
     ) -> None:
         """Give the operation a gradient, as `torch.library.register_autograd` does."""
-        name, below = self.overload.name().removesuffix(".default"), self._below_autograd
-        torch.library.register_autograd(name, backward, setup_context=setup_context)
+        torch.library.register_autograd(self.name, backward, setup_context=setup_context)
 
+        # torch binds the arguments of a Function with a setup_context by inspection in every call
         def forward(ctx: Any, *inputs: Any) -> Any:
-            output = below(*inputs)
+            output = self._below_autograd(*inputs)
             setup_context(ctx, inputs, output)
             return output
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._eager = type(name.partition("::")[2], (torch.autograd.Function,), methods)
+        self._eager = type(self.name.partition("::")[2], (torch.autograd.Function,), methods)
+
+    def register_vjp(
+        self, backward: "Operation", *, kept: int = 0, constant: Collection[int] = ()
+    ) -> None:
+        """Give the operation the gradient that `backward` computes, once differentiable.
+
+        The tensors come first among the arguments; an argument `keep`, the last one, must be True
+        where gradients are recorded. The last `kept` outputs serve the backward alone. `backward`
+        takes the cotangents of the other outputs, None or else zeros where there are none, the kept
+        outputs, and all arguments but `keep`; it returns a cotangent of each tensor, of any shape
+        for one that is None or has none, as those with the numbers `constant`.
+        """
+        arguments = self.overload._schema.arguments
+        count = sum("Tensor" in str(argument.type) for argument in arguments)
+        keeps = arguments[-1].name == "keep"
+        taken = backward.overload._schema.arguments
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            if keeps and not inputs[-1]:
+                raise ValueError("keep must be True where gradients are recorded, got False")
+            end = len(outputs) - kept
+            ctx.mark_non_differentiable(*outputs[end:])
+            # zeros for what is kept would be written and not read
+            ctx.set_materialize_grads(False)
+            ctx.like = [(v.shape, v.dtype) for v in outputs[:end]]
+            ctx.options = inputs[count : len(inputs) - keeps]
+            ctx.save_for_backward(*outputs[end:], *inputs[:count])
+
+        def vjp(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            given = list(grads[: len(ctx.like)])
+            for i, (shape, dtype) in enumerate(ctx.like):
+                if given[i] is None and "Optional" not in str(taken[i].type):
+                    given[i] = saved[-count].new_zeros(shape, dtype=dtype)
+            with torch.no_grad():
+                found = backward(*given, *saved, *ctx.options)
+            every = [
+                None if v is None or i in constant else grad
+                for i, (v, grad) in enumerate(zip(saved[kept:], found, strict=True))
+            ]
+            behind = len(arguments) - count
+            return *refuse_second_derivative(every, [*given, *saved]), *[None] * behind
+
+        self.register_autograd(vjp, setup_context=save)
 
     def __call__(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling() or is_transformed():
             return self.overload(*inputs)
         if self._eager is not None and torch.is_grad_enabled():
-            for v in inputs:
-                # the first does mostly
-                if isinstance(v, torch.Tensor) and v.requires_grad:
-                    return self._eager.apply(*inputs)
+            if any([_requires_grad(v) for v in inputs]):
+                return self._eager.apply(*inputs)
         return self._below_autograd(*inputs)
 
     def _below_autograd(self, *inputs: Any) -> Any:
         run = self.function if _needs_no_dispatch(inputs) else self.overload
-        with torch._C._AutoDispatchBelowAutograd():
-            return run(*inputs)
-
-
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the device of its first tensor."""
-
-    def run(*inputs: Any) -> Any:
-        for v in inputs:
-            if isinstance(v, torch.Tensor):
-                with torch.cuda.device_of(v):
-                    return function(*inputs)
-        return function(*inputs)
-
-    return run
+        return run(*inputs)
 
 
 def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would only call the implementation, which takes it 15 microseconds for
-    twenty arguments: for plain tensors, unless a mode or the profiler is to see the operation."""
+    """Whether the dispatcher would only call the implementation: for plain tensors, unless a mode
+    or the profiler is to see the operation."""
     if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
         return False
     if not PLAIN.issuperset(map(type, inputs)):
         return False
-    return not is_batched(*[v for v in inputs if type(v) in TENSORS])
+    return not is_batched(*[v for v in inputs if isinstance(v, Tensor)])
+
+
+def _requires_grad(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.requires_grad
+
+
+def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the device of its first tensor, which is the first argument."""
+
+    def run(first: Tensor, *others: Any) -> Any:
+        if not first.is_cuda:
+            return function(first, *others)
+        with torch.cuda.device_of(first):
+            return function(first, *others)
+
+    return run
 
 
 def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operation]:
@@ -114,12 +157,63 @@ def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., A
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """A context in which autograd records within an operation, which torch runs below it."""
-    include, exclude = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
+    """A context in which autograd records within an operation, which torch runs below it.
+
+    torch has no public interface for that: torch.func.vjp, which also records there, raises under
+    hooks on saved tensors such as those of save_on_cpu.
+    """
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
+
+
+def empty_like(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Contiguous tensors of the same shapes and dtypes, uninitialized; of no size for None."""
+    first = next(v for v in tensors if v is not None)
+    return tuple(first.new_empty(0) if v is None else v.new_empty(v.shape) for v in tensors)
+
+
+def plain_operation(
+    name: str,
+    tensors: str,
+    options: str,
+    function: Callable[..., tuple[Tensor, Tensor]],
+    like: Callable[..., tuple[Tensor, ...]],
+) -> Operation:
+    """`function` of plain torch, which torch.compile would otherwise unroll over time, as an
+    operation; `tensors` and `options` are its arguments in a schema. Autograd within a second
+    operation computes the gradient. `like` returns uninitialized tensors as the two results."""
+    count = tensors.count("Tensor")
+    given = f"{tensors}, {options}" if options else tensors
+
+    @operation(name, f"({given}) -> (Tensor, Tensor)")
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(v.contiguous() for v in function(*inputs))
+
+    forward.register_fake(like)
+
+    @operation(
+        f"{name}_backward",
+        f"(Tensor grad, Tensor grad_last, {given}) -> ({', '.join(['Tensor'] * count)})",
+    )
+    def backward(grad: Tensor, grad_last: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        """Shapes as those of the results."""
+        with recording():
+            leaves: list[Any] = [
+                v.detach().requires_grad_() if isinstance(v, Tensor) else v for v in inputs
+            ]
+            present = [v for v in leaves if isinstance(v, Tensor)]
+            found = function(*leaves)
+            grads = iter(
+                torch.autograd.grad(found, present, (grad, grad_last), materialize_grads=True)
+            )
+        return tuple(
+            grad.new_empty(0) if v is None else next(grads).contiguous() for v in leaves[:count]
+        )
+
+    backward.register_fake(lambda grad, grad_last, *inputs: empty_like(*inputs[:count]))
+    forward.register_vjp(backward)
+    return forward

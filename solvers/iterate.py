@@ -3,6 +3,7 @@
 Letters: b batch, t tokens of a sample, c the values of a token.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class IterativeSolver(TolerantSolver):
         unsolved = (failed.unsqueeze(1) & ~frozen).unsqueeze(-1)
         value = torch.where(unsolved, torch.nan, y if value is None else value)
         measured = Measured(defect, scale, pivot, None, frozen, num_steps)
-        return value, measured._replace(halfway=halfway, waited=waits)
+        return value, replace(measured, halfway=halfway, waited=waits)
 
     def _steps(self, f: Any, problem: Problem) -> Any:
         # fused steps overwrite the y that they have measured, and record no autograd graph

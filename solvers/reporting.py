@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_stack
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -113,7 +113,8 @@ class SolveStats:
         return self.converged | (~self.residual.isnan() & (self.num_steps >= cut_at))
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True)
+class Measured:
     """What a solve has measured, detached, mostly of each token; `statistics` are reduced from it
     when they are read, since on a GPU each is a launch.
 

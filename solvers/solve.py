@@ -55,9 +55,9 @@ class SolveOptions:
         value, measured = (self.adjoint or ImplicitAdjoint()).apply(problem, self.solver, report)
         if history is not None:
             none = measured.defect.new_empty(0, len(measured.defect))
-            measured = measured._replace(history=torch.stack(history) if history else none)
+            measured = replace(measured, history=torch.stack(history) if history else none)
         if y0.numel():
-            measured = measured._replace(real=getattr(f, "real", None))
+            measured = replace(measured, real=getattr(f, "real", None))
         report.forward.take(measured)
         if caller.record is not None:
             caller.record(report.forward)

@@ -240,3 +240,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr("bedouin.decode.can_capture", lambda x_t: True)
     monkeypatch.setattr("bedouin.decode.choose_backend", lambda *of: "triton")
     return outputs
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Compilations of the same code by other tests would count as recompilations."""
+    torch.compiler.reset()

@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer, random_state
+from tests.layer_cases import random_layer, random_state
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import Direct, Jacobi, Picard
+from bedouin.solvers import Direct, Picard
 from bedouin.testing import assert_close, find_fixed_point, measure_growth
 
 RNGS = st.randoms(use_true_random=False)
@@ -269,29 +269,3 @@ def test_from_papers_stop_rule_on_the_naive_iteration() -> None:
     # the paper returns y^l, not the y^{l-1} whose defect it measured
     assert_close("iterate", found.y[0], y_next, 1e-12)
     assert found.stats.num_steps.item() == steps
-
-
-@torch.no_grad()
-def test_a_feedback_free_layer_ignores_the_past_output() -> None:
-    layer = Bedouin(3, feedback=(), dtype=torch.float64)
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-    state = random_state(layer, 2)
-    other = state._replace(y=state.y + 1)
-    assert layer.y_proj is None
-    assert torch.equal(layer(x, state=state), layer(x, state=other))
-
-
-@torch.no_grad()
-def test_block_solve_is_exact_in_the_first_token() -> None:
-    layer = Bedouin(3, dtype=torch.float64)
-    x = torch.randn(2, 5, 3, dtype=torch.float64)
-    exact = find_fixed_point(layer, x, solver=Direct())
-    first = find_fixed_point(with_cap(layer, 1), x, solver=Jacobi(rtol=0.0, atol=0.0))
-    assert_close("token 1 after one step", first.y[:, 0], exact.y[:, 0], 1e-13)
-    assert first.stats.num_steps.tolist() == [1, 1]
-
-
-def with_cap(layer: Bedouin, steps: int) -> Bedouin:
-    copy = Bedouin(layer.d_model, max_steps=steps, dtype=torch.float64)
-    copy.load_state_dict(layer.state_dict())
-    return copy

@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import make
 from torch import Tensor, nn
 
-from bedouin import (
-    Bedouin,
-    BedouinState,
-    Bidirectional,
-    Decoder,
-    FixedPointRNN,
-    SequenceModel,
-)
-from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
+from bedouin import Bedouin, Bidirectional, Decoder, FixedPointRNN, SequenceModel
+from bedouin.baselines import Mamba
 from bedouin.generation import Sampling
 from bedouin.testing import assert_close
 
@@ -24,17 +18,11 @@ VOCAB = 7
 
 
 def make_model(**options: Any) -> SequenceModel:
+    """With layers of every class and several paths."""
+    names = ("heads", "mamba", "attention", "vector", "convolution", "lstm", "delta product")
+    mixers = [make(name) for name in (*names, "tracking")]
     like: dict[str, Any] = {"dtype": torch.float64}
-    mixers = [
-        Bedouin(8, num_heads=2, **like),
-        Mamba(8, **like),
-        Attention(8, **like),
-        FixedPointRNN(8, **like),
-        Bedouin(8, d_conv=3, **like),
-        LSTM(8, **like),
-        DeltaProduct(8, **like),
-    ]
-    return SequenceModel(VOCAB, 8, mixers, mlp_expand=1, **like, **options)
+    return SequenceModel(VOCAB, 4, mixers, mlp_expand=1, **like, **options)
 
 
 def ids(*shape: int) -> Tensor:
@@ -80,28 +68,13 @@ def test_documents_in_a_model() -> None:
     assert_close("second of seq_idx", indexed[:, 3:], fresh, 1e-11)
     token = ids(1)
     assert_close("next", model.step(token, last)[0], model.step(token, after)[0], 1e-11)
-
-
-def test_documents_train_alike() -> None:
-    """The gradient of a packed batch is the sum of those of its documents."""
-    model = make_model()
-    tokens, cu_seqlens = ids(1, 6), torch.tensor([0, 2, 6])
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(model(tokens, cu_seqlens=cu_seqlens).square().sum(), parameters)
-    loss = model(tokens[:, :2]).square().sum() + model(tokens[:, 2:]).square().sum()
-    expected = torch.autograd.grad(loss, parameters)
-    for (name, _), a, e in zip(model.named_parameters(), found, expected, strict=True):
-        assert_close(name, a, e, 1e-10, 1e-12)
-
-
-def test_mixers_without_a_mask() -> None:
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    model = SequenceModel(VOCAB, 8, [Plain()])
-    with pytest.raises(TypeError, match="mixer Plain takes no mask, which padding and documents"):
-        model(ids(1, 3), mask=torch.ones(1, 3).bool())
+    # padding between documents and in them, whose indices begin none
+    real = torch.tensor([[1, 0, 1, 0, 1, 0, 1]]).bool()
+    parts = [model(tokens[:, a:b][real[:, a:b]].unsqueeze(0)) for a, b in ((0, 3), (3, 7))]
+    of_indices = model(tokens, mask=real, seq_idx=seq_idx.where(real, 9))
+    for padded in (model(tokens, mask=real, cu_seqlens=cu_seqlens), of_indices):
+        assert_close("padded", padded[real], torch.cat(parts, 1)[0], 1e-11)
+        assert not padded[~real].any()
 
 
 @torch.no_grad()
@@ -118,19 +91,9 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
             assert_close("state", a, e, 1e-11)
     decoder.reset()
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
-
-
-@torch.no_grad()
-def test_the_state_of_a_decoder_is_a_copy_for_every_layer() -> None:
-    model, tokens = make_model(), ids(2)
-    decoder = Decoder(model, 2)
-    decoder(tokens)
-    state = decoder.state
-    expected, _ = model.step(tokens, state)
-    for of_layer in state:
-        for v in of_layer.tensors:
-            v.zero_()
-    assert_close("output", decoder(tokens), expected, 1e-12)
+    for v in (v for of_layer in decoder.state for v in of_layer.tensors):
+        v.zero_()  # of a copy
+    assert_close("next", decoder(tokens[:, 1]), whole[:, 1], 1e-11)
 
 
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
@@ -188,10 +151,7 @@ def test_a_whole_model_is_one_graph(graphs: list[Tensor]) -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
-    mixers = [
-        Bedouin(64, num_heads=2, device="cuda"),
-        Bedouin(64, d_conv=4, device="cuda"),
-    ]
+    mixers = [Bedouin(64, num_heads=2, device="cuda"), Bedouin(64, d_conv=4, device="cuda")]
     model = SequenceModel(VOCAB, 64, mixers, mlp_expand=1, device="cuda")
     tokens = ids(2, 6).cuda()
     # float32, in sums of other orders
@@ -359,57 +319,10 @@ def test_generate_needs_classes_that_are_ids_and_mixers_with_states() -> None:
 
 
 @torch.no_grad()
-def test_both_directions_of_time() -> None:
-    layer = Bidirectional(Bedouin(4, dtype=torch.float64), Mamba(4, dtype=torch.float64))
-    x = torch.randn(2, 6, 4, dtype=torch.float64)
-
-    def alone(u: Tensor) -> Tensor:  # (b, t, m)
-        expected: Tensor = layer.forwards(u) + layer.backwards(u.flip(1)).flip(1)
-        return expected
-
-    assert_close("output", layer(x), alone(x), 1e-12)
-    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1] * 6]).bool()
-    padded = layer(x.masked_fill(~mask.unsqueeze(-1), torch.nan), mask=mask)
-    assert not padded[~mask].any()
-    for i in range(2):
-        assert_close(f"row {i}", padded[i][mask[i]], alone(x[i : i + 1, mask[i]])[0], 1e-12)
-    row, pieces = x[:1], ((0, 4), (4, 4), (4, 6))
-    documents = torch.cat([alone(row[:, start:stop]) for start, stop in pieces], 1)
-    packed = layer(row, cu_seqlens=torch.tensor([0, 4, 4, 6], dtype=torch.int32))
-    assert_close("documents", packed, documents, 1e-12)
-    indexed = layer(row, seq_idx=torch.tensor([[0, 0, 0, 0, 1, 1]]))
-    assert_close("indexed", indexed, documents, 1e-12)
-    seq_idx = torch.tensor([[0, 1, 0, 2, 1, 2], [5, 4, 4, 4, 5, 5]])
-    padded = layer(x, mask=mask, seq_idx=seq_idx)
-    alone_in_rows = [(0, [1]), (0, [2]), (0, [4]), (1, [0]), (1, [1, 2, 3]), (1, [4, 5])]
-    for i, places in alone_in_rows:
-        assert_close("padded", padded[i, places], alone(x[i : i + 1, places])[0], 1e-12)
+def test_both_directions_of_time_in_a_model() -> None:
+    layer = Bidirectional(make("one head"), make("mamba"))
     model = SequenceModel(VOCAB, 4, [layer], dtype=torch.float64)
     tokens = ids(1, 6)
     found = model(tokens, cu_seqlens=torch.tensor([0, 4, 6]))
     assert_close("model", found[:, :4], model(tokens[:, :4]), 1e-12)
     assert layer.stats is not None and layer.stats[0].converged.all() and layer.stats[1] is None
-
-
-def test_errors_of_bidirectional() -> None:
-    with pytest.raises(TypeError, match="backwards must be a module, got NoneType"):
-        Bidirectional(Bedouin(4), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must have one d_model, got 4 and 8"):
-        Bidirectional(Bedouin(4), Bedouin(8))
-    with pytest.raises(TypeError, match="mixer Linear takes no mask"):
-        Bidirectional(Bedouin(4), nn.Linear(4, 4))(
-            torch.zeros(1, 2, 4), mask=torch.ones(1, 2).bool()
-        )
-
-
-@torch.no_grad()
-def test_beams_are_reordered() -> None:
-    """A beam that is kept twice goes on from its own state twice."""
-    model = make_model()
-    prompt, token = ids(3, 4), ids(3)
-    _, state = model(prompt, return_state=True)
-    beams = torch.tensor([2, 0, 0])
-    kept = tuple(part[beams] for part in state)
-    expected = model(torch.cat([prompt[beams], token.unsqueeze(1)], 1))[:, -1]
-    assert_close("logits", model.step(token, kept)[0], expected, 1e-11)
-    assert isinstance(kept[0], BedouinState)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import assert_all_close, draw, fixed_points, make, results
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, LowRank
+from bedouin import Bedouin
 from bedouin.solvers import (
     Anderson,
     ConvergenceError,
@@ -27,16 +28,6 @@ from bedouin.testing import assert_close
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
-    (Bedouin, {}),
-    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "d_state": 1}),
-    (Bedouin, {"mixer": LowRank(3), "feedback": ()}),
-    (Bedouin, {"num_householder": 4, "beta_max": 2.0, "input_scale": "delta"}),
-    (FixedPointRNN, {"num_householder": 1}),
-    (Bedouin, {"num_heads": 4}),
-    (Bedouin, {"d_conv": 3, "feedback": ("delta",), "num_heads": 2}),
-]
-
 
 def _gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     y = layer(x)
@@ -46,34 +37,13 @@ def _gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]
     return y.detach(), list(grads)
 
 
-@pytest.mark.parametrize("kind, options", VARIANTS)
-@pytest.mark.parametrize("solver", [Direct(), Jacobi(rtol=1e-13), Picard(rtol=1e-13)])
+@fixed_points
 @pytest.mark.parametrize("t", [1, 33])
-def test_values_and_gradients_equal_those_of_the_cpu(
-    kind: type[Bedouin], options: dict[str, Any], solver: Solver, t: int
-) -> None:
-    torch.manual_seed(0)
-    layer = kind(12, dtype=torch.float64, solver=solver, on_unconverged="ignore", **options)
-    x = torch.randn(3, t, 12, dtype=torch.float64)
-    y, grads = _gradients(layer, x)
-    y_gpu, grads_gpu = _gradients(copy.deepcopy(layer).cuda(), x.cuda())
-    for ours, theirs in zip([y_gpu, *grads_gpu], [y, *grads], strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_heads", [1, 2])
-def test_kernels_take_convolutions(num_heads: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    layer = Bedouin(64, num_heads=num_heads, d_conv=4, backend="triton").to("cuda", dtype)
-    x = torch.randn(2, 100, 64, device="cuda", dtype=dtype)
-    y, grads = _gradients(layer, x)
-    layer.backend = "reference"
-    expected, references = _gradients(layer, x)
-    tolerance = 1e-3 if dtype == torch.float32 else 0.05
-    for ours, theirs in zip([y, *grads], [expected, *references], strict=True):
-        error = (ours - theirs).float().norm() / theirs.float().norm()
-        assert error < tolerance, error
+def test_values_and_gradients_equal_those_of_the_cpu(name: str, t: int) -> None:
+    """In float64, which kernels do not take."""
+    layer, x = make(name), draw(3, t)
+    found = results(copy.deepcopy(layer).cuda(), x.cuda())
+    assert_all_close([v.cpu() for v in found], results(layer, x), 1e-8, 1e-10)
 
 
 def test_torchdeq_solvers_run() -> None:

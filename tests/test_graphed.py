@@ -37,11 +37,6 @@ def test_a_cpu_gets_a_remedy() -> None:
         make().graphed(torch.randn(1, 2, 4))
 
 
-def test_an_unsuitable_sample() -> None:
-    with pytest.raises(ValueError, match="x must"):
-        make().graphed(torch.randn(2, 4))
-
-
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", ["", "in_proj"])
 def test_hooks_are_refused_before_and_after_the_capture(name: str) -> None:
@@ -55,12 +50,17 @@ def test_hooks_are_refused_before_and_after_the_capture(name: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_an_empty_sample_and_a_random_cap() -> None:
-    with pytest.raises(ValueError, match="must not be empty"):
-        make().graphed(torch.randn(0, 2, 4))
-    layer = make(solver=Picard(), max_steps=GammaCap(4.0, 1.0, 100))
-    with pytest.raises(ValueError, match="max_steps to an int"):
-        layer.graphed(torch.randn(1, 2, 4))
+@pytest.mark.parametrize(
+    ("options", "shape", "message"),
+    [
+        ({}, (2, 4), "x must"),
+        ({}, (0, 2, 4), "must not be empty"),
+        ({"solver": Picard(), "max_steps": GammaCap(4.0)}, (1, 2, 4), "max_steps to an int"),
+    ],
+)
+def test_what_cannot_be_captured(options: Any, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options).graphed(torch.randn(shape))
 
 
 @pytest.mark.usefixtures("on_cpu")

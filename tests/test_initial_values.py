@@ -9,13 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bedouin import Bedouin, FixedPointRNN, Initialization, SequenceModel
-from bedouin.baselines import (
-    LSTM,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    Mamba,
-)
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 
 Make = Callable[..., nn.Module]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.random_layers import random_layer, random_state
+from tests.layer_cases import random_layer, random_state
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN
@@ -90,16 +90,6 @@ def test_every_solver_converges_on_the_default_layers(solver: Solver) -> None:
         layer = kind(4, max_steps=200, dtype=torch.float64)
         found = find_fixed_point(layer, torch.randn(3, 8, 4, dtype=torch.float64), solver=solver)
         assert found.stats.converged.all(), f"{kind.__name__}: {found.stats}"
-
-
-@settings(max_examples=40)
-@given(RNGS, st.integers(1, 3), st.integers(1, 12), SEEDS)
-def test_jacobi_ends_within_t_plus_one_steps(rng: random.Random, b: int, t: int, seed: int) -> None:
-    layer, x, state = draw(rng, b, t, seed)
-    found = find_fixed_point(layer, x, solver=Jacobi(rtol=1e-9, atol=TINY), state=state)
-    assert found.stats.converged.all()
-    assert found.stats.num_steps.max() <= t + 1
-    assert found.residual.max() <= 1e-6
 
 
 def near_the_reflection_limit(k: int) -> Bedouin:
@@ -185,14 +175,3 @@ def test_a_singular_token_spoils_no_other_samples_input_gradient() -> None:
     x.requires_grad_()
     layer(x)[0].sum().backward()
     assert x.grad is not None and x.grad[0].isfinite().all()
-
-
-def test_the_fixed_point_does_not_depend_on_the_start() -> None:
-    """Consequence 1 of the triangular structure: one fixed point for the whole sequence."""
-    layer = Bedouin(4, dtype=torch.float64)
-    x = torch.randn(2, 6, 4, dtype=torch.float64)
-    found = find_fixed_point(layer, x, solver=Direct())
-    y = 10 * torch.randn_like(found.y)
-    for _ in range(60):
-        y = found.f(y)
-    assert_close("from a random start", y, found.y, 1e-10)

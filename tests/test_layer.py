@@ -14,7 +14,6 @@ from bedouin import (
     FixedPointRNN,
     HouseholderProduct,
     Initialization,
-    Kronecker,
     LowRank,
     NoMixing,
     SequenceModel,
@@ -25,24 +24,17 @@ from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
     Broyden,
-    ConvergenceWarning,
     Direct,
     FixedCap,
-    GammaCap,
     ImplicitAdjoint,
     Jacobi,
-    OneStepAdjoint,
-    PhantomAdjoint,
     Picard,
     Solver,
-    SolveStats,
-    UnrolledAdjoint,
 )
+from bedouin.state import BedouinState
 from bedouin.testing import assert_close, decode_gap
 
 KINDS = [Bedouin, FixedPointRNN]
-SLOW = Picard(rtol=1e-12, atol=0.0)
-"""Not to be reached in the few steps that the tests below allow."""
 
 
 def test_a_layer_without_its_methods_cannot_be_made() -> None:
@@ -64,75 +56,10 @@ def test_the_output_has_the_shape_of_the_input(kind: Any, b: int, t: int) -> Non
     assert x.grad is not None and x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize(
-    "solver", [Direct(), Picard(), Jacobi()], ids=["direct", "picard", "jacobi"]
-)
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_in_nothing_out(
-    kind: Any, num_heads: int, solver: Solver, shape: tuple[int, int]
-) -> None:
-    layer = kind(4, num_heads=num_heads, solver=solver)
-    x, before = torch.randn(*shape, 4, requires_grad=True), layer.init_state(shape[0])
-    output, state = layer(x, before, return_state=True)
-    output.sum().backward()
-    assert output.shape == (*shape, 4) and x.grad is not None and x.grad.shape == x.shape
-    assert all(torch.equal(v, w) for v, w in zip(state, before, strict=True))
-    assert layer.stats is not None and layer.stats.converged.all()
-    assert layer.stats.num_steps.shape == shape[:1]
-
-
-SOLVES: dict[str, dict[str, Any]] = {
-    "direct": {},
-    "heads": {"num_heads": 2},
-    "picard": {"solver": Picard(), "num_heads": 2},
-    "solver of the adjoint": {"solver": Jacobi(), "adjoint": ImplicitAdjoint(Picard())},
-    "one step": {"solver": Picard(), "adjoint": OneStepAdjoint()},
-    "phantom": {"solver": Anderson(), "adjoint": PhantomAdjoint()},
-    "unrolled": {"solver": Picard(), "adjoint": UnrolledAdjoint()},
-    "convolution": {"d_conv": 3},
-    "no mixing": {"d_conv": 3, "mixer": NoMixing()},
-    "gate alone": {"feedback": ("mixer",), "mixer": NoMixing(), "input_scale": "delta"},
-    "dense": {"mixer": Kronecker(), "solver": Picard(), "backend": "reference"},
-    "vector": {"kind": FixedPointRNN, "d_conv": 3, "decay": "griffin"},
-    "paper": {"kind": Bedouin.from_paper},
-}
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-@pytest.mark.parametrize("options", SOLVES.values(), ids=SOLVES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_parameter_gets_a_gradient_from_nothing(
-    device: str, options: dict[str, Any], shape: tuple[int, int]
-) -> None:
-    """DDP waits for them on a rank without samples or tokens."""
-    kind = options.get("kind", Bedouin)
-    layer = kind(4, **{name: value for name, value in options.items() if name != "kind"})
-    x = torch.randn(*shape, 4, device=device)
-    layer.to(device)
-    for output in (
-        layer(x),
-        layer(x, mask=torch.ones(shape, dtype=torch.bool, device=device)),
-        layer(torch.randn(1, 0, 4, device=device), cu_seqlens=torch.zeros(2, device=device).int()),
-        layer.step(torch.randn(0, 4, device=device), layer.init_state(0))[0],
-    ):
-        layer.zero_grad()
-        output.sum().backward()
-        for name, parameter in layer.named_parameters():
-            assert parameter.grad is not None and not parameter.grad.any(), name
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"d_state": 1}, {"expand": 1}, {"d_state": 1, "expand": 1}, {"expand": 0.5}, {"expand": 1.5}],
-    ids=str,
-)
-def test_small_and_odd_sizes(options: dict[str, Any]) -> None:
-    layer = Bedouin(4, dtype=torch.float64, **options)
-    x = torch.randn(2, 5, 4, dtype=torch.float64)
-    assert layer(x).shape == x.shape
-    assert layer.d_inner == int(options.get("expand", 2) * 4)
+@pytest.mark.parametrize("expand", [0.5, 1, 1.5])
+def test_small_and_odd_sizes(expand: float) -> None:
+    layer, x = Bedouin(4, d_state=1, expand=expand).double(), torch.randn(2, 5, 4).double()
+    assert layer.d_inner == expand * 4
     assert decode_gap(layer, x) < 1e-11
 
 
@@ -169,11 +96,6 @@ def test_layout_in_memory_does_not_matter() -> None:
     assert_close("strided", layer(strided), expected, 1e-13)
     turned = end._replace(ssm=end.ssm.mT.contiguous().mT)
     assert_close("strided state", layer(x, state=turned), layer(x, state=end), 1e-13)
-
-
-def test_auto_is_direct_where_the_mixer_allows_it() -> None:
-    assert Bedouin(4).solver == Direct()
-    assert FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
@@ -220,27 +142,6 @@ def test_marks_for_optimizers_and_initializers() -> None:
     assert type(layer.out_proj) is nn.Linear
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Mamba])
-def test_marks_survive_copies_and_the_way_from_the_meta_device(kind: Any) -> None:
-    def marks(layer: nn.Module) -> dict[str, tuple[bool, bool]]:
-        names = "_no_weight_decay", "_no_reinit"
-        return {
-            n: (hasattr(p, names[0]), hasattr(p, names[1])) for n, p in layer.named_parameters()
-        }
-
-    expected = marks(kind(4))
-    assert any(any(pair) for pair in expected.values())
-    moved = kind(4, device="meta").to_empty(device="cpu")
-    assert marks(moved) == marks(copy.deepcopy(kind(4))) == expected
-    assert marks(pickle.loads(pickle.dumps(kind(4)))) == expected
-    moved.load_state_dict(kind(4).state_dict(), assign=True)
-    assert marks(moved) == expected
-    moved.reset_parameters()
-    assert marks(moved) == expected
-    assert all(p.isfinite().all() for p in moved.parameters())
-    assert moved(torch.randn(2, 3, 4)).isfinite().all()
-
-
 def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     mixers = [Bedouin(4), FixedPointRNN(4, decay="griffin"), Mamba(4)]
     model = SequenceModel(5, 4, mixers, mlp_expand=1, tie_embeddings=True)
@@ -259,37 +160,21 @@ def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     assert not [name for name in parts if "proj.weight" in name or "embedding" in name]
 
 
-def test_groups_of_the_wrong_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="model must be an nn.Module, got list"):
-        param_groups([], weight_decay=0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weight_decay must"):
-        param_groups(Bedouin(4), weight_decay=-0.1)
-
-
-def test_weights_from_x_to_delta_may_start_at_zero() -> None:
-    def made(make: Any, **options: Any) -> Bedouin:
+@pytest.mark.parametrize("make", [Bedouin, Bedouin.from_paper])
+def test_weights_from_x_to_delta_may_start_smaller(make: Any) -> None:
+    def drawn(**options: Any) -> dict[str, Tensor]:
         torch.manual_seed(3)
-        layer: Bedouin = make(4, **options)
-        return layer
+        return dict(make(4, **options).named_parameters())
 
-    for make in (Bedouin, Bedouin.from_paper):
-        usual, same, zero, half = (
-            made(make, **options)
-            for options in (
-                {},
-                *({"initialization": Initialization(delta_from_x=v)} for v in (1.0, 0.0, 0.5)),
-            )
-        )
-        for name, weight in usual.state_dict().items():
-            assert torch.equal(same.state_dict()[name], weight)
-            if name != "x_proj.weight":
-                assert torch.equal(zero.state_dict()[name], weight)
-        d, weight = usual.d_inner, usual.x_proj.weight
-        assert not zero.x_proj.weight[:d].any()
-        assert torch.equal(half.x_proj.weight[:d], 0.5 * weight[:d])
-        assert torch.equal(zero.x_proj.weight[d:], weight[d:])
-        zero.reset_parameters()
-        assert not zero.x_proj.weight[:d].any()
+    for factor in (1.0, 0.5, 0.0):
+        initialization, expected = Initialization(delta_from_x=factor), drawn()
+        with torch.no_grad():
+            expected["x_proj.weight"][:8] *= factor
+        found = drawn(initialization=initialization)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        layer = make(4, initialization=initialization)
+        layer.reset_parameters()
+        assert layer.x_proj.weight[:8].any() == (factor > 0)
 
 
 def test_feedback_may_be_any_iterable_of_names() -> None:
@@ -300,31 +185,35 @@ def test_feedback_may_be_any_iterable_of_names() -> None:
     assert FixedPointRNN(4, feedback=()).y_proj is None
 
 
+def test_a_width_of_one_is_silu_alone() -> None:
+    layer = Bedouin(8, d_conv=1, dtype=torch.float64)
+    plain = Bedouin(8, dtype=torch.float64)
+    plain.load_state_dict({n: v for n, v in layer.state_dict().items() if "extra" not in n})
+    assert layer.conv is not None and not list(layer.conv.parameters())
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    window = layer(x, return_state=True)[1].conv
+    assert window is not None and window.shape == (2, 0, 16)
+    assert not torch.allclose(layer(x), plain(x))
+
+
+def test_errors_of_the_window() -> None:
+    layer, plain = Bedouin(8, d_conv=3), Bedouin(8)
+    with pytest.raises(ValueError, match="state.conv must be None, since the layer has no conv"):
+        plain.step(torch.randn(2, 8), layer.init_state(2))
+    with pytest.raises(ValueError, match=r"state.conv must be a tensor of shape \(2, 2, 16\)"):
+        layer.step(torch.randn(2, 8), plain.init_state(2))
+    with pytest.raises(ValueError, match="states of one layer, got one with 2 and one with 3"):
+        BedouinState.cat([plain.init_state(1), layer.init_state(1)])
+
+
+def test_the_output_of_the_paper_is_that_of_from_paper() -> None:
+    layer = Bedouin.from_paper(8)
+    assert (layer.norm, layer.raw_bias, layer.projected_sizes) == (None, None, {"x": 16})
+    assert Bedouin(8).projected_sizes == {"x": 16, "z": 16}
+    assert not hasattr(Bedouin, "recall") and not hasattr(Bedouin(8), "recall")
+
+
 # -- the meta device
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"solver": Picard()},
-        {"solver": Jacobi(), "adjoint": UnrolledAdjoint()},
-        {"solver": Picard(), "adjoint": OneStepAdjoint()},
-        {"mixer": LowRank(1), "on_unconverged": "raise"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_shapes_on_the_meta_device(kind: Any, options: dict[str, Any]) -> None:
-    layer = kind(4, device="meta", max_steps=3, **options)
-    x = torch.empty(2, 5, 4, device="meta", requires_grad=True)
-    output, state = layer(x, return_state=True)
-    assert output.shape == x.shape and output.is_meta
-    assert state.y.shape == (2, 8) and state.y.is_meta and state.ssm.is_meta
-    output.sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
-    step, _ = layer.step(torch.empty(2, 4, device="meta"), layer.init_state(2))
-    assert step.shape == (2, 4) and step.is_meta
 
 
 @pytest.mark.parametrize(
@@ -336,98 +225,10 @@ def test_what_reads_the_device_says_so_on_the_meta_device(options: dict[str, Any
         layer(torch.empty(2, 5, 4, device="meta"))
 
 
-# -- statistics
-
-
-def stats_of(layer: FixedPointLayer) -> SolveStats | None:
-    """Read through a function, for a call in between changes them."""
-    return layer.stats
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "solver", [Direct(), Picard(), Jacobi()], ids=["direct", "picard", "jacobi"]
-)
-def test_statistics_of_the_last_call(kind: Any, solver: Solver) -> None:
-    layer: FixedPointLayer = kind(4, solver=solver)
-    assert stats_of(layer) is None
-    layer(torch.randn(3, 5, 4))
-    stats = stats_of(layer)
-    assert stats is not None
-    assert stats.num_steps.shape == stats.residual.shape == stats.converged.shape == (3,)
-    assert stats.num_steps.dtype == torch.int64 and stats.converged.dtype == torch.bool
-    assert stats.residual.dtype == torch.float32
-    assert not stats.residual.requires_grad
-    assert stats.converged.all() and stats.residual.max() < 1e-3
-    if isinstance(solver, Picard):
-        assert stats.conditioning is None
-    else:
-        assert stats.conditioning is not None
-        assert stats.conditioning.shape == (3,) and stats.conditioning.min() > 0
-        assert not stats.conditioning.requires_grad
-
-
-# -- solves that do not converge
-
-
-def unconverged(**options: Any) -> Bedouin:
-    layer = Bedouin(4, solver=SLOW, max_steps=2, dtype=torch.float64, **options)
-    with torch.no_grad():
-        layer.dt_bias.add_(2.0)
-    return layer
-
-
-X = torch.linspace(-1, 1, 2 * 8 * 4, dtype=torch.float64).view(2, 8, 4)
-
-
-def test_warn_names_the_layer_the_count_and_the_remedy() -> None:
-    message = r"Bedouin: 2 of 2 samples did not converge in 2 steps .*raise max_steps"
-    with pytest.warns(ConvergenceWarning, match=message):
-        unconverged()(X)
-
-
-# -- caps
-
-
-def steps_of(layer: Bedouin, calls: int) -> list[int]:
-    steps = []
-    for _ in range(calls):
-        layer(X)
-        assert layer.stats is not None
-        steps.append(int(layer.stats.num_steps.max()))
-    return steps
-
-
-def gamma_layer(seed: int = 0) -> Bedouin:
-    return Bedouin(
-        4, solver=SLOW, max_steps=GammaCap(4.0, 1.0, 12, seed), on_unconverged="ignore",
-        dtype=torch.float64,
-    )  # fmt: skip
-
-
-def test_caps_are_drawn_in_training_only() -> None:
-    layer, cap = gamma_layer(), GammaCap(4.0, 1.0, 12)
-    with torch.no_grad():
-        layer.dt_bias.add_(2.0)
-    assert steps_of(layer.train(), 6) == [cap.draw(i) for i in range(6)]
-    assert steps_of(layer.eval(), 2) == [12, 12]
-    assert steps_of(layer.train(), 2) == [cap.draw(6), cap.draw(7)]
-
-
-def test_a_resumed_layer_draws_what_the_other_would_have() -> None:
-    layer = gamma_layer(seed=5)
-    with torch.no_grad():
-        layer.dt_bias.add_(2.0)
-    steps_of(layer.train(), 3)
-    resumed = gamma_layer(seed=5)
-    resumed.load_state_dict(layer.state_dict(), strict=True)
-    assert steps_of(resumed.train(), 5) == steps_of(layer, 5)
-
-
 def test_the_solver_may_be_set_to_auto() -> None:
     layer = Bedouin(4, solver=Picard())
     layer.solver = "auto"
-    assert layer.solver == Direct()
+    assert layer.solver == FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
     with pytest.raises(TypeError, match="solver must be 'auto' or a solver object .* got 'best'"):
         layer.solver = "best"  # type: ignore[assignment]
 

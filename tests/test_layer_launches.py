@@ -16,7 +16,7 @@ import bedouin.solvers.reporting
 from bedouin import Bedouin, NoMixing
 from bedouin.kernels.operation import OPERATIONS
 
-HEADS = "head_sweep_kernel", "reverse_head_kernel"
+HEADS = "sweep_kernel", "reverse_kernel"
 ALL = ("delta", "B", "C", "mixer")
 
 
@@ -94,7 +94,7 @@ def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPat
     """Those of one length are a batch as it is; others are gathered, in both directions."""
     layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
     x = torch.randn(1, 96, 32 * num_heads, requires_grad=True)
-    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (24, 7))):
+    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (29, 7))):
         # the same number of chunks
         ends = torch.tensor(bounds)
         batch = torch.randn(len(bounds) - 1, int(ends.diff().max()), 32 * num_heads)
@@ -119,7 +119,7 @@ def test_the_launches_of_padding(num_heads: int, monkeypatch: pytest.MonkeyPatch
     x.grad = None
     mask = torch.arange(16) < (torch.arange(40) % 17).unsqueeze(1)
     found = launches_of(layer, x, monkeypatch, mask=mask)
-    for one, other, more in zip(found, plain, (29, 9), strict=True):
+    for one, other, more in zip(found, plain, (37, 9), strict=True):
         assert len(one.names) <= len(other.names) + more, one.names
 
 
@@ -164,19 +164,11 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
     ],
 )
 def test_the_number_of_launches(
-    feedback: tuple[str, ...],
-    num_heads: int,
-    most: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
+    feedback: Any, num_heads: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 40 samples of 16 tokens."""
-    layer = Bedouin(
-        32 * num_heads,
-        num_heads=num_heads,
-        feedback=feedback,
-        backend="triton",
-        on_unconverged="ignore",
-    )
+    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "backend": "triton"}
+    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     forward, backward = launches_of(layer, x, monkeypatch)
     assert len(forward.names) <= most[0], forward.names

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import assert_all_close, results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from bedouin import Bedouin, Decoder, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin import Bedouin, Decoder, FixedPointRNN, HouseholderProduct, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
 from bedouin.state import BedouinState
@@ -37,6 +37,7 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (PaperOutput, {}),
     (FixedPointRNN, {}),
     (Bedouin, {"num_heads": 2, "num_householder": 1}),
+    (Bedouin, {"num_heads": 2, "d_conv": 3}),
 ]
 # whose kernels get a reflection with beta 0
 WITHOUT_MIXING: list[tuple[Any, dict[str, Any]]] = [
@@ -53,6 +54,8 @@ WITHOUT_MIXING: list[tuple[Any, dict[str, Any]]] = [
 STEPS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"solver": Picard(rtol=0, atol=0), "adjoint": OneStepAdjoint(), "max_steps": 2}),
     (FixedPointRNN, {"solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
+    (Bedouin, {"feedback": ("delta",), "solver": Picard(rtol=0, atol=0), "max_steps": 2}),
+    (Bedouin, {"feedback": ("delta",), "solver": Jacobi(rtol=0, atol=0), "max_steps": 2}),
 ]
 
 
@@ -69,24 +72,11 @@ HEADS: list[dict[str, Any]] = [
         "input_scale": "one_minus_decay",
         "d_state": 1,
     },
+    {"solver": Jacobi(rtol=1e-3, atol=0.0), "max_steps": 4},
+    {"solver": Picard(0.1, 0.0, stop_rule="paper"), "max_steps": 4},
 ]
 # compiled, exponentials and quotients are approximations
 TOLERANCE = {"cpu": 5e-6, "cuda": 1e-4}
-
-
-def run(
-    layer: FixedPointLayer, x: Tensor, before: BedouinState | None = None, **places: Tensor
-) -> list[Tensor]:
-    """The output, the state, and the gradients of x, of all parameters and of the state before."""
-    x = x.clone().requires_grad_()
-    if before is not None:
-        before = BedouinState(*(v.clone().requires_grad_() for v in before))
-    output, state = layer(x, before, return_state=True, **places)
-    weights = torch.linspace(0, 5, output.numel(), dtype=torch.float64).cos().view(output.shape)
-    loss = (output.double() * weights.to(x.device)).sum() + state.ssm.double().sum()
-    inputs = [x, *layer.parameters(), *(before or ())]
-    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    return [output.detach(), state.ssm.detach(), state.y.detach(), *grads]
 
 
 def pair(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[FixedPointLayer]:
@@ -99,11 +89,6 @@ def pair(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[Fix
     return layers
 
 
-def names(layer: FixedPointLayer) -> list[str]:
-    parameters = [name for name, _ in layer.named_parameters()]
-    return ["output", "ssm", "y", "grad x", *(f"grad {name}" for name in parameters)]
-
-
 @devices
 @pytest.mark.parametrize(("kind", "options"), VARIANTS + WITHOUT_MIXING + STEPS, ids=str)
 def test_a_layer_with_kernels_against_float64(
@@ -112,10 +97,9 @@ def test_a_layer_with_kernels_against_float64(
     layer, reference = pair(kind, device, torch.float32, **options)
     reference.double()
     x = torch.randn(2, 2, 6).to(device)
-    ours, theirs = run(layer, x), run(reference, x.double())
-    for name, a, b in zip(names(layer), ours, theirs, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(name, a.double(), b, TOLERANCE[device], atol=TOLERANCE[device] / 10)
+    ours, theirs = results(layer, x), results(reference, x.double())
+    assert all(v.dtype == torch.float32 for v in ours)
+    assert_all_close(ours, theirs, TOLERANCE[device], TOLERANCE[device] / 10)
 
 
 @devices
@@ -125,19 +109,23 @@ def test_heads_with_a_state_in_float32(padded: bool, options: dict[str, Any], de
     options = {"num_heads": 2, "num_householder": 2, **options}
     layer, reference = pair(Bedouin, device, torch.float32, **options)
     reference.double()
-    places = {"mask": torch.tensor([[True] * 3, [False, True, False]], device=device)}
-    x = torch.randn(2, 3, 6).to(device)
-    before = BedouinState(*(torch.randn_like(v) for v in layer.init_state(2)))
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]], device=device).bool()
+    places: dict[str, Any] = {"mask": mask} if padded else {}
+    x = torch.randn(3, 3, 6).to(device)
+    before = BedouinState(*(torch.randn_like(v) for v in layer.init_state(3)))
     exact = BedouinState(*(v.double() for v in before))
-    ours = run(layer, x, before, **(places if padded else {}))
-    theirs = run(reference, x.double(), exact, **(places if padded else {}))
-    for name, a, b in zip([*names(layer), "grad ssm", "grad y"], ours, theirs, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(name, a.double(), b, 1e-4, atol=1e-5)
-    stats = [v.stats for v in (layer, reference)]
-    assert all(v is not None and bool(v.converged.all()) for v in stats)
-    pivots = [v.conditioning for v in stats if v is not None and v.conditioning is not None]
-    torch.testing.assert_close(pivots[0].double(), pivots[1], rtol=1e-4, atol=1e-4)
+    ours = results(layer, x, before, **places)
+    theirs = results(reference, x.double(), exact, **places)
+    assert all(v.dtype == torch.float32 for v in ours)
+    assert_all_close(ours, theirs, 1e-4, 1e-5)
+    for one, given in ((layer, x), (reference, x.double())):
+        one(given, **places)
+    found, expected = layer.stats, reference.stats
+    assert found is not None and expected is not None
+    assert found.converged.all() and expected.converged.all()
+    assert found.num_steps.tolist() == expected.num_steps.tolist()
+    if found.conditioning is not None and expected.conditioning is not None:
+        assert_close("pivot", found.conditioning.double(), expected.conditioning, 1e-4)
 
 
 @devices
@@ -149,63 +137,36 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
         parameter = layer.get_parameter(name)
         parameter.data = parameter.data.bfloat16()
     x = torch.randn(2, 2, 6, device=device)
-    ours, theirs = (run(layer, x) for layer in layers)
-    for label, a, b in zip(names(layers[0]), ours, theirs, strict=True):
+    ours, theirs = (results(layer, x) for layer in layers)
+    for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype
         # two roundings to bfloat16 may differ by one unit in the last place
         tolerance = 2**-7 if a.dtype == torch.bfloat16 else TOLERANCE[device]
-        assert_close(label, a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
+        assert_close("result", a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
 
 
-@devices
-def test_checkpointing_hooks_and_a_batch_of_cotangents(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.float32)
-    x = torch.randn(1, 2, 6, device=device, requires_grad=True)
-    y = layer(x)
-    weights = torch.randn(2, *y.shape, dtype=y.dtype, device=device)
-    single = [torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights]
-    (batched,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
-    assert_close("batched", batched, torch.stack(single), 2e-6)
-    outputs = [checkpoint(layer, x, use_reentrant=False)]
-    with torch.autograd.graph.save_on_cpu():
-        outputs.append(layer(x))
-    for out in outputs:
-        assert torch.equal(torch.autograd.grad(out, x, weights[0])[0], single[0])
-
-
-@devices
-def test_a_second_derivative_is_refused(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.float32)
-    x = torch.randn(1, 1, 6, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    for source in (x, layer.x_proj.weight, layer.D):
-        with pytest.raises(RuntimeError, match="once differentiable"):
-            torch.autograd.grad(grad.sum(), source, retain_graph=True)
+LOW: list[tuple[Any, dict[str, Any]]] = [
+    *(*VARIANTS[::4], VARIANTS[5], WITHOUT_MIXING[1], STEPS[0])
+]
 
 
 @devices
 @pytest.mark.parametrize(
-    ("kind", "options"), [*VARIANTS[::4], VARIANTS[5], WITHOUT_MIXING[1], STEPS[0]], ids=str
+    ("kind", "options", "autocast"),
+    [*((*case, False) for case in LOW), (Bedouin, {}, True)],
+    ids=str,
 )
-def test_a_bfloat16_layer_with_kernels(kind: Any, options: dict[str, Any], device: str) -> None:
-    layers = pair(kind, device, torch.bfloat16, **options)
-    x = torch.randn(2, 2, 6).bfloat16().to(device)
-    ours, theirs = (run(layer, x) for layer in layers)
+def test_bfloat16_with_kernels(
+    kind: Any, options: dict[str, Any], autocast: bool, device: str
+) -> None:
+    """Of a layer, or of autocast."""
+    layers = pair(kind, device, torch.float32 if autocast else torch.bfloat16, **options)
+    x = torch.randn(2, 2, 6).to(device, layers[0].D.dtype)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+        ours, theirs = (results(layer, x) for layer in layers)
     assert [v.dtype for v in ours] == [v.dtype for v in theirs]
-    for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
-        # sums over few channels cancel, so the error is that of the rounded terms
-        assert_close(name, a.double(), b.double(), 0.05, atol=0.05)
-
-
-@devices
-def test_autocast_with_kernels(device: str) -> None:
-    layers = pair(Bedouin, device, torch.float32)
-    x = torch.randn(2, 2, 6).to(device)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        ours, theirs = (run(layer, x) for layer in layers)
-    assert [v.dtype for v in ours] == [v.dtype for v in theirs]
-    for name, a, b in zip(names(layers[0]), ours, theirs, strict=True):
-        assert_close(name, a.double(), b.double(), 0.05, atol=0.05)
+    # sums over few channels cancel, so the error is that of the rounded terms
+    assert_all_close(map(Tensor.double, ours), map(Tensor.double, theirs), 0.05, 0.05)
 
 
 class _SweepOperands(TorchDispatchMode):
@@ -233,20 +194,10 @@ def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     assert operands.seen == [(torch.bfloat16, torch.bfloat16, 0)]
 
 
-@pytest.mark.gpu
-def test_a_mixer_without_kernels_on_a_gpu() -> None:
-    layer = Bedouin(6, mixer=LowRank(2), device="cuda", dtype=torch.bfloat16, feedback=())
-    reference = Bedouin(6, mixer=LowRank(2), device="cuda", feedback=(), backend="reference")
-    reference.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 5, 6, device="cuda").bfloat16()
-    assert_close("output", layer(x).float(), reference(x.float()), 0.05, atol=0.05)
-
-
 # the interpreter computes with numpy, which warns
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [*VARIANTS, *STEPS, (FixedPointRNN, {"feedback": (), "num_heads": 2})],
+    ("kind", "options"), [*VARIANTS, *STEPS, (FixedPointRNN, {"feedback": (), "num_heads": 2})]
 )
 @devices
 @torch.no_grad()
@@ -270,10 +221,21 @@ def test_squares_that_overflow_are_no_zeros(
 
 
 class Named(HouseholderProduct):
-    """A subclass of the same mathematics."""
+    """A subclass that changes neither how raw values are read nor what is computed from them."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def extra_repr(self) -> str:
         return f"named, {super().extra_repr()}"
+
+
+class NamedNoMixing(NoMixing):
+    """As `Named`."""
+
+    def extra_repr(self) -> str:
+        return "named"
 
 
 class Reversed(HouseholderProduct):
@@ -285,17 +247,21 @@ class Reversed(HouseholderProduct):
 
 @devices
 @pytest.mark.parametrize("solver", [Direct(), Picard(rtol=0, atol=0)], ids=repr)
-def test_a_subclass_keeps_the_kernels(device: str, solver: Any) -> None:
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+def test_a_subclass_keeps_the_kernels(kind: Any, device: str, solver: Any) -> None:
     options: dict[str, Any] = {"solver": solver, "max_steps": 2, "on_unconverged": "ignore"}
-    found = []
-    for kind in (HouseholderProduct, Named):
-        torch.manual_seed(0)
-        layer = Bedouin(3, d_state=2, mixer=kind(2), device=device, backend="triton", **options)
-        x = torch.randn(1, 2, 3, device=device)
-        y = layer(x)
-        found.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
-    layer = Bedouin(3, d_state=2, mixer=Reversed(2), device=device, backend="triton", **options)
+    options |= {"device": device, "backend": "triton"}
+    x = torch.randn(1, 2, 3, device=device)
+    for same, mine in ((HouseholderProduct(2, 1.5), Named(2, 1.5)), (NoMixing(), NamedNoMixing())):
+        found = []
+        for mixer in (same, mine):
+            torch.manual_seed(0)
+            layer = kind(3, mixer=mixer, **options)
+            y = layer(x)
+            grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+            found.append((y, *grads, layer.step(x[:, 0], layer.init_state(1))[0]))
+        assert all(map(torch.equal, *found))
+    layer = kind(3, mixer=Reversed(2), **options)
     with pytest.raises(ValueError, match="does not support forward of the mixer Reversed"):
         layer(x)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, BedouinState
@@ -88,9 +87,6 @@ def test_shapes(mixer: type[nn.Module], mlp_expand: float | None, b: int, t: int
     logits = model(ids(b, t))
     assert logits.shape == (b, t, 7)
     assert logits.isfinite().all()
-
-
-def test_empty_time() -> None:
     assert make()(ids(2, 0)).shape == (2, 0, VOCAB)
 
 
@@ -108,45 +104,6 @@ def test_by_hand() -> None:
     gate, value = F.linear(norm(x), mlp.in_proj.weight).chunk(2, -1)
     x = x + F.linear(F.silu(gate) * value, mlp.out_proj.weight)
     torch.testing.assert_close(model(ids(2, 6)), F.linear(norm(x), model.head.weight))
-
-
-@pytest.mark.parametrize("mlp_expand", [None, 2.0])
-def test_steps_and_chunks_are_the_sequence(mlp_expand: float | None) -> None:
-    model = make(mlp_expand=mlp_expand).double()
-    tokens = ids(3, 7)
-    whole, end = model(tokens, return_state=True)
-    first, state = model(tokens[:, :4], return_state=True)
-    rest = model(tokens[:, 4:], state)
-    torch.testing.assert_close(torch.cat([first, rest], 1), whole)
-    torch.testing.assert_close(model(tokens), whole)
-
-    state = model.init_state(3)
-    for position in range(7):
-        logits, state = model.step(tokens[:, position], state)
-        torch.testing.assert_close(logits, whole[:, position])
-    torch.testing.assert_close(state, end)
-
-
-def test_stacked_parameters_are_single_models() -> None:
-    """functional_call under vmap: logits and gradients of each model of an ensemble."""
-    models = [make(mlp_expand=2.0).double() for _ in range(3)]
-    for model in models[1:]:
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-    stacked, buffers = stack_module_state(models)
-    tokens = ids(2, 5)
-
-    def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        logits = functional_call(models[0], (parameters, buffers), (tokens,))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-    gradients = vmap(grad(loss), in_dims=(0, 0, None))(stacked, buffers, tokens)
-    for index, model in enumerate(models):
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        alone = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        expected = torch.autograd.grad(alone, parameters)
-        for name, gradient in zip(names, expected, strict=True):
-            torch.testing.assert_close(gradients[name][index], gradient)
 
 
 def test_mixers_from_a_function() -> None:
@@ -264,11 +221,7 @@ def test_bad_tokens_and_states() -> None:
         ({"mixers": Leaky()}, TypeError, r"sequence of modules, as \[Bedouin.*got Leaky"),
         ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),
         ({"mixers": lambda i: Leaky()}, TypeError, "num_layers must be an int >= 1, got None"),
-        (
-            {"num_layers": 1},
-            ValueError,
-            "num_layers must be None .*got 1 and 1 mixers",
-        ),
+        ({"num_layers": 1}, ValueError, "num_layers must be None .*got 1 and 1 mixers"),
         (
             {"output_size": 3, "tie_embeddings": True},
             ValueError,
@@ -305,7 +258,11 @@ def test_a_model_gathers_tokens_once(bounds: list[int], gathers: int) -> None:
     assert_close("logits", found, torch.cat(parts, 1), 1e-12)
 
 
-def test_documents_of_one_length_need_layers_that_take_a_mask() -> None:
+def test_padding_and_documents_need_layers_that_take_a_mask() -> None:
+    """Also documents of one length, which have no padding."""
     model = SequenceModel(5, 4, [nn.Identity()])
-    with pytest.raises(TypeError, match="mixer Identity takes no mask"):
-        model(torch.zeros(1, 6, dtype=torch.long), cu_seqlens=torch.tensor([0, 3, 6]))
+    bounds, mask = torch.tensor([0, 3, 6]), torch.ones(1, 6).bool()
+    every: list[dict[str, Any]] = [{"cu_seqlens": bounds}, {"mask": mask}]
+    for places in every:
+        with pytest.raises(TypeError, match="mixer Identity takes no mask, which padding and doc"):
+            model(torch.zeros(1, 6, dtype=torch.long), **places)

@@ -39,49 +39,10 @@ def test_float32_against_float64(kind: Any, options: dict[str, Any], solver: Sol
     x = torch.randn(3, 20, 16)
     growth = measure_growth(reference, x.double())
     assert_close("output", layer(x).double(), reference(x.double()), 2e-5 * growth)
-
-
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
-def test_float32_gradients_against_float64(kind: Any, options: dict[str, Any]) -> None:
-    layer, reference = pair(kind, torch.float32, **options)
-    x = torch.randn(3, 10, 16)
-    growth = measure_growth(reference, x.double())
     expected = layer_gradients(reference, x.double())
     for name, gradient in layer_gradients(layer, x).items():
         assert gradient.dtype == torch.float32
         assert_close(name, gradient.double(), expected[name], 1e-4 * growth, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_a_bfloat16_layer(kind: Any, options: dict[str, Any], solver: Solver) -> None:
-    layer, reference = pair(kind, torch.bfloat16, solver=solver, **options)
-    x = torch.randn(3, 12, 16).bfloat16()
-    output, state = layer(x, return_state=True)
-    assert output.dtype == torch.bfloat16
-    assert_float32(layer, state)
-    assert relative_error(output, reference(x.double())) < 0.05
-    output.float().sum().backward()
-    assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for p in layer.parameters())
-    step, _ = layer.step(x[:, 0], state)
-    assert step.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast(kind: Any, options: dict[str, Any], solver: Solver, x_dtype: torch.dtype) -> None:
-    layer, reference = pair(kind, torch.float32, solver=solver, **options)
-    x = torch.randn(3, 12, 16).to(x_dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, state = layer(x, return_state=True)
-        plain_linear = layer.out_proj(torch.randn(1, layer.d_inner))
-        again, _ = layer(x, state=state, return_state=True)
-    assert output.dtype == plain_linear.dtype == again.dtype == torch.bfloat16
-    assert_float32(layer, state)
-    assert relative_error(output, reference(x.double())) < 0.05
-    output.float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
 def test_backward_outside_autocast_is_backward_inside() -> None:
@@ -98,37 +59,6 @@ def test_backward_outside_autocast_is_backward_inside() -> None:
         inside = torch.autograd.grad(loss(), weights)
     for (name, _), a, b in zip(layer.named_parameters(), outside, inside, strict=True):
         assert_close(name, a, b, 0.02)
-
-
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_float64_stays_float64(solver: Solver) -> None:
-    layer = Bedouin(16, dtype=torch.float64, solver=solver)
-    output, state = layer(torch.randn(2, 4, 16, dtype=torch.float64), return_state=True)
-    assert output.dtype == state.ssm.dtype == state.y.dtype == torch.float64
-    assert layer.stats is not None and layer.stats.residual.dtype == torch.float64
-    gradients = layer_gradients(layer, torch.randn(2, 4, 16, dtype=torch.float64))
-    assert {g.dtype for g in gradients.values()} == {torch.float64}
-
-
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_autocast_leaves_float64_alone(kind: Any, solver: Solver) -> None:
-    """As it leaves torch's own layers; gradients, steps and the decoder included."""
-    layer = kind(8, dtype=torch.float64, solver=solver)
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-
-    def run() -> list[Tensor]:
-        output, state = layer(x, return_state=True)
-        step, state = layer.step(x[:, 0], state)
-        decoded = Decoder(layer, 2, state=state)(x[:, 1])
-        gradients = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
-        return [output, step, *state, decoded, *gradients]
-
-    expected = run()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run()
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == torch.float64 and torch.equal(a, e)
 
 
 def test_autocast_leaves_a_float64_model_alone() -> None:
@@ -161,25 +91,13 @@ def test_the_kernels_refuse_a_float64_layer(kind: Any, solver: Solver, autocast:
 
 
 def test_the_default_dtype_does_not_leak() -> None:
-    """A float32 layer made under a float64 default, and the other way round."""
-    layer = Bedouin(4, dtype=torch.float32)
-    x = torch.randn(2, 5, 4, dtype=torch.float32)
-    expected = layer(x)
+    """A layer that is made under a float64 default; test_every_layer_in_torch.py has the other."""
     torch.set_default_dtype(torch.float64)
     try:
-        output, state = layer(x, return_state=True)
-        double = Bedouin(4)(x.double())
+        double = Bedouin(4)(torch.randn(2, 5, 4))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(output, expected) and state.ssm.dtype == torch.float32
     assert double.dtype == torch.float64
-
-
-def assert_float32(layer: FixedPointLayer, state: Any) -> None:
-    assert state.ssm.dtype == state.y.dtype == torch.float32
-    assert layer.stats is not None and layer.stats.residual.dtype == torch.float32
-    if layer.stats.conditioning is not None:
-        assert layer.stats.conditioning.dtype == torch.float32
 
 
 HUGE: list[tuple[Any, dict[str, Any]]] = [

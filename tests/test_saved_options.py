@@ -1,9 +1,11 @@
 """The extra state of layers: parameters loaded into a layer with other options are told."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from bedouin.baselines import Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.common import TEXT_BLOCK
 from bedouin.layers.mixers import Kronecker
 from bedouin.layers.tracking import Tracker
+from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 
 Load = Callable[[nn.Module, nn.Module], Any]
 
@@ -34,36 +37,31 @@ def warnings_of(load: Load, target: nn.Module, source: nn.Module) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-DIFFERENCES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]] = [
-    (Bedouin, {}, "input_scale", "bounded_delta", "one_minus_decay"),
-    (Bedouin, {}, "beta_max", 1.0, 2.0),
-    (Bedouin, {}, "eigenvalues", "positive", "full"),
-    (Bedouin, {}, "feedback_norm", True, False),
-    (Bedouin, {}, "norm_eps", 1e-5, 1e-3),
-    (Bedouin, {}, "feedback", ["B"], ["C"]),
-    (Bedouin, {}, "d_conv", None, 1),
-    (FixedPointRNN, {}, "beta_max", 1.0, 0.5),
-    (Mamba, {}, "eigenvalues", "positive", "full"),
-    (DeltaProduct, {}, "eigenvalues", "full", "positive"),
-    (DeltaProduct, {}, "norm_eps", 1e-5, 1e-3),
-    (DeltaNet, {}, "eigenvalues", "positive", "full"),
-    (Tracker, {}, "norm_eps", 1e-5, 1e-3),
-    (Attention, {}, "num_heads", 4, 2),
-    (Attention, {}, "rope_base", 1e4, None),
+DIFFERENCES: list[tuple[Callable[..., nn.Module], str, Any, Any]] = [
+    (Bedouin, "input_scale", "bounded_delta", "one_minus_decay"),
+    (Bedouin, "beta_max", 1.0, 2.0),
+    (Bedouin, "eigenvalues", "positive", "full"),
+    (Bedouin, "feedback_norm", True, False),
+    (Bedouin, "norm_eps", 1e-5, 1e-3),
+    (Bedouin, "feedback", ["B"], ["C"]),
+    (Bedouin, "d_conv", None, 1),
+    (FixedPointRNN, "beta_max", 1.0, 0.5),
+    (Mamba, "eigenvalues", "positive", "full"),
+    (DeltaProduct, "eigenvalues", "full", "positive"),
+    (DeltaProduct, "norm_eps", 1e-5, 1e-3),
+    (DeltaNet, "eigenvalues", "positive", "full"),
+    (Tracker, "norm_eps", 1e-5, 1e-3),
+    (Attention, "num_heads", 4, 2),
+    (Attention, "rope_base", 1e4, None),
 ]
 
 
-@pytest.mark.parametrize(("kind", "common", "option", "saved", "present"), DIFFERENCES, ids=str)
+@pytest.mark.parametrize(("kind", "option", "saved", "present"), DIFFERENCES, ids=str)
 @pytest.mark.parametrize("inside", [False, True])
 def test_one_warning_names_the_option_and_both_values(
-    kind: Callable[..., nn.Module],
-    common: dict[str, Any],
-    option: str,
-    saved: Any,
-    present: Any,
-    inside: bool,
+    kind: Callable[..., nn.Module], option: str, saved: Any, present: Any, inside: bool
 ) -> None:
-    first, second = (kind(16, **common, **{option: value}) for value in (saved, present))
+    first, second = (kind(16, **{option: value}) for value in (saved, present))
     if inside:
         first, second = (SequenceModel(5, 16, [layer]) for layer in (first, second))
     (message,) = warnings_of(load, second, first)
@@ -95,82 +93,50 @@ def test_options_of_the_model_itself_are_saved() -> None:
     assert "tie_embeddings=False, but" in message
 
 
-OTHERS: dict[type[nn.Module], dict[str, Any]] = {
-    Bedouin: {
-        "d_state": 8,
-        "expand": 1,
-        "num_heads": 2,
-        "num_householder": 1,
-        "beta_max": 0.5,
-        "mixer": LowRank(2),
-        "decay": "griffin",
-        "input_scale": "one_minus_decay",
-        "eigenvalues": "full",
-        "d_conv": 1,
-        "feedback": ("B",),
-        "feedback_norm": False,
-        "norm_eps": 0.1,
-    },
-    FixedPointRNN: {
-        "expand": 1,
-        "num_heads": 2,
-        "num_householder": 1,
-        "beta_max": 0.5,
-        "mixer": NoMixing(),
-        "decay": "griffin",
-        "eigenvalues": "full",
-        "feedback": (),
-        "feedback_norm": False,
-        "d_conv": 1,
-        "norm_eps": 0.1,
-    },
-    Mamba: {
-        "d_state": 8,
-        "d_conv": None,
-        "expand": 1,
-        "dt_rank": 2,
-        "eigenvalues": "full",
-        "conv_bias": False,
-        "bias": True,
-    },
-    DeltaProduct: {
-        "num_householder": 1,
-        "gated": True,
-        "eigenvalues": "positive",
-        "num_heads": 2,
-        "head_dim": 3,
-        "expand_v": 1,
-        "output_gate": False,
-        "d_conv": None,
-        "conv_bias": True,
-        "norm_eps": 0.1,
-    },
-    Attention: {
-        "num_heads": 2,
-        "head_dim": 6,
-        "rope_base": 100.0,
-        "bias": True,
-        "d_conv": 3,
-        "conv_bias": True,
-    },
+VALUES: dict[str, tuple[Any, ...]] = {
+    "expand": (1,),
+    "d_state": (8,),
+    "num_heads": (2,),
+    "head_dim": (6,),
+    "expand_v": (1,),
+    "dt_rank": (2,),
+    "num_householder": (1,),
+    "beta_max": (0.5,),
+    "mixer": (LowRank(2), NoMixing()),
+    "decay": ("griffin",),
+    "input_scale": ("one_minus_decay",),
+    "eigenvalues": ("positive", "full"),
+    "d_conv": (None, 1, 3),
+    "feedback": ((), ("mixer",)),
+    "feedback_norm": (False,),
+    "norm_eps": (0.1,),
+    "rope_base": (100.0,),
+    "gated": (True,),
+    "output_gate": (False,),
+    "conv_bias": (True, False),
+    "bias": (True, False),
 }
+KINDS = Bedouin, FixedPointRNN, Mamba, DeltaProduct, Attention
 
 
 @pytest.mark.parametrize(
-    ("kind", "option"), [(k, name) for k in OTHERS for name in OTHERS[k]], ids=str
+    ("kind", "option"),
+    [(k, name) for k in KINDS for name in inspect.signature(k).parameters if name in VALUES],
+    ids=str,
 )
 def test_no_option_changes_numbers_in_silence(kind: type[Any], option: str) -> None:
     """It changes the names or shapes of the parameters, or is told, or has no effect."""
     source = kind(16, dtype=torch.float64).eval()
-    target = kind(16, dtype=torch.float64, **{option: OTHERS[kind][option]}).eval()
-    try:
-        told = warnings_of(load, target, source)
-    except RuntimeError as error:
-        assert "key(s) in state_dict" in str(error) or "size mismatch" in str(error)
-        return
-    if not told:
-        x = torch.randn(2, 5, 16, dtype=torch.float64)
-        torch.testing.assert_close(target(x), source(x))
+    for value in VALUES[option]:
+        target = kind(16, dtype=torch.float64, **{option: value}).eval()
+        try:
+            told = warnings_of(load, target, source)
+        except RuntimeError as error:
+            assert "key(s) in state_dict" in str(error) or "size mismatch" in str(error)
+            continue
+        if not told:
+            x = torch.randn(2, 5, 16, dtype=torch.float64)
+            torch.testing.assert_close(target(x), source(x))
 
 
 def cast(target: nn.Module, source: nn.Module) -> None:
@@ -191,43 +157,30 @@ def assigned(target: nn.Module, source: nn.Module) -> None:
     target.to("meta").load_state_dict(source.state_dict(), assign=True)
 
 
-@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned])
-def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
-    source = Bedouin(4)
-    source(torch.randn(1, 2, 4))
-    (message,) = warnings_of(way, Bedouin(4, beta_max=2.0), source)
-    assert "beta_max=1.0, but it has beta_max=2.0" in message
-    target = Bedouin(4)
-    way(target, source)
-    assert target.num_calls == 1
-
-
-def test_files_of_tensors_alone_hold_the_options(tmp_path: Path) -> None:
+def by_safetensors(target: nn.Module, source: nn.Module) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
+    target.load_state_dict(safetensors.load(safetensors.save(source.state_dict())))
 
-    def by_file(target: nn.Module, source: nn.Module) -> None:
-        safetensors.save_file(source.state_dict(), tmp_path / "model.safetensors")
-        target.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
 
-    (message,) = warnings_of(by_file, Bedouin(4, beta_max=2.0), Bedouin(4))
-    assert "beta_max=1.0" in message
-    by_file(Bedouin(4), Bedouin(4))
+def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
+    """In place; torch.distributed.checkpoint refuses tensors of other sizes."""
+    with TemporaryDirectory() as folder:
+        save_checkpoint(source.state_dict(), checkpoint_id=folder)
+        state = target.state_dict()
+        load_checkpoint(state, checkpoint_id=folder)
+    target.load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_in_place_hold_the_options(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint refuses tensors of other sizes."""
-
-    def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
-        save_checkpoint(source.state_dict(), checkpoint_id=tmp_path)
-        state = target.state_dict()
-        load_checkpoint(state, checkpoint_id=tmp_path)
-        target.load_state_dict(state)
-
-    (message,) = warnings_of(
-        by_checkpoint, Bedouin(4, feedback=("C",)), Bedouin(4, feedback=("B",))
-    )
-    assert "feedback=['B']" in message
+@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned, by_safetensors, by_checkpoint])
+def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
+    source = Bedouin(4, feedback=("B",))
+    source(torch.randn(1, 2, 4))
+    (message,) = warnings_of(way, Bedouin(4, beta_max=2.0, feedback=("C",)), source)
+    assert "feedback=['B'], beta_max=1.0, but it has feedback=['C'], beta_max=2.0," in message
+    target = Bedouin(4, feedback=("B",))
+    way(target, source)
+    assert target.num_calls == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -271,6 +224,27 @@ def test_classes_that_torch_derives_are_no_difference() -> None:
     layer = Bedouin(4, mixer=Scaled())
     nn.utils.parametrize.register_parametrization(layer.mixer, "scale", nn.Identity())
     assert layer.number_options()["mixer"] == "Scaled"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"solver": Picard()},
+        {"solver": Jacobi(), "adjoint": OneStepAdjoint()},
+        {"adjoint": ImplicitAdjoint(Picard())},
+        {"max_steps": GammaCap()},
+        {"backend": "reference", "on_unconverged": "ignore"},
+    ],
+    ids=str,
+)
+def test_checkpoints_fit_layers_that_solve_otherwise(other: dict[str, Any]) -> None:
+    first = Bedouin(4, max_steps=GammaCap())
+    first(torch.randn(1, 2, 4))
+    second = Bedouin(4, **other)
+    second.load_state_dict(first.state_dict(), strict=True)
+    first.load_state_dict(second.state_dict(), strict=True)
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert second.num_calls == 1
 
 
 def test_the_extra_state_is_small_and_on_the_cpu() -> None:

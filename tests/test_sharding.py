@@ -209,26 +209,6 @@ def check_mixed_precision(device: str) -> None:
     torch.testing.assert_close(token.float(), whole(x)[:, 0], rtol=0, atol=0.05)
 
 
-def check_values_from_the_meta_device(device: str) -> None:
-    """FSDP1 resets the modules of a unit, parents first, each for its own parameters."""
-
-    def make(device: str) -> SequenceModel:
-        mixers = [Bedouin(64, device=device), FixedPointRNN(64, num_heads=2, device=device)]
-        return SequenceModel(60, 64, mixers, embedding_std=0.1, device=device)
-
-    units = ModuleWrapPolicy({Block})
-    where = torch.device(device)
-    model = FullyShardedDataParallel(
-        make("meta"), auto_wrap_policy=units, device_id=where, use_orig_params=True
-    )
-    usual = dict(make("cpu").named_parameters())
-    with FullyShardedDataParallel.summon_full_params(model):
-        for name, value in model.named_parameters():
-            expected = usual[name.replace("_fsdp_wrapped_module.", "")].std()
-            if value.numel() >= 1024:
-                torch.testing.assert_close(value.std().cpu(), expected, rtol=0.2, atol=0, msg=name)
-
-
 def run_process(folder: str, device: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -245,7 +225,6 @@ def run_process(folder: str, device: str, rank: int) -> None:
         check_a_layer_alone(device)
         check_a_rank_without_samples(device)
         check_mixed_precision(device)
-        check_values_from_the_meta_device(device)
     finally:
         dist.destroy_process_group()
 

@@ -22,10 +22,6 @@ NOT_COUNTED = ("bedouin.kernels.operation",)
 LOOPS = ("sweep_tokens", "cpu_sweep", "selective_scan_reference")
 """The functions with a loop over time in plain torch."""
 
-heads = pytest.mark.parametrize("num_heads", [1, 2])
-solvers = pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
-gradients = pytest.mark.parametrize("gradient", [True, False])
-
 
 def walks(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> list[list[str]]:
     """The frames, as "module:function", from `forward` to each loop or launch, innermost first, in
@@ -86,7 +82,15 @@ def _names(frame: FrameType) -> list[str]:
     return names
 
 
-def check(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> None:
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("solver", [Direct(), Jacobi(), Picard()])
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
+def test_the_walk_to_the_loop_or_launch(
+    backend: str, gradient: bool, solver: Solver, num_heads: int
+) -> None:
     found = walks(solver, backend, gradient, num_heads)
     longest = max(found, key=len)
     assert longest[-1] == "bedouin.layers.fixed_point:forward"
@@ -94,19 +98,3 @@ def check(solver: Solver, backend: Any, gradient: bool, num_heads: int) -> None:
     for frames in found:
         modules = [module for module, _ in groupby(name.partition(":")[0] for name in frames)]
         assert len(modules) == len(set(modules)), "a module is left and entered again"
-
-
-@heads
-@solvers
-@gradients
-def test_the_walk_to_the_plain_loop(solver: Solver, gradient: bool, num_heads: int) -> None:
-    check(solver, "reference", gradient, num_heads)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("solver", "num_heads"), [(Direct(), 1), (Direct(), 2), (Jacobi(), 2), (Picard(), 1)]
-)
-@gradients
-def test_the_walk_to_a_kernel(solver: Solver, gradient: bool, num_heads: int) -> None:
-    check(solver, "triton", gradient, num_heads)

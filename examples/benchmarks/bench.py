@@ -4,16 +4,12 @@
     python examples/benchmarks/bench.py --quick     # the exact sweep only, under a minute
     python examples/benchmarks/bench.py --rows direct lstm --shapes 64x256
     python examples/benchmarks/bench.py --readme runs/bench/results.json    # a result as Markdown
-    python examples/benchmarks/bench.py --rows direct-heads16 lstm \\
-        --shapes 1x256 16x256 128x256 16x1024 --figure runs/bench/times.png
-    python examples/benchmarks/bench.py --warm --rows direct    # only fill the compiler's cache
     python examples/benchmarks/bench.py --speed examples/results/speed.json  # make bench
     python examples/benchmarks/bench.py --device cpu --tiny --precision float32 --repeats 1
 
 Before a row is timed, its fast path is compared with the plain reference, in float32 and in the
 precision of the run, and the row is run once. This compiles the kernels, which may take minutes
-that do not count towards the limits of the measurement. `--warm` does only this and prints only
-failures; several processes can run it side by side, each for other rows or shapes.
+that do not count towards the limits of the measurement.
 
 A time is the median of `--repeats` calls (plain torch: 3) after a warm-up, by CUDA events, on sets
 of random inputs that alternate so that none is left in the L2 cache. Forward is without gradients;
@@ -49,7 +45,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
-from benchmarks import agreement, cases, figure, speed, table
+from benchmarks import agreement, cases, speed, table
 from benchmarks.measure import Context, Numbers, first_line
 from benchmarks.setting import Precision, Setting, Shape
 from benchmarks.timing import measure_machine, release_memory
@@ -93,8 +89,6 @@ class Config:
     """bf16: parameters and inputs; autocast: float32 parameters; float32."""
     repeats: Count = 20  # Timed calls of each kind.
     graph: bool = True  # Also time replays of captured calls.
-    warm: bool = False
-    """Only check and run every chosen row once, so that its kernels are compiled."""
     budget: float = 200.0  # Seconds of measuring after which no further row is started.
     row_limit: float = 60.0  # Seconds of measuring after which a row is aborted.
     prepare_limit: float = 240.0
@@ -108,9 +102,6 @@ class Config:
     readme: Path | None = None
     """Print this earlier result as Markdown, and measure nothing; also FOLDER/NAME, the run NAME of
     FOLDER/runs.json."""
-    figure: Path | None = None
-    """Also draw the times against tokens and batch size into this file, those of --readme or of
-    this run; needs two shapes that share one of them."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -123,12 +114,8 @@ class Config:
 def main(config: Config) -> int:
     """Measure all rows, print and write them; returns the exit status."""
     if config.readme is not None:
-        report = read_run(config.readme)
-        print(table.markdown(report))
-        draw(config, report["rows"])
+        print(table.markdown(read_run(config.readme)))
         return 0
-    if config.warm:
-        return warm(config)
     if config.first_call:
         return first_call(config)
     started = time.perf_counter()
@@ -146,7 +133,6 @@ def main(config: Config) -> int:
         print(table.text_line(rows[-1]), flush=True)
         write(config.out, report)
     print(table.text_targets(rows))
-    draw(config, rows)
     if path is not None:
         write(path, speed.entries(rows))  # in case that first calls are cut off
         speed.add_first_calls(rows, first_call_command(config), config.processes, limits.prepare)
@@ -188,32 +174,6 @@ def first_call(config: Config) -> int:
     return 0
 
 
-def draw(config: Config, rows: list[table.Row]) -> None:
-    """Draw the figure, if one was asked for."""
-    if config.figure is not None:
-        figure.draw(config.figure, rows)
-
-
-def warm(config: Config) -> int:
-    """Compare and run every chosen row once; returns the exit status."""
-    context = make_context(config)
-    agreed: Agreed = {}
-    failed = False
-    for case, shape in chosen(config):
-        if case.missing(context.setting.device) is not None:
-            continue
-        adapted = replace(context, setting=case.adapt(context.setting))
-        try:
-            prepare(adapted, case, shape, agreed, config.prepare_limit)
-            if case.compiles:
-                run_once(adapted, case, shape, config.prepare_limit)
-        except Exception as error:  # reported; the kernels of the other rows are still compiled
-            print(f"{case.name} {shape.label}: {first_line(error)}", file=sys.stderr)
-            failed = True
-        release_memory()
-    return int(failed)
-
-
 def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
     """The cases to measure with their shapes, in order."""
     shapes = config.shapes or (cases.TINY if config.tiny else ())
@@ -227,7 +187,7 @@ def make_context(config: Config) -> Context:
     sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
     setting = Setting(device, config.precision, **sizes)
     # a small product suffices if the speed of the machine is not used
-    size = 8192 if device.type == "cuda" and not (config.warm or config.first_call) else 256
+    size = 8192 if device.type == "cuda" and not config.first_call else 256
     machine = measure_machine(device, setting.gemm_dtype, size)
     return Context(setting, machine, config.repeats, config.graph)
 
@@ -279,12 +239,6 @@ def prepare(context: Context, case: cases.Case, shape: Shape, agreed: Agreed, li
     kernels are compiled. Raises TimeoutError after that, AssertionError for a difference."""
     with time_limit(limit):
         check_agreement(context.setting, case, shape, agreed)
-    if not case.compiles:
-        run_once(context, case, shape, limit)
-
-
-def run_once(context: Context, case: cases.Case, shape: Shape, limit: float) -> None:
-    """Make every call of the row once, without timing it."""
     with time_limit(limit):
         case.measure(replace(context, repeats=0, graph=False), shape)
     release_memory()

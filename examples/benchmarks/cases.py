@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
-from bedouin.solvers import Anderson, Broyden, Jacobi, Picard
+from bedouin.solvers import Jacobi, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks import packed as documents
 from benchmarks.measure import Context, Numbers, Subject, measure_subject
@@ -42,22 +42,14 @@ class Case:
     """Returns why it cannot be measured on this device, or None if it can."""
     most_repeats: int | None = None
     """The largest number of timed calls, for slow rows that are only there for comparison."""
-    compiles: bool = False
-    """Whether every measurement calls torch.compile, so that running it before saves no time."""
     heads: int = 1
     """Heads of the layer."""
     narrower: int = 1
     """The d_model of the run is divided by this."""
-    states: int = 1
-    """The d_state of the run is multiplied by this."""
-    fewer: int = 1
-    """The number of reflections of the run is divided by this."""
 
     def adapt(self, setting: Setting) -> Setting:
-        """The sizes of the run with the heads, the widths, the states and the reflections of this
-        row."""
-        width, n, k = setting.m // self.narrower, setting.n * self.states, setting.k // self.fewer
-        return replace(setting, h=self.heads, m=width, n=n, k=max(1, k))
+        """The sizes of the run with the heads and the width of this row."""
+        return replace(setting, h=self.heads, m=setting.m // self.narrower)
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -78,36 +70,6 @@ def _heads(suffix: str, *, heads: int, narrower: int = 1) -> Case:
         agrees=agreement.direct_agrees,
         heads=heads,
         narrower=narrower,
-    )
-
-
-def _states(states: int) -> Case:
-    """One narrow head with half the reflections and many states."""
-    n, k = Setting.n * states, Setting.k // 2
-    return Case(
-        f"direct-{D_MODEL // 2}-n{n}",
-        f"Direct, feedback, d_model {D_MODEL // 2}, k {k}, n {n}",
-        _subject(subjects.direct),
-        agrees=agreement.direct_agrees,
-        narrower=2,
-        states=states,
-        fewer=2,
-    )
-
-
-def _delta(states: int) -> Case:
-    """The layer of the experiments, but for its convolution: feedback of Delta alone, and
-    practically no reflection."""
-    n = Setting.n * states
-    options: dict[str, Any] = {"feedback": ("delta",), "input_scale": "delta", "beta_max": 1e-3}
-    return Case(
-        f"direct-delta-heads16-n{n}",
-        f"Direct, feedback of Delta, k 1, n {n}, 16 heads of {D_MODEL // 8}",
-        _subject(partial(subjects.direct, **options)),
-        agrees=partial(agreement.direct_agrees, **options),
-        heads=16,
-        states=states,
-        fewer=4,
     )
 
 
@@ -197,9 +159,6 @@ CASES = (
     _narrow_lstm(2),
     _heads("128-heads4", heads=4, narrower=4),
     _narrow_lstm(4),
-    _states(2),
-    _states(4),
-    _delta(4),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -252,37 +211,11 @@ CASES = (
         agrees=agreement.jacobi_agrees,
     ),
     Case(
-        "anderson",
-        f"Anderson, {subjects.CAP} iterations",
-        _subject(partial(subjects.accelerated, kind=Anderson)),
-        shapes=("64x256",),
-    ),
-    Case(
-        "broyden",
-        f"Broyden, {subjects.CAP} iterations",
-        _subject(partial(subjects.accelerated, kind=Broyden)),
-        shapes=("64x256",),
-    ),
-    Case(
         "reference",
         "Direct, plain torch",
         _subject(partial(subjects.direct, backend="reference")),
         shapes=("128x16",),
         most_repeats=3,
-    ),
-    Case(
-        "compiled-map-step",
-        "F(y) under torch.compile",
-        special.compiled_map_step,
-        shapes=("128x16",),
-        compiles=True,
-    ),
-    Case(
-        "compiled-direct",
-        "Direct under torch.compile",
-        special.compiled_direct,
-        shapes=("128x16",),
-        compiles=True,
     ),
 )
 """In the order of measurement, the most important first, since the time budget may run out."""

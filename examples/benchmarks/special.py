@@ -1,4 +1,4 @@
-"""Measurements with their own procedures: one iteration, one decoded token, torch.compile.
+"""Measurements with their own procedures: one iteration, one decoded token.
 
 Letters: b batch, t time, m d_model.
 """
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bedouin import Bedouin, Decoder
 from bedouin.solvers import FixedCap, Jacobi, Picard
-from bedouin.testing import find_fixed_point
-from benchmarks.cost import iteration_cost, layer_cost, step_cost
+from benchmarks.cost import iteration_cost, step_cost
 from benchmarks.measure import Context, Numbers
 from benchmarks.setting import Shape
 from benchmarks.timing import capture, median_ms, release_memory, replay_ms
@@ -108,44 +107,3 @@ def _stretch_us(
 
     ms = median_ms(stretch, setting.device, context.repeats)
     return 1e3 * ms / TOKENS / len(chain)
-
-
-def compiled_map_step(context: Context, shape: Shape) -> Numbers:
-    """One evaluation of F(y) with feedback, eager and under torch.compile as a single graph."""
-    setting = context.setting
-    layer = setting.layer()
-    x = setting.randn(shape.b, shape.t, setting.m)
-    with setting.autocast():
-        found = find_fixed_point(layer, x)
-    compiled = torch.compile(lambda y: found.f(y), fullgraph=True)
-    return _compare(context, lambda y: found.f(y), compiled, found.y)
-
-
-def compiled_direct(context: Context, shape: Shape) -> Numbers:
-    """The layer's forward, eager and under torch.compile; graph breaks are counted."""
-    setting = context.setting
-    layer = setting.layer()
-    x = setting.randn(shape.b, shape.t, setting.m)
-    torch._dynamo.utils.counters.clear()
-    numbers = _compare(context, layer, torch.compile(layer), x)
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    cost = layer_cost(setting, shape, fed=setting.r, backward=False)
-    floor = cost.floor_ms(context.machine)
-    return numbers | {"graph_breaks": breaks, "forward_floor_share": floor / numbers["forward_ms"]}
-
-
-@torch.no_grad()
-def _compare(
-    context: Context,
-    eager: Callable[[Tensor], Tensor],
-    compiled: Callable[[Tensor], Tensor],
-    argument: Tensor,  # (b, t, ...)
-) -> Numbers:
-    """Times of the two functions, after a check that their values agree."""
-    setting = context.setting
-    with setting.autocast():
-        expected, got = eager(argument), compiled(argument)
-        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-        eager_ms = median_ms(lambda i: eager(argument), setting.device, context.repeats)
-        ms = median_ms(lambda i: compiled(argument), setting.device, context.repeats)
-    return {"forward_ms": ms, "forward_eager_ms": eager_ms}

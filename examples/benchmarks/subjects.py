@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from bedouin import Bedouin, GatedDeltaNet
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import (
-    Anderson,
-    Broyden,
     FixedCap,
     ImplicitAdjoint,
     Jacobi,
@@ -73,13 +71,6 @@ def picard(setting: Setting, shape: Shape) -> Subject:
     solver = Picard(rtol=0.0, atol=0.0)
     layer = setting.layer(solver=solver, max_steps=FixedCap(CAP), adjoint=OneStepAdjoint())
     return _layer_subject(setting, shape, layer, sequential=False)
-
-
-def accelerated(setting: Setting, shape: Shape, *, kind: type[Anderson] | type[Broyden]) -> Subject:
-    """CAP evaluations of the plain map under torchdeq's accelerated methods, exact gradient."""
-    layer = setting.layer(solver=kind(rtol=0.0, atol=0.0), max_steps=FixedCap(CAP))
-    # the host reads every residual, which a captured call cannot
-    return replace(_layer_subject(setting, shape, layer, sequential=False), has_graph=False)
 
 
 def _layer_subject(setting: Setting, shape: Shape, layer: Bedouin, *, sequential: bool) -> Subject:

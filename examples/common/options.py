@@ -12,7 +12,7 @@ import torch
 import tyro
 from torch import nn
 
-from bedouin import Initialization, NoMixing, solvers
+from bedouin import Bedouin, Initialization, NoMixing, TrackingDeltaNet, solvers
 from bedouin.tasks.streams import MAX_SEED
 from flags import Count, Natural, Positive, Range, check_heads, check_types, flag, whole
 
@@ -156,17 +156,17 @@ def parse_config(presets: Mapping[str, ConfigT], args: Sequence[str] | None = No
     return replace(config, preset=auto.preset) if config.preset == "auto" else config
 
 
-def layer_options(config: RunConfig) -> dict[str, Any]:
-    """The options of `Bedouin(d_model, ...)` of the flags, or of `Bedouin.from_paper`."""
+def make_layer(config: RunConfig) -> nn.Module:
+    """One mixing layer, (b, t, m) -> (b, t, m)."""
+    if config.layer == "tracking":
+        return TrackingDeltaNet(config.d_model)
     if config.layer == "paper":
-        return {name: getattr(config, name) for name in _SIZES}
+        return Bedouin.from_paper(config.d_model, **{v: getattr(config, v) for v in _SIZES})
     named = ("d_state", "expand", "num_heads", "decay", "input_scale", "feedback", "feedback_init")
-    return {
-        **{name: getattr(config, name) for name in (*named, "d_conv")},
-        **mixer_options(config.num_householder, config.beta_max),
-        "initialization": Initialization(rates=config.rate_scale),
-        **fixed_point_options(config),
-    }
+    options = {name: getattr(config, name) for name in (*named, "d_conv")}
+    options |= mixer_options(config.num_householder, config.beta_max) | fixed_point_options(config)
+    rates = Initialization(rates=config.rate_scale)
+    return Bedouin(config.d_model, initialization=rates, **options)
 
 
 def mixer_options(num_householder: int, beta_max: float) -> dict[str, Any]:

@@ -31,10 +31,10 @@ from bedouin.tasks import (
     token_accuracy,
 )
 from flags import Count, Share, check_types, flag
-from research.boards import Chess
+from research.games import Chess
 
 Task = WordProblem | Copying | Parity | ModularArithmetic | BoundPermutations | MQAR | Chess
-Kind = Literal["none", "uniform", "double", "quadruple"]
+Kind = Literal["none", "double", "quadruple"]
 FACTORS = {"double": 2, "quadruple": 4}
 """By what a length that is learned is multiplied."""
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,11 +50,9 @@ class CurriculumOptions:
     """Options of the lengths that a model is trained on."""
 
     curriculum: Kind = "none"
-    """none: the task's own lengths; uniform: in the first steps lengths from --curriculum-from to
-    the longest; double, quadruple: --curriculum-from at first, two or four times as long after
-    every log entry whose training accuracy reaches --curriculum-threshold."""
+    """none: the task's own lengths; double, quadruple: --curriculum-from at first, two or four
+    times as long after every log entry whose training accuracy reaches --curriculum-threshold."""
     curriculum_from: Count = 2  # Shortest length of a curriculum.
-    curriculum_share: Share = 1 / 3  # Share of the steps in which "uniform" draws lengths.
     curriculum_threshold: Share = 0.95
     """Training accuracy at which "double" and "quadruple" multiply the length."""
 
@@ -239,25 +237,15 @@ def eval_points(options: TaskOptions, lengths: Sequence[int]) -> list[Point]:
     return list(zip(definitions, lengths, strict=True))
 
 
-def _check_curriculum(options: TaskOptions) -> None:
-    draws = options.task != "word" or options.label_at == "last"
-    if options.curriculum != "none" and options.task in ("mqar", "chess"):
-        raise ValueError(
-            f"--curriculum must be none for --task {options.task}: rows have one length"
-        )
-    if options.curriculum == "uniform" and draws:
-        raise ValueError(
-            "--curriculum uniform is for word problems with a label at every element: parity, "
-            "arithmetic and copying draw their lengths without it"
-        )
-
-
 class Data:
     """Training and test rows for all seeds: tokens and labels (s, b, t)."""
 
     def __init__(self, options: TaskOptions, seeds: range, device: torch.device) -> None:
         self.options, self.task = options, make_task(options)
-        _check_curriculum(options)
+        if options.curriculum != "none" and options.task in ("mqar", "chess"):
+            raise ValueError(
+                f"--curriculum must be none for --task {options.task}: rows have one length"
+            )
         self.longest = longest_length(self.task)
         first = first_length(options, self.longest)
         try:
@@ -280,26 +268,15 @@ class Data:
         """Rows of a training step, filled up to the same number of tokens at every step."""
         if step >= self.options.curriculum_until * steps:
             self.reached = [self.longest] * len(self.reached)
-        rows = [
-            self._train_rows(size, *pair, uniform=draws_lengths(self.options, step, steps))
-            for pair in zip(self.reached, self.train, strict=True)
-        ]
+        pairs = zip(self.reached, self.train, strict=True)
+        rows = [self._train_rows(size, *pair) for pair in pairs]
         return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
 
-    def _train_rows(self, size: int, longest: int, source: Stream, *, uniform: bool) -> Batch:
+    def _train_rows(self, size: int, longest: int, source: Stream) -> Batch:
         task = self.task if longest == self.longest else limited(self.task, longest)
         tokens, labels = task.sample(size, source)
         missing = self.width - tokens.shape[1]
-        tokens, labels = pad(tokens, (0, missing)), pad(labels, (0, missing), value=IGNORE)
-        if uniform and isinstance(task, WordProblem):  # the other tasks draw their lengths
-            least, shape = self.options.curriculum_from, (size, 1)
-            ends = torch.randint(
-                least, task.length + 1, shape, generator=source, device=source.device
-            )
-            position = torch.arange(self.width, device=source.device)
-            beyond = position >= ends * task.tokens_per_transition
-            labels = labels.masked_fill(beyond, IGNORE)
-        return Batch(tokens, labels)
+        return Batch(pad(tokens, (0, missing)), pad(labels, (0, missing), value=IGNORE))
 
     def batches(self, size: int, steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless batches, `ahead` of them drawn at once; a longer length comes into effect at the
@@ -377,15 +354,10 @@ def first_length(options: CurriculumOptions, longest: int) -> int:
             f"--curriculum-from must be at most the training length {longest}, got "
             f"{options.curriculum_from}"
         )
-    return options.curriculum_from if options.curriculum in FACTORS else longest
+    return options.curriculum_from if options.curriculum != "none" else longest
 
 
 def next_length(options: CurriculumOptions, reached: int, longest: int, accuracy: float) -> int:
     """The longest length after an accuracy at training lengths up to `reached`."""
     passed = accuracy >= options.curriculum_threshold
     return min(FACTORS.get(options.curriculum, 1) * reached, longest) if passed else reached
-
-
-def draws_lengths(options: CurriculumOptions, step: int, steps: int) -> bool:
-    """Whether the lengths of this step are drawn."""
-    return options.curriculum == "uniform" and step < options.curriculum_share * steps

@@ -4,22 +4,18 @@
     python examples/research/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
     python examples/research/ensemble.py --preset paper --out runs/a5-paper    # the paper's d_model
-    python examples/research/ensemble.py --group S5 --curriculum double --mixer-layer lstm
+    python examples/research/ensemble.py --group S5 --model lstm_l1 --d-model 256
 
 The models of all seeds run one after the other inside one step, which a GPU captures as a CUDA
 graph, because small layers are limited by kernel launches. With --concurrent they run side by side
-on CUDA streams, and so do the points of the grid. With --stacked their parameters and data
-are stacked and the step is vmapped over them, in plain PyTorch. `--mixer-layer` trains a baseline.
-Every combination of the options with several values is trained.
+on CUDA streams, and so do the points of the grid. `--model` trains a layer of `models.py`. Every
+combination of the options with several values is trained.
 OUT/results.json contains for each of them the number of parameters, the accuracies by length
-(`common/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
+(`research/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
 local systems (`SolveStats.conditioning`; null for a baseline) and number of steps without an update
 because a gradient was not finite, and the step at which each seed first reached an accuracy of
-0.99, for all seeds, failed ones included; for copying also where in a string the errors are. A seed
-has failed (`failed`) if it had no update in more than 1 % of its steps (`skipped`).
-With --keep-weights OUT/weights-pointN.safetensors has the parameters of a point of the grid, in the
-order of the rows, with an axis of seeds before their own; with --keep-every M those after every M
-steps are in OUT/weights-pointN-stepS.safetensors.
+0.99, for all seeds, failed ones included. A seed has failed (`failed`) if it had no update in more
+than 1 % of its steps (`skipped`).
 """
 
 import argparse
@@ -35,59 +31,45 @@ from typing import Any
 
 import torch
 import tyro
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
 from bedouin import SequenceModel
-from bedouin.tasks import MQAR, Copying
 from flags import UsageError, choose_device
 from research.baselines import count
 from research.data import Data, eval_points
+from research.games import Chess
 from research.length import Continued
 from research.stack import Ensemble, has_failed, stepper
-from research.study import GRID, PRESETS, Config, Start, matched, model_seeds
+from research.study import GRID, PRESETS, Config, Start, model_seeds
 
 RESULTS = "results.json"
 
 
 def train(
-    config: Config, points: Sequence[dict[str, Any]], device: torch.device, first: int
+    config: Config, points: Sequence[dict[str, Any]], device: torch.device
 ) -> list[dict[str, Any]]:
-    """Train points of the grid at the same time, which are numbered from `first` on; returns their
-    rows of the JSON file."""
-    trainings = [Training(matched(config, point), point, device) for point in points]
+    """Train points of the grid at the same time; returns their rows of the JSON file."""
+    trainings = [Training(config, point, device) for point in points]
     started = time.perf_counter()
     for step in range(max(point["steps"] for point in points)):
         for training in trainings:
             training.advance(step)
-        if config.keep_every and (step + 1) % config.keep_every == 0:
-            keep_weights(config.out, trainings, first, f"-step{step + 1}")
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    if config.keep_weights:
-        keep_weights(config.out, trainings, first)
     rows = [training.row(seconds) for training in trainings]
     return rows + [further(training, kind) for training in trainings for kind in config.states]
 
 
 def further(training: "Training", kind: Start) -> dict[str, Any]:
     """The row of further steps from states of a kind, which leave `training` as it is."""
-    continued = Continued(training.ensemble, kind)
     other, started = copy(training), time.perf_counter()
-    other.ensemble, other.run, other.point = continued, continued.step, continued.point
-    other.history = []
+    other.ensemble, other.history = Continued(training.ensemble, kind), []
+    other.run, other.point = other.ensemble.step, other.ensemble.point
     for step in range(other.point["steps"]):
         other.advance(step)
     return other.row(time.perf_counter() - started)
-
-
-def keep_weights(folder: Path, trainings: Sequence["Training"], first: int, when: str = "") -> None:
-    """Write the parameters of all points, which are numbered from `first` on."""
-    for number, training in enumerate(trainings, first):
-        with torch.cuda.stream(training.stream):  # the copies wait for the last step
-            save_file(training.ensemble.params, folder / f"weights-point{number}{when}.safetensors")
 
 
 class Training:
@@ -125,22 +107,24 @@ class Training:
         """The accuracies and the history."""
         for model in self.ensemble.models:
             model.eval()
-        lengths = self.config.eval_lengths
         points = {
             str(point) if isinstance(point, int) else "_".join(map(str, point)): point
-            for point in eval_points(self.config, lengths)
+            for point in eval_points(self.config, self.config.eval_lengths)
         }
         accuracy = {name: self.ensemble.accuracy(point) for name, point in points.items()}
         seeds, history = range(self.config.seeds), self.history
+        boards = {}
+        if isinstance(self.data.task, Chess):
+            boards = {"boards": {n: self.ensemble.board(int(n)) for n in points}}
         pivots = [[h["conditioning"][i] for h in history] for i in seeds]
         # the history may end before the last step
         skipped = [
             n + sum(h["skipped"][i] for h in history)
             for i, n in enumerate(self.ensemble.skipped.tolist())
         ]
-        row = {
+        return {
             **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
-            **{"parameters": self.size, "d_model": self.config.d_model},
+            **{"parameters": self.size, "d_model": self.config.d_model, **boards},
             "state_size": state_size(self.ensemble.model),
             "num_heads": getattr(self.ensemble.model.mixers[0], "num_heads", None),
             "ms_per_step": 1e3 * seconds / self.point["steps"],
@@ -150,15 +134,16 @@ class Training:
             "skipped": skipped,
             "failed": [has_failed(n, self.point["steps"]) for n in skipped],
         }
-        if isinstance(self.data.task, Copying | MQAR):
-            row["positions"] = {str(length): self.ensemble.positions(length) for length in lengths}
-        return row
 
 
 def state_size(model: SequenceModel) -> int:
     """The numbers that the layers keep of a sample before its first token."""
-    makers = [getattr(mixer, "init_state", None) for mixer in model.mixers]
-    return sum(tensor.numel() for make in makers if make for tensor in make(1).tensors)
+    return sum(
+        sum(v.numel() for v in mixer.init_state(1).tensors)
+        if hasattr(mixer, "init_state")
+        else mixer.state_size
+        for mixer in model.mixers
+    )
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:
@@ -204,7 +189,7 @@ def main(config: Config) -> None:
         for values in itertools.product(*(getattr(config, axis) for axis in GRID))
     ]
     for group in [points] if config.concurrent else [[point] for point in points]:
-        found = train(config, group, device, len(rows))
+        found = train(config, group, device)
         for row in found:
             if config.concurrent:  # all points were printed before the first result
                 print(row["point"])

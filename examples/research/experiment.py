@@ -50,19 +50,16 @@ import train_copy
 import train_lm
 from flags import Count, Range, check_types
 from research import baselines, ensemble
-from research.experiments.bedouin import bedouin
-from research.experiments.chess import chess
 from research.experiments.controls import CONTROLS_CPU
 from research.experiments.earlier import A5_CPU, COPYING_CPU, GPU_PRESETS
+from research.experiments.further import further
 from research.experiments.heads import heads
 from research.experiments.language_model import (
     language_model_cpu,
     tuned_language_models,
 )
-from research.experiments.length import length
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.table import tables
-from research.experiments.width import width
 from research.runs import add_runs, read_run, read_runs
 from research.summary import (
     figure_of_both,
@@ -116,7 +113,7 @@ def experiments() -> dict[str, Experiment]:
         *(A5_CPU, COPYING_CPU, CONTROLS_CPU, GPU_PRESETS),
         *(heads(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
-        *(*bedouin(RESULTS), *chess(RESULTS), length(RESULTS), *width(RESULTS)),
+        *further(RESULTS),
     )
     return {experiment.name: experiment for experiment in found}
 

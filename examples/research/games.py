@@ -1,59 +1,134 @@
-"""Write games of random legal moves into one file, which `--task chess` reads.
+"""Chess as a task of state tracking: the 64 squares after each move of a game of legal moves.
 
-    pip install "chess>=1.11,<2"      # python-chess, GPL-3.0-or-later, needed by this script alone
-    python examples/research/games.py --out runs/chess/games.npz
+    pip install "chess>=1.11,<2"      # python-chess, GPL-3.0-or-later, needed to write games alone
+    python examples/research/games.py --out runs/chess/games.npz      # 10 minutes on a core
 
-Every move is drawn uniformly from the legal ones. A game that ends before it has the number of
-plies is replaced by another one; draws by rule do not end a game. A game depends on --seed, its
-split and its number alone, not on the number of processes. The default takes a core about 20
-minutes. A ply is three numbers of uint8: the square that is left, the one that is entered (a1 is 0,
-h8 is 63), and 0 or, from 1 on, the promotion to knight, bishop, rook, queen.
+A move is three tokens: the square that it leaves, the one that it enters, and what a pawn becomes.
+At the third a label for each square says what stands there. Every move is drawn uniformly from the
+legal ones; a game that ends before it has the number of plies is replaced by another one, and draws
+by rule do not end a game. A game depends on --seed, its split and its number alone. The published
+benchmark (Chess-World-Model, arXiv 2605.30100) trains on games of people, tests on random ones
+besides, and has 75 labels a position; here all games are random, with 64 labels.
+
+Letters: b games, t moves.
 """
 
-import os
 import random
 import sys
-import time
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 import tyro
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next import
 
-from flags import Count, Natural, UsageError, check_types
+from bedouin.tasks import Batch, Split
+from bedouin.tasks.batch import Task
+from bedouin.tasks.streams import integers
+from flags import UsageError
+
+SQUARES = 64
+"""a1, b1, ..., h1, a2, ..., h8, as python-chess numbers them."""
+
+NAMES = ".PNBRQKpnbrqk"
+"""The classes of a square: empty, then the pieces of White and of Black, in the notation of FEN."""
+
+TOKENS, PROMOTIONS = 3, 5
+"""Tokens of a move, and values of the third: nothing, or a knight, a bishop, a rook or a queen."""
+
+START = [NAMES.index(name) for name in f"RNBQKBNR{'P' * 8}{'.' * 32}{'p' * 8}rnbqkbnr"]
+_PAWN, _ROOK, _KING, _BLACK = 1, 4, 6, 6
 
 
 @dataclass(frozen=True)
-class Options:
-    """How many games of which lengths."""
+class Chess(Task):
+    """Games of the file `path`, of which a row has the first `length` moves.
 
-    out: Path = Path("runs/chess/games.npz")  # The file, with the arrays "train" and "test".
-    train: tuple[Count, Count] = (200_000, 60)  # Training games, and plies of each.
-    test: tuple[Count, Count] = (2048, 200)  # The same of test games.
-    seed: Natural = 0  # Of all games.
-    processes: Count = os.cpu_count() or 1  # Processes that play.
+    Labels are (b, t, 64), one t for each move. `sample` raises UsageError without the file and
+    ValueError for more moves than its games have.
+    """
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    path: Path
+    length: int = 60
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of input ids: squares left, squares entered, promotions."""
+        return 2 * SQUARES + PROMOTIONS
+
+    @property
+    def output_size(self) -> int:
+        """Logits of a token: of every square one for each class."""
+        return SQUARES * len(NAMES)
+
+    def by_square(self, logits: Tensor) -> Tensor:  # (b, 3 t, 64 * 13) -> (b, t, 64, 13)
+        """The logits of a label each, those at the last token of a move."""
+        return logits[:, TOKENS - 1 :: TOKENS].unflatten(-1, (SQUARES, len(NAMES)))
+
+    def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
+        t = self.length if length is None else length
+        games = games_of(self.path, "test" if split == "test" else "train", rng.device)
+        if not 1 <= t <= games.shape[1]:
+            raise ValueError(f"length must be in [1, {games.shape[1]}] of {self.path}, got {t}")
+        return rows_of(games[integers(0, len(games), (b,), rng), :t].long())
 
 
-def chess_library() -> Any:
-    """python-chess. Raises UsageError where it is not installed."""
+def rows_of(moves: Tensor) -> Batch:  # (b, t, 3) int64
+    """The tokens (b, 3 t) and the labels (b, t, 64) of games."""
+    first = torch.tensor([0, SQUARES, 2 * SQUARES], device=moves.device)
+    return Batch((moves + first).flatten(1), boards_after(moves))
+
+
+@lru_cache(maxsize=8)
+def games_of(path: Path, split: str, device: torch.device) -> Tensor:  # (games, moves, 3) uint8
+    """The moves of a file's games on a device, which keeps them for the next calls."""
+    if not path.exists():
+        raise UsageError(f"--games must be a file that games.py has written, got {path}")
+    with np.load(path) as file:
+        return torch.from_numpy(file[split]).to(device)
+
+
+def boards_after(moves: Tensor) -> Tensor:  # (b, t, 3) int64 -> (b, t, 64) int64
+    """The class of every square after each move, whose legality is not checked.
+
+    A move changes at most four squares: the one that it leaves, the one that it enters, and that of
+    the pawn that is taken en passant or those of the rook with which it castles.
+    """
+    start = torch.tensor(START, device=moves.device)
+    board, boards = start.expand(len(moves), SQUARES), []
+    for move in moves.unbind(1):
+        left, entered, promotion = move.split(1, 1)  # (b, 1)
+        piece = board.gather(1, left)
+        black = _BLACK * (piece > _BLACK)
+        placed = torch.where(promotion > 0, promotion + _PAWN + black, piece)
+        is_diagonal = (left - entered) % 8 != 0
+        takes_behind = (piece - black == _PAWN) & is_diagonal & (board.gather(1, entered) == 0)
+        castles = (piece - black == _KING) & ((left - entered).abs() == 2)
+        corner = torch.where(entered > left, entered + 1, entered - 2)
+        behind = left - left % 8 + entered % 8
+        emptied = torch.where(takes_behind, behind, torch.where(castles, corner, left))
+        crossed = torch.where(castles, (left + entered) // 2, entered)
+        rook = torch.where(castles, _ROOK + black, placed)
+        nothing = torch.zeros_like(piece)
+        # where a move changes fewer squares, two of these are one square with one value
+        changed = torch.cat([left, emptied, entered, crossed], 1)
+        board = board.scatter(1, changed, torch.cat([nothing, nothing, placed, rook], 1))
+        boards.append(board)
+    return torch.stack(boards, 1)
+
+
+def play(number: int, split: str, plies: int, seed: int) -> bytes:
+    """The plies of a game, three bytes each. Raises UsageError without python-chess."""
     try:
         import chess
     except ImportError as error:
         raise UsageError('games.py needs python-chess: pip install "chess>=1.11,<2"') from error
-    return chess
-
-
-def play(number: int, split: str, plies: int, seed: int) -> bytes:
-    """The plies of a game, three bytes each."""
-    chess, draws = chess_library(), random.Random(f"{seed}-{split}-{number}")
+    draws = random.Random(f"{seed}-{split}-{number}")
     while True:
         board, moves = chess.Board(), bytearray()
         while len(moves) < 3 * plies and (legal := list(board.legal_moves)):
@@ -65,22 +140,27 @@ def play(number: int, split: str, plies: int, seed: int) -> bytes:
             return bytes(moves)
 
 
-def main(options: Options) -> None:
-    chess_library()
-    started, arrays = time.perf_counter(), {}
-    with get_context("spawn").Pool(options.processes) as pool:
-        for split, (number, plies) in (("train", options.train), ("test", options.test)):
-            one = partial(play, split=split, plies=plies, seed=options.seed)
+def main(
+    out: Path = Path("runs/chess/games.npz"),
+    train: tuple[int, int] = (200_000, 60),
+    test: tuple[int, int] = (2048, 200),
+    seed: int = 0,
+    processes: int | None = None,
+) -> None:
+    """Write a file with the arrays "train" and "test", of so many games and plies, by so many
+    processes, None: one a core."""
+    arrays = {}
+    with get_context("spawn").Pool(processes) as pool:
+        for split, (number, plies) in (("train", train), ("test", test)):
+            one = partial(play, split=split, plies=plies, seed=seed)
             games = b"".join(pool.map(one, range(number), chunksize=100))
             arrays[split] = np.frombuffer(games, np.uint8).reshape(number, plies, 3)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(options.out, **arrays)
-    size, seconds = options.out.stat().st_size / 2**20, time.perf_counter() - started
-    print(f"{options.out}: {size:.1f} MiB, {seconds:.0f} s")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out, **arrays)
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Options, description=__doc__))
+        tyro.cli(main, description=__doc__)
     except UsageError as error:
         sys.exit(f"error: {error}")

@@ -14,82 +14,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.model import ModelState
-from bedouin.tasks import IGNORE, BoundPermutations, WordProblem
-from research.stack import Ensemble
+from bedouin.tasks import WordProblem
+from research.stack import Ensemble, Params
 from research.study import Start
+
+STEPS, RATE = 500, 0.1
+"""Further steps, and their learning rate as a multiple of that of the training."""
+
+RESTARTS, NOISE = 0.02, 0.3
+"""The share of rows that begin with zeros and the identity in every step, so that none goes on for
+ever, and the standard deviation of noise, relative to the root mean square of a state's tensor."""
 
 
 class Continued(Ensemble):
-    """The models of another stack in steps of their own, whose rows begin with states of a kind."""
+    """Copies of trained models, whose rows begin with states of a kind."""
 
     def __init__(self, trained: Ensemble, kind: Start) -> None:
-        config, point = trained.config, trained.point
-        rate = config.further_rate * point["lr"]
-        point = point | {"states": kind, "steps": config.further_steps, "lr": rate}
-        config = replace(config, compile=False, concurrent=False)
+        task, rate = trained.data.task, RATE * trained.point["lr"]
+        if not isinstance(task, WordProblem):
+            raise ValueError("--states must be empty for a task other than word")
+        config = replace(trained.config, compile=False, concurrent=False)
+        point = trained.point | {"states": kind, "steps": STEPS, "lr": rate}
         super().__init__(config, point, trained.data, trained.device)
         for name, parameter in trained.params.items():
             self.params[name].copy_(parameter)
-        task = self.data.task
-        if not isinstance(task, WordProblem | BoundPermutations):
-            raise ValueError("--states must be empty for a task other than word and bound")
-        self.kind, self.task, self.table = kind, task, task.group.table_on(self.device)
-        self.states: list[ModelState] = [m.init_state(point["batch_size"]) for m in self.models]
-        self.products = torch.zeros(len(self.models), point["batch_size"], dtype=torch.int64)
-        self.products = self.products.to(self.device)  # 0 is the identity
+        self.kind, self.table = kind, task.group.table.to(self.device)
+        self.states: list[Any] = [None] * len(self.models)
+        self.products = torch.zeros(self.tokens.shape[:2], dtype=torch.int64, device=self.device)
 
-    def _gradient(self, i: int) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+    def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
         if self.kind == "zero":
             return super()._gradient(i)
-        model, tokens = self.models[i], self.tokens[i]
-        self._restart(i)
-        state = self.states[i]
-        if self.kind == "noise":
-            state = tuple(with_noise(layer, self.config.state_noise) for layer in state)
-        with self._autocast():
-            logits, after = model(tokens, state, True)
-        labels = self._continued(i, tokens, self.labels[i])
+        model, state = self.models[i], self.states[i]
+        goes_on = torch.rand(self.products.shape[1], device=self.device) >= RESTARTS
+        self.products[i] *= goes_on  # 0 is the identity
+        if state is not None:
+            state = tuple(self._begun(layer, goes_on) for layer in state)
+        with torch.autocast(self.device.type, torch.bfloat16, self.config.autocast == "bf16"):
+            logits, after = model(self.tokens[i], state, True)
         self.states[i] = tuple(layer.detach() for layer in after)
-        loss, (correct, pivot) = self._loss(logits.float(), labels, model)
+        labels = self.table[self.products[i, :, None], self.labels[i]]  # (b, t)
+        self.products[i] = labels[:, -1]
+        loss, correct, pivot = self._loss(logits.float(), labels, model)
         params = dict(model.named_parameters())
         grads = torch.autograd.grad(loss, list(params.values()))
         return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
 
-    def _restart(self, i: int) -> None:
-        """Begin some rows with zeros and the identity, so that none goes on for ever."""
-        drawn = torch.rand(self.products.shape[1], device=self.device)
-        goes_on = drawn >= self.config.restarts
-        self.products[i] *= goes_on
-
-        def kept(v: Tensor) -> Tensor:
-            return torch.where(goes_on.view(-1, *[1] * (v.dim() - 1)), v, 0)
-
-        self.states[i] = tuple(type(s)(*map(kept, s.tensors)) for s in self.states[i])
-
-    def _continued(
-        self,
-        i: int,
-        tokens: Tensor,  # (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t)
-        """The labels after the products so far, which go on with the rows' own."""
-        bound = isinstance(self.task, BoundPermutations)
-        own = self.task.products(labels, tokens) if bound else labels
-        is_product = own != IGNORE
-        after = self.table[self.products[i, :, None], own.clamp(min=0)]
-        labels = torch.where(is_product, after, labels)
-        last = (is_product * torch.arange(labels.shape[1], device=self.device)).argmax(1, True)
-        ended = labels.gather(1, last).squeeze(1)
-        self.products[i] = torch.where(is_product.any(1), ended, self.products[i])
-        return labels
-
-
-def with_noise(state: Any, size: float) -> Any:
-    """A layer's state plus Gaussian noise, relative to the root mean square of each tensor; the
-    window of a convolution stays as it is."""
-    found = []
-    for name, v in zip(state._fields, state.tensors, strict=True):
-        scale = 0.0 if name == "conv" else size * v.square().mean().sqrt()
-        found.append(v + scale * torch.randn_like(v))
-    return type(state)(*found)
+    def _begun(self, state: Any, goes_on: Tensor) -> Any:  # (b,)
+        """A layer's state with noise where it is asked for, and zeros where rows begin anew; the
+        window of a convolution has no noise."""
+        found = []
+        for name, v in zip(state._fields, state, strict=True):
+            if self.kind == "noise" and not name.endswith("conv"):
+                v = v + NOISE * v.square().mean().sqrt() * torch.randn_like(v)
+            found.append(v * goes_on.view(-1, *[1] * (v.dim() - 1)))
+        return type(state)(*found)

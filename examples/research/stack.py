@@ -4,32 +4,31 @@ Letters: s seeds, b batch, t time, v classes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.func import stack_module_state
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from bedouin import SequenceModel
-from bedouin.tasks import IGNORE, MQAR, token_accuracy
+from bedouin.tasks import IGNORE, token_accuracy
+from benchmarks.timing import capture
 from common.options import decay
+from common.run import FAILED_SHARE
 from research.data import DRAWN_AHEAD, Data, Point, metrics, predictions
-from research.positions import by_pair, by_position
 from research.study import Config, make_model, model_seeds
 
-FAILED_SHARE = 0.01
-"""A run with a larger share of skipped steps has failed."""
 Params = dict[str, Tensor]
 
 EVAL_BATCH, EVAL_TOKENS = 256, 2**17
 """Test rows evaluated at once, and their tokens."""
 
-LONG, LONG_TOKENS = 8192, 2**24
-"""Longer test rows are evaluated in pieces, and only so many of them as have LONG_TOKENS."""
+LONG_BATCH, LONG_TOKENS = 8, 2**22
+"""Of longer rows so many at once, and only as many as have LONG_TOKENS, or LONG_BATCH."""
 
 
 class Ensemble:
@@ -42,8 +41,7 @@ class Ensemble:
         params, _ = stack_module_state(self.models)
         self.params: Params = {n: p.detach().clone() for n, p in params.items()}
         self.grads: Params = {n: torch.zeros_like(p) for n, p in self.params.items()}
-        # without vmap each model reads its own slice, and is called as it is: cuDNN's LSTM does not
-        # see parameters that functional_call replaces
+        # each model reads its own slice
         for i, model in enumerate(self.models):
             for n, parameter in model.named_parameters():
                 parameter.data = self.params[n][i]
@@ -70,7 +68,7 @@ class Ensemble:
         self.optimizers = [self._optimizer(model, groups) for model in self.models]
         self.schedule = LambdaLR(self.optimizers[0], factor)
         # lengths may grow at every log entry, at which then none are left that were drawn before
-        ahead = 1 if config.stacked else math.gcd(DRAWN_AHEAD, config.log_every)
+        ahead = math.gcd(DRAWN_AHEAD, config.log_every)
         first = data.batch(point["batch_size"], 0, point["steps"])
         self.tokens, self.labels = (part.clone() for part in first)
         self.batches = data.batches(point["batch_size"], point["steps"], ahead)
@@ -105,8 +103,8 @@ class Ensemble:
         logits: Tensor,  # (b, t, v), or (b, t, 64, v) of chess
         labels: Tensor,  # (b, t), or (b, t, 64)
         model: SequenceModel,
-    ) -> tuple[Tensor, Any]:  # ()
-        """Loss, and (accuracy, smallest pivot), of one model."""
+    ) -> tuple[Tensor, Tensor, Tensor]:  # () each
+        """Loss, accuracy and smallest pivot of one model."""
         loss = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
         pivot = torch.full_like(loss, torch.inf)
         pivots = [
@@ -114,44 +112,20 @@ class Ensemble:
         ]
         if pivots:  # a baseline has no statistics, an iterative solver no pivots
             pivot = torch.stack(pivots).amin()
-        return loss, (token_accuracy(logits, labels), pivot)
-
-    def _stacked_loss(
-        self,
-        params: Params,
-        tokens: Tensor,  # (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> tuple[Tensor, Any]:  # ()
-        return self._loss(self._stacked_logits(params, tokens), labels, self.model)
-
-    def _stacked_logits(
-        self,
-        params: Params,
-        tokens: Tensor,  # (b, t)
-    ) -> Tensor:  # (b, t, v)
-        with self._autocast():
-            logits: Tensor = functional_call(self.model, params, (tokens,))
-        return predictions(self.data.task, logits).float()
+        return loss, token_accuracy(logits, labels), pivot
 
     def _logits(
         self,
         model: Callable[[Tensor], Tensor],
         tokens: Tensor,  # (b, t)
     ) -> Tensor:  # (b, t, v)
-        with self._autocast():
+        enabled = self.config.autocast == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             logits: Tensor = model(tokens)
         return predictions(self.data.task, logits).float()
 
-    def _autocast(self) -> torch.autocast:
-        enabled = self.config.autocast == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
-
     def _gradients(self) -> tuple[Params, Tensor, Tensor, Tensor]:
         """Gradients, and loss, accuracy and smallest pivot (s,), of all models."""
-        if self.config.stacked:
-            differentiate = vmap(grad_and_value(self._stacked_loss, has_aux=True))
-            grads, (loss, (correct, pivot)) = differentiate(self.params, self.tokens, self.labels)
-            return grads, loss, correct, pivot
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         found = []
@@ -165,11 +139,11 @@ class Ensemble:
         return grads, torch.stack(losses), torch.stack(corrects), torch.stack(pivots)
 
     def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Gradients, loss, accuracy and smallest pivot of model i, without torch.func."""
+        """Gradients, loss, accuracy and smallest pivot of model i."""
         model = self.models[i]
         params = dict(model.named_parameters())
         logits = self._logits(self.trained[i], self.tokens[i])
-        loss, (correct, pivot) = self._loss(logits, self.labels[i], model)
+        loss, correct, pivot = self._loss(logits, self.labels[i], model)
         grads = torch.autograd.grad(loss, list(params.values()))
         return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
 
@@ -217,58 +191,27 @@ class Ensemble:
         found = metrics(self.data.task)
         sums = {name: torch.zeros(self.config.seeds, device=self.device) for name in found}
         width = self.data.eval_batch(0, point)[0].shape[-1]
-        total, most, each = self.config.eval_rows, max(1, EVAL_TOKENS // width), self._each
-        if width > LONG:
-            total, most, each = (
-                min(total, max(1, LONG_TOKENS // width)),
-                EVAL_BATCH,
-                self._in_pieces,
-            )
-        left = total
+        total = left = min(self.config.eval_rows, max(LONG_BATCH, LONG_TOKENS // width))
         while left > 0:
-            rows = min(left, EVAL_BATCH, most)
+            rows = min(left, EVAL_BATCH, max(LONG_BATCH, EVAL_TOKENS // width))
             left -= rows
             tokens, labels = self.data.eval_batch(rows, point)
+            logits = [self._logits(*pair) for pair in zip(self.models, tokens, strict=True)]
             values = [
-                torch.stack([metric(*one) for metric in found.values()])
-                for one in zip(each(tokens), labels, tokens, strict=True)
+                torch.stack([metric(*each) for metric in found.values()])
+                for each in zip(logits, labels, tokens, strict=True)
             ]
             for name, value in zip(found, torch.stack(values, dim=1), strict=True):
                 sums[name] += rows / total * value
         return {name: value.tolist() for name, value in sums.items()}
 
     @torch.no_grad()
-    def positions(self, length: int) -> list[dict[str, float | list[float]]]:
-        """Where each seed makes its errors in copies of strings of one length, or among the pairs
-        of rows of one length."""
-        tokens, labels = self.data.eval_batch(min(EVAL_BATCH, self.config.eval_rows), length)
-        each = zip(self._each(tokens), labels, tokens, strict=True)
-        if isinstance(self.data.task, MQAR):
-            return [by_pair(*of_seed) for of_seed in each]
-        return [by_position(*of_seed[:2]) for of_seed in each]
-
-    def _each(
-        self,
-        rows: Tensor,  # (s, b, t)
-    ) -> Iterator[Tensor]:  # (b, t, v)
-        """The logits of every model for its rows."""
-        if self.config.stacked:
-            return iter(vmap(self._stacked_logits)(self.params, rows))
-        return (self._logits(m, row) for m, row in zip(self.models, rows, strict=True))
-
-    def _in_pieces(
-        self,
-        rows: Tensor,  # (s, b, t)
-    ) -> Iterator[Tensor]:  # (b, t)
-        """The classes that every model gives, from the state after one piece to the next."""
-        for model, row in zip(self.models, rows, strict=True):
-            state, found = None, []
-            for piece in row.split(max(1, EVAL_TOKENS // len(row)), 1):
-                with self._autocast():
-                    logits, state = model(piece, state, True)
-                largest, classes = logits.max(-1)
-                found.append(classes.masked_fill(largest.isnan(), IGNORE))
-            yield torch.cat(found, 1)
+    def board(self, plies: int) -> dict[str, Any]:
+        """The classes (64,) of the squares after so many plies of a test game, and what every model
+        says of them."""
+        tokens, labels = self.data.eval_batch(1, plies)
+        found = [self._logits(model, tokens[0])[0, -1].argmax(-1) for model in self.models]
+        return {"labels": labels[0, 0, -1].tolist(), "found": torch.stack(found).tolist()}
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:
@@ -276,15 +219,7 @@ def stepper(ensemble: Ensemble) -> Callable[[], None]:
     if not (ensemble.config.graph and ensemble.device.type == "cuda"):
         return ensemble.step
     saved = {n: p.clone() for n, p in ensemble.params.items()}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            ensemble.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ensemble.step()
+    graph = capture(ensemble.step)
     _reset(ensemble, saved)
     return graph.replay
 

@@ -1,16 +1,10 @@
-"""Print the table of a grid that `ensemble.py` trained, or draw several seeds of one script.
+"""Draw several seeds of `train_a5.py` or `train_copy.py`.
 
-    python examples/research/summarize.py \\
-        examples/results/history/a5-one-head.a5_parameterizations
     python examples/research/summarize.py --figure a5.png \\
         examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
-    python examples/research/summarize.py runs/ensemble/results.json
 
-The table has one line for each point of the grid, with the values of all seeds, failed ones
-included. The lines below it show whether the seeds that failed had nearly singular local systems.
-The figure is drawn from the metrics.json of `train_a5.py` or `train_copy.py`, one a seed:
-accuracy by length, the median of the seeds as a line and their range as a band. FOLDER/NAME is the
-run NAME of FOLDER/runs.json.
+The figure is drawn from their metrics.json, one a seed: accuracy by length, the median of the seeds
+as a line and their range as a band. FOLDER/NAME is the run NAME of FOLDER/runs.json.
 """
 
 import math
@@ -28,64 +22,19 @@ from common.evaluation import accuracy_figure
 from common.run import Scores
 from research.runs import read_run
 
-NEAR_SINGULAR = 0.05
-
 
 @dataclass(frozen=True)
 class Config:
-    """The results to print or to draw."""
+    """The results to draw."""
 
     results: tyro.conf.Positional[tuple[Path, ...]]
-    """A results.json of ensemble.py; with --figure the metrics.json of one or more seeds; or runs
-    of a runs.json."""
-    figure: Path | None = None
-    """Draw accuracy by length into this file instead of printing a table."""
+    """The metrics.json of one or more seeds, or runs of a runs.json."""
+    figure: Path
+    """The file of the figure."""
 
     def __post_init__(self) -> None:
-        if not self.results or (self.figure is None and len(self.results) > 1):
-            raise ValueError(
-                f"results must be one file, or with --figure one or more, got {len(self.results)}"
-            )
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """One table line: the point, token accuracy by length, step at 0.99, smallest pivot."""
-    point = row["point"]
-    name = f"{point['input_scale']}, n {point['d_state']}, k {point['num_householder']}"
-    if row.get("num_heads") is not None:  # of results since there are heads
-        name += f", {row['num_heads']} heads"
-    if number := sum(row.get("failed", ())):
-        name += f" ({number} failed)"
-    accuracy = [" ".join(f"{v:.2f}" for v in a["token"]) for a in row["accuracy"].values()]
-    steps = " ".join("-" if s is None else str(s) for s in row["step_at_0.99"])
-    pivots = " ".join("-" if c is None else f"{c:.2f}" for c in row["smallest_conditioning"])
-    return [name, *accuracy, steps, pivots]
-
-
-def crossing(rows: list[dict[str, Any]], scale: str) -> str:
-    """How many runs reached 0.99 in training, with and without a near-singular local system."""
-    runs = [
-        (pivot is not None and pivot < NEAR_SINGULAR, step is not None)
-        for row in rows
-        if row["point"]["input_scale"] == scale
-        for pivot, step in zip(row["smallest_conditioning"], row["step_at_0.99"], strict=True)
-    ]
-    near, far = ([ok for crossed, ok in runs if crossed is side] for side in (True, False))
-    return (
-        f"{scale}: {sum(near)} of {len(near)} runs that came below a pivot of {NEAR_SINGULAR} "
-        f"reached 0.99, {sum(far)} of {len(far)} of the others"
-    )
-
-
-def print_table(report: dict[str, Any]) -> None:
-    """The grid as Markdown."""
-    lengths = list(report["rows"][0]["accuracy"])
-    header = ["setting", *(f"at {n}" for n in lengths), "step at 0.99", "smallest pivot"]
-    for line in [header, ["---"] * len(header), *map(cells, report["rows"])]:
-        print("| " + " | ".join(line) + " |")
-    print()
-    for scale in dict.fromkeys(row["point"]["input_scale"] for row in report["rows"]):
-        print(crossing(report["rows"], scale))
+        if not self.results:
+            raise ValueError("results must be one file or more, got none")
 
 
 def draw(path: Path, runs: list[dict[str, Any]]) -> None:
@@ -130,11 +79,7 @@ def scores(run: dict[str, Any]) -> Scores:
 
 
 def main(config: Config) -> None:
-    reports = [read_run(path) for path in config.results]
-    if config.figure is None:
-        print_table(reports[0])
-    else:
-        draw(config.figure, reports)
+    draw(config.figure, [read_run(path) for path in config.results])
 
 
 if __name__ == "__main__":

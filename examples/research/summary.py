@@ -15,13 +15,16 @@ from matplotlib.ticker import NullLocator  # noqa: E402
 
 from research.experiments.table import (  # noqa: E402
     EARLIER,
+    GATE,
     RATES_OF,
     REPORTED_RUNS,
     TASKS,
     TUNED,
     VARIANTS,
     chosen,
+    gate_rows,
     rows_of,
+    scores,
     tuned_on,
     tuning_rows,
 )
@@ -71,9 +74,6 @@ CURVES = {
 LABELS = {
     "tracking": "TrackingDeltaNet",
     "recall": "recall of 0.2.0",
-    "recall_n64": "64 states",
-    "recall_by_head": "feedback by head",
-    "recall_layer": "feedback of all heads",
     "deltaproduct_l1": "DeltaProduct",
     "deltaproduct_l2": "DeltaProduct, two layers",
     "gated_deltanet_l1": "Gated DeltaNet",
@@ -105,14 +105,17 @@ tuning runs as well: the layer, how it begins, and which heads have feedback."""
 def summarize(results: Path) -> dict[str, Models]:
     """The content of summary.json: by task and model, every measure of all reported seeds."""
     folders = [read_runs(results / name) for name in REPORTED_RUNS]
-    tuning = read_runs(results / TUNED)
+    tuning, history = read_runs(results / TUNED), read_runs(results / HISTORY)
+    gate = read_runs(results / GATE)
     found: dict[str, Models] = {}
     for task in TASKS:
         found[task] = {}
         for model in (*EARLIER, *VARIANTS):
-            rows = [row for runs in folders for row in rows_of(runs, f"{task}-{model}")]
+            runs = (folder.get(f"{task}-{model}", {}) for folder in folders)
+            rows = [row for found_there in runs for row in found_there.get("rows", ())]
             if rows:
-                number = len(tuning_rows(tuning, task, model)) + _screened(results, task, model)
+                number = len(tuning_rows(tuning, task, model)) + _screened(history, task, model)
+                number += sum(len(scores(row)) for row in gate_rows(gate, task, model))
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
     return found
 
@@ -127,12 +130,11 @@ def _measures(task: str, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def _screened(results: Path, task: str, model: str) -> int:
+def _screened(history: dict[str, Any], task: str, model: str) -> int:
     """Of a model of SCREENED: the layers of Bedouin that were screened on a task or on that of its
     rate."""
     names = SCREENED.get(model, ())
-    found = read_runs(results / HISTORY) if names else {}
-    rows = [row for name in names if name in found for row in found[name]["rows"]]
+    rows = [row for name in names if name in history for row in history[name]["rows"]]
     return sum(
         len(row.get("models") or row["seeds"])
         for row in rows
@@ -142,10 +144,13 @@ def _screened(results: Path, task: str, model: str) -> int:
 
 
 def markdown(results: Path) -> str:
-    """The table: a line for each model and task, with the values of all seeds."""
+    """The table: a line for each model and task, with the values of all seeds; of version 0.2.0
+    `recall` alone."""
     summary, lines = summarize(results), []
+    earlier = set(EARLIER[1:])
     runs = read_runs(results / REPORTED_RUNS[0])
-    for task, models in summary.items():
+    for task, of in summary.items():
+        models = {model: numbers for model, numbers in of.items() if model not in earlier}
         rows = {model: next(iter(rows_of(runs, f"{task}-{model}")), {}) for model in models}
         sizes = [row["parameters"] for row in rows.values() if "parameters" in row]
         span = f", {min(sizes):,} to {max(sizes):,} parameters" if sizes else ""

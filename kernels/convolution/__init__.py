@@ -9,9 +9,8 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
-from bedouin.kernels.convolution.reference import short_convolution_reference
+from bedouin.kernels.convolution.reference import Groups, short_convolution_reference
 from bedouin.kernels.convolution.registered import short_convolution_operation
-from bedouin.kernels.convolution.types import Groups
 
 __all__ = ["Groups", "short_convolution", "short_convolution_reference"]
 

@@ -3,12 +3,22 @@
 Letters: b batch, t time, c channels, w width, a channels to which something is added.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.convolution.types import Groups
 from bedouin.kernels.launch import accumulator
+
+
+class Groups(NamedTuple):
+    """The first `number` groups of `size` channels each get unit length, with `eps` under the root
+    of the norm."""
+
+    number: int
+    size: int
+    eps: float
 
 
 def short_convolution_reference(

@@ -9,18 +9,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.operation import operation
+from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
+from bedouin.kernels.operation import empty_like, operation
 
-_OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
+OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
+
+TILE = 4096
+"""Numbers of a program's tile: 32 for each of 128 threads."""
+
+CHANNELS = 64
+"""Channels of a program's block where none belong to a group: rows of 128 bytes in bfloat16."""
 
 
-@operation("short_convolution", f"({_OPERANDS}, float eps) -> (Tensor, Tensor)")
+def _launch_arguments(
+    x: Tensor,  # (b, t, c)
+    weight: Tensor,  # (c, w)
+    window: Tensor,  # (b, w - 1, c)
+    added: Tensor | None,  # (b, t, a)
+    count: int,
+    size: int,
+) -> tuple[list[Tensor], list[int], dict[str, Any]]:
+    """The tensors, of which x and added have evenly spaced rows; t, c, a, the tiles of tokens and
+    blocks of channels, and the distances of the rows; constants."""
+    _, t, c = x.shape
+    x = evenly_spaced(x)
+    # a kernel does not read what stands for absent tensors
+    more, a = (x, 0) if added is None else (evenly_spaced(added), added.shape[-1])
+    if not count:
+        size = min(CHANNELS, c)
+    block = next_power_of_two(size)
+    tokens = min(next_power_of_two(t), max(1, TILE // block))
+    numbers = [t, c, a, ceil_div(t, tokens), ceil_div(c, size), x.stride(1), more.stride(1)]
+    constants = {"WIDTH": weight.shape[1], "TOKENS": tokens, "SIZE": size, "BLOCK": block}
+    tensors = [x, weight.contiguous(), window.contiguous(), more]
+    return tensors, numbers, constants | {"enable_fp_fusion": True}
+
+
+@operation("short_convolution", f"({OPERANDS}, float eps) -> (Tensor, Tensor)")
 def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
-    from bedouin.kernels.convolution.launch import launch_forward
+    from bedouin.kernels.convolution.triton_kernels import convolution_kernel
 
-    return launch_forward(*given)
+    *operands, eps = given
+    tensors, numbers, constants = _launch_arguments(*operands)
+    outputs, (_, _, _, added, count, _) = _fake(*given), operands
+    flags = {"EPS": eps, "ADDS": added is not None, "NORMS": count > 0}
+    grid = (len(tensors[0]) * numbers[3] * numbers[4],)
+    convolution_kernel[grid](*tensors, *outputs, *numbers, count, **flags, **constants)
+    return outputs
 
 
 @short_convolution_operation.register_fake
@@ -32,47 +68,41 @@ def _fake(*given: Any) -> tuple[Tensor, Tensor]:
 
 @operation(
     "short_convolution_backward",
-    f"(Tensor grad, {_OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor? grad_after, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(*given: Any) -> tuple[Tensor, ...]:
+def _backward(
+    grad: Tensor,  # (b, t, c + a)
+    grad_after: Tensor | None,  # (b, w - 1, c); None: zeros
+    *given: Any,
+) -> tuple[Tensor, ...]:
     """Cotangents of x (b, t, c), weight (c, w), window (b, w - 1, c) and added (b, t, a), which is
     empty where there is none."""
-    from bedouin.kernels.convolution.launch import launch_backward
+    from bedouin.kernels.convolution.triton_kernels import cotangent_kernel, input_kernel
 
-    return launch_backward(*given)
-
-
-@_backward.register_fake
-def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, x, weight, window, added = given[:5]
-    rest = x.new_empty(0) if added is None else added.new_empty(added.shape)
-    return *(v.new_empty(v.shape) for v in (x, weight, window)), rest
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # the window after is rarely differentiated
-    *operands, ctx.count, ctx.size, ctx.eps = inputs
-    ctx.shape = output[0].shape
-    ctx.save_for_backward(*operands)
-
-
-def _gradients(
-    ctx: Any,
-    grad: Tensor | None,  # (b, t, c + a)
-    grad_after: Tensor | None,  # (b, w - 1, c)
-) -> tuple[Tensor | None, ...]:
-    operands = ctx.saved_tensors
-    grad = operands[0].new_zeros(ctx.shape) if grad is None else grad
-    with torch.no_grad():
-        grads = list(_backward(grad, *operands, ctx.count, ctx.size, ctx.eps))
-        if grad_after is not None:
-            t, count = grad.shape[1], grad_after.shape[1]
-            inside = min(t, count)
-            grads[0][:, t - inside :] += grad_after[:, count - inside :]
-            grads[2][:, t:] += grad_after[:, : count - inside]
-    if operands[3] is None:
-        grads[3] = None
-    return *refuse_second_derivative(grads, [grad, grad_after, *operands]), None, None, None
+    *operands, eps = given
+    tensors, numbers, constants = _launch_arguments(*operands)
+    x, weight, _, _, count, _ = operands
+    (b, t, c), w, (tiles, blocks) = x.shape, weight.shape[1], numbers[3:5]
+    grid, grad = (b * tiles * blocks,), evenly_spaced(grad)
+    grad_x, grad_weight, grad_window, grad_added = empty_like(*operands[:4])
+    cotangent = torch.empty_like(grad_x)
+    sums = x.new_empty(b * tiles, w, c, dtype=torch.float32)
+    flags = {"EPS": eps, "ADDS": operands[3] is not None, "NORMS": count > 0}
+    cotangent_kernel[grid](
+        *(grad, *tensors, cotangent, grad_added, *numbers, count, grad.stride(1)),
+        **flags,
+        **constants,
+    )
+    input_kernel[grid](
+        *(cotangent, *tensors[:3], grad_x, grad_window, sums, *numbers[:2], *numbers[3:6]),
+        **constants,
+    )
+    if grad_after is not None:
+        inside = min(t, w - 1)
+        grad_x[:, t - inside :] += grad_after[:, w - 1 - inside :]
+        grad_window[:, t:] += grad_after[:, : w - 1 - inside]
+    return grad_x, sums.sum(0).T.contiguous().to(grad_weight.dtype), grad_window, grad_added
 
 
-short_convolution_operation.register_autograd(_gradients, setup_context=_save)
+_backward.register_fake(lambda grad, grad_after, *given: empty_like(*given[:4]))
+short_convolution_operation.register_vjp(_backward)

@@ -10,6 +10,8 @@ tokens of a sample.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.activations import silu_slope
+
 
 @triton.jit
 def _places(c, n_tokens, n_channels, TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
@@ -26,45 +28,35 @@ def _places(c, n_tokens, n_channels, TOKENS: tl.constexpr, SIZE: tl.constexpr, B
 
 
 @triton.jit
-def _shifted(
-    x_ptr, window_ptr, sample, tile, row, channel, exists, t, c, x_row, WIDTH: tl.constexpr
-):
+def _load_weight(weight_ptr, i, channel, exists, WIDTH: tl.constexpr):
+    """weight[:, i]."""
+    return tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _shifted(x_ptr, window_ptr, row, place, t, c, x_row, WIDTH: tl.constexpr):
     """x at the rows, of which those before the first token are in the window."""
+    sample, tile, _, _, channel, exists = place
     inside = (row >= 0) & (row < t)
     at = (sample * t + row)[:, None] * x_row + channel[None, :]
     v = tl.load(x_ptr + at, inside[:, None] & exists[None, :], 0.0).to(tl.float32)
     if tile == 0:
-        place = row + (WIDTH - 1)
-        before = (row < 0) & (place >= 0)
-        at = (sample * (WIDTH - 1) + place)[:, None] * c + channel[None, :]
-        v += tl.load(window_ptr + at, before[:, None] & exists[None, :], 0.0).to(tl.float32)
+        before = row + (WIDTH - 1)
+        in_window = (row < 0) & (before >= 0)
+        at = (sample * (WIDTH - 1) + before)[:, None] * c + channel[None, :]
+        v += tl.load(window_ptr + at, in_window[:, None] & exists[None, :], 0.0).to(tl.float32)
     return v
 
 
 @triton.jit
-def _convolved(
-    x_ptr,
-    weight_ptr,
-    window_ptr,
-    sample,
-    tile,
-    token,
-    channel,
-    exists,
-    t,
-    c,
-    x_row,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH: tl.constexpr):
     """conv(x)."""
-    v = tl.zeros((TOKENS, BLOCK), tl.float32)
+    _, _, _, token, channel, exists = place
+    v = tl.zeros((token.shape[0], channel.shape[0]), tl.float32)
     for i in tl.static_range(WIDTH):
-        weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
+        weight = _load_weight(weight_ptr, i, channel, exists, WIDTH)
         row = token - (WIDTH - 1 - i)
-        rows = _shifted(x_ptr, window_ptr, sample, tile, row, channel, exists, t, c, x_row, WIDTH)
-        v += weight[None, :] * rows
+        v += weight[None, :] * _shifted(x_ptr, window_ptr, row, place, t, c, x_row, WIDTH)
     return v
 
 
@@ -81,9 +73,9 @@ def convolution_kernel(
     a,
     n_tokens,
     n_channels,
-    count,
     x_row,
     added_row,
+    count,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
@@ -92,25 +84,9 @@ def convolution_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    sample, tile, block, token, channel, exists = _places(
-        c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
-    )
-    v = _convolved(
-        x_ptr,
-        weight_ptr,
-        window_ptr,
-        sample,
-        tile,
-        token,
-        channel,
-        exists,
-        t,
-        c,
-        x_row,
-        WIDTH,
-        TOKENS,
-        BLOCK,
-    )
+    place = _places(c, n_tokens, n_channels, TOKENS, SIZE, BLOCK)
+    sample, tile, block, token, channel, exists = place
+    v = _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH)
     row = (sample * t + token)[:, None]
     at, mask = row * (c + a) + channel[None, :], (token < t)[:, None] & exists[None, :]
     if ADDS:
@@ -124,9 +100,10 @@ def convolution_kernel(
         v *= tl.where(block < count, inverse, 1.0)[:, None]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
     if tile == n_tokens - 1:
+        first = sample, tile * 0, block, token, channel, exists
         for i in tl.static_range(WIDTH - 1):
             end = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
-            last = _shifted(x_ptr, window_ptr, sample, 0, end, channel, exists, t, c, x_row, WIDTH)
+            last = _shifted(x_ptr, window_ptr, end, first, t, c, x_row, WIDTH)
             to = (sample * (WIDTH - 1) + i) * c + channel[None, :]
             tl.store(after_ptr + to, last.to(after_ptr.dtype.element_ty), exists[None, :])
 
@@ -145,10 +122,10 @@ def cotangent_kernel(
     a,
     n_tokens,
     n_channels,
-    count,
-    grad_row,
     x_row,
     added_row,
+    count,
+    grad_row,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
@@ -157,25 +134,9 @@ def cotangent_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    sample, tile, block, token, channel, exists = _places(
-        c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
-    )
-    v = _convolved(
-        x_ptr,
-        weight_ptr,
-        window_ptr,
-        sample,
-        tile,
-        token,
-        channel,
-        exists,
-        t,
-        c,
-        x_row,
-        WIDTH,
-        TOKENS,
-        BLOCK,
-    )
+    place = _places(c, n_tokens, n_channels, TOKENS, SIZE, BLOCK)
+    sample, _, block, token, channel, exists = place
+    v = _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH)
     row, mask = (sample * t + token)[:, None], (token < t)[:, None] & exists[None, :]
     at = row * grad_row + channel[None, :]
     grad = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32)
@@ -185,13 +146,12 @@ def cotangent_kernel(
         inverse = tl.rsqrt(tl.sum(active * active, 1) + EPS)[:, None]
         along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
         grad = tl.where(block < count, inverse * (grad - active * along), grad)
-    grad *= sigmoid * (1 + v * (1 - sigmoid))
+    grad *= silu_slope(v, sigmoid)
     if ADDS:
         has_more = mask & (channel < a)[None, :]
         more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
-        sigmoid = tl.sigmoid(more)
         grad_more = tl.load(grad_ptr + at + c, has_more, 0.0).to(tl.float32)
-        grad_more *= sigmoid * (1 + more * (1 - sigmoid))
+        grad_more *= silu_slope(more, tl.sigmoid(more))
         at = row * a + channel[None, :]
         tl.store(grad_added_ptr + at, grad_more.to(grad_added_ptr.dtype.element_ty), has_more)
         grad += grad_more
@@ -228,38 +188,31 @@ def input_kernel(
     """The cotangents of x, sum_i weight[:, i] * grad_{t + w - 1 - i}, and of the window, which has
     the inputs at the times 1 - w, ..., -1, and the gradient of weight[:, i], which is the sum over
     t of x_t * grad_{t + w - 1 - i}."""
-    sample, tile, block, token, channel, exists = _places(
-        c, n_tokens, n_channels, TOKENS, SIZE, BLOCK
-    )
+    sample, tile, _, token, channel, exists = _places(c, n_tokens, n_channels, TOKENS, SIZE, BLOCK)
     mask = (token < t)[:, None] & exists[None, :]
     at = (sample * t + token)[:, None] * x_row + channel[None, :]
     x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
     before = sample * (WIDTH - 1) * c + channel
     v = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
-        weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
         row = token + (WIDTH - 1 - i)
         at = (sample * t + row)[:, None] * c + channel[None, :]
         grad = tl.load(grad_ptr + at, (row < t)[:, None] & exists[None, :], 0.0).to(tl.float32)
-        v += weight[None, :] * grad
+        v += _load_weight(weight_ptr, i, channel, exists, WIDTH)[None, :] * grad
         total = tl.sum(grad * x, 0)
         if tile == 0:
             for j in tl.static_range(i, WIDTH - 1):
                 grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
                 total += grad_j * tl.load(window_ptr + before + j * c, exists, 0.0).to(tl.float32)
-        place = (sample * n_tokens + tile) * WIDTH + i
-        tl.store(sums_ptr + place * c + channel, total, exists)
+        part = (sample * n_tokens + tile) * WIDTH + i
+        tl.store(sums_ptr + part * c + channel, total, exists)
     at = (sample * t + token)[:, None] * c + channel[None, :]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
     if tile == 0:
         for j in tl.static_range(WIDTH - 1):
             back = tl.zeros((BLOCK,), tl.float32)
             for i in tl.static_range(j + 1):
-                weight = tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
                 grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
-                back += weight * grad_j
-            tl.store(
-                grad_window_ptr + before + j * c,
-                back.to(grad_window_ptr.dtype.element_ty),
-                exists,
-            )
+                back += _load_weight(weight_ptr, i, channel, exists, WIDTH) * grad_j
+            to = grad_window_ptr + before + j * c
+            tl.store(to, back.to(grad_window_ptr.dtype.element_ty), exists)

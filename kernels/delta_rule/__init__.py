@@ -12,11 +12,14 @@ from torch import Tensor
 from bedouin.kernels.backend import KERNEL_DTYPES, Backend, choose_backend
 from bedouin.kernels.checks import check_shape, one_of
 from bedouin.kernels.delta_rule import fla
-from bedouin.kernels.delta_rule.chunks import delta_rule_chunked, delta_rule_plain
 from bedouin.kernels.delta_rule.rates import delta_rates, delta_rates_reference
-from bedouin.kernels.delta_rule.reference import delta_rule_reference
+from bedouin.kernels.delta_rule.reference import (
+    delta_rule_chunked,
+    delta_rule_plain,
+    delta_rule_reference,
+    rounded,
+)
 from bedouin.kernels.delta_rule.registered import chunk_kernels, plain_chunks
-from bedouin.kernels.delta_rule.rounding import rounded
 from bedouin.kernels.delta_rule.tokens import delta_rule_operation
 from bedouin.kernels.delta_rule.types import DeltaBackend, DeltaInputs
 from bedouin.kernels.launch import accumulator

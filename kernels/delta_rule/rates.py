@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.launch import accumulator
-from bedouin.kernels.operation import operation
+from bedouin.kernels.launch import accumulator, ceil_div, evenly_spaced, next_power_of_two
+from bedouin.kernels.operation import empty_like, operation
 
 MAX_CHANNELS = 1024
 """Most key channels, which a program of the Triton kernel holds of several tokens."""
+
+TILE = 4096
+"""Most numbers of keys of a program: 32 for each of 128 threads."""
 
 
 def delta_rates(
@@ -60,57 +62,77 @@ def delta_rates_reference(
     return beta, -torch.exp(A_log) * F.softplus(a + dt_bias)
 
 
-_OPERANDS = "Tensor b, Tensor key, Tensor a, Tensor A_log, Tensor dt_bias, float scale"
+def _launch_arguments(
+    b: Tensor,  # (b, t, k h)
+    key: Tensor,  # (b, t, k, h, p)
+    a: Tensor,  # (b, t, h)
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], int, dict[str, Any]]:
+    """The tensors with evenly spaced rows, the numbers r = b t, c = k h, h and the distances of
+    rows, the number of tiles of tokens, and the constants."""
+    (*_, h, p), c = key.shape, b.shape[-1]
+    b, key, a = evenly_spaced(b), evenly_spaced(key.flatten(2)), evenly_spaced(a)
+    r, block = b.numel() // c, next_power_of_two(p)
+    tokens = min(next_power_of_two(r), max(1, TILE // block))
+    numbers = r, c, h, b.stride(1), key.stride(1), a.stride(1)
+    constants = {"P": p, "TOKENS": tokens, "BLOCK": block, "enable_fp_fusion": True}
+    return (b, key, a), numbers, ceil_div(r, tokens), constants
 
 
-@operation("delta_rates", f"({_OPERANDS}) -> (Tensor, Tensor)")
+OPERANDS = "Tensor b, Tensor key, Tensor a, Tensor A_log, Tensor dt_bias, float scale"
+
+
+@operation("delta_rates", f"({OPERANDS}) -> (Tensor, Tensor)")
 def delta_rates_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """`delta_rates` with a decay, in Triton, which is imported when the operation runs."""
-    from bedouin.kernels.delta_rule.launch_rates import launch_forward
+    from bedouin.kernels.delta_rule.triton_rates import rates_kernel
 
-    return launch_forward(*given)
+    operands, numbers, tiles, constants = _launch_arguments(*given[:3])
+    rates, parameters = _fake(*given), (v.contiguous() for v in given[3:5])
+    rates_kernel[(tiles * numbers[1],)](
+        *(*operands, *parameters, *rates, *numbers, given[5]), **constants
+    )
+    return rates
 
 
 @delta_rates_operation.register_fake
 def _fake(*given: Any) -> tuple[Tensor, Tensor]:
     _, key, a = given[:3]
-    return key.new_empty(key.shape[:4], dtype=torch.float32), a.new_empty(
-        a.shape, dtype=torch.float32
-    )
+    beta = key.new_empty(key.shape[:4], dtype=torch.float32)
+    return beta, a.new_empty(a.shape, dtype=torch.float32)
 
 
 @operation(
     "delta_rates_backward",
-    f"(Tensor grad_beta, Tensor grad_decay, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad_beta, Tensor grad_decay, {OPERANDS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(*given: Any) -> tuple[Tensor, ...]:
-    """The cotangents of b, a, A_log and dt_bias."""
-    from bedouin.kernels.delta_rule.launch_rates import launch_backward
+def _backward(
+    grad_beta: Tensor,  # (b, t, k, h)
+    grad_decay: Tensor,  # (b, t, h)
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    """The cotangents of b, key (empty), a, A_log and dt_bias."""
+    from bedouin.kernels.delta_rule.triton_rates import rates_backward_kernel
 
-    return launch_backward(*given)
+    operands, numbers, tiles, constants = _launch_arguments(*given[:3])
+    b, _, a, A_log, dt_bias, scale = given
+    grad_b, grad_key, grad_a = empty_like(b, None, a)
+    sums = b.new_empty(tiles, 2, a.shape[-1], dtype=torch.float32)
+    rates_backward_kernel[(tiles * numbers[1],)](
+        *(grad_beta.contiguous(), grad_decay.contiguous(), *operands),
+        *(A_log.contiguous(), dt_bias.contiguous()),
+        *(grad_b, grad_a, sums, *numbers, scale),
+        **constants,
+    )
+    # two sums, because an operation must not return two views of one tensor
+    of_A, of_bias = sums[:, 0].sum(0), sums[:, 1].sum(0)
+    return grad_b, grad_key, grad_a, of_A.to(A_log.dtype), of_bias.to(dt_bias.dtype)
 
 
 @_backward.register_fake
 def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, _, b, _, a, A_log, dt_bias, _ = given
-    return tuple(v.new_empty(v.shape) for v in (b, a, A_log, dt_bias))
+    _, _, b, _, *others, _ = given
+    return empty_like(b, None, *others)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *operands, ctx.scale = inputs
-    ctx.save_for_backward(*operands)
-
-
-def _gradients(
-    ctx: Any,
-    grad_beta: Tensor,  # (b, t, k, h)
-    grad_decay: Tensor,  # (b, t, h)
-) -> tuple[Tensor | None, ...]:
-    operands = ctx.saved_tensors
-    with torch.no_grad():
-        grads = _backward(grad_beta, grad_decay, *operands, ctx.scale)
-    found = refuse_second_derivative(grads, [grad_beta, grad_decay, *operands])
-    return found[0], None, *found[1:], None
-
-
-delta_rates_operation.register_autograd(_gradients, setup_context=_save)
+delta_rates_operation.register_vjp(_backward, constant=(1,))

@@ -1,47 +1,171 @@
-"""The gated delta rule in chunks as registered operations, which torch.compile does not trace.
+"""The gated delta rule in chunks as operations of torch.library.
 
-`chunk_kernels` calls the Triton kernels, `plain_chunks` plain torch, whose loop over chunks
-torch.compile would otherwise unroll. Triton is imported when an operation runs.
+`chunk_kernels` launches the Triton kernels, which are imported when an operation runs;
+`plain_chunks` calls plain torch, whose loop over chunks torch.compile would otherwise unroll.
 
 Letters: b batch, t time, h heads, k Householder steps a token, p key channels and v value channels
 of a head, n chunks, c tokens of a chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.delta_rule.chunks import delta_rule_plain
-from bedouin.kernels.delta_rule.kept import Kept
-from bedouin.kernels.delta_rule.types import DeltaInputs
+from bedouin.kernels.delta_rule.reference import delta_rule_plain
+from bedouin.kernels.delta_rule.tokens import INPUTS
+from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.operation import operation, recording
+from bedouin.kernels.launch import ceil_div, dtype_of_factors, next_power_of_two
+from bedouin.kernels.operation import empty_like, operation, plain_operation
 
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor beta, Tensor? log_decay, Tensor? memory"
-_READ = "Tensor query, Tensor key, Tensor beta, Tensor? log_decay"
-_KEPT = "Tensor inverses, Tensor scores, Tensor errors, Tensor states"
+READ = "Tensor query, Tensor key, Tensor beta, Tensor? log_decay"
+KEPT = "Tensor inverses, Tensor scores, Tensor errors, Tensor states"
 
-# The Triton kernels
+LEAST = 16
+"""The least size of a factor of tl.dot."""
+
+STATE_CELLS = 8192
+"""Most cells of S in a program: 64 registers of each thread."""
+
+VALUE_BLOCK = 64
+"""Most value channels of a program."""
+
+FLOAT32_PRODUCTS = "tf32x3"
+"""Of float32 factors: three products on tensor cores, whose sum has nearly float32's precision.
+"ieee" has all of it, without tensor cores."""
+
+
+def longest_chunk(dtype: torch.dtype) -> int:
+    """Most tokens of a chunk whose products have factors of `dtype`. The factors of float32 are
+    computed from the tiles, so they must have fewer than 64 rows (triton_chunks.py)."""
+    return CHUNK // 2 if dtype == torch.float32 else CHUNK
+
+
+def chunk_size(t: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk in a call of t tokens, less than the longest one where there are fewer."""
+    return min(longest_chunk(dtype), max(LEAST, next_power_of_two(max(1, t))))
+
+
+class Kept(NamedTuple):
+    """In the dtype of the products. A call shorter than a chunk uses a part of the squares."""
+
+    inverses: Tensor  # (b h, n, c, c)
+    scores: Tensor  # (b h, n, c, c)
+    errors: Tensor  # (b, t, h, v)
+    states: Tensor  # (b h, n, p, v), before each chunk, and n - 1 where the first has zeros
+
+    @staticmethod
+    def empty(
+        query: Tensor,  # (b, t, h, p)
+        v: int,
+        keep: bool,
+        started: bool,
+    ) -> "Kept":
+        """Uninitialized tensors, without `keep` of no size. No size branches on the length."""
+        if not keep:
+            return Kept(*(query.new_empty(0) for _ in range(4)))
+        (b, t, h, p), c = query.shape, longest_chunk(query.dtype)
+        n = ceil_div(t, c)
+        inverses, scores = (query.new_empty(b * h, n, c, c) for _ in range(2))
+        states = query.new_empty(b * h, n if started else n - 1, p, v)
+        return Kept(inverses, scores, query.new_empty(b, t, h, v), states)
+
+
+def _rows(
+    query: Tensor,  # (b, t, h, p)
+    key: Tensor,  # (b, t, 1, h, p)
+    beta: Tensor,  # (b, t, 1, h)
+    log_decay: Tensor | None,  # (b, t, h)
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
+    """What the kernels read, (b, t, h, p), (b, t, h, p), (b, t, h) and (b, t, h), and whether there
+    is a decay; without one beta is in its place, unread."""
+    beta = beta.squeeze(2).contiguous()
+    decay = beta if log_decay is None else log_decay.contiguous()
+    return (spaced_rows(query), spaced_rows(key.squeeze(2)), beta, decay), log_decay is not None
+
+
+def spaced_rows(
+    v: Tensor,  # (b, t, h, p)
+) -> Tensor:  # (b, t, h, p)
+    """v, copied unless the b t rows of h p numbers are contiguous and evenly spaced in memory."""
+    (_, t, _, p), (to_sample, to_token, to_head, to_channel) = v.shape, v.stride()
+    spaced = to_channel == 1 and to_head == p and to_sample == t * to_token
+    return v if spaced else v.contiguous()
+
+
+def _part(p: int, dtype: torch.dtype) -> int:
+    """Key channels of a part of S."""
+    return min(longest_chunk(dtype), max(LEAST, next_power_of_two(p)))
+
+
+def value_block(p: int, v: int, dtype: torch.dtype) -> int:
+    """Value channels of a program; fewer in float32, whose products take more registers."""
+    part = _part(p, dtype)
+    most = STATE_CELLS // (ceil_div(p, part) * part)
+    if dtype == torch.float32:
+        most //= 2
+    return max(LEAST, min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v)))
+
+
+def constants(
+    query: Tensor,  # (b, t, h, p)
+    gated: bool,
+) -> dict[str, Any]:
+    """What all kernels have in common at compile time."""
+    _, t, _, p = query.shape
+    return {
+        "GATED": gated,
+        "P_SIZE": p,
+        "PART": _part(p, query.dtype),
+        "C": chunk_size(t, query.dtype),
+        "DOT": dtype_of_factors(query.dtype),
+        "PRECISION": FLOAT32_PRODUCTS,
+        "enable_fp_fusion": True,
+        "num_warps": 4,  # no more (triton_chunks.py)
+        # in float32 nothing is copied ahead, as all factors pass registers
+        "num_stages": 1 if query.dtype == torch.float32 else 2,
+    }
 
 
 @operation(
     "delta_rule_chunks",
-    f"({_INPUTS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({INPUTS.replace('Tensor memory', 'Tensor? memory')}, bool keep) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
-    """The outputs (b, t, h, v) and the last memory (b, h, p, v), and with `keep` what the backward
-    reads, else four empty tensors. The inputs are those of `DeltaInputs` with k = 1. query, key and
+    """The outputs (b, t, h, v), the last memory (b, h, p, v) in the dtype of the memory or float32,
+    and the tensors of `Kept`. The inputs are those of `DeltaInputs` with k = 1. query, key and
     value have one of the kernels' dtypes, which the factors of products and the outputs have, too.
     """
-    from bedouin.kernels.delta_rule.launch import launch_forward
+    from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
 
-    *inputs, memory, keep = given
-    return launch_forward(DeltaInputs(*inputs), memory, keep)
+    query, key, value, beta, log_decay, memory, keep = given
+    o, last, *kept = _fake(*given)
+    rows, gated = _rows(query, key, beta, log_decay)
+    (query, key, beta, decay), value = rows, spaced_rows(value.squeeze(2))
+    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    # what the sweep reads is there without `keep`, too
+    squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
+    n, common = ceil_div(t, longest_chunk(dtype)), constants(query, gated)
+    sizes = t, h, n, query.stride(1), key.stride(1)
+    prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
+    block = value_block(p, v, dtype)
+    sweep_kernel[(b * h * ceil_div(v, block),)](
+        *(query, key, value, beta, decay, *squares),
+        *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
+        *(*sizes, value.stride(1)),
+        STARTED=memory is not None,
+        KEEP=keep,
+        V_SIZE=v,
+        V_BLOCK=block,
+        **common,
+    )
+    return o, last, *kept
 
 
 @chunk_kernels.register_fake
-def _chunks_fake(*given: Any) -> tuple[Tensor, ...]:
+def _fake(*given: Any) -> tuple[Tensor, ...]:
     query, _, value, _, _, memory, keep = given
     (b, t, h, p), v = query.shape, value.shape[-1]
     o = value.new_empty(b, t, h, v)
@@ -51,34 +175,52 @@ def _chunks_fake(*given: Any) -> tuple[Tensor, ...]:
 
 @operation(
     "delta_rule_chunks_backward",
-    f"(Tensor grad_o, Tensor? grad_last, {_READ}, {_KEPT}, bool started, "
-    "ScalarType? memory_dtype) "
+    f"(Tensor grad_o, Tensor? grad_last, {READ}, {KEPT}, bool started, ScalarType? memory_dtype) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _chunks_backward(*given: Any) -> tuple[Tensor, ...]:
+def _backward(*given: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value, beta, log_decay and memory; of the latter two empty
     without a decay and for a memory_dtype of None. A grad_last of None is zeros; `started`: whether
     there was a memory before the first token."""
-    from bedouin.kernels.delta_rule.launch import launch_backward
+    from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
 
-    return launch_backward(given[:2], given[2:6], Kept(*given[6:10]), *given[10:])
+    grad_o, grad_last, kept = spaced_rows(given[0]), given[1], Kept(*given[6:10])
+    started, memory_dtype = given[10:]
+    grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory = found = _backward_fake(*given)
+    rows, gated = _rows(*given[2:6])
+    query, key = rows[:2]
+    (b, t, h, p), v, dtype = query.shape, grad_v.shape[-1], query.dtype
+    n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
+    grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
+    sizes = t, h, n, query.stride(1), key.stride(1), grad_o.stride(1)
+    ends = {"ENDED": grad_last is not None, "V_SIZE": v, "V_BLOCK": block}
+    common = constants(query, gated) | ends
+    reverse_kernel[(b * h * ceil_div(v, block),)](
+        *(*rows, kept.inverses, kept.scores, grad_o),
+        grad_o if grad_last is None else grad_last.contiguous(),
+        *(grad_v, grad_states, grad_memory, *sizes),
+        WANTED=memory_dtype is not None,
+        **common,
+    )
+    gradients_kernel[(b * h * n,)](
+        *(*rows, kept.errors, kept.states, grad_o, grad_v, grad_states),
+        *(grad_q, grad_k, grad_beta, grad_decay, *sizes),
+        STARTED=started,
+        **common,
+    )
+    return found
 
 
-@_chunks_backward.register_fake
-def _chunks_backward_fake(*given: Any) -> tuple[Tensor, ...]:
+@_backward.register_fake
+def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
     _, _, query, key, beta, decay, _, _, errors, _, _, memory_dtype = given
     (b, t, h, p), v = query.shape, errors.shape[-1]
-    grad_memory = query.new_empty(0 if memory_dtype is None else (b, h, p, v), dtype=memory_dtype)
-    return (
-        *(v.new_empty(v.shape) for v in (query, key)),
-        query.new_empty(b, t, 1, h, v),
-        beta.new_empty(beta.shape),
-        beta.new_empty(0) if decay is None else decay.new_empty(decay.shape),
-        grad_memory,
-    )
+    of_query, of_key, of_beta, of_decay = empty_like(query, key, beta, decay)
+    of_memory = query.new_empty(0 if memory_dtype is None else (b, h, p, v), dtype=memory_dtype)
+    return of_query, of_key, query.new_empty(b, t, 1, h, v), of_beta, of_decay, of_memory
 
 
-def _save_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, _, beta, log_decay, memory, keep = inputs
     if not keep:
         raise ValueError("keep must be True where gradients are recorded, got False")
@@ -91,7 +233,7 @@ def _save_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.memory_dtype = None if memory is None else memory.dtype
 
 
-def _chunk_gradients(
+def _gradients(
     ctx: Any,
     grad_o: Tensor | None,  # (b, t, h, v)
     grad_last: Tensor | None,  # (b, h, p, v)
@@ -102,74 +244,25 @@ def _chunk_gradients(
         grad_o = torch.zeros_like(saved[6])  # of the size of the errors
     memory_dtype = ctx.memory_dtype if ctx.needs_input_grad[5] else None
     with torch.no_grad():
-        found = _chunks_backward(grad_o, grad_last, *saved, ctx.started, memory_dtype)
+        found = _backward(grad_o, grad_last, *saved, ctx.started, memory_dtype)
     grads: list[Tensor | None] = list(found)
     grads[4] = None if saved[3] is None else grads[4]
     grads[5] = None if memory_dtype is None else grads[5]
     return *refuse_second_derivative(grads, [grad_o, grad_last, *saved[:4]]), None
 
 
-chunk_kernels.register_autograd(_chunk_gradients, setup_context=_save_chunks)
-
-# Plain torch
+chunk_kernels.register_autograd(_gradients, setup_context=_save)
 
 
-@operation("plain_delta_rule", f"({_INPUTS}) -> (Tensor, Tensor)")
-def plain_chunks(*given: Any) -> tuple[Tensor, Tensor]:
+def _plain(*given: Any) -> tuple[Tensor, Tensor]:
     """The outputs (b, t, h, v) and the last memory (b, h, p, v) of `delta_rule_plain`, whose memory
     is given."""
-    *inputs, memory = given
-    o, last = delta_rule_plain(DeltaInputs(*inputs), memory)
-    return o.contiguous(), last.clone(memory_format=torch.contiguous_format)
+    return delta_rule_plain(DeltaInputs(*given[:5]), given[5])
 
 
-@plain_chunks.register_fake
 def _plain_fake(*given: Any) -> tuple[Tensor, Tensor]:
     query, _, value, _, _, memory = given
     return value.new_empty(*query.shape[:3], value.shape[-1]), memory.new_empty(memory.shape)
 
 
-@operation(
-    "plain_delta_rule_backward",
-    f"(Tensor grad_o, Tensor grad_last, {_INPUTS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _plain_backward(
-    grad_o: Tensor,  # (b, t, h, v)
-    grad_last: Tensor,  # (b, h, p, v)
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    """The gradients of the inputs, of the log decays empty where there are none."""
-    with recording():
-        leaves: list[Any] = [None if v is None else v.detach().requires_grad_() for v in given]
-        found = delta_rule_plain(DeltaInputs(*leaves[:5]), leaves[5])
-        present = [v for v in leaves if v is not None]
-        grads = iter(
-            torch.autograd.grad(found, present, (grad_o, grad_last), materialize_grads=True)
-        )
-    return tuple(grad_o.new_empty(0) if v is None else next(grads).contiguous() for v in leaves)
-
-
-@_plain_backward.register_fake
-def _plain_backward_fake(grad_o: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """Shapes as in `_plain_backward`."""
-    return tuple(grad_o.new_empty(0) if v is None else v.new_empty(v.shape) for v in given)
-
-
-def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _plain_gradients(
-    ctx: Any,
-    grad_o: Tensor,  # (b, t, h, v)
-    grad_last: Tensor,  # (b, h, p, v)
-) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    with torch.no_grad():
-        found = _plain_backward(grad_o, grad_last, *saved)
-    grads = [None if v is None else grad for v, grad in zip(saved, found, strict=True)]
-    return refuse_second_derivative(grads, [grad_o, grad_last, *saved])
-
-
-plain_chunks.register_autograd(_plain_gradients, setup_context=_save_plain)
+plain_chunks = plain_operation("plain_delta_rule", INPUTS, "", _plain, _plain_fake)

@@ -22,19 +22,7 @@ triton_chunks.py gives.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.delta_rule.triton_chunks import (
-    decays,
-    factor,
-    load_part,
-    load_square,
-    load_state,
-    load_tile,
-    load_tokens,
-    ratios,
-    state_cells,
-    store_state,
-    store_tile,
-)
+from bedouin.kernels.delta_rule import triton_chunks
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
@@ -76,42 +64,44 @@ def reverse_kernel(
     j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
     # zeros after the last chunk are not kept
     skipped: tl.constexpr = 0 if ENDED else 1
-    dS = load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART, ENDED)
+    dS = triton_chunks.load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART, ENDED)
     for passed in range(N):
         n = N - 1 - passed
         first, left = b * t + n * C, t - n * C
         at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
-        do = load_tile(GY, first * GY_ROW + h * V_SIZE, GY_ROW, j, left, C, V_SIZE).to(DOT)
-        inverse = load_square(INVERSE, head * N + n, C).to(DOT)
-        scores = load_square(SCORES, head * N + n, C).to(DOT)
-        beta = load_tokens(BETA, first, h, H, left, C)
-        G, total = decays(DECAY, first, h, H, left, C, GATED)
+        do = triton_chunks.load_tile(
+            GY, first * GY_ROW + h * V_SIZE, GY_ROW, j, left, C, V_SIZE
+        ).to(DOT)
+        inverse = triton_chunks.load_square(INVERSE, head * N + n, C).to(DOT)
+        scores = triton_chunks.load_square(SCORES, head * N + n, C).to(DOT)
+        beta = triton_chunks.load_tokens(BETA, first, h, H, left, C)
+        G, total = triton_chunks.decays(DECAY, first, h, H, left, C, GATED)
         if passed >= skipped:
-            store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
+            triton_chunks.store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
         de = tl.zeros((C, V_BLOCK), tl.float32)
         for part in tl.static_range(len(dS)):
-            ds = factor(dS[part], SCORES, DOT)
-            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            ds = triton_chunks.factor(dS[part], SCORES, DOT)
+            k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
             de = tl.dot(k, ds, de, input_precision=PRECISION)
         de *= tl.exp(total - G)[:, None]
         de = tl.dot(tl.trans(scores), do, de, input_precision=PRECISION)
-        de = factor(beta[:, None] * de, SCORES, DOT)
+        de = triton_chunks.factor(beta[:, None] * de, SCORES, DOT)
         dv = tl.dot(tl.trans(inverse), de, input_precision=PRECISION)
         grown = tl.exp(G)[:, None]
-        seen = factor(grown * do.to(tl.float32) * P_SIZE**-0.5, SCORES, DOT)
-        known = factor(-grown * dv, SCORES, DOT)
+        seen = triton_chunks.factor(grown * do.to(tl.float32) * P_SIZE**-0.5, SCORES, DOT)
+        known = triton_chunks.factor(-grown * dv, SCORES, DOT)
         before = ()
         for part in tl.static_range(len(dS)):
             old = tl.exp(total) * dS[part]
-            q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+            k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
             old = tl.dot(tl.trans(q), seen, old, input_precision=PRECISION)
             old = tl.dot(tl.trans(k), known, old, input_precision=PRECISION)
             before = before + (old,)
         dS = before
-        store_tile(GV, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
+        triton_chunks.store_tile(GV, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
     if WANTED:
-        store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
+        triton_chunks.store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
@@ -159,39 +149,39 @@ def gradients_kernel(
     M_T = tl.zeros((C, C), tl.float32)
     for start in range(0, V_SIZE, V_BLOCK):
         j = start + tl.arange(0, V_BLOCK)
-        e = load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-        dv = load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-        do = load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
+        e = triton_chunks.load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+        dv = triton_chunks.load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+        do = triton_chunks.load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
         J = tl.dot(do, tl.trans(e), J, input_precision=PRECISION)
         M = tl.dot(dv, tl.trans(e), M, input_precision=PRECISION)
         J_T = tl.dot(e, tl.trans(do), J_T, input_precision=PRECISION)
         M_T = tl.dot(e, tl.trans(dv), M_T, input_precision=PRECISION)
 
-    beta = load_tokens(BETA, first, h, H, left, C)
-    G, total = decays(DECAY, first, h, H, left, C, GATED)
+    beta = triton_chunks.load_tokens(BETA, first, h, H, left, C)
+    G, total = triton_chunks.decays(DECAY, first, h, H, left, C, GATED)
     scale: tl.constexpr = P_SIZE**-0.5
     before = token[:, None] > token[None, :]
     # rows of the transposes are the tokens that are written, whose beta they have
     after = token[:, None] < token[None, :]
     difference = tl.where(token[:, None] <= token[None, :], G[None, :] - G[:, None], float("-inf"))
     ratio = tl.exp(difference) * beta[:, None]
-    J_T = factor(scale * ratio * J_T, ERROR, DOT)
+    J_T = triton_chunks.factor(scale * ratio * J_T, ERROR, DOT)
     M_T = tl.where(after, -ratio * M_T, 0.0)
-    ratio = ratios(G, C)
+    ratio = triton_chunks.ratios(G, C)
     J *= scale * ratio
     M = tl.where(before, -ratio * M, 0.0)
-    both = factor(M * beta[None, :] + M_T, ERROR, DOT)
+    both = triton_chunks.factor(M * beta[None, :] + M_T, ERROR, DOT)
 
     at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
     pairs = tl.zeros((C, C), tl.float32)
     for part in range((P_SIZE + PART - 1) // PART):
-        q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-        k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+        k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
         pairs += J * tl.dot(q, tl.trans(k), input_precision=PRECISION)
         pairs += M * tl.dot(k, tl.trans(k), input_precision=PRECISION)
     grad_beta = tl.sum(pairs, 0)
     grad_G = tl.sum(pairs * beta[None, :], 1)
-    J = factor(J * beta[None, :], ERROR, DOT)
+    J = triton_chunks.factor(J * beta[None, :], ERROR, DOT)
 
     # S of the first chunk or its cotangent of the last one may be zeros, which were not kept
     first_kept: tl.constexpr = 0 if STARTED else 1
@@ -211,20 +201,20 @@ def gradients_kernel(
         product = tl.zeros((PART,), tl.float32)
         for start in range(0, V_SIZE, V_BLOCK):
             j = start + tl.arange(0, V_BLOCK)
-            e = load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-            dv = load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-            do = load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
-            cells, exist = state_cells(of_S, i, j, P_SIZE, V_SIZE)
+            e = triton_chunks.load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+            dv = triton_chunks.load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
+            do = triton_chunks.load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
+            cells, exist = triton_chunks.state_cells(of_S, i, j, P_SIZE, V_SIZE)
             S = tl.load(STATES + cells, exist & (i[:, None] < rows_of_S), 0.0).to(DOT)
-            cells, exist = state_cells(of_dS, i, j, P_SIZE, V_SIZE)
+            cells, exist = triton_chunks.state_cells(of_dS, i, j, P_SIZE, V_SIZE)
             dS = tl.load(GS + cells, exist & (i[:, None] < rows_of_dS), 0.0).to(DOT)
             dq = tl.dot(S, tl.trans(do), dq, input_precision=PRECISION)
             dk = tl.dot(S, tl.trans(dv), dk, input_precision=PRECISION)
             Z = tl.dot(dS, tl.trans(e), Z, input_precision=PRECISION)
             if GATED:
                 product += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-        k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
+        k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
         q_T, k_T = tl.trans(q).to(tl.float32), tl.trans(k).to(tl.float32)
         dq *= scale * grown
         dk *= -grown
@@ -236,8 +226,8 @@ def gradients_kernel(
         dk = tl.dot(tl.trans(q), J, dk + Z * beta[None, :], input_precision=PRECISION)
         dk = tl.dot(tl.trans(k), both, dk, input_precision=PRECISION)
         place = (first * H + h) * P_SIZE
-        store_tile(GQ, place, H * P_SIZE, i, left, tl.trans(dq), C, P_SIZE)
-        store_tile(GK, place, H * P_SIZE, i, left, tl.trans(dk), C, P_SIZE)
+        triton_chunks.store_tile(GQ, place, H * P_SIZE, i, left, tl.trans(dq), C, P_SIZE)
+        triton_chunks.store_tile(GK, place, H * P_SIZE, i, left, tl.trans(dk), C, P_SIZE)
 
     grad_beta += of_state
     place = (first + token) * H + h

@@ -10,23 +10,8 @@ Letters: b batch, t time, k Householder steps a token, h heads, p key channels a
 of a head, n blocks of value channels.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-LAUNCH = {"enable_fp_fusion": True}
-"""The default of Triton differs between its versions."""
-
-CELLS = 2048
-"""Numbers of a block of S whose key channels are padded to a power of two."""
-
-FORWARD_PART, BACKWARD_PART = 8, 16
-"""Key channels of a part of S, of which the last is padded. A part of a key has fewer numbers than
-a warp has threads: it is loaded as it is used, and the threads exchange none of it."""
-
-REGISTERS = 128
-"""Of a thread, at most: 16 warps, each a program, fit on a multiprocessor of sm_90."""
 
 
 @triton.jit
@@ -248,77 +233,3 @@ def backward_kernel(
         if GATED:
             for n_part in tl.static_range(len(S)):
                 product -= tl.sum(grad_q[n_part] * q[n_part], 0)
-
-
-def _launch(
-    key: Tensor,  # (b, t, k, h, p)
-    v: int,
-    gated: bool,
-) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Grid and compile-time constants of both kernels."""
-    b, _, k, h, p = key.shape
-    block = min(triton.next_power_of_2(v), max(1, CELLS // triton.next_power_of_2(p)))
-    return (b * h, triton.cdiv(v, block)), (gated, k, p, v, block)
-
-
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
-"""query, key, value, beta and log_decay as in `DeltaInputs`, and the memory (b, h, p, v)."""
-
-
-def launch_forward(
-    inputs: Inputs,
-) -> tuple[Tensor, Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v), (b, t, k, h, v)
-    """S^T query / sqrt(p) of every token and the memory after the last one, in the dtype of the
-    memory, and the errors in float32."""
-    query, key, value, _, _, memory = inputs
-    (b, t, h, _), v = query.shape, memory.shape[-1]
-    grid, constants = _launch(key, v, inputs[4] is not None)
-    read = _read(inputs)
-    o, last = memory.new_empty(b, t, h, v), torch.empty_like(read[-1])
-    error = value.new_empty(value.shape, dtype=torch.float32)
-    forward_kernel[grid](
-        *(*read, o, error, last, t, h, *constants, FORWARD_PART),
-        **LAUNCH,
-        num_warps=1,
-        maxnreg=REGISTERS,
-    )
-    return o, last.mT.contiguous(), error
-
-
-def launch_backward(
-    grad_o: Tensor,  # (b, t, h, v)
-    grad_last: Tensor,  # (b, h, p, v)
-    error: Tensor,  # (b, t, k, h, v), of `launch_forward`
-    inputs: Inputs,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the inputs, in their dtypes. That of log_decay is empty where there is no
-    decay, in the dtype of the memory."""
-    query, key, value, beta, log_decay, memory = inputs
-    gated, (t, h) = log_decay is not None, query.shape[1:3]
-    grid, constants = _launch(key, memory.shape[-1], gated)
-    n, read = grid[1], _read(inputs)
-    decay = read[4]
-    grad_q, grad_k, grad_beta = (error.new_empty(n, *v.shape) for v in (query, key, beta))
-    grad_decay = error.new_empty((n, *decay.shape) if gated else (n, 0))
-    grad_v, grad_memory = torch.empty_like(error), torch.empty_like(read[-1])
-    backward_kernel[grid](
-        *(*read, error, grad_o.contiguous(), grad_last.mT.contiguous()),
-        *(grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory),
-        *(t, h, *constants, BACKWARD_PART),
-        **LAUNCH,
-        num_warps=1,
-        maxnreg=REGISTERS,
-    )
-    grad_q, grad_k, grad_beta, grad_decay = (
-        (grad.sum(0) if n > 1 else grad[0]).to(v.dtype)
-        for grad, v in ((grad_q, query), (grad_k, key), (grad_beta, beta), (grad_decay, decay))
-    )
-    grad_v, grad_memory = grad_v.to(value.dtype), grad_memory.mT.contiguous()
-    return grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory
-
-
-def _read(inputs: Inputs) -> list[Tensor]:
-    """The inputs as the kernels read them, with the memory transposed; without a decay the memory
-    is in its place, unread."""
-    memory = inputs[-1].mT.contiguous()
-    return [memory if v is None else v.contiguous() for v in (*inputs[:-1], memory)]

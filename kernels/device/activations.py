@@ -36,3 +36,9 @@ def activate_vjp(grad, raw, ACTIVATION: tl.constexpr):
         return grad * tl.where(raw > 20, 1.0, sigmoid(raw))
     else:
         return -grad * tl.where(raw < -20, 1.0, sigmoid(-raw))
+
+
+@triton.jit
+def silu_slope(v, sigmoid):
+    """d SiLU(v) / dv from v and sigmoid(v)."""
+    return sigmoid * (1 + v * (1 - sigmoid))

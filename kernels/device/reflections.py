@@ -92,15 +92,6 @@ def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def load_tuple(pointer, N: tl.constexpr):
-    """N consecutive scalars."""
-    out = ()
-    for i in tl.static_range(N):
-        out = out + (tl.load(pointer + i),)
-    return out
-
-
-@triton.jit
 def store_tuple(pointer, values, N: tl.constexpr):
     """Store N consecutive scalars."""
     for i in tl.static_range(N):
@@ -217,14 +208,11 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def eliminate(
-    matrix, b, K: tl.constexpr, N: tl.constexpr,
-    RECIPROCALS: tl.constexpr = False, FAST: tl.constexpr = False,
-):  # fmt: skip
+def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr):
     """matrix^-1 b for b (k, N) by elimination with row pivoting, and min(1, smallest |pivot|).
 
-    A pivot of 0 gives Inf or NaN, without a branch or an error. RECIPROCALS: one reciprocal a
-    pivot, approximate if FAST, and no other division.
+    A pivot of 0 gives Inf or NaN, without a branch or an error. One reciprocal a pivot, approximate
+    if FAST, and no other division.
     """
     smallest = tl.full([], 1.0, b[0].dtype)
     inverses = ()
@@ -240,7 +228,7 @@ def eliminate(
         top = _chosen_row(matrix, chosen, c, c, K, K)
         top_b = _chosen_row(b, chosen, c, 0, K, N)
         smallest = tl.minimum(smallest, tl.abs(top[0]))
-        inverse = reciprocal(top[0], RECIPROCALS and FAST)
+        inverse = reciprocal(top[0], FAST)
         inverses = inverses + (inverse,)
         new_matrix = ()
         new_b = ()
@@ -274,10 +262,7 @@ def eliminate(
                 if done < step:
                     entry = matrix[(K - 1 - step) * K + K - 1 - done]
                     total -= entry * out[(step - 1 - done) * N + column]
-            if RECIPROCALS:
-                solved = solved + (total * inverses[K - 1 - step],)
-            else:
-                solved = solved + (total / matrix[(K - 1 - step) * K + K - 1 - step],)
+            solved = solved + (total * inverses[K - 1 - step],)
         out = solved + out
     return out, smallest
 
@@ -337,7 +322,7 @@ def subtract(a, b, K: tl.constexpr):
 
 @triton.jit
 def gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX: tl.constexpr, K: tl.constexpr):
-    """E^-1 a, E r and E^2 (3 k,), with which `reflections_vjp` takes x~ = x + U^T T v back:
+    """E^-1 a, E r and E^2 (3 k,), with which `reflections_vjp` takes x~ = x + U^T T U v back:
     r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and a_i = r_i (1 - beta_i / BETA_MAX)."""
     a = ()
     r = ()
@@ -354,12 +339,12 @@ def gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX: tl.constexpr, K: tl.const
 
 
 @triton.jit
-def reflections_vjp_scalars(
+def reflections_vjp(
     U_g, T_g, T_v, G,
     factors,  # those of `gradient_factors`
     K: tl.constexpr,
 ):  # fmt: skip
-    """What `reflections_vjp` subtracts along u (k,), and the cotangents of alpha (k,)."""
+    """What the cotangents of u lose along u (k,), and the cotangents of alpha (k,)."""
     along = ()
     grad_alpha = ()
     for i in tl.static_range(K):
@@ -370,29 +355,3 @@ def reflections_vjp_scalars(
         along = along + (factors[2 * K + i] * T_v[i] * total + T_g[i] * factors[K + i],)
         grad_alpha = grad_alpha + (T_g[i] * factors[i],)
     return along, grad_alpha
-
-
-@triton.jit
-def reflections_vjp(
-    grad_mixed,  # (BLOCK_D,), cotangent of x~
-    v,  # (BLOCK_D,)
-    u,  # rows, not normalized
-    T_g, T_v,
-    along,  # that of `reflections_vjp_scalars`
-    grad_ptr,  # where the cotangents of u (K, d) are stored
-    cols, d: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """The cotangent of x in x~ = x + U^T T U v, one reflection after the other; stores that of
-    u."""
-    kind: tl.constexpr = grad_ptr.dtype.element_ty
-    for i in tl.static_range(K):
-        if i > 0:
-            v -= T_v[i] * u[i]
-    for i in tl.static_range(K):
-        if i > 0:
-            v += T_v[i] * u[i]
-        # only the direction of u_i matters: the part of the cotangent along u_i vanishes
-        grad_u = T_v[i] * grad_mixed + T_g[i] * v - along[i] * u[i]
-        tl.store(grad_ptr + i * d + cols, grad_u.to(kind), mask=cols < d)
-        grad_mixed -= T_g[i] * u[i]
-    return grad_mixed

@@ -6,9 +6,9 @@
 `autograd`      both as a differentiable function, for custom mixers and transforms of torch.func
 `cpu`           both for Householder layouts in plain torch, with few calls for each token
 `registered`    `cpu` and the kernels as operations of torch.library
-`heads`         Triton kernels for heads of at most 128 channels with 64 states, in programs that
-                hold the rows of a sample
-`triton_*.py`   Triton kernels for what y alone determines
+`launch`        Triton kernels for heads of at most 128 channels with 64 states: `triton_forward`
+                and `triton_reverse`, whose programs hold the memory of a few samples, and
+                `triton_prepare` for what y alone determines
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from bedouin.kernels.backend import Backend, is_transformed
 from bedouin.kernels.direct.autograd import loop_sweep, uncompiled_sweep
-from bedouin.kernels.direct.buffers import CHUNK, choose_chunk
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import choose_sweep
+from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from bedouin.kernels.backend import without_autocast
-from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.reference import Sweep, memory_of, sweep_tokens
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_sweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative

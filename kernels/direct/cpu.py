@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.direct.elimination import factorize
-from bedouin.kernels.direct.layout import activate_delta, activation_slope
+from bedouin.kernels.direct.layout import activate_delta, activation_slope, state_major
 from bedouin.kernels.feedback import (
     add_feedback,
     fed_cotangent,
@@ -266,7 +266,7 @@ def cpu_sweep(
     assert h0 is not None and y0 is not None
     (b, t_end, d), slots = x.shape, -(-x.shape[1] // keep_every)
     ys, kept = x.new_empty(b, t_end, d), x.new_empty(b, slots, *A.mT.shape[-2:])
-    statistics, h = x.new_empty(4, b, t_end), h0.mT.clone(memory_format=torch.contiguous_format)
+    statistics, h = x.new_empty(4, b, t_end), state_major(h0)
     if not x.numel():
         return ys, h.mT, kept, statistics
     # all tokens of a chunk at once, unless they have feedback

@@ -40,6 +40,12 @@ def bind_by_layout(
     return partial(_bind, layout, tuple(A.shape[-2:]))
 
 
+def state_major(
+    h: Tensor,  # (b, d, n)
+) -> Tensor:  # (b, n, d), in new memory
+    return h.mT.clone(memory_format=torch.contiguous_format)
+
+
 def choose_bind(
     bind: Bind | None,
     parameterization: Parameterization,

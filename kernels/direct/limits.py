@@ -1,7 +1,9 @@
-"""Which sweeps the Triton kernels cover.
+"""Which sweeps the Triton kernels cover, and sizes; free of Triton.
 
-Letters: d channels of a head, n state per channel.
+Letters: d channels of a head, n state per channel, k reflections, r raw values.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +15,9 @@ from bedouin.kernels.backend import (
     interpreter_is_on,
     warn_of_reference,
 )
-from bedouin.kernels.direct.heads.blocks import head_blocks
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.launch import Device
-from bedouin.kernels.operands import Operands, Parameterization
+from bedouin.kernels.launch import Device, next_power_of_two
+from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 
 MAX_CHANNELS = 128
 """Most channels of a head: a warp holds the rows of a sample."""
@@ -27,6 +28,72 @@ warp, beside its cotangent."""
 
 MAX_REFLECTIONS = 4
 """Most reflections, whose k x k algebra is unrolled at compile time."""
+
+SCRATCH = 8192
+"""Bytes of shared memory that a sweep may need beside W^y, which stays there if it fits."""
+
+REVERSE_ALPHA = 32
+"""Rows of W^y for alpha in the reverse sweep: every thread of a warp holds one of its values."""
+
+CHUNK = 16
+"""Tokens between two kept h. The reverse sweep's workspace is this many tensors (b, n, d)."""
+
+WORKSPACE = 2**23
+"""Most elements of h (32 MB in float32) that the reverse sweep's kernels hold for a chunk."""
+
+
+class HeadBlocks(NamedTuple):
+    """Sizes rounded up: sides of tiles are powers of two, and at least 16 in a product."""
+
+    channels: int
+    states: int
+    small: int  # B, C and, if `alpha` is 0, alpha in the forward sweep
+    alpha: int
+    rows: int  # of W^y in shared memory, of the sweep that holds more of them
+    rows_of_tile: int  # of its largest tile that is read anew for each token
+
+    def streams(self, itemsize: int, shared_memory: int) -> bool:
+        """Whether W^y, with entries of `itemsize` bytes, does not fit beside what else is there."""
+        return SCRATCH + self.rows * self.channels * itemsize > shared_memory
+
+    def fits(self, itemsize: int, shared_memory: int) -> bool:
+        """Whether at least its tiles fit, one after the other."""
+        return SCRATCH + self.rows_of_tile * self.channels * itemsize <= shared_memory
+
+
+def head_blocks(d: int, n: int, layout: RawLayout) -> HeadBlocks:
+    """Sizes of the tiles of W^y for heads of d channels with n states."""
+    channels, states = max(16, next_power_of_two(d)), next_power_of_two(n)
+    k, both = layout.num_householder, 2 * n if layout.selective else 0
+    # one tile for B, C and alpha, unless that would almost double a large one
+    apart = both > 32
+    small = max(16, next_power_of_two(both if apart else both + k))
+    alpha = 16 if small < both + k else 0
+    reverse = REVERSE_ALPHA
+    if layout.selective:
+        reverse += max(2 * states, min(32, channels))
+    rows = (k + 1) * channels + max(small + alpha, reverse)
+    return HeadBlocks(channels, states, small, alpha, rows, max(channels, small, reverse))
+
+
+def choose_chunk(operands: Operands) -> int:
+    """Tokens between two kept h: CHUNK, or for at most that many tokens fewer, but at least 4, if
+    the workspace would otherwise exceed WORKSPACE.
+
+    The h of more tokens that were kept for smaller chunks would take more memory than the
+    workspace.
+    """
+    (samples, t_end, _), (d, n) = operands.x.shape, operands.A.shape[-2:]
+    if t_end > CHUNK:
+        return CHUNK
+    size = samples * d * n
+    return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
+
+
+def count_kept(t_end: int, keep_every: int) -> int:
+    """Number of kept h: those before tokens keep_every, 2 keep_every, and so on. The h before
+    token 0 is an input."""
+    return max(0, (t_end - 1) // keep_every)
 
 
 def choose_sweep(
@@ -75,9 +142,8 @@ def _unsupported(
             f"heads of {d} channels with {n} states in a sweep "
             f"(at most {MAX_CHANNELS} with {MAX_STATES}; set num_heads)"
         )
-    blocks = head_blocks(d, n, k, layout.selective)
     if W_y is not None and (x.is_cuda or interpreter_is_on()):
         shared_memory = Device.of(A.device).shared_memory
-        if not blocks.fits(W_y.itemsize, shared_memory):
+        if not head_blocks(d, n, layout).fits(W_y.itemsize, shared_memory):
             return f"feedback of {d} channels with {shared_memory} bytes of shared memory"
     return None

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.buffers import CHUNK
 from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
 from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedback
 from bedouin.kernels.heads import per_sample

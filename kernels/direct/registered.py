@@ -14,22 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bedouin.kernels.backend import is_transformed, without_autocast
-from bedouin.kernels.direct.buffers import (
-    allocate_memory,
-    allocate_reverse,
-    allocate_sweep,
-    collect_gradients,
-    count_kept,
-    state_major,
-)
 from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
-from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.layout import choose_bind, state_major
+from bedouin.kernels.direct.limits import count_kept
 from bedouin.kernels.direct.reference import memory_of
 from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
 from bedouin.kernels.operation import Operation, operation
@@ -67,12 +58,10 @@ def sweep_operation(*flat: Any) -> SweepResult:
     if plain:
         y, h, kept, statistics = cpu_sweep(operands, options, keep_every)
         return y, h, kept.flatten(1), statistics
-    buffers = allocate_sweep(operands.with_head_axis(), options, keep_every)
-    if buffers.y.numel():
-        from bedouin.kernels.direct.heads.launch import launch_head_sweep
+    from bedouin.kernels.direct.launch import launch_sweep
 
-        launch_head_sweep(buffers, options, keep_every)
-    return buffers.y, buffers.h.mT, buffers.kept.flatten(1), buffers.statistics
+    y, h, kept, statistics = launch_sweep(operands.with_head_axis(), options, keep_every)
+    return y, h.mT, kept.flatten(1), statistics
 
 
 @sweep_operation.register_fake
@@ -96,12 +85,10 @@ def memory_operation(
         bind = choose_bind(None, options, operands.A)
         h, kept = memory_of(y, operands.wide(), options, bind, (), keep_every)
         return y, state_major(h).mT, kept.flatten(1)
-    buffers, state = allocate_memory(y, operands.with_head_axis(), options, keep_every)
-    if y.numel():
-        from bedouin.kernels.direct.triton_launch import launch_memory
+    from bedouin.kernels.direct.launch import launch_memory
 
-        launch_memory(buffers, state, options, keep_every)
-    return y, state.mT, buffers.kept.flatten(1)
+    h, kept = launch_memory(y, operands.with_head_axis(), options, keep_every)
+    return y, h.mT, kept.flatten(1)
 
 
 @memory_operation.register_fake
@@ -139,57 +126,36 @@ def _sweep_backward(
     *flat: Any,
 ) -> Gradients:
     operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
-    (x, raw, _, A, *_), wants_y0 = operands, flat[6]
+    (x, _, W_y, A, *_), wants_y0 = operands, flat[6]
     with without_autocast(x.device):
         kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
         if plain:
             found = cpu_reverse(grad_y, grad_h, y, kept, operands, options, keep_every)
-            return _in_layout(found, operands, wants_y0=wants_y0)
-        operands = operands.with_head_axis()
-        buffers, grads = allocate_reverse(grad_y, grad_h, y, kept, operands, options)
-        grad_normed = None
-        if y.numel():
-            from bedouin.kernels.direct.heads.launch import launch_head_reverse
+            # with the dtypes and the strides of the operation, that of y0 only if it is wanted
+            return _like(operands, wants_y0, found)
+        from bedouin.kernels.direct.launch import launch_reverse
 
-            W_y = operands.W_y
-            rows = None if W_y is None else padded_rows(W_y, raw.shape[2])
-            grad_normed = launch_head_reverse(
-                buffers, grads, rows, options, keep_every, wants_y0=wants_y0
-            )
-        grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0 = collect_gradients(
-            grads, grad_normed, y, operands, options, wants_y0=wants_y0
-        )
-        if A.dim() == 2:
-            grad_A, grad_W_y = grad_A[0], grad_W_y if operands.W_y is None else grad_W_y[0]
-        return grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0, grads.statistics
-
-
-def _in_layout(
-    found: tuple[Tensor | None, ...],  # the result of `cpu_reverse`
-    operands: Operands,
-    *,
-    wants_y0: bool,
-) -> Gradients:
-    """The gradients with the dtypes and the strides of the operation."""
-    grad_x, grad_raw, grad_W_y, grad_A, grad_h0, grad_y0, statistics = found
-    assert grad_x is not None and grad_raw is not None and grad_A is not None
-    assert grad_h0 is not None and grad_y0 is not None and statistics is not None
-    r = grad_raw.shape[2]
-    rows = pad(grad_raw.to(operands.raw.dtype), (0, padding(r)))[..., :r]
-    if grad_W_y is None:
-        grad_W_y = grad_A.new_empty(0)
-    elif grad_W_y.dim() == 3:
-        f = grad_W_y.shape[1]
-        grad_W_y = pad(grad_W_y, (0, 0, 0, padding(f)))[:, :f]
-    first = grad_x.to(operands.x.dtype), rows, grad_W_y
-    grad_y0 = grad_y0[: None if wants_y0 else 0]
-    return *first, state_major(grad_A).mT, grad_h0, grad_y0, statistics
+        given = (grad_y, grad_h), y, kept, operands.with_head_axis(), options, keep_every
+        grads = launch_reverse(*given, wants_y0=wants_y0)
+        if A.dim() == 3:
+            return grads
+        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
+        of_W_y = of_W_y if W_y is None else of_W_y[0]
+        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
 
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(*flat: Any) -> Gradients:
-    operands, *_ = _parse(*flat[4:10], *flat[11:])
-    (x, raw, W_y, A, *_), wants_y0 = operands, flat[10]
+    return _like(Operands(*flat[4:10]), flat[10])
+
+
+def _like(
+    operands: Operands,
+    wants_y0: bool,
+    found: tuple[Tensor | None, ...] = (None,) * 7,  # as `Gradients`, with any strides
+) -> Gradients:
+    """Gradients with the dtypes and strides of the operation, with the values that are found."""
+    x, raw, W_y, A, *_ = operands
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     rows = r + padding(r)
     if W_y is None:
@@ -199,7 +165,11 @@ def _sweep_backward_fake(*flat: Any) -> Gradients:
         grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
-    return *first, *then, A.new_empty(2, b, t)
+    every: Gradients = (*first, *then, A.new_empty(2, b, t))
+    for out, v in zip(every, found, strict=True):
+        if v is not None and out.numel():
+            out.copy_(v)
+    return every
 
 
 def _register_gradient(of: Operation, *, solved: bool) -> None:

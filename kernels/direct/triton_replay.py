@@ -1,85 +1,183 @@
-"""The memory of a chunk of tokens again, from that before its first token.
+"""h before the tokens of a chunk of heads, from h before the first one; loads of a token.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+Blocks of states are replayed one after the other, so that the values of all states need no
+registers beside what the reverse sweep holds.
+Letters: d channels of a head, n state per channel, s samples of a program, or their parts.
 """
 
 import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
-from bedouin.kernels.device.raw import load_raw
-from bedouin.kernels.direct.triton_rows import aligned_row, local_width
+from bedouin.kernels.device.discretize import input_scale
+from bedouin.kernels.direct.device import load_head_states, spread, store_head_states
+from bedouin.kernels.direct.parts import columns_of_rows
+from bedouin.kernels.direct.triton_blocks import discretize_block
 
 
-@triton.jit(do_not_specialize=["start", "count", "slot", "slots", "per_head"])
-def replay_kernel(
-    mixed_ptr,  # (b, count, d)
-    local_ptr,  # (b, count, WIDTH)
-    raw_ptr,  # (b, t, r)
-    fed_ptr,  # (b, t, r)
-    A_ptr,  # (H, n, d), log2(e) A
-    h0_ptr,  # (b, n, d): h before token 0
-    kept_ptr,  # (b, slots, n, d): h before the first token of every chunk but the first
-    out_ptr,  # (b, ..., n, d), written: h after the chunk
-    start,
-    count,
-    slot,
-    slots,
-    per_head,  # samples of a head
-    d: tl.constexpr,
-    n: tl.constexpr,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    h0_stride_b,
-    out_stride_b,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """The memory of a chunk, a program for each sample:
+@triton.jit
+def kept_memory(
+    h0_row, kept_row,  # pointers (s,) to h before token 0, and before token KEEP
+    chunk, d: tl.constexpr, n: tl.constexpr,
+):  # fmt: skip
+    """Pointers (s,) to h before a chunk."""
+    row = kept_row + (chunk - 1).to(tl.int64) * (n * d)
+    if chunk == 0:
+        row = h0_row
+    return row
 
-    h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
+
+@triton.jit
+def memory_before(
+    h0_row, kept_row, replayed_row,  # pointers (s,) to h before token 0, and before others
+    chunk, in_chunk, d: tl.constexpr, n: tl.constexpr,
+):  # fmt: skip
+    """Pointers (s,) to h before a token by its number in its chunk."""
+    row = replayed_row + (in_chunk - 1) * (n * d)
+    if in_chunk == 0:
+        row = kept_memory(h0_row, kept_row, chunk, d, n)
+    return row
+
+
+@triton.jit
+def _fetch(row, at, FAST: tl.constexpr):
+    """Prefetch what is at row (s,) + at (s, .) into the L2 cache."""
+    if FAST:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(row[:, None] + at).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def fetch_values(
+    row,  # pointers (s,)
+    SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Prefetch SIZE consecutive float32 of each sample into the L2 cache."""
+    LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
+    lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
+    _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)
+
+
+@triton.jit
+def fetch_tokens(
+    row,  # pointers (s,) to the row of token 0
+    first, stride,  # of the tokens that are prefetched, and between two of them
+    t_end, SIZE: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Prefetch SIZE values of KEEP tokens, as far as there are, into the L2 cache."""
+    EACH: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth  # in 128 bytes
+    LINES: tl.constexpr = (SIZE + EACH - 1) // EACH
+    COUNT: tl.constexpr = max(PARTS, triton.next_power_of_2(KEEP * LINES))
+    lines = columns_of_rows(row.shape[0], PARTS, COUNT // PARTS)
+    token = tl.minimum(first + lines // LINES, t_end - 1).to(tl.int64)
+    _fetch(row, token * stride + tl.minimum(lines % LINES * EACH, SIZE - 1), FAST)
+
+
+@triton.jit
+def fetch_chunk(
+    from_row,  # pointers (s,) to h before the first token
+    mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
+    raw_stride, fed_stride,  # between tokens
+    d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
+    PARTS: tl.constexpr, FEEDBACK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Prefetch what `replay_tokens` will read for KEEP tokens with LOCAL scalars each into the
+    second-level cache: it would otherwise wait for device memory in every block of states."""
+    fetch_values(from_row, n * d, PARTS, FAST)
+    fetch_values(mixed_row, KEEP * d, PARTS, FAST)
+    fetch_values(local_row, KEEP * LOCAL, PARTS, FAST)
+    tokens = tl.arange(0, triton.next_power_of_2(KEEP))
+    tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
+    _fetch(raw_row, tokens * raw_stride, FAST)
+    if FEEDBACK:
+        _fetch(fed_row, tokens * fed_stride, FAST)
+
+
+@triton.jit
+def _load_step(
+    mixed_row, raw_row, fed_row, B_row,  # pointers (s,)
+    count, cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    N: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """x~, raw Delta and B of a block of states of a token."""
+    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
+    delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+    if FEEDBACK:
+        delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+    at = tl.arange(0, N)[None, :]
+    if count is None:
+        B = tl.load(B_row[:, None] + at)
+    else:
+        B = tl.load(B_row[:, None] + at, mask=at < count, other=0.0)
+    return mixed, delta, B
+
+
+@triton.jit
+def replay_tokens(
+    from_row,  # pointers (s,) to h before the first token
+    to_row,  # pointers (s,) to the place of h before the second one, that of the others behind it
+    tokens,
+    mixed_row, raw_row, fed_row, B_row,  # pointers (s,) to rows of the first token
+    raw_stride, fed_stride, B_stride,  # between tokens
+    A_at,  # pointers (s, d) to state 0 of log2(e) A
+    cols, in_row, inside,  # the channels of a row, (s, d) or (1, d); `inside`: those to be stored
+    d: tl.constexpr, n: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr,
+    FEEDBACK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
+
+    The loop over blocks remains one, because the compiler takes long for every load and store.
     """
-    sample = tl.program_id(0).to(tl.int64)
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    in_n, in_d = rows < n, cols < d
-    state = rows[:, None] * d + cols[None, :]
-    in_state = in_n[:, None] & in_d[None, :]
-    A_log2 = tl.load(A_ptr + sample // per_head * (n * d) + state, mask=in_state, other=0.0)
-    memory = h0_ptr + sample * h0_stride_b
-    if slot > 0:
-        memory = kept_ptr + (sample * slots + slot - 1) * (n * d)
-    h = tl.load(memory + state, mask=in_state, other=0.0)
-    # loads of a token are issued while the one before it is computed
-    WIDTH: tl.constexpr = local_width(K, n)
-    token = sample * count
-    mixed_row = mixed_ptr + token * d + cols
-    B_row = local_ptr + token * WIDTH + (WIDTH - 2 * n) + rows
-    raw_row = aligned_row(raw_ptr, sample, start, raw_stride_b, raw_stride_t, ALIGNED)
-    fed_row = aligned_row(fed_ptr, sample, start, fed_stride_b, fed_stride_t, ALIGNED)
-    mixed_next = tl.load(mixed_row, mask=in_d, other=0.0)
-    delta_next = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, ".cg")
-    B_next = tl.load(B_row, mask=in_n, other=0.0)
-    for i in range(0, count):
-        mixed, delta, B = mixed_next, activate(delta_next, ACTIVATION, FAST), B_next
-        step = tl.minimum(i + 1, count - 1).to(tl.int64)
-        mixed_next = tl.load(mixed_row + step * d, mask=in_d, other=0.0)
-        raw = raw_row + tl.multiple_of(step * raw_stride_t, ALIGNED)
-        fed = fed_row + tl.multiple_of(step * fed_stride_t, ALIGNED)
-        delta_next = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
-        B_next = tl.load(B_row + step * WIDTH, mask=in_n, other=0.0)
-        if INPUT_SCALE == "one_minus_decay":
-            decay, s_rows = build_coupled(A_log2 * delta[None, :], False, FAST)
-            h = decay * h + s_rows * mixed[None, :] * B[:, None]
-        else:
-            decay = build_decay(A_log2 * delta[None, :], False, FAST)
-            h = decay * h + (input_scale(delta, INPUT_SCALE, FAST) * mixed)[None, :] * B[:, None]
-    tl.store(out_ptr + sample * out_stride_b + state, h, mask=in_state)
+    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
+    for block in tl.range(0, (n + N - 1) // N):
+        state = block * N * d
+        # no part of a block is left over if they have the same size
+        count = None if n % N == 0 else n - block * N
+        h = load_head_states(from_row[:, None] + state + cols, in_row, count, d, N)
+        A = load_head_states(A_at + state, in_row, count, d, N)
+        B_at = B_row + block * N
+        # loads of a token are issued while the one before it is computed
+        loaded = _load_step(mixed_row, raw_row, fed_row, B_at, count, cols, in_row, N, FEEDBACK)
+        for i in range(1, tokens):
+            mixed, delta, B = loaded
+            step = tl.minimum(i, tokens - 2)
+            far = step.to(tl.int64)
+            loaded = _load_step(
+                mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
+                B_at + step * B_stride, count, cols, in_row, N, FEEDBACK,
+            )  # fmt: skip
+            delta = activate(delta, ACTIVATION, FAST)
+            s = input_scale(delta, INPUT_SCALE, FAST)
+            decay, s = discretize_block(A, delta, s, ROWS, D, N, COUPLED, FAST)
+            written = spread(s * mixed, ROWS, D, N)
+            h = decay * h + written * tl.broadcast_to(B[:, None, :], [ROWS, D, N])
+            at = to_row[:, None] + ((i - 1) * (n * d) + state) + cols
+            store_head_states(at, h, inside, count, d, N)
+
+
+@triton.jit
+def load_kept_token(
+    x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
+    cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """x, y, grad_y, x~, the raw values of Delta and u, and their feedback, or nothing of it."""
+    x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
+    y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
+    g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
+    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
+    raw = ()
+    fed = ()
+    for i in tl.static_range(K + 1):
+        at = (0 if i == 0 else u_at + (i - 1) * d) + cols
+        raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
+        if FEEDBACK:
+            fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+    return x, y, g, mixed, raw, fed

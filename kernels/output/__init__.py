@@ -1,4 +1,4 @@
-"""The output stage of a layer: the gate's feedback, the gate and the norm."""
+"""The output stage of layers: the gate's feedback, the gate and the norm."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,16 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
 from bedouin.kernels.heads import check_heads
-from bedouin.kernels.output.autograd import gated_output_operation, shifted_norm_operation
-from bedouin.kernels.output.reference import gated_output_reference, shifted_norm_reference
-from bedouin.kernels.output.types import OutputOperands
+from bedouin.kernels.launch import accumulator
+from bedouin.kernels.output.reference import (
+    OutputOperands,
+    gated_output_reference,
+    shifted_norm_reference,
+)
+from bedouin.kernels.output.registered import gated_output_operation, shifted_norm_operation
 
 __all__ = [
+    "gated_norm",
     "gated_output",
     "gated_output_reference",
     "shifted_norm",
@@ -49,10 +54,36 @@ def gated_output(
     operands = OutputOperands(y, x, D, gate, fed, z, weight)
     _check_output(operands)
     dtype = y.dtype if dtype is None else dtype
-    if _choose(backend, y) == "triton":
+    if _choose(backend, y, y.dtype) == "triton":
         out: Tensor = gated_output_operation(*operands, eps, dtype)
         return out
     return gated_output_reference(operands, eps).to(dtype)
+
+
+def gated_norm(
+    o: Tensor,  # (b, t, h, v), h heads of v channels
+    gate: Tensor,  # (b, t, h v)
+    weight: Tensor,  # (v,)
+    eps: float,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:  # (b, t, h v), as gate
+    """rms_norm(o) * weight * SiLU(gate), the output of a memory, with the norm of each head.
+
+    Computes in at least float32. The Triton version is once differentiable and saves its operands
+    alone. Raises ValueError for shapes that do not fit, or a backend that cannot run.
+    """
+    b, t, h, v = o.shape
+    check_shape("gate", gate, (b, t, h * v), "(b, t, h v)")
+    check_shape("weight", weight, (v,), "(v,)")
+    wide = torch.float64 in (o.dtype, gate.dtype, weight.dtype)
+    if _choose(backend, o, torch.float64 if wide else gate.dtype) == "triton":
+        operands = OutputOperands(o.flatten(-2), None, None, gate, None, None, weight)
+        out: Tensor = gated_output_operation(*operands, eps, gate.dtype)
+        return out
+    o, gates = o.to(accumulator(o.dtype, gate.dtype)), gate.unflatten(-1, (h, v))
+    operands = OutputOperands(o, None, None, gates, None, None, weight)
+    return gated_output_reference(operands, eps).flatten(-2).to(gate.dtype)
 
 
 def shifted_norm(
@@ -73,7 +104,7 @@ def shifted_norm(
     check_sequence("y", y)
     check_shape("y0", y0, (y.shape[0], y.shape[2]), "(b, d)")
     dtype = y.dtype if dtype is None else dtype
-    if _choose(backend, y) == "triton":
+    if _choose(backend, y, y.dtype) == "triton":
         normed: Tensor = shifted_norm_operation(y, y0, eps, dtype)
         return normed
     return shifted_norm_reference(y, y0, eps).to(dtype) if y.shape[1] else y.to(dtype)
@@ -81,16 +112,18 @@ def shifted_norm(
 
 def _choose(
     backend: Backend,
-    y: Tensor,  # (b, t, d)
+    y: Tensor,  # (..., d)
+    dtype: torch.dtype,
 ) -> Implementation:
     d = y.shape[-1]
     unsupported = f"{d} channels (at most {MAX_CHANNELS})" if d > MAX_CHANNELS else None
-    implementation = choose_backend(backend, y.device, y.dtype, unsupported)
+    implementation = choose_backend(backend, y.device, dtype, unsupported)
     return implementation if y.numel() else "reference"
 
 
 def _check_output(operands: OutputOperands) -> None:
     y, x, D, gate, fed, z, weight = operands
+    assert D is not None
     check_sequence("y", y)
     if (z is None) != (weight is None):
         raise ValueError(

@@ -7,28 +7,57 @@
 Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from bedouin.kernels.feedback import normalize_feedback, shifted
 from bedouin.kernels.heads import per_sample, unfold
-from bedouin.kernels.output.types import OutputOperands
+
+
+class OutputOperands(NamedTuple):
+    """The tensors of the gated output, in the order of the arguments of `gated_output`.
+
+    Those of a memory have no x and no D, and all heads of a sample side by side in the d channels
+    of y and gate; they have the norm's weight in common.
+    """
+
+    y: Tensor  # (b, t, d)
+    x: Tensor | None  # (b, t, d)
+    D: Tensor | None  # (d,) or (H, d)
+    gate: Tensor  # (b, t, d)
+    fed: Tensor | None  # (b, t, d)
+    z: Tensor | None  # (b, t, d)
+    weight: Tensor | None  # (d,) or (H, d), as D, of the norm; of a memory (d / H,)
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        if self.D is None:
+            return self.y.shape[-1] // (self.y if self.weight is None else self.weight).shape[-1]
+        return len(self.D) if self.D.dim() == 2 else 1
+
+    @property
+    def joined_shape(self) -> tuple[int, int, int]:
+        """The shape of the output, in which the heads of a sample are side by side."""
+        (b, t, d), heads = self.y.shape, 1 if self.D is None else self.heads
+        return b // heads, t, heads * d
 
 
 def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b / H, t, H d), as y
-    """The gated output, computed in the dtype of y; without z or weight, that of the paper."""
+    """The gated output, computed in the dtype of y; without weight, that of the paper."""
     y, x, D, gate, fed, z, weight = operands
-    dtype = y.dtype
+    dtype, heads = y.dtype, 1 if D is None else operands.heads
     gate = gate.to(dtype)
-    if fed is not None:
-        gate = gate + fed.to(dtype)
-    v = y + _of_tokens(D, y) * x.to(dtype)
-    if z is None or weight is None:
-        return unfold(gate * silu(v), operands.heads)
+    for more in (fed, z):
+        gate = gate if more is None else gate + more.to(dtype)
+    v = y if x is None or D is None else y + _of_tokens(D, y) * x.to(dtype)
+    if weight is None:
+        return unfold(gate * silu(v), heads)
     # torch's rms_norm would make zeros of vectors whose squares overflow
-    normed = normalize_feedback(v, eps) * _of_tokens(weight, y)
-    return unfold(silu(gate + z.to(dtype)) * normed, operands.heads)
+    return unfold(silu(gate) * (normalize_feedback(v, eps) * _of_tokens(weight, y)), heads)
 
 
 def _of_tokens(

@@ -3,36 +3,28 @@
 One program takes a token, or several where channels are few, with all channels in registers. The
 gradients of D and of the norm's weight are sums over tokens: in the backward a program takes every
 P-th tile of tokens and writes its part of both sums, which are then added in a fixed order.
-With several heads, the second axis of a launch, T counts the tokens of one head, whose rows are
-evenly spaced, at any distance from those of the next head.
+With several heads, the second axis of a launch, T counts the tokens of one head. In the output the
+heads of a token are beside each other. So they are in all tensors where BESIDE, as in a memory;
+otherwise the tokens of a head follow those of the one before. Rows are evenly spaced.
 Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/heads.py).
 """
 
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.activations import silu_slope
+from bedouin.kernels.device.elementary import sigmoid
 from bedouin.kernels.device.norms import inverse_norm
 
 
 @triton.jit
-def _sigmoid(a):
-    small = tl.exp(-tl.abs(a))  # at most 1: no overflow
-    return tl.where(a >= 0, 1.0, small) / (1 + small)
+def _load(ptr, at, mask):
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _silu_slope(a, sigmoid):
-    return sigmoid * (1 + a * (1 - sigmoid))
-
-
-@triton.jit
-def _load(ptr, mask):
-    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(ptr, v, mask):
-    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
+def _store(ptr, at, v, mask):
+    tl.store(ptr + at, v.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -43,156 +35,134 @@ def output_kernel(
     gate_ptr,  # (H, T, d)
     fed_ptr,  # (H, T, d)
     z_ptr,  # (H, T, d)
-    weight_ptr,  # (H, d)
-    out_ptr,  # (H, T, d)
+    weight_ptr,  # (H, d), or (d,) where BESIDE
+    out_ptr,  # (T, H, d)
     T,
     d,
-    out_stride,
     y_stride,
     x_stride,
     gate_stride,
     fed_stride,
     z_stride,
-    out_stride_h,
-    y_stride_h,
-    x_stride_h,
-    gate_stride_h,
-    fed_stride_h,
-    z_stride_h,
-    HEADS: tl.constexpr,
+    out_stride,
+    BESIDE: tl.constexpr,
+    SKIP: tl.constexpr,
     FED: tl.constexpr,
+    Z: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
     mask = (token < T) & in_d
-    if HEADS:
-        head = tl.program_id(1).to(tl.int64)
-        D_ptr += head * d
-        weight_ptr += head * d
-        y_ptr += head * y_stride_h
-        x_ptr += head * x_stride_h
-        gate_ptr += head * gate_stride_h
-        fed_ptr += head * fed_stride_h
-        z_ptr += head * z_stride_h
-        out_ptr += head * out_stride_h
+    row = token if BESIDE else head * T + token
+    column = head * d + channel if BESIDE else channel
 
-    y = _load(y_ptr + token * y_stride + channel, mask)
-    x = _load(x_ptr + token * x_stride + channel, mask)
-    gate = _load(gate_ptr + token * gate_stride + channel, mask)
+    v = _load(y_ptr, row * y_stride + column, mask)
+    gate = _load(gate_ptr, row * gate_stride + column, mask)
+    if SKIP:
+        v += _load(D_ptr, head * d + channel, in_d) * _load(x_ptr, row * x_stride + column, mask)
     if FED:
-        gate += _load(fed_ptr + token * fed_stride + channel, mask)
-    D = _load(D_ptr + channel, in_d)
-    v = y + D * x
+        gate += _load(fed_ptr, row * fed_stride + column, mask)
+    if Z:
+        gate += _load(z_ptr, row * z_stride + column, mask)
     if NORM:
-        gate += _load(z_ptr + token * z_stride + channel, mask)
-        weight = _load(weight_ptr + channel, in_d)
+        weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
-        out = gate * _sigmoid(gate) * v * inverse[:, None] * weight
+        out = gate * sigmoid(gate) * v * inverse[:, None] * weight
     else:
-        out = gate * v * _sigmoid(v)
-    _store(out_ptr + token * out_stride + channel, out, mask)
+        out = gate * v * sigmoid(v)
+    _store(out_ptr, token * out_stride + head * d + channel, out, mask)
 
 
 @triton.jit
 def output_backward_kernel(
-    grad_ptr,  # (H, T, d)
+    grad_ptr,  # (T, H, d)
     y_ptr,  # (H, T, d)
     x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
     gate_ptr,  # (H, T, d)
     fed_ptr,  # (H, T, d)
     z_ptr,  # (H, T, d)
-    weight_ptr,  # (H, d)
+    weight_ptr,  # (H, d), or (d,) where BESIDE
     grad_y_ptr,  # (H, T, d)
     grad_x_ptr,  # (H, T, d)
     grad_gate_ptr,  # (H, T, d)
-    sums_ptr,  # (P, 2, H, d), of D and weight; (P, 1, H, d) without weight
+    sums_ptr,  # (P, SKIP + NORM, H, d), of D and weight
     T,
     d,
-    grad_stride,
     y_stride,
     x_stride,
     gate_stride,
     fed_stride,
     z_stride,
-    grad_stride_h,
-    y_stride_h,
-    x_stride_h,
-    gate_stride_h,
-    fed_stride_h,
-    z_stride_h,
-    HEADS: tl.constexpr,
+    grad_stride,
+    BESIDE: tl.constexpr,
+    SKIP: tl.constexpr,
     FED: tl.constexpr,
+    Z: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
-    if HEADS:
-        head = tl.program_id(1).to(tl.int64)
-        D_ptr += head * d
-        weight_ptr += head * d
-        grad_ptr += head * grad_stride_h
-        y_ptr += head * y_stride_h
-        x_ptr += head * x_stride_h
-        gate_ptr += head * gate_stride_h
-        fed_ptr += head * fed_stride_h
-        z_ptr += head * z_stride_h
-        grad_y_ptr += head * T * d
-        grad_x_ptr += head * T * d
-        grad_gate_ptr += head * T * d
-    D = _load(D_ptr + channel, in_d)
+    column = head * d + channel if BESIDE else channel
+    size = d * tl.num_programs(1)
+    if SKIP:
+        D = _load(D_ptr, head * d + channel, in_d)
+        D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
     if NORM:
-        weight = _load(weight_ptr + channel, in_d)
+        weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
         weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
-    D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
 
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
-        grad = _load(grad_ptr + token * grad_stride + channel, mask)
-        y = _load(y_ptr + token * y_stride + channel, mask)
-        x = _load(x_ptr + token * x_stride + channel, mask)
-        gate = _load(gate_ptr + token * gate_stride + channel, mask)
+        row = token if BESIDE else head * T + token
+        grad = _load(grad_ptr, token * grad_stride + head * d + channel, mask)
+        v = _load(y_ptr, row * y_stride + column, mask)
+        gate = _load(gate_ptr, row * gate_stride + column, mask)
+        if SKIP:
+            x = _load(x_ptr, row * x_stride + column, mask)
+            v += D * x
         if FED:
-            gate += _load(fed_ptr + token * fed_stride + channel, mask)
-        v = y + D * x
+            gate += _load(fed_ptr, row * fed_stride + column, mask)
+        if Z:
+            gate += _load(z_ptr, row * z_stride + column, mask)
         if NORM:
-            gate += _load(z_ptr + token * z_stride + channel, mask)
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
-            sigmoid = _sigmoid(gate)
-            grad_gate = grad * normed * weight * _silu_slope(gate, sigmoid)
-            gated = grad * gate * sigmoid
+            active = sigmoid(gate)
+            grad_gate = grad * normed * weight * silu_slope(gate, active)
+            gated = grad * gate * active
             weight_sum += gated * normed
             gated *= weight
             along = tl.sum(gated * normed, axis=1)[:, None] / d
             grad_v = inverse * (gated - normed * along)
         else:
-            sigmoid = _sigmoid(v)
-            grad_gate = grad * v * sigmoid
-            grad_v = grad * gate * _silu_slope(v, sigmoid)
-        D_sum += grad_v * x
-        _store(grad_y_ptr + token * d + channel, grad_v, mask)
-        _store(grad_x_ptr + token * d + channel, D * grad_v, mask)
-        _store(grad_gate_ptr + token * d + channel, grad_gate, mask)
+            active = sigmoid(v)
+            grad_gate = grad * v * active
+            grad_v = grad * gate * silu_slope(v, active)
+        to = row * (size if BESIDE else d) + column
+        _store(grad_y_ptr, to, grad_v, mask)
+        _store(grad_gate_ptr, to, grad_gate, mask)
+        if SKIP:
+            D_sum += grad_v * x
+            _store(grad_x_ptr, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
-    size = d * tl.num_programs(1) if HEADS else d
-    sums = sums_ptr + program.to(tl.int64) * (2 if NORM else 1) * size + channels
-    if HEADS:
-        sums += head * d
-    tl.store(sums, tl.sum(D_sum, axis=0), mask=channels < d)
+    at = program.to(tl.int64) * (SKIP + NORM) * size + head * d + channels
+    if SKIP:
+        _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
     if NORM:
-        tl.store(sums + size, tl.sum(weight_sum, axis=0), mask=channels < d)
+        _store(sums_ptr, at + SKIP * size, tl.sum(weight_sum, axis=0), channels < d)
 
 
 @triton.jit
@@ -216,13 +186,12 @@ def shifted_norm_kernel(
     channel = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
-    before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
-    v = _load(before, mask & (t > 0))
+    v = _load(y_ptr, b * y_stride_b + (t - 1) * y_stride_t + channel, mask & (t > 0))
     if START:
-        v += _load(y0_ptr + b * y0_stride + channel, mask & (t == 0))
+        v += _load(y0_ptr, b * y0_stride + channel, mask & (t == 0))
     if NORM:
         v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
-    _store(out_ptr + row * d + channel, v, mask)
+    _store(out_ptr, row * d + channel, v, mask)
 
 
 @triton.jit
@@ -253,17 +222,16 @@ def shifted_norm_backward_kernel(
     b, t = row // (t_end + 1), row % (t_end + 1)
     first = mask & (t == 0)
     later = mask & (t > 0)
-    grad_row = grad_ptr + b * grad_stride_b + t * grad_stride_t + channel
-    grad = _load(grad_row, mask & (t < t_end))
+    at = b * grad_stride_b + t * grad_stride_t + channel
+    grad = _load(grad_ptr, at, mask & (t < t_end))
     if NORM:
-        before = y_ptr + b * y_stride_b + (t - 1) * y_stride_t + channel
-        v = _load(before, later)
+        v = _load(y_ptr, b * y_stride_b + (t - 1) * y_stride_t + channel, later)
         if START:
-            v += _load(y0_ptr + b * y0_stride + channel, first)
+            v += _load(y0_ptr, b * y0_stride + channel, first)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
-    _store(grad_y_ptr + (b * t_end + t - 1) * d + channel, grad, later)
+    _store(grad_y_ptr, (b * t_end + t - 1) * d + channel, grad, later)
     if START:
-        _store(grad_y0_ptr + b * d + channel, grad, first)
+        _store(grad_y0_ptr, b * d + channel, grad, first)

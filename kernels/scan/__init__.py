@@ -9,8 +9,8 @@ from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape, one_of
 from bedouin.kernels.heads import check_heads, count_heads, per_sample
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.scan.autograd import plain_scan, triton_scan
 from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
+from bedouin.kernels.scan.registered import plain_scan, triton_scan
 from bedouin.kernels.scan.types import Eigenvalues, InputScale, ScanOperands, ScanOptions
 
 __all__ = [
@@ -85,4 +85,5 @@ def selective_scan(
         )
     if D is None:
         return y, h
-    return y + (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x, h
+    skipped = (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x
+    return (y + skipped).to(x.dtype), h

@@ -19,7 +19,7 @@ from bedouin.kernels.device.discretize import (
     input_scale,
 )
 from bedouin.kernels.device.elementary import LN2
-from bedouin.kernels.scan.triton_tokens import load_exponent, load_row
+from bedouin.kernels.scan.triton_forward import load_exponent, load_row
 
 
 @triton.jit

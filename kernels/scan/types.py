@@ -25,6 +25,11 @@ class ScanOperands(NamedTuple):
     h0: Tensor  # (b, d, n)
     D: Tensor | None = None  # (d,) or (H, d), as A
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, delta, B and C, with a row for each token."""
+        return self.x, self.delta, self.B, self.C
+
 
 class ScanOptions(NamedTuple):
     """What describes a scan besides its tensors."""

@@ -26,34 +26,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import LN2, exp2
-from bedouin.kernels.track.device import (
-    couple,
-    decouple,
-    load_kept,
-    load_memory,
-    load_rates,
-    load_rounded,
-    load_row,
-    load_vector,
-    load_words,
-    not_zero,
-    over_inputs,
-    over_states,
-    pack,
-    pair,
-    places_of_channels,
-    places_of_words,
-    prefetch,
-    put,
-    slope_of,
-    store_kept,
-    store_memory,
-    store_words,
-    unknown_zeros,
-    unpack,
-    wait_for,
-    zeros_like,
-)
+from bedouin.kernels.track import device
 
 
 @triton.jit
@@ -64,11 +37,14 @@ def _load_replayed(
     step,
     c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
-    x = load_vector(first[0] + step * stride, c, P)
-    row, fed = load_vector(first[1] + step * P, P, P), load_vector(first[2] + step * P, P, P)
+    x = device.load_vector(first[0] + step * stride, c, P)
+    row, fed = (
+        device.load_vector(first[1] + step * P, P, P),
+        device.load_vector(first[2] + step * P, P, P),
+    )
     at = first[3] + step * 2 + first[6]
-    B = load_row(first[4] + step * WORDS, WORDS, NL)
-    C = load_row(first[5] + step * WORDS, WORDS, NL)
+    B = device.load_row(first[4] + step * WORDS, WORDS, NL)
+    C = device.load_row(first[5] + step * WORDS, WORDS, NL)
     return x, row, fed, tl.load(at), tl.load(at + 1), B, C
 
 
@@ -109,9 +85,13 @@ def replay_kernel(
     chunk = start // CHUNK + tl.program_id(1)
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, t_end)
-    p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
-    A = load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
-    h = load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
+    p, channels, places = (
+        tl.arange(0, P),
+        device.places_of_channels(P, NL),
+        device.places_of_words(P, N, NL, V),
+    )
+    A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
+    h = device.load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
     token = f * t_end
     first = (
         x_ptr + b * x_stride_b + head * c,
@@ -120,15 +100,15 @@ def replay_kernel(
         scalars_ptr + token * 2,
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
-        unknown_zeros(p, t_end, P),
+        device.unknown_zeros(p, t_end, P),
     )
     loaded = _load_replayed(first, x_stride_t, tl.cast(begin, tl.int64), c, P, WORDS, NL)
-    A, h = wait_for(A, V), wait_for(h, V)
+    A, h = device.wait_for(A, V), device.wait_for(h, V)
     for t in range(begin, end):
         x, row, fed, B_C, beta, B_words, C_words = loaded
-        delta, written = unpack(row, 2)
-        B, C = unpack(B_words, V), unpack(C_words, V)
-        mixed = x.to(tl.float32) + decouple(fed, V)[1]
+        delta, written = device.unpack(row, 2)
+        B, C = device.unpack(B_words, V), device.unpack(C_words, V)
+        mixed = x.to(tl.float32) + device.decouple(fed, V)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
         loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
         products = ()
@@ -138,22 +118,22 @@ def replay_kernel(
         q_C = r
         for v in tl.static_range(V):
             a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
-            q = not_zero(A[v]) * a
+            q = device.not_zero(A[v]) * a
             products = products + (q,)
             r += a * B[v][:, None, :]
             q_B += q * B[v][:, None, :]
             q_C += q * C[v][:, None, :]
             after = after + (a + written[None, :, None] * B[v][:, None, :],)
         h = after
-        slope = slope_of(delta)
-        g = slope * (mixed - beta * LN2 * over_states(q_B))
-        read = B_C * g + slope * LN2 * over_states(q_C)
+        slope = device.slope_of(delta)
+        g = slope * (mixed - beta * LN2 * device.over_states(q_B))
+        read = B_C * g + slope * LN2 * device.over_states(q_C)
         place = f * tokens + (t - start)
-        store_words(memory_ptr + place * (SIZE // V), places, pack(products, V))
-        put(factors_ptr + place * P, couple(g, read, V, FAST), channels, P, P, NL)
-        put(slopes_ptr + place * P, pair(delta, slope * LN2), channels, P, P, NL)
-        erased = over_states(r).to(read_ptr.dtype.element_ty)
-        put(read_ptr + (token + t) * P, erased, channels, P, P, NL)
+        device.store_words(memory_ptr + place * (SIZE // V), places, device.pack(products, V))
+        device.put(factors_ptr + place * P, device.couple(g, read, V, FAST), channels, P, P, NL)
+        device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
+        erased = device.over_states(r).to(read_ptr.dtype.element_ty)
+        device.put(read_ptr + (token + t) * P, erased, channels, P, P, NL)
 
 
 @triton.jit
@@ -168,7 +148,7 @@ def _load_transposed(
     j = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
     vector = vector[None, :, None, None]
     inside = (j < c) & (p < c) & (vector < 2)
-    return load_rounded(ptr + (vector * (c * c) + j * c + p), inside, dtype)
+    return device.load_rounded(ptr + (vector * (c * c) + j * c + p), inside, dtype)
 
 
 @triton.jit
@@ -181,27 +161,30 @@ def _load_token(
 ):  # fmt: skip
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
     WORDS: tl.constexpr = N // V
-    slopes = load_vector(first[0] + step * P, P, P)
-    factors, fed = load_vector(first[1] + step * P, P, P), load_vector(first[9] + row * P, P, P)
-    past = load_vector(first[2] + row * P, P, P)
+    slopes = device.load_vector(first[0] + step * P, P, P)
+    factors, fed = (
+        device.load_vector(first[1] + step * P, P, P),
+        device.load_vector(first[9] + row * P, P, P),
+    )
+    past = device.load_vector(first[2] + row * P, P, P)
     at = first[5] + row * 2 + first[8]
     scalars = tl.load(at), tl.load(at + 1), tl.load(first[6] + row + first[8])
-    B = load_row(first[3] + row * WORDS, WORDS, NL)
-    C = load_row(first[4] + row * WORDS, WORDS, NL)
-    q = load_words(first[7] + step * (P * WORDS), places)
+    B = device.load_row(first[3] + row * WORDS, WORDS, NL)
+    C = device.load_row(first[4] + row * WORDS, WORDS, NL)
+    q = device.load_words(first[7] + step * (P * WORDS), places)
     return slopes, factors, past, scalars, B, C, q, fed
 
 
 @triton.jit
 def _with_memory(H, B_words, q_words, V: tl.constexpr):
     """The sums over states of H with B and with q, each (P,)."""
-    B, q = unpack(B_words, V), unpack(q_words, V)
+    B, q = device.unpack(B_words, V), device.unpack(q_words, V)
     H_B = H[0] * B[0][:, None, :]
     H_q = H[0] * q[0]
     for v in tl.static_range(1, V):
         H_B += H[v] * B[v][:, None, :]
         H_q += H[v] * q[v]
-    return over_states(H_B), over_states(H_q)
+    return device.over_states(H_B), device.over_states(H_q)
 
 
 @triton.jit(do_not_specialize=["t_end", "H_heads", "start", "tokens"])
@@ -244,14 +227,18 @@ def reverse_kernel(
     SIZE: tl.constexpr = P * N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H_heads, f % H_heads
-    p, channels, places = tl.arange(0, P), places_of_channels(P, NL), places_of_words(P, N, NL, V)
-    A = load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
+    p, channels, places = (
+        tl.arange(0, P),
+        device.places_of_channels(P, NL),
+        device.places_of_words(P, N, NL, V),
+    )
+    A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
     W = _load_transposed(W_ptr + head * (3 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
     slot = tl.arange(0, 4)[None, :, None, None]
     if LAST:
-        H = load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
+        H = device.load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
     else:
-        H = zeros_like(A, V)
+        H = device.zeros_like(A, V)
     chunks = tl.cdiv(t_end, CHUNK)
     sample = f * t_end + start
     past = past_ptr + (f * (t_end + 1) + start) * P
@@ -264,14 +251,14 @@ def reverse_kernel(
         scalars_ptr + sample * 2,
         inverse_ptr + f * (t_end + 1) + start,
         memory_ptr + f * tokens * (P * WORDS),
-        unknown_zeros(p, t_end, P),
+        device.unknown_zeros(p, t_end, P),
         fed_ptr + sample * P,
     )
     step = (tokens - 1).to(tl.int64)
     loaded = _load_token(first, step, step, places, P, N, NL, V)
-    w = unpack(load_vector(past + tokens.to(tl.int64) * P, P, P), 2)[0]
+    w = device.unpack(device.load_vector(past + tokens.to(tl.int64) * P, P, P), 2)[0]
     part = tl.arange(0, 32)
-    A, H = wait_for(A, V), wait_for(H, V)
+    A, H = device.wait_for(A, V), device.wait_for(H, V)
     H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
     for passed in range(0, tokens):
         step = (tokens - 1 - passed).to(tl.int64)
@@ -279,10 +266,10 @@ def reverse_kernel(
         slopes, factor_words, past_words, scalars, B_words, C_words, _, fed = loaded
         loaded = _load_token(first, earlier, earlier, places, P, N, NL, V)
         B_C, beta, inverse = scalars
-        delta, slope = unpack(slopes, 2)
-        grad_past, along = unpack(past_words, 2)
-        g, read = decouple(factor_words, V)
-        fed_delta, fed_x = decouple(fed, V)
+        delta, slope = device.unpack(slopes, 2)
+        grad_past, along = device.unpack(past_words, 2)
+        g, read = device.decouple(factor_words, V)
+        fed_delta, fed_x = device.decouple(fed, V)
         # on the chain, from here
         grad_written = H_B + B_C * w
         grad_raw = g * H_B + slope * H_q + read * w
@@ -291,26 +278,28 @@ def reverse_kernel(
         # (P, 2, 2) has the last join first: raw_, x_, then the terms of the inner product
         rows = tl.permute(tl.reshape(rows, (P // NL, NL, 4)), (0, 2, 1))[:, :, None, :]
         factor = tl.where(slot < 2, W, along[None, None, :, None])
-        w_before = grad_past + inverse * over_inputs(factor * rows, 4 * P // NL, P, NL)
+        w_before = grad_past + inverse * device.over_inputs(factor * rows, 4 * P // NL, P, NL)
         # to here; beside this product
         if (step + 1 == tokens) | ((start + step + 1) % CHUNK == 0):
             chunk = f * chunks + (start + step) // CHUNK
-            store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
-        B, C = unpack(B_words, V), unpack(C_words, V)
+            device.store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
+        B, C = device.unpack(B_words, V), device.unpack(C_words, V)
         after = ()
         for v in tl.static_range(V):
             grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
             grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
             after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
         H = after
-        put(adjoint_ptr + (sample + step) * P, pair(w, grad_written), channels, P, P, NL)
+        device.put(
+            adjoint_ptr + (sample + step) * P, device.pair(w, grad_written), channels, P, P, NL
+        )
         to = grad_fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
-        put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
+        device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
         ahead = tl.maximum(step - CHUNK, 0)
         memory = first[7] + ahead * (P * WORDS)
-        prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
+        device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
         H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
         w = w_before
-    put(past, pair(w, w), channels, P, P, NL)
-    put(grad_y0_ptr + f * c, w, channels, c, P, NL)
-    store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)
+    device.put(past, device.pair(w, w), channels, P, P, NL)
+    device.put(grad_y0_ptr + f * c, w, channels, c, P, NL)
+    device.store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)

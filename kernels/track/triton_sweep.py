@@ -15,27 +15,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.elementary import exp2
 from bedouin.kernels.device.norms import inverse_norm
-from bedouin.kernels.track.device import (
-    couple,
-    load_memory,
-    load_rates,
-    load_rounded,
-    load_row,
-    load_vector,
-    over_inputs,
-    over_states,
-    pair,
-    places_of_channels,
-    prefetch,
-    put,
-    softplus,
-    store_kept,
-    store_memory,
-    unknown_zeros,
-    unpack,
-    wait_for,
-    zeros_like,
-)
+from bedouin.kernels.track import device
 
 
 @triton.jit
@@ -46,7 +26,7 @@ def _load_weights(
     """W_y of one vector, (P / NL, P, NL) for input ir NL + il of output p."""
     ir, p, il = tl.arange(0, P // NL), tl.arange(0, P)[None, :, None], tl.arange(0, NL)
     i = (ir * NL)[:, None, None] + il[None, None, :]
-    return load_rounded(ptr + p * c + i, (p < c) & (i < c), dtype)
+    return device.load_rounded(ptr + p * c + i, (p < c) & (i < c), dtype)
 
 
 @triton.jit
@@ -59,9 +39,9 @@ def _feed_back(
     sum of the whole block would cost barriers."""
     before = tl.reshape(y, (P // NL, NL))[:, None, :]
     squares = tl.broadcast_to(before * before, (P // NL, P, NL))
-    of_delta = over_inputs(W[0] * before, P // NL, P, NL)
-    of_x = over_inputs(W[1] * before, P // NL, P, NL)
-    inverse = inverse_norm(over_inputs(squares, P // NL, P, NL) / c, EPS)
+    of_delta = device.over_inputs(W[0] * before, P // NL, P, NL)
+    of_x = device.over_inputs(W[1] * before, P // NL, P, NL)
+    inverse = inverse_norm(device.over_inputs(squares, P // NL, P, NL) / c, EPS)
     return of_delta * inverse, of_x * inverse
 
 
@@ -73,11 +53,11 @@ def _load_token(
     c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     """What is read of a token, as it is in memory: a conversion would wait for it."""
-    x = load_vector(first[0] + step * strides[0], c, P)
-    raw = load_vector(first[1] + step * strides[1], c, P)
+    x = device.load_vector(first[0] + step * strides[0], c, P)
+    raw = device.load_vector(first[1] + step * strides[1], c, P)
     at = first[2] + step * 2 + first[5]
-    B = load_row(first[3] + step * WORDS, WORDS, NL)
-    C = load_row(first[4] + step * WORDS, WORDS, NL)
+    B = device.load_row(first[3] + step * WORDS, WORDS, NL)
+    C = device.load_row(first[4] + step * WORDS, WORDS, NL)
     return x, raw, tl.load(at), tl.load(at + 1), B, C
 
 
@@ -86,10 +66,10 @@ def _prefetch(
     first, strides,  # as in `_load_token`
     tokens, c: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    prefetch(first[0], tokens, strides[0], c, FAST)
-    prefetch(first[1], tokens, strides[1], c, FAST)
-    prefetch(first[3], tokens, WORDS, WORDS, FAST)
-    prefetch(first[4], tokens, WORDS, WORDS, FAST)
+    device.prefetch(first[0], tokens, strides[0], c, FAST)
+    device.prefetch(first[1], tokens, strides[1], c, FAST)
+    device.prefetch(first[3], tokens, WORDS, WORDS, FAST)
+    device.prefetch(first[4], tokens, WORDS, WORDS, FAST)
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
@@ -132,19 +112,19 @@ def sweep_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
-    p, channels = tl.arange(0, P), places_of_channels(P, NL)
-    A = wait_for(load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V), V)
+    p, channels = tl.arange(0, P), device.places_of_channels(P, NL)
+    A = device.wait_for(device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V), V)
     W_head = W_ptr + head * (3 * c * c)
     W = (
         _load_weights(W_head, dtype, c, P, NL),
         _load_weights(W_head + c * c, dtype, c, P, NL),
     )
-    bias = load_vector(dt_bias_ptr + head * c, c, P).to(tl.float32)
+    bias = device.load_vector(dt_bias_ptr + head * c, c, P).to(tl.float32)
     if STARTED:
-        h = wait_for(load_memory(h0_ptr + f * c * n, 0.0, c, n, P, N, NL, V), V)
-        y = load_vector(y0_ptr + f * c, c, P).to(tl.float32)
+        h = device.wait_for(device.load_memory(h0_ptr + f * c * n, 0.0, c, n, P, N, NL, V), V)
+        y = device.load_vector(y0_ptr + f * c, c, P).to(tl.float32)
     else:
-        h, y = zeros_like(A, V), tl.zeros((P,), tl.float32)
+        h, y = device.zeros_like(A, V), tl.zeros((P,), tl.float32)
     token = f * t_end
     first = (
         x_ptr + b * x_stride_b + head * c,
@@ -152,7 +132,7 @@ def sweep_kernel(
         scalars_ptr + token * 2,
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
-        unknown_zeros(p, t_end, P),
+        device.unknown_zeros(p, t_end, P),
     )
     strides = (x_stride_t, delta_stride_t)
     earliest = tl.minimum(tl.arange(0, CHUNK), t_end - 1)
@@ -168,12 +148,12 @@ def sweep_kernel(
             if t < t_end:
                 x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
                 mixed = x.to(tl.float32) + fed[1]
-                delta = softplus(raw.to(tl.float32) + bias + fed[0], FAST)
+                delta = device.softplus(raw.to(tl.float32) + bias + fed[0], FAST)
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
                     if KEEP:
                         slot = f * tl.cdiv(t_end, CHUNK) + t // CHUNK
-                        store_kept(states_ptr + slot * SIZE, h, P, N, NL, V)
+                        device.store_kept(states_ptr + slot * SIZE, h, P, N, NL, V)
                     later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
                     _prefetch(first, strides, later, c, WORDS, FAST)
                 step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
@@ -182,7 +162,7 @@ def sweep_kernel(
                     odd = row
                 else:
                     even = row
-                B, C = unpack(B_words, V), unpack(C_words, V)
+                B, C = device.unpack(B_words, V), device.unpack(C_words, V)
                 decayed = ()
                 r = tl.zeros((WORDS // NL, P, NL), tl.float32)
                 q = r
@@ -191,18 +171,20 @@ def sweep_kernel(
                     decayed = decayed + (a,)
                     r += a * B[v][:, None, :]
                     q += a * C[v][:, None, :]
-                written = delta * mixed - beta * over_states(r)
-                y = over_states(q) + B_C * written
+                written = delta * mixed - beta * device.over_states(r)
+                y = device.over_states(q) + B_C * written
                 # the next token depends on this product, and on nothing below but h
                 fed_next = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
-                put(y_ptr + ((b * t_end + t) * H + head) * c, y, channels, c, P, NL)
+                device.put(y_ptr + ((b * t_end + t) * H + head) * c, y, channels, c, P, NL)
                 after = ()
                 for v in tl.static_range(V):
                     after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
                 h = after
                 if KEEP:
                     at = (token + t) * P
-                    put(rows_ptr + at, pair(delta, written), channels, P, P, NL)
-                    put(fed_ptr + at, couple(fed[0], fed[1], V, FAST), channels, P, P, NL)
+                    device.put(rows_ptr + at, device.pair(delta, written), channels, P, P, NL)
+                    device.put(
+                        fed_ptr + at, device.couple(fed[0], fed[1], V, FAST), channels, P, P, NL
+                    )
                 fed = fed_next
-    store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)
+    device.store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)

@@ -1,9 +1,9 @@
 """Bedouin: sequence layers defined as a fixed point of Householder mixing and a diagonal scan."""
 
-from bedouin.bidirectional import Bidirectional
 from bedouin.decode import Decoder
 from bedouin.diagnosis import Diagnosis, diagnose
-from bedouin.layers.bedouin import Bedouin
+from bedouin.layers.bedouin import Bedouin, FixedPointRNN
+from bedouin.layers.common import param_groups
 from bedouin.layers.delta_net import GatedDeltaNet
 from bedouin.layers.mixers import (
     ChannelMixer,
@@ -16,10 +16,8 @@ from bedouin.layers.mixers import (
     WYForm,
 )
 from bedouin.layers.options import Initialization
-from bedouin.layers.rnn import FixedPointRNN
 from bedouin.layers.tracking import Tracker, TrackingDeltaNet
-from bedouin.model import SequenceModel
-from bedouin.optimization import param_groups
+from bedouin.model import Bidirectional, SequenceModel
 from bedouin.state import BedouinState
 
 __version__ = "0.3.0"

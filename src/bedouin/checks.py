@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bedouin.kernels.backend import autocast_dtype
+from bedouin.kernels.checks import check_count as check_count
+from bedouin.kernels.checks import check_number as check_number
 from bedouin.kernels.checks import known_options as known_options
 from bedouin.kernels.checks import one_of as one_of
 from bedouin.kernels.checks import positive_int as positive_int
@@ -46,27 +48,20 @@ def check_batch_size(value: object) -> None:
         raise ValueError(f"batch_size must be an int >= 0, got {value!r}")
 
 
-def _layout_error(name: str, value: Tensor, shape: str) -> TypeError:
-    kind, remedy = "sparse", f"use {name}.to_dense()"
-    if value.is_nested:
-        kind = "nested"
-        remedy = (
-            "pad it with torch.nested.to_padded_tensor and give mask, or join its parts and give "
-            "cu_seqlens"
-        )
-    return TypeError(
-        f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
-        f"{remedy}"
-    )
-
-
 def check_tensor(name: str, value: object, shape: str) -> None:
-    """Raise TypeError, with a remedy, unless `value` is a dense tensor; `shape` is for the
-    message."""
+    """Raise TypeError unless `value` is a dense tensor; `shape` is for the message."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_nested:
             return
-        raise _layout_error(name, value, shape)
+        kind, remedy = "sparse", f"use {name}.to_dense()"
+        if value.is_nested:
+            kind = "nested"
+            remedy = "pad it with torch.nested.to_padded_tensor and give mask, or join its parts "
+            remedy += "and give cu_seqlens"
+        raise TypeError(
+            f"{name} must be a dense tensor {shape}, got a {kind} tensor of layout {value.layout}: "
+            f"{remedy}"
+        )
     if isinstance(value, PackedSequence):
         remedy = ": pad it with torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"
     elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -77,14 +72,8 @@ def check_tensor(name: str, value: object, shape: str) -> None:
     raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}{remedy}")
 
 
-def check_layer_input(
-    x: Tensor,  # (b, t, m) for rank 3, (b, m) for rank 2
-    rank: int,
-    d_model: int,
-    weight: Tensor,  # a parameter of the layer, any shape
-) -> None:
-    """Raise TypeError or ValueError unless x has this rank, width m, and the layer's device and
-    dtype; under autocast it may have another dtype."""
+def check_layer_input(x: Tensor, rank: int, d_model: int, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless x (b, t, m) or, of rank 2, (b, m) fits the layer."""
     shape = "(b, t, m)" if rank == 3 else "(b, m)"
     check_tensor("x", x, shape)
     if hasattr(weight, "full_tensor") and not hasattr(x, "full_tensor"):
@@ -110,23 +99,13 @@ def check_layer_input(
         )
 
 
-def check_not_traced(owner: str) -> None:
-    """Raise RuntimeError under torch.jit.trace."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise RuntimeError(
-            f"{owner} cannot be recorded by torch.jit.trace, which knows neither loops over tokens "
-            "nor sizes: use torch.compile or torch.export, and torch.onnx.export(..., "
-            "dynamo=True) for ONNX"
-        )
-
-
 def check_takes_mask(mixer: nn.Module) -> None:
     """Raise TypeError for a layer whose `forward` has no argument `mask`."""
     # others may replace `forward` on the object; a graph that depends on the memory is recompiled
     if "forward" in vars(mixer) or torch.compiler.is_compiling():
-        takes = _has_mask(mixer.forward)
+        takes = _has_mask.__wrapped__(mixer.forward)
     else:
-        takes = _has_mask_cached(type(mixer).forward)
+        takes = _has_mask(type(mixer).forward)
     if not takes:
         raise TypeError(
             f"mixer {type(mixer).__name__} takes no mask, which padding and documents need: use a "
@@ -134,13 +113,11 @@ def check_takes_mask(mixer: nn.Module) -> None:
         )
 
 
+@functools.cache
 def _has_mask(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return "mask" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-_has_mask_cached = functools.cache(_has_mask)
 
 
 def find_method(mixer: object, name: str) -> Callable[..., Any]:
@@ -153,27 +130,3 @@ def find_method(mixer: object, name: str) -> Callable[..., Any]:
             "on whole sequences without states"
         )
     return method
-
-
-def output_tensor(output: object) -> Tensor:
-    """The output of a layer, which is the first entry if it returns a tuple."""
-    tensor = output[0] if isinstance(output, tuple) else output
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"a layer must return a tensor, got {type(tensor).__name__}")
-    return tensor
-
-
-def check_projection_dtype(
-    x: Tensor,  # any shape
-    D: Tensor,  # (d,)
-    projection: nn.Module,
-) -> None:
-    """Raise TypeError if x has the dtype of the projections, but D another, which is taken for the
-    dtype of the layer."""
-    dtype = getattr(getattr(projection, "weight", None), "dtype", None)
-    if x.dtype == dtype and not autocast_dtype(x):
-        raise TypeError(
-            f"the parameter D must have the dtype of the layer's projections {dtype}, got "
-            f"{D.dtype}: convert the whole layer with to({dtype}), or keep all of it in {D.dtype} "
-            "and use torch.autocast"
-        )

@@ -1,8 +1,7 @@
 """Decoding: a layer or a whole model, one token at a time, as a CUDA graph on a GPU.
 
-A token is the layer's own exact step: a graph removes the time that the host needs to launch it.
-The graph reads the parameters at their addresses, so a change in place affects the next token. If a
-parameter, module or storage is replaced, the token is captured again.
+A token is the layer's own exact step: a graph removes the time that the host needs to launch it. It
+reads parameters at their addresses: a change in place counts at once, another one by a new capture.
 
 Letters: b batch, m d_model, v classes.
 """
@@ -28,11 +27,8 @@ from bedouin.solvers.reporting import Measured, Outcome, failure_message
 from bedouin.state import RecurrentState
 from bedouin.wrapped import ReplacementWatch, is_untouched
 
-CHECK_TOKENS = 32
-"""Tokens between two asynchronous checks of whether all of them were solved."""
-
-WARMUP_RUNS = 2
-"""Runs before a capture, so that Triton compiles and cuBLAS allocates its workspace outside it."""
+CHECK_TOKENS = 32  # tokens between two asynchronous checks of whether all of them were solved
+WARMUP_RUNS = 2  # before a capture: Triton compiles and cuBLAS allocates its workspace there
 
 
 class Decoder:
@@ -47,15 +43,11 @@ class Decoder:
 
     Computes the same numbers as `step`, and is not differentiable. On a GPU a call replays a CUDA
     graph, of the whole model if every layer has kernels for it, and returns a buffer that the next
-    call overwrites: clone outputs that you keep.
-    Where no graph is captured (on a CPU, a mixer without kernels, backend="reference",
-    on_unconverged="raise") a call runs `step` of the layer, and of a model a `Decoder` of each
-    layer, or its `step` if it is another one; a model with hooks on itself or its blocks is decoded
-    by its own `step`.
+    call overwrites: clone outputs that you keep. Where no graph is captured (on a CPU, a mixer
+    without kernels or with hooks, backend="reference", on_unconverged="raise") a call is `step`.
 
     Args:
-        layer: a Bedouin, a FixedPointRNN, a TrackingDeltaNet, GatedDeltaNet or Tracker, or a
-            SequenceModel.
+        layer: a Bedouin, FixedPointRNN, TrackingDeltaNet, GatedDeltaNet, Tracker or SequenceModel.
         batch_size: number of samples b that are decoded side by side.
         state: the initial state, for instance from `layer(prompt, return_state=True)`, of a model a
             tuple with the state of each layer; None: zeros.
@@ -65,7 +57,7 @@ class Decoder:
     """
 
     def __init__(self, layer: Any, batch_size: int, *, state: Any = None) -> None:
-        self.is_model = callable(getattr(layer, "decode", None))
+        self.is_model = isinstance(getattr(layer, "mixers", None), list)
         if not self.is_model and not is_decoded(layer):
             raise TypeError(
                 "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, "
@@ -75,43 +67,41 @@ class Decoder:
         self.layer, self.batch_size = layer, batch_size
         self.reset(state)
 
-    def reset(self, state: Any = None) -> None:
-        """Restart from `state`, or from zeros. Raises the errors of `step` for an invalid state."""
-        mixers = self._mixers
-        if state is None:
-            state = self.layer.init_state(self.batch_size)
-        if not self.is_model:
-            state = [state]
-        elif not isinstance(state, tuple | list) or len(state) != len(mixers):
-            raise ValueError(
-                f"state must be a tuple with one entry for each of the {len(mixers)} layers, got "
-                f"{type(state).__name__}: start from model.init_state(batch_size)"
-            )
-        self._parts: list[Any] = [self._part(*pair) for pair in zip(mixers, state, strict=True)]
-        self._graph: _Graph | None = None
-
-    def _part(self, mixer: Any, state: Any) -> "Decoder | _Stepped":
-        if not is_decoded(mixer):
-            return _Stepped(mixer, state)
-        if self.is_model:
-            return Decoder(mixer, self.batch_size, state=state)
-        return _Stepped(mixer, mixer.checked_state(state, self.batch_size).detach())
-
     @property
     def _mixers(self) -> Sequence[Any]:
         return self.layer.mixers if self.is_model else [self.layer]
 
+    def reset(self, state: Any = None) -> None:
+        """Restart from `state`, or from zeros. Raises the errors of `step` for an invalid state."""
+        mixers, b = self._mixers, self.batch_size
+        if state is None:
+            state = self.layer.init_state(b)
+        states = state if self.is_model else [state]
+        if not isinstance(states, tuple | list) or len(states) != len(mixers):
+            raise ValueError(
+                f"state must be a tuple with one entry for each of the {len(mixers)} layers, got "
+                f"{type(state).__name__}: start from model.init_state(batch_size)"
+            )
+        for mixer in mixers:
+            find_method(mixer, "step")
+        self._states: list[Any] = [
+            mixer.checked_state(before, b).detach() if is_decoded(mixer) else before
+            for mixer, before in zip(mixers, states, strict=True)
+        ]
+        self._graph: _Graph | None = None
+
     @property
     def state(self) -> Any:
-        """A copy of the state after the last token, of a model one for each layer."""
-        states = tuple(part.state for part in self._parts)
-        return states if self.is_model else states[0]
+        """A copy of the state after the last token, of a model one for each layer; an entry whose
+        type is that of another library is no copy. Also sets the `stats` of the layers."""
+        with torch.inference_mode(False), torch.no_grad():
+            for solve in self._graph.solves if self._graph is not None else ():
+                solve.keep_outcome()
+            states = [v.clone() if isinstance(v, RecurrentState) else v for v in self._states]
+        return tuple(states) if self.is_model else states[0]
 
     @torch.no_grad()
-    def __call__(
-        self,
-        x_t: Tensor,  # (b, m), or tokens (b,) of a model
-    ) -> Tensor:  # (b, m), or logits (b, v)
+    def __call__(self, x_t: Tensor) -> Tensor:  # (b, m), or tokens (b,) -> (b, m), or (b, v)
         """The output at the next token. Raises the errors of `step`."""
         graph = self._graph
         if graph is not None and self._allows_graph(x_t) and graph.fits(x_t):
@@ -119,14 +109,22 @@ class Decoder:
         self._check(x_t)
         if graph is not None:
             self.reset(self.state)
-        if not self._takes_graph(x_t):
-            return self._without_graph(x_t)
-        pairs = zip(self._mixers, self._parts, strict=True)
+        takes_graph = self._allows_graph(x_t) and len(x_t) and has_values(x_t)
+        takes_graph = takes_graph and all(_has_kernels(mixer, x_t) for mixer in self._mixers)
+        # modules last, since that visits every one: a replay calls no Python functions
+        if not takes_graph or not all(map(is_untouched, self.layer.modules())):
+            output, self._states = self._step(x_t)
+            return output
         with torch.inference_mode(False):  # whose tensors cannot be written outside of it
-            parts = [_Buffered(mixer, part.state) for mixer, part in pairs]
-            graph = _Graph(self.layer, parts, x_t, self._compute)
-        self._graph, self._parts = graph, [*parts]
+            self._states = [v.clone() for v in self._states]
+            self._graph = graph = _Graph(self, x_t)
         return graph.run(x_t)
+
+    def _step(self, x_t: Tensor) -> tuple[Tensor, list[Any]]:  # as __call__
+        """The output at a token, and the states of the layers after it."""
+        before = tuple(self._states) if self.is_model else self._states[0]
+        output, after = self.layer.step(x_t, before)
+        return output, list(after) if self.is_model else [after]
 
     def _check(self, x_t: Tensor) -> None:
         b = self.batch_size
@@ -145,154 +143,93 @@ class Decoder:
         """Whether this call may replay a graph if there is one for x_t."""
         if not isinstance(x_t, Tensor) or not can_capture(x_t):
             return False
-        return all(is_decoded(mixer) and _allows_graph(mixer) for mixer in self._mixers)
-
-    def _takes_graph(self, x_t: Tensor) -> bool:
-        """Whether a graph is captured for x_t."""
-        if not self._allows_graph(x_t) or not len(x_t) or not has_values(x_t):
-            return False
-        if not all(_has_kernels(mixer, x_t) for mixer in self._mixers):
-            return False
-        # last, since it visits every module: a replay calls no Python functions
-        return all(is_untouched(module) for module in self.layer.modules())
-
-    def _compute(
-        self,
-        x_t: Tensor,  # (b, m), or tokens (b,) of a model
-        parts: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m)
-    ) -> Tensor:  # (b, m), or logits (b, v)
-        output: Tensor = self.layer.decode(x_t, parts) if self.is_model else parts[0](x_t)
-        return output
-
-    def _without_graph(self, x_t: Tensor) -> Tensor:  # as __call__
-        """A token without a graph of all layers."""
-        modules = (self.layer, *self.layer.blocks) if self.is_model else ()
-        # hooks, such as those with which FSDP gathers parameters, run in calls
-        if all(is_untouched(module) for module in modules):
-            return self._compute(x_t, self._parts)
-        logits: Tensor
-        logits, state = self.layer.step(x_t, self.state)
-        self.reset(state)
-        return logits
+        return all(map(_allows_graph, self._mixers))
 
 
-class _Stepped:
-    """A layer with its state."""
+class _Solve:
+    """What a layer that solves measures in a graph, and reports once in a while."""
 
-    def __init__(self, layer: Any, state: Any) -> None:
-        self.layer, self.step, self._state = layer, find_method(layer, "step"), state
+    def __init__(self, layer: Any, x_t: Tensor) -> None:  # x_t: (b, m), or tokens (b,)
+        self.layer, self._tokens = layer, 0
+        self._measured: Measured | None = None  # of the last token, at fixed addresses
+        rows = layer.num_heads * len(x_t)
+        self._all_converged = torch.ones(rows, dtype=torch.bool, device=x_t.device)
 
-    @property
-    def state(self) -> Any:
-        """A copy of the state; the state itself if its type is that of another library."""
-        return self._state.clone() if isinstance(self._state, RecurrentState) else self._state
+    def record(self) -> None:
+        """Keep what the last step measured; part of the graph."""
+        self._measured = measured = self.layer._outcome.measured
+        self._all_converged.logical_and_(measured.converged)
 
-    def __call__(
-        self,
-        x_t: Tensor,  # (b, m)
-    ) -> Tensor:  # (b, m)
-        output: Tensor
-        output, self._state = self.step(x_t, self._state)
-        return output
-
-
-class _Buffered(_Stepped):
-    """A layer with its state in buffers, which every step overwrites, for a graph to capture."""
-
-    def __init__(self, layer: Any, state: RecurrentState) -> None:
-        super().__init__(layer, state)
-        self.solves, self._tokens = hasattr(layer, "solve_options"), 0
-        # of the last token of a layer that solves, at fixed addresses, too
-        self._measured: Measured | None = None
-        first, self._heads = state.tensors[0], layer.num_heads if self.solves else 1
-        self._all_converged = first.new_ones(self._heads * len(first), dtype=torch.bool)
-
-    @property
-    def state(self) -> Any:
-        """A copy of the state; also sets the layer's `stats`."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self._measured is not None:
-                outcome = Outcome(self._heads)
-                outcome.take(self._copied(self._measured.converged))
-                self.layer.__dict__["_outcome"] = outcome
-            return self._state.clone()
+    def keep_outcome(self) -> None:
+        """Set the layer's `stats` to those of the last token."""
+        if self._measured is not None:
+            self.layer.__dict__["_outcome"] = outcome = Outcome(self.layer.num_heads)
+            outcome.take(self._copied(self._measured.converged))
 
     def _copied(self, converged: Tensor) -> Measured:  # (b',)
         """What was measured of the last token, at addresses of its own."""
         measured = self._measured
         assert measured is not None and measured.pivot is not None
-        kept = measured.defect, measured.scale, measured.pivot, converged.unsqueeze(1)
-        defect, scale, pivot, frozen = (v.clone() for v in kept)
-        return Measured(defect, scale, pivot, frozen=frozen)
-
-    def __call__(self, x_t: Tensor) -> Tensor:  # (b, m) -> (b, m)
-        output: Tensor
-        output, after = self.step(x_t, self._state)
-        self.load(after)
-        if self.solves:
-            self._measured = measured = self.layer._outcome.measured
-            self._all_converged.logical_and_(measured.converged)
-        return output
-
-    def load(self, state: RecurrentState) -> None:
-        torch._foreach_copy_(list(self._state.tensors), list(state.tensors))
+        kept = measured.defect, measured.scale, measured.pivot
+        defect, scale, pivot = (v.clone() for v in kept)
+        return Measured(defect, scale, pivot, frozen=converged.unsqueeze(1).clone())
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """A context for a capture, after which the state and the layer are as before."""
-        before, layer = self._state.clone(), self.layer
-        if not self.solves:
+        """A context for a capture, after which the layer is as before."""
+        layer = self.layer
+        kept = layer.solve_options, layer._outcome, layer.num_calls
+        layer.solve_options = replace(kept[0], on_unconverged="ignore")
+        try:
             yield
-        else:
-            kept = layer.solve_options, layer._outcome, layer.num_calls
-            layer.solve_options = replace(kept[0], on_unconverged="ignore")
-            try:
-                yield
-            finally:
-                layer.solve_options, layer._outcome, layer.num_calls = kept
-        self.load(before)
-        self._all_converged.fill_(True)
+        finally:
+            layer.solve_options, layer._outcome, layer.num_calls = kept
+            self._all_converged.fill_(True)
 
     def begin(self) -> None:
         """What a step does before a token that the graph does not."""
-        if self.solves:
-            self.layer.deferred.flush()
-            if self.layer.training:
-                self.layer.draws.next(self.layer.cap)
+        self.layer.deferred.flush()
+        if self.layer.training:
+            self.layer.draws.next(self.layer.cap)
 
     def end(self) -> None:
         """What a step does after a token, here once in a while."""
         self._tokens += 1
-        if not self.solves or self._tokens % CHECK_TOKENS:
-            return
         layer, subject = self.layer, type(self.layer).__name__
-        if layer.on_unconverged == "warn" and not layer.deferred.is_pending(subject):
+        if self._tokens % CHECK_TOKENS or layer.on_unconverged != "warn":
+            return
+        if not layer.deferred.is_pending(subject):
             measured, named = self._copied(self._all_converged), f"{subject} (an earlier call)"
-            message = partial(failure_message, measured, self._heads, None, named)
+            message = partial(failure_message, measured, layer.num_heads, None, named)
             layer.deferred.schedule(measured.converged, subject, message)
             self._all_converged.fill_(True)
 
 
 class _Graph:
-    """One token, of a layer or of a whole model, ready to be replayed."""
+    """One token of a decoder, ready to be replayed."""
 
-    def __init__(
-        self,
-        module: Any,
-        parts: list[_Buffered],
-        x_t: Tensor,  # (b, m), or tokens (b,)
-        compute: Callable[[Tensor, list[_Buffered]], Tensor],
-    ) -> None:
-        self.parts, self.key = parts, graph_key(x_t)
+    def __init__(self, decoder: Decoder, x_t: Tensor) -> None:  # x_t: (b, m), or tokens (b,)
+        states, mixers = decoder._states, decoder._mixers  # buffers that every token overwrites
+        self.key, before = graph_key(x_t), [state.clone() for state in states]
+        self.solves = [_Solve(mixer, x_t) for mixer in mixers if hasattr(mixer, "solve_options")]
         self.x = x_t.clone(memory_format=torch.contiguous_format)
+
+        def run() -> Tensor:
+            output, after = decoder._step(self.x)
+            _load(states, after)
+            for solve in self.solves:
+                solve.record()
+            return output
+
         # The cache of autocast is off because its casts of the weights would become constants.
         device, dtype = x_t.device.type, autocast_dtype(x_t)
         cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
         with torch.cuda.device_of(x_t), cast, ExitStack() as captures:
-            for part in parts:
-                captures.enter_context(part.captured())
-            self.replay, self.output = capture(lambda: compute(self.x, parts))
-        self._watch = ReplacementWatch(module)
+            for solve in self.solves:
+                captures.enter_context(solve.captured())
+            self.replay, self.output = capture(run)
+        _load(states, before)
+        self._watch = ReplacementWatch(decoder.layer)
 
     def fits(self, x_t: Tensor) -> bool:
         """Whether a replay computes what the module now computes for x_t."""
@@ -300,20 +237,22 @@ class _Graph:
 
     def run(self, x_t: Tensor) -> Tensor:
         """The output for x_t, which is a buffer."""
-        for part in self.parts:
-            part.begin()
+        for solve in self.solves:
+            solve.begin()
         self.x.copy_(x_t)
         self.replay()
-        for part in self.parts:
-            part.end()
+        for solve in self.solves:
+            solve.end()
         return self.output
 
 
-def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """(replay, output): a CUDA graph of `run`, and the buffer to which a replay writes the result.
+def _load(buffers: list[RecurrentState], states: list[RecurrentState]) -> None:
+    for buffer, state in zip(buffers, states, strict=True):
+        torch._foreach_copy_(list(buffer.tensors), list(state.tensors))
 
-    `run` is first called a few times on a side stream.
-    """
+
+def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """(replay, output): a CUDA graph of `run`, after warming up, and its buffer."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -327,9 +266,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     return graph.replay, output
 
 
-def graph_key(
-    x_t: Tensor,  # (b, m), or tokens (b,)
-) -> tuple[Any, ...]:
+def graph_key(x_t: Tensor) -> tuple[Any, ...]:  # (b, m), or tokens (b,)
     """The properties of an input for which a graph is valid: shape, dtypes, device and stream."""
     key = x_t.shape, x_t.dtype, autocast_dtype(x_t), x_t.device
     if not x_t.is_cuda:
@@ -351,19 +288,17 @@ def can_capture(x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
 
 
 def _allows_graph(layer: Any) -> bool:
-    """Not where the host must read every outcome."""
+    """Whether a graph may capture the layer's `step`, of which the host need not read outcomes."""
     options = getattr(layer, "solve_options", None)
-    if options is None:
-        return bool(layer.backend != "torch")
+    if options is None or not is_decoded(layer):
+        return is_decoded(layer) and layer.backend != "torch"
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 
 
 def _has_kernels(layer: Any, x_t: Tensor) -> bool:  # (b, m), or tokens (b,)
-    """Whether a layer that solves has kernels; other mixers are user code, which may read the
-    device."""
+    """Whether a layer that solves has kernels; others may be user code, which reads the device."""
     if not hasattr(layer, "solve_options"):
         return True
-    if layer.layout() is None:
-        return False
     # with "triton", too: the layer refuses what its kernels cannot compute
-    return choose_backend("auto", x_t.device, layer.D.dtype) == "triton"
+    kind = choose_backend("auto", x_t.device, layer.D.dtype)
+    return layer.layout() is not None and kind == "triton"

@@ -12,62 +12,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bedouin import solvers, testing
 from bedouin.kernels.checks import check_number
 from bedouin.kernels.heads import fold
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.map import StructuredMap
-from bedouin.solvers import (
-    Anderson,
-    Broyden,
-    Direct,
-    FixedCap,
-    ImplicitAdjoint,
-    Jacobi,
-    Picard,
-    Solver,
-    SolveStats,
-)
-from bedouin.testing import (
-    check_layer,
-    compare_gradients,
-    copy_with,
-    decode_gap,
-    exponent,
-    find_fixed_point,
-    layer_gradients,
-    log_growth,
-    relative_error,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SMALL_PIVOT = 0.05
-"""Below this pivot a local solve loses more than a decimal digit."""
-
-LARGE_BIAS = 0.1
-"""Above this relative difference a gradient is no longer the gradient of the loss."""
-
-POWER_STEPS = 40
-"""Products in the power iteration for the contraction, of which the last half is averaged."""
-
-
-EXACT: Solver = Picard(rtol=1e-13)
-"""Stands for the exact solve of a mixer that has none."""
+SMALL_PIVOT = 0.05  # below this pivot a local solve loses more than a decimal digit
+LARGE_BIAS = 0.1  # above this relative difference a gradient is no longer the gradient of the loss
+POWER_STEPS = 40  # products of the power iteration, of which the last half is averaged
 
 
 @dataclass(frozen=True, eq=False)
 class SolverRun:
-    """One solver on the input.
-
-    name: the solver, with its rtol and the options that are not the default.
-    stats: with their history, (evaluations, b).
-    error: of its output against that of the exact solve, relative, in the max norm; NaN if the
-        mixer has no exact solve.
-    """
+    """One solver on the input, by its rtol and the options that are not the default. stats: with
+    their history, (evaluations, b). error: of its output against that of the exact solve, relative,
+    in the max norm; NaN if the mixer has no exact solve."""
 
     name: str
-    stats: SolveStats
+    stats: solvers.SolveStats
     error: float
 
     @property
@@ -85,20 +51,17 @@ class SolverRun:
 class Diagnosis:
     """What `diagnose` measured; `str` is a table, `plot` draws a figure.
 
-    layer: the layer's class, solver and adjoint. shape: (b, t, m) of the input. dtype: its
-        dtype.
-    pivots: (b,), the smallest pivot of each sample's local systems, at most 1; 0 is a singular
-        token. None for a mixer without the form (e, U, M).
-    contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads;
-        the factor by which the error of undamped Picard ends up shrinking with each step. Above 1
-        Picard diverges. None for a mixer without the form (e, U, M).
-    growth: (t, b), the logarithm of the growth of a perturbation of the state over the first tokens
-        (`bedouin.testing.log_growth`).
-    lyapunov: (b,), its mean a token (`bedouin.testing.lyapunov`): above 0 the layer is chaotic.
+    layer: the layer's class, solver and adjoint. shape, dtype: of the input (b, t, m).
+    pivots: the smallest pivot of each sample's local systems, at most 1; 0 is a singular token.
+    contraction: the spectral radius of diag(sigma_t)(I - Q_t), the largest of all tokens and heads,
+        by which each step of undamped Picard shrinks its error in the end; above 1 it diverges.
+        Both are None for a mixer without the form (e, U, M).
+    growth: the logarithm of the growth of a perturbation of the state over the first tokens
+        (`bedouin.testing.log_growth`). lyapunov: its mean a token; above 0 the layer is chaotic.
     rtol: the tolerance of the solvers. runs: each solver on the input, the layer's own first.
-    bias: |g - g*| / |g*| in the 2-norm, of the gradients g of all parameters by the layer's solver
-        and adjoint, and g* the exact ones, both in float64, for a random linear loss.
-    cosine: of the angle between g and g*. NaN as the bias if g* is zero.
+    bias, cosine: |g - g*| / |g*| in the 2-norm and the angle's cosine, of the gradients g of all
+        parameters by the layer's solver and adjoint and the exact g*, both in float64, for a random
+        linear loss; NaN if g* is zero.
     decode_gap: `step` token by token against one call, relative, in the max norm.
     advice: sentences about what to change, at least one.
     """
@@ -120,27 +83,25 @@ class Diagnosis:
     def __str__(self) -> str:
         b, t, m = self.shape
         lyapunov, last = self.lyapunov.max().item(), self.growth[-1].max().item()
-        rows = [
-            ("growth of a perturbation", f"{_exp(last)} after {t} tokens"),
-            (
-                "Lyapunov exponent",
-                f"{lyapunov:+.4f} a token (median {self.lyapunov.median():+.4f})",
-            ),
-            ("gradient bias", f"{self.bias:.1e} (cosine {self.cosine:.4f})"),
-            ("decoding against one call", f"{self.decode_gap:.1e}"),
-        ]
-        if self.contraction is not None:
-            rows.insert(0, ("contraction of Picard", f"{self.contraction:.3g} a step, in the end"))
+        rows = {}
         if self.pivots is not None:
             pivots = f"{self.pivots.min():.3g} (median of samples {self.pivots.median():.3g})"
-            rows.insert(0, ("smallest pivot", pivots))
+            rows["smallest pivot"] = pivots
+        if self.contraction is not None:
+            rows["contraction of Picard"] = f"{self.contraction:.3g} a step, in the end"
+        # e^last with two digits, also where it overflows
+        times = f"10^{last / math.log(10):.1f}" if abs(last) >= 7 else f"{math.exp(last):.2g}"
+        times = f"{times} times" if math.isfinite(last) else "0" if last < 0 else str(last)
+        rows["growth of a perturbation"] = f"{times} after {t} tokens"
+        median = self.lyapunov.median()
+        rows["Lyapunov exponent"] = f"{lyapunov:+.4f} a token (median {median:+.4f})"
+        rows["gradient bias"] = f"{self.bias:.1e} (cosine {self.cosine:.4f})"
+        rows["decoding against one call"] = f"{self.decode_gap:.1e}"
         lines = [f"{self.layer} on ({b}, {t}, {m}), {str(self.dtype).removeprefix('torch.')}"]
-        lines += [f"  {name:<28}{value}" for name, value in rows]
+        lines += [f"  {name:<28}{value}" for name, value in rows.items()]
         width = max(28, *(len(run.name) + 2 for run in self.runs))
-        lines += [
-            "",
-            f"  {'solver':<{width}}{'steps':>6}{'converged':>11}{'residual':>10}{'error':>10}",
-        ]
+        head = f"  {'solver':<{width}}{'steps':>6}{'converged':>11}{'residual':>10}{'error':>10}"
+        lines += ["", head]
         lines += [
             f"  {run.name:<{width}}{run.steps:>6}{run.converged:>11.0%}"
             f"{run.stats.residual.max().item():>10.1e}{run.error:>10.1e}"
@@ -149,10 +110,8 @@ class Diagnosis:
         return "\n".join([*lines, "", *(f"  - {sentence}" for sentence in self.advice)])
 
     def plot(self, path: str | Path) -> "Figure":
-        """Write a figure of growth, residuals, pivots and exponents to `path`, and return it.
-
-        Needs matplotlib. The format is that of the path's suffix.
-        """
+        """Write a figure of growth, residuals, pivots and exponents to `path`, in the format of its
+        suffix, and return it. Needs matplotlib."""
         from matplotlib import rcParams
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -176,34 +135,29 @@ class Diagnosis:
         over_steps.xaxis.set_minor_formatter(NullFormatter())
         # beside the axes, since curves may be anywhere in them
         over_steps.legend(fontsize="small", bbox_to_anchor=(1, 1), loc="upper left")
-        if self.pivots is None:
-            pivots.set_axis_off()
-        else:
-            pivots.plot(self.pivots.cpu().sort().values, marker=".")
-            pivots.axhline(SMALL_PIVOT, **dotted)
-            pivots.xaxis.set_major_locator(MaxNLocator(integer=True))
-            pivots.set(xlabel="sample, in order", title="Smallest pivot")
-        exponents.plot(self.lyapunov.cpu().sort().values, marker=".")
-        exponents.axhline(0.0, **dotted)
-        exponents.xaxis.set_major_locator(MaxNLocator(integer=True))
-        exponents.set(xlabel="sample, in order", title="Lyapunov exponent a token")
+        for axes, values, line, title in (
+            (pivots, self.pivots, SMALL_PIVOT, "Smallest pivot"),
+            (exponents, self.lyapunov, 0.0, "Lyapunov exponent a token"),
+        ):
+            if values is None:
+                axes.set_axis_off()
+                continue
+            axes.plot(values.cpu().sort().values, marker=".")
+            axes.axhline(line, **dotted)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(xlabel="sample, in order", title=title)
         figure.savefig(path)
         return figure
 
 
 def diagnose(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), b >= 1, t >= 1
-    *,
-    rtol: float | None = None,
-    max_steps: int | None = None,
-) -> Diagnosis:
+    layer: FixedPointLayer, x: Tensor, *, rtol: float | None = None, max_steps: int | None = None
+) -> Diagnosis:  # (b, t, m), b >= 1, t >= 1
     """Measure how well the solve of `layer` works on x, and what each solver needs for it.
 
     Pivots, solvers and the decoder are measured in the layer's dtype and backend, growth and
-    gradients in float64. All of it uses copies of the layer in evaluation mode: its statistics,
-    gradients, mode and counters do not change, and hooks on it are not called. Takes about the time
-    of 20 calls and t steps; a few samples are enough.
+    gradients in float64, with copies of the layer in evaluation mode, whose hooks are not called.
+    Takes about the time of 20 calls and t steps; a few samples are enough.
 
     Args:
         layer: a Bedouin or FixedPointRNN; of a model, one of its layers.
@@ -212,10 +166,9 @@ def diagnose(
             1e-4 for Direct, which has none.
         max_steps: the cap of the iterative solvers; None: the limit of the layer's own.
 
-    Raises TypeError for another kind of layer, ValueError for x without samples or tokens, and the
-    errors of a call.
+    Raises TypeError for another kind of layer, ValueError for x without tokens, and as a call.
     """
-    check_layer(layer)
+    testing.check_layer(layer)
     layer.check_input(x, rank=3)
     if not x.numel():
         raise ValueError(f"x must have at least one sample and token, got {tuple(x.shape)}")
@@ -223,75 +176,70 @@ def diagnose(
     check_number("rtol", rtol, 0, 1e6, open_low=False)
     probe, x = _copy(layer), x.detach()
     if max_steps is not None:
-        probe.cap = FixedCap(max_steps)
-    growth = log_growth(probe, x)
-    runs = _run_solvers(probe, x, rtol)
-    bias, cosine = _gradient_bias(_copy(layer).double(), x.double())
+        probe.cap = solvers.FixedCap(max_steps)
+    growth, runs = testing.log_growth(probe, x), _run_solvers(probe, x, rtol)
+    direct = next((run for run in runs if run.name == _short(solvers.Direct())), None)
+    wide, wide_x = _copy(layer).double(), x.double()
+    gradients = testing.layer_gradients(wide, wide_x)
+    wide.cap = solvers.FixedCap(10_000)
+    # for a mixer without an exact solve, one to rounding
+    solver = solvers.Direct() if wide.is_structured else solvers.Picard(rtol=1e-13)
+    exact = testing.layer_gradients(wide, wide_x, solvers.ImplicitAdjoint(), solver=solver)
+    bias, cosine = testing.compare_gradients(gradients, exact)
+    solve = f"{_short(layer.solver)}, {_short(layer.adjoint or solvers.ImplicitAdjoint())}"
     found = Diagnosis(
-        layer=f"{type(layer).__name__}, {_short(layer.solver)}, "
-        f"{_short(layer.adjoint or ImplicitAdjoint())}",
+        layer=f"{type(layer).__name__}, {solve}",
         shape=tuple(x.shape),
         dtype=x.dtype,
-        pivots=_pivots(runs),
+        pivots=None if direct is None else direct.stats.conditioning,
         contraction=_contraction(probe, x),
         growth=growth,
-        lyapunov=exponent(growth),
+        lyapunov=testing.exponent(growth),
         rtol=rtol,
         runs=runs,
         bias=bias,
         cosine=cosine,
-        decode_gap=decode_gap(_copy(layer), x),
+        decode_gap=testing.decode_gap(_copy(layer), x),
     )
     return replace(found, advice=tuple(_advice(found, layer)))
 
 
 def _copy(layer: FixedPointLayer) -> FixedPointLayer:
     """A copy in evaluation mode that neither warns nor calls the hooks of the layer."""
-    hooks: tuple[dict[int, Any], ...] = layer._forward_hooks, layer._forward_pre_hooks
     # what hooks refer to, a whole model perhaps, is not copied either
-    probe = copy.deepcopy(layer, {id(own): type(own)() for own in hooks})
+    memo = {id(own): type(own)() for own in (layer._forward_hooks, layer._forward_pre_hooks)}
+    probe = copy.deepcopy(layer, cast(Any, memo))
     probe.on_unconverged, probe.record_history = "ignore", False
     return probe.requires_grad_(True).eval()
 
 
 @torch.no_grad()
-def _run_solvers(
-    probe: FixedPointLayer,
-    x: Tensor,  # (b, t, m)
-    rtol: float,
-) -> tuple[SolverRun, ...]:
-    """The layer's own solver, and all others that take its mixer."""
-    exact: list[Solver] = [Direct(), Jacobi(rtol=rtol)] if probe.is_structured else []
-    others: list[Solver] = [Picard(rtol=rtol), Anderson(rtol=rtol), Broyden(rtol=rtol)]
-    solvers = [probe.solver, *(solver for solver in exact + others if solver != probe.solver)]
-    probe = copy_with(probe, record_history=True)
-    outputs, stats = [], []
-    for solver in solvers:
-        probe.solver, probe.adjoint = solver, None
-        outputs.append(probe(x))
-        assert probe.stats is not None
-        stats.append(probe.stats)
-    reference = outputs[solvers.index(Direct())] if exact else None
-    errors = (math.nan if reference is None else relative_error(y, reference) for y in outputs)
-    names = map(_short, solvers)
-    return tuple(SolverRun(*run) for run in zip(names, stats, errors, strict=True))
+def _run_solvers(probe: FixedPointLayer, x: Tensor, rtol: float) -> tuple[SolverRun, ...]:
+    """The layer's own solver, and all others that take its mixer, on x (b, t, m)."""
+    probe = testing.copy_with(probe, record_history=True, adjoint=None)
+    chosen, structured = [probe.solver], probe.is_structured
+    chosen += [solvers.Direct(), solvers.Jacobi(rtol=rtol)] if structured else []
+    chosen += [kind(rtol=rtol) for kind in (solvers.Picard, solvers.Anderson, solvers.Broyden)]
+    found: dict[solvers.Solver, tuple[solvers.SolveStats, Tensor]] = {}
+    for solver in chosen:
+        if solver not in found:
+            probe.solver = solver
+            output = probe(x)
+            assert probe.stats is not None
+            found[solver] = probe.stats, output
+    reference = found[solvers.Direct()][1] if structured else None
+
+    def error(y: Tensor) -> float:
+        return math.nan if reference is None else testing.relative_error(y, reference)
+
+    return tuple(SolverRun(_short(v), stats, error(y)) for v, (stats, y) in found.items())
 
 
 def _short(options: object) -> str:
     """A solver or adjoint with its rtol and the options that are not the default."""
-    given = {f.name: (getattr(options, f.name), f.default) for f in fields(cast(Any, options))}
-    shown = [
-        f"{name}={value!r}"
-        for name, (value, default) in given.items()
-        if name == "rtol" or value != default
-    ]
+    given = [(f.name, getattr(options, f.name), f.default) for f in fields(cast(Any, options))]
+    shown = [f"{name}={v!r}" for name, v, default in given if name == "rtol" or v != default]
     return f"{type(options).__name__}({', '.join(shown)})"
-
-
-def _pivots(runs: tuple[SolverRun, ...]) -> Tensor | None:
-    """The pivots of the exact solve."""
-    exact = next((run for run in runs if run.name == _short(Direct())), None)
-    return None if exact is None else exact.stats.conditioning
 
 
 @torch.no_grad()
@@ -299,7 +247,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     """The largest spectral radius of a token's diag(sigma)(I - Q) at the fixed point."""
     if not probe.is_structured:
         return None
-    found = find_fixed_point(probe, x, solver=Direct())
+    found = testing.find_fixed_point(probe, x, solver=solvers.Direct())
     f = found.f.apart()
     assert isinstance(f, StructuredMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
@@ -314,19 +262,25 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     return (2 * total / POWER_STEPS).exp().max().item()
 
 
-def _gradient_bias(probe: FixedPointLayer, x: Tensor) -> tuple[float, float]:  # x: (b, t, m)
-    """Bias and cosine of the gradients of all parameters by the layer's solver and adjoint."""
-    chosen, solver = layer_gradients(probe, x), Direct() if probe.is_structured else EXACT
-    probe.cap = FixedCap(10_000)
-    exact = layer_gradients(probe, x, ImplicitAdjoint(), solver=solver)
-    return compare_gradients(chosen, exact)
-
-
 def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     """Sentences about what to change."""
     t = found.shape[1]
-    advice = _advice_on_solvers(found, layer)
-    lyapunov = found.lyapunov.max().item()
+    advice, own, lyapunov = [], found.runs[0], found.lyapunov.max().item()
+    if own.converged < 1:
+        better = [run for run in found.runs[1:] if run.converged == 1]
+        names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
+        remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
+        advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
+    elif layer.is_structured and not isinstance(layer.solver, solvers.Direct) and own.steps > t / 2:
+        advice.append(
+            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
+            "exact."
+        )
+    if found.contraction is not None and found.contraction >= 1:
+        advice.append(
+            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or "
+            "a damping below 1."
+        )
     if found.pivots is not None and not found.pivots.min() >= SMALL_PIVOT:
         advice.append(
             f"A local system is nearly singular (pivot {found.pivots.min():.1e}): use beta_max=1, "
@@ -352,37 +306,6 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     loose = max(1e-4, 100 * torch.finfo(found.dtype).eps)
     if not found.decode_gap <= loose:
         narrow = f"a wider dtype than {str(found.dtype).removeprefix('torch.')}"
-        remedy = narrow if isinstance(layer.solver, Direct) else "Direct, or a smaller rtol"
+        remedy = narrow if isinstance(layer.solver, solvers.Direct) else "Direct, or a smaller rtol"
         advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
     return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]
-
-
-def _advice_on_solvers(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
-    own, t = found.runs[0], found.shape[1]
-    advice = []
-    exact = layer.is_structured
-    if own.converged < 1:
-        better = [run for run in found.runs[1:] if run.converged == 1]
-        names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
-        remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
-        advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
-    elif exact and not isinstance(layer.solver, Direct) and own.steps > t / 2:
-        advice.append(
-            f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
-            "exact."
-        )
-    if found.contraction is not None and found.contraction >= 1:
-        advice.append(
-            f"Undamped Picard does not contract ({found.contraction:.3g}): use Direct, Jacobi, or "
-            "a damping below 1."
-        )
-    return advice
-
-
-def _exp(log: float) -> str:
-    """e^log with two digits, also where it overflows."""
-    if not math.isfinite(log):
-        return "0" if log < 0 else str(log)
-    if abs(log) < 7:
-        return f"{math.exp(log):.2g} times"
-    return f"10^{log / math.log(10):.1f} times"

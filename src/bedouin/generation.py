@@ -1,7 +1,6 @@
 """Generation: tokens that a model chooses one after the other.
 
-The prompt is one call; each token after it is one step of a `Decoder`, whose time does not depend
-on the tokens before it (but for mixers whose state grows, such as attention).
+The prompt is one call; each token after it is one step of a `Decoder`.
 Letters: b batch, t time, v classes.
 """
 
@@ -11,24 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.checks import check_tensor
 from bedouin.decode import Decoder
 from bedouin.kernels.checks import check_count, check_number
-from bedouin.noise import without_noise
+from bedouin.layers.common import without_noise
 
-READ_EVERY = 32
-"""Tokens between two reads of whether all samples have ended, each of which synchronizes a GPU."""
+READ_EVERY = 32  # tokens between two reads of whether all have ended, which synchronize a GPU
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits; the arguments of `SequenceModel.generate`.
-
-    Raises TypeError for another generator, ValueError for values out of range, and for top_k or
-    top_p with temperature 0.
-    """
+    """How a token is chosen from logits, as `SequenceModel.generate` describes it."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -62,19 +56,11 @@ class Sampling:
             scaled = torch.full_like(scaled, -torch.inf).scatter(-1, kept.indices, kept.values)
         probabilities = scaled.softmax(-1)
         if self.top_p is not None:
-            probabilities = _most_probable(probabilities, self.top_p)
+            ordered, index = probabilities.sort(-1, descending=True)
+            # a class is kept while those before it have less than top_p, so the first always is
+            chosen = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0)
+            probabilities = torch.zeros_like(probabilities).scatter(-1, index, chosen)
         return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(1)
-
-
-def _most_probable(
-    probabilities: Tensor,  # (b, v)
-    mass: float,
-) -> Tensor:  # (b, v), not normalized
-    """The fewest classes with at least this probability together; 0 for all others."""
-    ordered, index = probabilities.sort(-1, descending=True)
-    # a class is kept while those before it have less than the mass, so the first one always is
-    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= mass, 0)
-    return torch.zeros_like(probabilities).scatter(-1, index, kept)
 
 
 @torch.no_grad()
@@ -89,52 +75,6 @@ def generate(
 ) -> Tensor:  # (b, t + max_new_tokens)
     """`SequenceModel.generate`."""
     check_tensor("prompt", prompt, "(b, t)")
-    _check_arguments(model, prompt, max_new_tokens, eos)
-    if max_new_tokens == 0 or len(prompt) == 0:
-        return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
-    with without_noise():
-        logits, state = model(prompt, return_state=True, mask=mask)
-    if mask is not None and not mask.any(1).all():
-        raise ValueError(
-            "mask must be True for at least one token of each row of the prompt, which a new token "
-            "follows, got a row without any: begin with a token of its own for the start"
-        )
-    decoder = Decoder(model, len(prompt), state=state)
-    token = sampling.choose(_last_logits(logits, mask)).to(prompt.dtype)
-    # a sample that has ended goes on with eos, so eos fills what is not computed
-    result = prompt.new_full((len(prompt), max_new_tokens), 0 if eos is None else eos)
-    result[:, 0] = token
-    ended = torch.zeros_like(token, dtype=torch.bool)
-    stops = not is_sharded(model)
-    for i in range(1, max_new_tokens):
-        if eos is not None:
-            ended = ended | (token == eos)
-            if stops and (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
-                break
-        token = sampling.choose(decoder(token)).to(prompt.dtype)
-        if eos is not None:
-            token = token.masked_fill(ended, eos)
-        result[:, i] = token
-    return torch.cat([prompt, result], 1)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP shares out the model's parameters. The processes meet in every call then, and
-    must take as many tokens, so none of them may stop before the others."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
-
-
-def _last_logits(logits: Tensor, mask: Tensor | None) -> Tensor:  # (b, t, v), (b, t) -> (b, v)
-    """Those of each sample's last real token."""
-    if mask is None:
-        return logits[:, -1]
-    places = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, places, 0).amax(1)
-    return logits[torch.arange(len(mask), device=mask.device), last]
-
-
-def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int | None) -> None:
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(
             f"prompt must have shape (b, t) with at least one token, got {tuple(prompt.shape)}: "
@@ -150,3 +90,35 @@ def _check_arguments(model: Any, prompt: Tensor, max_new_tokens: int, eos: int |
         )
     if eos is not None and eos >= classes:
         raise ValueError(f"eos must be an id below vocab_size = {classes}, got {eos}")
+    if max_new_tokens == 0 or len(prompt) == 0:
+        return torch.cat([prompt, prompt.new_zeros(len(prompt), max_new_tokens)], 1)
+    with without_noise():
+        logits, state = model(prompt, return_state=True, mask=mask)
+    if mask is not None and not mask.any(1).all():
+        raise ValueError(
+            "mask must be True for at least one token of each row of the prompt, which a new token "
+            "follows, got a row without any: begin with a token of its own for the start"
+        )
+    decoder = Decoder(model, len(prompt), state=state)
+    if mask is not None:  # that of each sample's last real token
+        places = torch.arange(mask.shape[1], device=mask.device)
+        last = torch.where(mask, places, 0).amax(1)
+        logits = logits[torch.arange(len(mask), device=mask.device), last].unsqueeze(1)
+    token = sampling.choose(logits[:, -1]).to(prompt.dtype)
+    # a sample that has ended goes on with eos, so eos fills what is not computed
+    result = prompt.new_full((len(prompt), max_new_tokens), 0 if eos is None else eos)
+    result[:, 0] = token
+    ended = torch.zeros_like(token, dtype=torch.bool)
+    # processes that share a model by FSDP meet in every call, so none may stop before the others
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    stops = fsdp is None or not any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
+    for i in range(1, max_new_tokens):
+        if eos is not None:
+            ended = ended | (token == eos)
+            if stops and (not token.is_cuda or i % READ_EVERY == 0) and ended.all():
+                break
+        token = sampling.choose(decoder(token)).to(prompt.dtype)
+        if eos is not None:
+            token = token.masked_fill(ended, eos)
+        result[:, i] = token
+    return torch.cat([prompt, result], 1)

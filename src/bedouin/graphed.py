@@ -5,8 +5,7 @@ Letters: b batch, t time, m d_model.
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,25 +19,20 @@ Replay = Callable[..., Tensor]
 
 
 class _Given(torch.autograd.Function):
-    """Its arguments. The gradients are copies: the next backward pass overwrites those of a
-    graph."""
+    """Its arguments. The gradients are copies: the next backward pass overwrites a graph's."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # *tensors: any shapes
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # any shapes
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        *grads: Tensor | None,  # any shapes
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # any shapes
         return tuple(None if grad is None else grad.clone() for grad in grads)
 
 
 class _Result(torch.autograd.Function):
-    """A copy of the output of a graph, whose backward pass may only follow its own forward pass,
-    and only once."""
+    """A copy of the output of a graph, whose backward pass follows its own call, once."""
 
     @staticmethod
     def forward(ctx: Any, graphed: "Graphed", output: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
@@ -63,16 +57,34 @@ class _Result(torch.autograd.Function):
 
 
 class Graphed:
-    """A layer's call and its backward pass for inputs like `sample`, replayed as CUDA graphs.
-
-    Made by `layer.graphed(sample)`. Parameters are read where they are, so that an optimizer's step
-    in place counts. Outputs and gradients are copies that later calls leave alone. Warnings about
-    convergence are not issued, and `layer.stats` holds the statistics of the last replay, without
-    those of the backward pass.
-    """
+    """A layer's call and its backward pass for inputs like `sample`, replayed as CUDA graphs. Made
+    by `layer.graphed(sample)`. Parameters are read where they are, so that an optimizer's step in
+    place counts. Outputs and gradients are copies. Warnings about convergence are not issued, and
+    `layer.stats` are those of the last replay, without those of the backward pass."""
 
     def __init__(self, layer: Any, sample: Tensor) -> None:
-        _check_capture(layer, sample)
+        layer.check_input(sample, rank=3)
+        for name, module in layer.named_modules():
+            if not is_untouched(module):
+                raise ValueError(
+                    "graphed needs a layer without hooks, which a replay would not run, got some "
+                    f"on {name or 'the layer'}: remove them, or call the layer itself"
+                )
+        if not is_cuda_device(sample.device):
+            lacks = "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
+            raise ValueError(
+                f"graphed needs a sample on a CUDA device, got {sample.device}{lacks}: move layer "
+                "and sample there, or call the layer itself, which needs no graph"
+            )
+        if not sample.numel():
+            raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
+        options = getattr(layer, "solve_options", None)  # a layer without a solver has none
+        cap = None if options is None else options.cap
+        if layer.training and cap is not None and cap.is_random:
+            raise ValueError(
+                f"a graph would replay one draw of {cap} for ever: set max_steps to an int, or "
+                "capture the layer in evaluation mode"
+            )
         self.calls = 0
         self._layer, self._parameters = layer, tuple(layer.parameters())
         self._sample = sample.detach().clone().requires_grad_(sample.requires_grad)
@@ -81,8 +93,7 @@ class Graphed:
         self._watch = ReplacementWatch(layer)
 
     def __call__(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
-        """The output for x; raises TypeError, ValueError or RuntimeError where a replay would not
-        be the same as a call of the layer."""
+        """The output for x; raises where a replay would not be the same as a call of the layer."""
         self._check(x)
         self.calls += 1
         output = self._run(*_Given.apply(x, *self._parameters))  # type: ignore[no-untyped-call]
@@ -120,67 +131,28 @@ class Graphed:
             )
 
 
-def _check_capture(layer: Any, sample: Tensor) -> None:
-    layer.check_input(sample, rank=3)
-    for name, module in layer.named_modules():
-        if not is_untouched(module):
-            raise ValueError(
-                f"graphed needs a layer without hooks, which a replay would not run, got some on "
-                f"{name or 'the layer'}: remove them, or call the layer itself"
-            )
-    if not is_cuda_device(sample.device):
-        no_cuda = "" if torch.version.cuda else " (this build of torch has no CUDA; install one)"
-        raise ValueError(
-            f"graphed needs a sample on a CUDA device, got {sample.device}{no_cuda}: move layer "
-            "and sample there, or call the layer itself, which needs no graph"
-        )
-    if not sample.numel():
-        raise ValueError(f"the sample must not be empty, got shape {tuple(sample.shape)}")
-    options = getattr(layer, "solve_options", None)  # a layer without a solver has none
-    cap = None if options is None else options.cap
-    if layer.training and cap is not None and cap.is_random:
-        raise ValueError(
-            f"a graph would replay one draw of {cap} for ever: set max_steps to an int, or "
-            "capture the layer in evaluation mode"
-        )
-
-
-def capture(
-    layer: Any,
-    sample: Tensor,  # (b, t, m)
-    parameters: tuple[Tensor, ...],  # of the layer
-) -> Replay:
+def capture(layer: Any, sample: Tensor, parameters: tuple[Tensor, ...]) -> Replay:
     """The function (x, *parameters) -> output that replays graphs of the layer for the sample."""
     device, cast_to = sample.device.type, autocast_dtype(sample)
-    options = getattr(layer, "solve_options", None)
+    options, collects = getattr(layer, "solve_options", None), gc.isenabled()
     # without the cache of autocast, whose casts of the weights would become constants
     autocast = torch.autocast(device, cast_to, enabled=cast_to is not None, cache_enabled=False)
     # torch takes uninitialized memory for the cotangents of the capture, which may be NaN
     if options is not None:
         layer.solve_options = replace(options, on_unconverged="ignore")
-    try:
-        with torch.cuda.device_of(sample), autocast, _undisturbed():
-            run = torch.cuda.make_graphed_callables(
-                lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
-            )
-    finally:
-        if options is not None:
-            layer.solve_options = options
-    return cast(Replay, run)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A capture without what would end it and without torch's warning about its own streams."""
-    collects = gc.isenabled()
     # a graph of an earlier layer that is freed during a capture makes the capture fail
     gc.collect()
     gc.disable()
     try:
-        with warnings.catch_warnings():
+        with torch.cuda.device_of(sample), autocast, warnings.catch_warnings():
             # torch warms up on a stream of its own before it captures on another one
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
-            yield
+            run = torch.cuda.make_graphed_callables(
+                lambda x, *unused: layer(x), (sample, *parameters), allow_unused_input=True
+            )
     finally:
         if collects:
             gc.enable()
+        if options is not None:
+            layer.solve_options = options
+    return cast(Replay, run)

@@ -1,4 +1,4 @@
-"""A sequence model around any mixing layer: embedding, residual blocks, head.
+"""A sequence model around any mixing layer, and a layer that reads a sequence from both ends.
 
 Letters: b batch, t time, m d_model, v classes (output_size).
 """
@@ -10,37 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bedouin.checks import (
-    check_bool,
-    check_dtype,
-    check_takes_mask,
-    check_tensor,
-    find_method,
-    known_options,
-    positive_int,
-)
+from bedouin import checks
 from bedouin.generation import Sampling, generate
-from bedouin.kernels.checks import check_number
 from bedouin.layers import common
 from bedouin.packing import find_packing
 from bedouin.state import SequenceCall
 
 CallKind = Literal["whole", "chunk", "token"]
 """What a call of a `Block` computes: a sequence, a sequence from a state, one token."""
-
-ModelState = tuple[Any, ...]
-"""One state for each layer, of the type that its mixer returns."""
+ModelState = tuple[Any, ...]  # one state for each layer, of the type that its mixer returns
 
 
 class _Embedding(nn.Embedding):
     """An embedding whose initial values have a standard deviation of its own."""
 
-    std = 1.0
-
     def __init__(self, vocab_size: int, d_model: int, std: float, **factory: Any) -> None:
+        self.std = std  # torch's constructor draws a weight
         super().__init__(vocab_size, d_model, **factory)
-        self.std = std
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
@@ -50,10 +36,9 @@ class _TiedHead(nn.Linear):
     """A head with the weight of an embedding, which is also drawn as there."""
 
     def __init__(self, embedding: _Embedding) -> None:
-        self.std = embedding.std  # torch's constructor draws a weight
-        super().__init__(
-            embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta"
-        )
+        self.std = embedding.std
+        classes, m = embedding.weight.shape
+        super().__init__(m, classes, bias=False, device="meta")
         self.weight = embedding.weight
 
     def reset_parameters(self) -> None:
@@ -61,23 +46,13 @@ class _TiedHead(nn.Linear):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (GLU Variants Improve Transformer, arXiv 2002.05202): W_2 (SiLU(W_g x) ⊙ W_1 x).
+    """SwiGLU (arXiv 2002.05202), W_2 (SiLU(W_g x) ⊙ W_1 x), of expand * d_model hidden units."""
 
-    expand: hidden width as a multiple of d_model.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        expand: float,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, expand: float, **factory: Any) -> None:
         super().__init__()
         hidden = max(1, round(expand * d_model))
-        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(hidden, d_model, bias=False, device=device, dtype=dtype)
+        self.in_proj = nn.Linear(d_model, 2 * hidden, bias=False, **factory)
+        self.out_proj = nn.Linear(hidden, d_model, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., m) -> (..., m)
         gate, value = self.in_proj(x).chunk(2, dim=-1)
@@ -86,75 +61,50 @@ class GatedMLP(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
-
-    mlp_expand: hidden width of the MLP as a multiple of d_model; None for no MLP.
-    """
+    """A pre-norm block: x + mixer(norm(x)), then x + mlp(norm(x)) with an mlp_expand."""
 
     def __init__(
         self,
         d_model: int,
         mixer: nn.Module,
         mlp_expand: float | None,
-        *,
-        norm_eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        norm_eps: float,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, **factory)
         self.mixer = mixer
         self.mlp: nn.Sequential | None = None
         if mlp_expand is not None:
-            self.mlp = nn.Sequential(
-                nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype),
-                GatedMLP(d_model, mlp_expand, device=device, dtype=dtype),
-            )
+            norm = nn.RMSNorm(d_model, eps=norm_eps, **factory)
+            self.mlp = nn.Sequential(norm, GatedMLP(d_model, mlp_expand, **factory))
 
     def _residual(self, x: Tensor, mixed: Tensor) -> Tensor:  # (..., m), (..., m) -> (..., m)
         """x with the mixer's output, and then the MLP's, added."""
         x = x + mixed
-        if self.mlp is None:
-            return x
-        update: Tensor = self.mlp(x)
-        return x + update
+        return x if self.mlp is None else x + self.mlp(x)
 
 
 class Block(ResidualBlock):
     """A block of a `SequenceModel`."""
 
     def forward(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: Any = None,
-        run: CallKind = "whole",
-        mask: Tensor | None = None,  # (b, t)
-    ) -> Any:
+        self, x: Tensor, state: Any = None, run: CallKind = "whole", mask: Tensor | None = None
+    ) -> Any:  # (b, t, m), (b, t)
         """(b, t, m) -> (b, t, m), and with another `run` than "whole" also the state after it.
-
-        Chunks and tokens (b, m) are calls, because hooks of a module, as those with which FSDP
-        gathers its parameters, run in calls alone.
-        """
-        normed = self.norm(x)
+        Chunks and tokens (b, m) are calls, as hooks such as those of FSDP run in calls alone."""
+        normed, mixer = self.norm(x), self.mixer
         options = {} if mask is None else {"mask": mask}
         if mask is not None:
-            check_takes_mask(self.mixer)
+            checks.check_takes_mask(mixer)
         if run == "whole":
-            return self._residual(x, _mixed(self.mixer, self.mixer(normed, **options), x))
+            return self._residual(x, _mixed(mixer, mixer(normed, **options), x))
         if run == "chunk":
-            find_method(self.mixer, "init_state")
-            output, state = self.mixer(normed, state=state, return_state=True, **options)
+            checks.find_method(mixer, "init_state")
+            output, state = mixer(normed, state=state, return_state=True, **options)
         else:
-            output, state = find_method(self.mixer, "step")(normed, state)
-        return self._residual(x, _mixed(self.mixer, output, x)), state
-
-    def decode(
-        self,
-        x: Tensor,  # (b, m)
-        mix: Callable[[Tensor], Tensor],  # (b, m) -> (b, m)
-    ) -> Tensor:  # (b, m)
-        """One token with `mix`, a decoder of the mixer, in its place."""
-        return self._residual(x, mix(self.norm(x)))
+            output, state = checks.find_method(mixer, "step")(normed, state)
+        return self._residual(x, _mixed(mixer, output, x)), state
 
 
 class SequenceModel(nn.Module):
@@ -165,33 +115,29 @@ class SequenceModel(nn.Module):
         model = SequenceModel(60, 128, [Bedouin(128), Attention(128), Bedouin(128)])    # a hybrid
         logits = model(tokens)                                           # (b, t) -> (b, t, v)
 
-    A mixer is any module (b, t, m) -> (b, t, m), here also `bedouin.baselines.Attention`. If a
-    mixer returns a tuple, such as flash-linear-attention's (output, None, cache), its first entry
-    is used.
-    `init_state`, `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
+    A mixer is any module (b, t, m) -> (b, t, m), here also `bedouin.baselines.Attention`; if it
+    returns a tuple, as flash-linear-attention's layers do, the first entry is used. `init_state`,
+    `step` and states in `forward` work if every mixer has `init_state(batch_size)`,
     `step(x, state)` and `forward(x, state=…, return_state=True)`, as `bedouin.Bedouin` has.
 
     The model does not synchronize with the device and does not write in place, so it runs under
     `torch.func.functional_call` and `vmap` over stacked parameters if its mixers do.
 
     Args:
-        vocab_size: number of input ids.
-        d_model: width m of the residual stream.
+        vocab_size, d_model: number of input ids, and width m of the residual stream.
         mixers: the mixing layers, or a function from the index of a layer to its mixer, which
             requires `num_layers`. They keep their device and dtype.
         num_layers: number of layers, only if `mixers` is a function.
         output_size: number of classes v; None: `vocab_size`.
-        mlp_expand: hidden width of a gated MLP after every mixer, as a multiple of d_model; None
-            for no MLP.
+        mlp_expand: hidden width of a gated MLP after every mixer, times d_model; None: no MLP.
         norm_eps: epsilon of every RMSNorm.
         embedding_std: standard deviation of the initial embedding.
         tie_embeddings: share the embedding's weight with the head. Use a smaller `embedding_std`
             (d_model**-0.5) in this case, or the first logits are large.
         device, dtype: of all parameters except the mixers'.
 
-    Raises TypeError for a size that is not an int, a missing `num_layers`, and mixers that are
-    neither modules nor a function, ValueError for a number out of range, no mixer, an unneeded
-    `num_layers`, and a tied head with output_size != vocab_size.
+    Raises TypeError for arguments of another type and a missing `num_layers`, ValueError for a
+    number out of range, no mixer, an unneeded `num_layers`, and a tied head with other classes.
     """
 
     saved_options = ("norm_eps", "tie_embeddings")
@@ -202,7 +148,7 @@ class SequenceModel(nn.Module):
     get_extra_state, set_extra_state = common.save_options, common.load_options
     number_options = common.number_options
 
-    @known_options
+    @checks.known_options
     def __init__(
         self,
         vocab_size: int,
@@ -222,35 +168,32 @@ class SequenceModel(nn.Module):
         output_size = vocab_size if output_size is None else output_size
         sizes = {"vocab_size": vocab_size, "d_model": d_model, "output_size": output_size}
         for name, size in sizes.items():
-            positive_int(name, size)
+            checks.positive_int(name, size)
         if mlp_expand is not None:
-            check_number("mlp_expand", mlp_expand, 0, 1e3, open_low=True)
-        check_number("norm_eps", norm_eps, 0, 1, open_low=False)
-        check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
-        check_bool("tie_embeddings", tie_embeddings)
+            checks.check_number("mlp_expand", mlp_expand, 0, 1e3, open_low=True)
+        checks.check_number("norm_eps", norm_eps, 0, 1, open_low=False)
+        checks.check_number("embedding_std", embedding_std, 0, 1e3, open_low=False)
+        checks.check_bool("tie_embeddings", tie_embeddings)
         self.norm_eps, self.tie_embeddings = norm_eps, tie_embeddings
-        check_dtype(dtype)
+        checks.check_dtype(dtype)
         if tie_embeddings and vocab_size != output_size:
             raise ValueError(
                 f"tie_embeddings needs output_size = vocab_size = {vocab_size}, got {output_size}"
             )
         layers = _make_mixers(mixers, num_layers, d_model)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = _Embedding(vocab_size, d_model, embedding_std, **factory)
-        self.blocks = nn.ModuleList(
-            Block(d_model, mixer, mlp_expand, norm_eps=norm_eps, device=device, dtype=dtype)
-            for mixer in layers
-        )
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps, device=device, dtype=dtype)
-        self.head = (
-            _TiedHead(self.embedding)
-            if tie_embeddings
-            else nn.Linear(d_model, output_size, bias=False, device=device, dtype=dtype)
-        )
+        blocks = (Block(d_model, mixer, mlp_expand, norm_eps, **factory) for mixer in layers)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, **factory)
+        self.head: nn.Linear
+        if tie_embeddings:
+            self.head = _TiedHead(self.embedding)
+        else:
+            self.head = nn.Linear(d_model, output_size, bias=False, **factory)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As torch's, which replaces parameters of the meta device one module at a time: a weight
-        that is tied stays so."""
+        """As torch's, which replaces parameters one module at a time: a tied weight stays so."""
         is_tied = isinstance(self.head, _TiedHead) and self.head.weight is self.embedding.weight
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if is_tied:
@@ -270,26 +213,22 @@ class SequenceModel(nn.Module):
     ) -> Any:
         """Logits (b, t, v); with `return_state` also the state after the last token.
 
-        A sequence can be processed in chunks, each from the state that the previous one returned.
-        mask, cu_seqlens and seq_idx say which tokens are padding, or where documents begin, as in
-        `Bedouin`. Padding may be any number; its logits are 0. Mixers are called with a mask.
-        `step` is a call with `one_token`, so that hooks of the model run for it, too.
+        Chunks, mask, cu_seqlens and seq_idx are as in `Bedouin`. Padding may be any number; its
+        logits are 0. `step` is a call with `one_token`, so that hooks of the model run for it, too.
 
         Raises TypeError for tokens that are not int64 or int32, for states, padding or documents
-        that a mixer does not take, ValueError for tokens not of rank 2 and a state for another
-        number of layers.
+        that a mixer does not take, ValueError for another rank or number of states.
         """
         if one_token:
             _check_tokens(tokens, 1, "(b,)")
-            given: Any = state  # None is refused
-            x, state = self._run_blocks(self.embedding(tokens), given, "token")
+            x, state = self._run_blocks(self.embedding(tokens), cast(ModelState, state), "token")
             return self._logits(x), state
         _check_tokens(tokens, 2, "(b, t)")
         packing = find_packing(tokens, mask, cu_seqlens, seq_idx)
         ids, real = packing.take(tokens), packing.mask_of_sequences
         if packing.lengths is not None and real is None:
             for mixer in self.mixers:
-                check_takes_mask(mixer)
+                checks.check_takes_mask(mixer)
         x = self.embedding(ids)  # (b, t, m)
         if state is None and not return_state:
             for block in self.blocks:
@@ -320,7 +259,7 @@ class SequenceModel(nn.Module):
         mask: Tensor | None = None,  # (b, t)
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (b, t + max_new_tokens)
-        """The prompt and new tokens, one step of the model for each; see `bedouin.generation`.
+        """The prompt and new tokens, one step of the model for each.
 
         temperature: 0 takes the most probable token; otherwise logits are divided by it, and a
             token is drawn. top_k: from the k most probable ones; top_p: from the fewest that have
@@ -336,24 +275,19 @@ class SequenceModel(nn.Module):
         return generate(self, prompt, max_new_tokens, sampling, eos=eos, mask=mask)
 
     def init_state(self, batch_size: int) -> ModelState:
-        """The state before the first token, one entry for each layer; TypeError for a mixer
-        without `init_state`."""
-        return tuple(find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
+        """The state before the first token, one entry a layer; TypeError for a mixer without."""
+        return tuple(checks.find_method(mixer, "init_state")(batch_size) for mixer in self.mixers)
 
-    def step(
-        self,
-        tokens: Tensor,  # (b,) integer ids
-        state: ModelState,
-    ) -> tuple[Tensor, ModelState]:  # (b, v) and the state
-        """The logits at one token, and the next state. Raises as a call, and TypeError for a mixer
-        without `step`."""
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:  # (b,)
+        """The logits (b, v) at one token, and the next state. Raises as a call."""
         found: tuple[Tensor, ModelState] = self(tokens, state, True, one_token=True)
         return found
 
     @property
     def mixers(self) -> list[nn.Module]:
         """The mixing layers, first to last."""
-        return [block.mixer for block in self._blocks]
+        # blocks not by their type, since FSDP1 and wrappers for checkpointing take their place
+        return [cast(Block, block).mixer for block in self.blocks]
 
     @property
     def stats(self) -> list[Any]:
@@ -361,76 +295,109 @@ class SequenceModel(nn.Module):
         kept = (getattr(mixer, "stats", None) for mixer in self.mixers)
         return [stats for stats in kept if stats is not None]
 
-    @property
-    def _blocks(self) -> list[Block]:
-        # not by their type, since FSDP1 and wrappers for checkpointing take the place of a block
-        return cast(list[Block], list(self.blocks))
-
     def _run_blocks(
-        self,
-        x: Tensor,  # (..., m)
-        state: ModelState,
-        run: CallKind,
-        mask: Tensor | None = None,  # (b, t)
-    ) -> tuple[Tensor, ModelState]:  # (..., m) and the states
+        self, x: Tensor, state: ModelState, run: CallKind, mask: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:  # (..., m), (b, t) -> (..., m) and the states
         """Each block in turn, with its entry of `state`."""
         states: list[Any] = []
-        for block, before in zip(self._blocks, self._checked_states(state), strict=True):
+        for block, before in zip(self.blocks, self._checked_states(state), strict=True):
             x, after = block(x, before, run, mask)
             states.append(after)
         return x, tuple(states)
 
     def _checked_states(self, state: ModelState) -> ModelState:
         """`state`; TypeError or ValueError unless it has one entry for each layer."""
+        start = "start from model.init_state(batch_size)"
         if not isinstance(state, tuple | list) or hasattr(state, "_fields"):
             raise TypeError(
                 "state must be a tuple with one entry for each layer, got "
-                f"{type(state).__name__}: start from model.init_state(batch_size)"
+                f"{type(state).__name__}: {start}"
             )
         if len(state) != len(self.blocks):
             raise ValueError(
-                f"state must have one entry for each of the {len(self.blocks)} layers, "
-                f"got {len(state)}: start from model.init_state(batch_size)"
+                f"state must have one entry for each of the {len(self.blocks)} layers, got "
+                f"{len(state)}: {start}"
             )
         return state
-
-    def decode(
-        self,
-        tokens: Tensor,  # (b,) integer ids
-        mixers: Sequence[Callable[[Tensor], Tensor]],  # (b, m) -> (b, m) each
-    ) -> Tensor:  # (b, v)
-        """`step` with a decoder in place of each mixer, which keeps the state itself."""
-        _check_tokens(tokens, 1, "(b,)")
-        x = self.embedding(tokens)
-        for block, mix in zip(self._blocks, mixers, strict=True):
-            x = block.decode(x, mix)
-        return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:  # (..., m) -> (..., v)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
+class Bidirectional(nn.Module):
+    """The sum of a layer on x and of another on x reversed in time, (b, t, m) -> (b, t, m).
+
+        layer = Bidirectional(Bedouin(64), Bedouin(64))
+
+    The result of the second layer is reversed back, and the tokens of each row or document are
+    reversed among themselves. There is no state and no `step`, because `backwards` begins with the
+    last token; `forwards` itself as `backwards` shares weights.
+
+    Raises TypeError for arguments that are not modules, ValueError for layers of different d_model.
+    """
+
+    def __init__(self, forwards: nn.Module, backwards: nn.Module) -> None:
+        super().__init__()
+        for name, layer in (("forwards", forwards), ("backwards", backwards)):
+            if not isinstance(layer, nn.Module):
+                raise TypeError(f"{name} must be a module, got {type(layer).__name__}")
+        widths = [getattr(layer, "d_model", None) for layer in (forwards, backwards)]
+        if widths[0] != widths[1] and None not in widths:
+            raise ValueError(
+                f"forwards and backwards must have one d_model, got {widths[0]} and {widths[1]}"
+            )
+        self.forwards, self.backwards = forwards, backwards
+
+    def forward(
+        self,
+        x: Tensor,  # (b, t, m)
+        *,
+        mask: Tensor | None = None,  # (b, t)
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+        seq_idx: Tensor | None = None,  # (b, t)
+    ) -> Tensor:  # (b, t, m)
+        """mask, cu_seqlens and seq_idx as in `Bedouin`; TypeError where a layer takes no mask."""
+        options = {"mask": mask, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given:
+            for layer in (self.forwards, self.backwards):
+                checks.check_takes_mask(layer)
+        # the same for x reversed in time
+        reversed_options = {
+            name: x.shape[1] - value.flip(0) if name == "cu_seqlens" else value.flip(1)
+            for name, value in given.items()
+        }
+        ahead = _mixed(self.forwards, self.forwards(x, **given), x)
+        behind = _mixed(self.backwards, self.backwards(x.flip(1), **reversed_options), x)
+        return ahead + behind.flip(1)
+
+    @property
+    def stats(self) -> tuple[Any, Any] | None:
+        """The `stats` of the last call of both layers; None before any call."""
+        both = tuple(getattr(layer, "stats", None) for layer in (self.forwards, self.backwards))
+        return None if both == (None, None) else (both[0], both[1])
+
+
 def _mixed(mixer: nn.Module, output: object, x: Tensor) -> Tensor:  # x: (..., m)
-    """The tensor in `output`, the return value of `mixer`. Raises TypeError if there is none and
-    ValueError if its shape is not that of the residual stream x."""
+    """The tensor that `mixer` returned; TypeError or ValueError unless it is like x."""
     tensor = output[0] if isinstance(output, tuple) and output else output
+    must = f"mixer {type(mixer).__name__} must return"
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"mixer {type(mixer).__name__} must return a tensor of the shape of its input, or a "
-            f"tuple that begins with one, got {type(output).__name__}"
+            f"{must} a tensor of the shape of its input, or a tuple that begins with one, got "
+            f"{type(output).__name__}"
         )
     if tensor.shape != x.shape:
         raise ValueError(
-            f"mixer {type(mixer).__name__} must return the shape of its input, "
-            f"{tuple(x.shape)}, got {tuple(tensor.shape)}"
+            f"{must} the shape of its input, {tuple(x.shape)}, got {tuple(tensor.shape)}"
         )
     return tensor
 
 
 def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
     """Raise TypeError or ValueError unless `tokens` are integer ids of `rank` axes."""
-    check_tensor("tokens", tokens, shape)
+    checks.check_tensor("tokens", tokens, shape)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"tokens must be int64 or int32 ids, got {tokens.dtype}")
     if tokens.ndim != rank:
@@ -438,12 +405,9 @@ def _check_tokens(tokens: Tensor, rank: int, shape: str) -> None:
 
 
 def _make_mixers(
-    mixers: Sequence[nn.Module] | Callable[[int], nn.Module],
-    num_layers: int | None,
-    d_model: int,
+    mixers: Sequence[nn.Module] | Callable[[int], nn.Module], num_layers: int | None, d_model: int
 ) -> list[nn.Module]:
-    """The mixers as a list. Raises TypeError or ValueError for invalid arguments, among them mixers
-    with another d_model."""
+    """The mixers as a list. Raises TypeError or ValueError for invalid arguments."""
     if isinstance(mixers, Sequence | nn.ModuleList):
         if not mixers:
             raise ValueError("mixers must contain at least one layer, got none")
@@ -454,7 +418,7 @@ def _make_mixers(
             )
         made = list(mixers)
     elif callable(mixers) and not isinstance(mixers, nn.Module):
-        made = [mixers(index) for index in range(positive_int("num_layers", num_layers))]
+        made = [mixers(index) for index in range(checks.positive_int("num_layers", num_layers))]
     else:
         raise TypeError(
             "mixers must be a sequence of modules, as [Bedouin(64)], or a function that makes one, "

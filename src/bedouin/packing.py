@@ -1,18 +1,17 @@
 """Sequences of several lengths in one tensor: padded rows, and rows of several documents.
 
 Layers are causal, so they compute such sequences as a batch in which each begins at the left and
-padding follows its last token: a `Packing` says which token goes where. The padding then has no
-influence on any token, if x is 0 there, and only the state after it and the statistics need care.
+padding with x = 0 follows its last token: a `Packing` says which token goes where. Only the state
+after the padding and the statistics need care.
 
-Letters: b rows, t time, l sequences (the b rows without their padding, or documents), w the length
-of the longest one.
+Letters: b rows, t time, l sequences (the rows without padding, or documents), w the longest.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.checks import check_tensor
 from bedouin.kernels.backend import is_transformed
@@ -20,66 +19,20 @@ from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
 
-
+INDICES = torch.int32, torch.int64
 _LENGTHS = "_lengths_before_padding"
 """The name under which a mask of rows whose padding follows their tokens has their lengths."""
 
 
-class _Gather(torch.autograd.Function):
-    """v[index] where `kept` is True, and 0 elsewhere.
-
-    The gradient is gathered as well, with the inverse of the index; autograd would add into zeros,
-    at scattered addresses.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        v: Tensor,  # (i, j, ...)
-        index: Tensor,  # (k l,), of the i j
-        inverse: Tensor,  # (i j,), of the k l
-        kept: Tensor | None,  # (k, l) bool
-        used: Tensor | None,  # (i, j) bool, what the index contains; None: all
-        size: tuple[int, int],  # k, l
-    ) -> Tensor:  # (k, l, ...)
-        ctx.save_for_backward(index, inverse, kept, used)
-        ctx.size = v.shape[:2]
-        gathered = v.flatten(0, 1).index_select(0, index).unflatten(0, size)
-        return gathered if kept is None else zero_outside(kept, gathered, in_place=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: (k, l, ...)
-        index, inverse, kept, used = ctx.saved_tensors
-        return _gather(grad, inverse, index, used, kept, ctx.size), None, None, None, None, None
-
-
-def _gather(
-    v: Tensor,  # (i, j, ...)
-    index: Tensor,  # (k l,)
-    inverse: Tensor,  # (i j,)
-    kept: Tensor | None,  # (k, l) bool
-    used: Tensor | None,  # (i, j) bool
-    size: tuple[int, int],  # k, l
-) -> Tensor:  # (k, l, ...)
-    """What `_Gather` computes, in memory of its own."""
-    if not (torch.compiler.is_compiling() or is_transformed()):
-        gathered: Tensor = _Gather.apply(v, index, inverse, kept, used, size)  # type: ignore[no-untyped-call]
-        return gathered
-    flat = v.flatten(0, 1).index_select(0, index).unflatten(0, size)
-    return flat.clone() if kept is None else zero_outside(kept, flat)
-
-
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of l sequences are in b rows. A state is one of sequences, or of rows.
+    """Where the tokens of l sequences are in b rows; without lengths each row is a sequence without
+    padding. A state is one of sequences, or of rows. source and target say for each place of a
+    sequence from which of the b t its token comes, and for each place of a row at which of the l w
+    its token is; None: at the same one."""
 
-    Without lengths each row is a sequence, and all of its tokens are real.
-    source and target say for each place of a sequence from which of the b t its token comes, and
-    for each place of a row at which of the l w its token is; None: at the same one.
-    """
-
-    lengths: Tensor | None  # (l,)
     size: tuple[int, int]  # l, w
+    lengths: Tensor | None = None  # (l,)
     real: Tensor | None = None  # (l, w) bool, False in the padding after each; None: no padding
     source: Tensor | None = None  # (l w,)
     target: Tensor | None = None  # (b t,)
@@ -105,36 +58,20 @@ class Packing:
 
     def take(self, x: Tensor) -> Tensor:  # (b, t, ...) -> (l, w, ...)
         """The tokens of each sequence, and zeros in its padding, even where x is NaN."""
-        if self.lengths is None:
-            return x
-        if self.source is not None and self.target is not None:
-            return _gather(x, self.source, self.target, self.real, self.mask, self.size)
-        taken = _in_rows(x, self.size)
-        return taken if self.real is None else zero_outside(self.real, taken)
+        places = (self.source, self.target, self.real, self.mask)
+        return x if self.lengths is None else _move(x, self.size, *places)
 
-    def put(
-        self,
-        y: Tensor,  # (l, w, ...)
-        shape: torch.Size,  # (b, t, ...)
-    ) -> Tensor:  # (b, t, ...)
+    def put(self, y: Tensor, shape: torch.Size) -> Tensor:  # (l, w, ...), (b, t, ...) -> as shape
         """The inverse of `take`, with zeros at places without a token."""
         if self.lengths is None:
             return y
-        b, t = shape[:2]
-        if self.source is not None and self.target is not None:
-            return _gather(y, self.target, self.source, self.mask, self.real, (b, t))
-        rows = _in_rows(y, (b, t))
-        if self.mask is not None:
-            return zero_outside(self.mask, rows)
+        rows = _move(y, shape[:2], self.target, self.source, self.mask, self.real)
         # not a view, since that would keep FSDP from gathering the parameters for its backward
-        return rows if rows is y else rows.clone()
+        return rows if self.target is not None or self.mask is not None else rows.clone()
 
-    def before(
-        self,
-        state: StateT,  # of rows, or with cu_seqlens of documents
-        zeros: StateT,  # of one sample before its first token
-    ) -> StateT:
-        """The states before the first token of each sequence."""
+    def before(self, state: StateT, zeros: StateT) -> StateT:
+        """The states before the first token of each sequence, from those of rows, or with
+        cu_seqlens of documents, and that of one sample before its first token."""
         if self.first is None:
             return state
         if not isinstance(zeros, RecurrentState):
@@ -144,12 +81,41 @@ class Packing:
             )
         return type(zeros).cat([zeros, state])[self.first]
 
-    def after(
-        self,
-        state: StateT,  # of sequences
-    ) -> StateT:
+    def after(self, state: StateT) -> StateT:
         """The states after the last token of each row, or with cu_seqlens of each document."""
         return state if self.last is None else state[self.last]
+
+
+class _Gather(torch.autograd.Function):
+    """`_move` whose gradient is gathered, too: autograd would add it at scattered addresses."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, *where: Any) -> Tensor:
+        size, *places = where
+        ctx.save_for_backward(*places)
+        ctx.size = v.shape[:2]
+        return _moved(v, size, places[0], places[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, inverse, kept, used = ctx.saved_tensors
+        return _move(grad, ctx.size, inverse, index, used, kept), *[None] * 5
+
+
+def _move(v: Tensor, size: tuple[int, ...], *places: Tensor | None) -> Tensor:
+    """v (i, j, ...) as (k, l, ...), where size = (k, l): at the index (k l,) of the i j, None for
+    the same order, where kept (k, l) is True, None for all, and 0 elsewhere. places: index, its
+    inverse (i j,), kept, and which (i, j) the index contains."""
+    if places[0] is None or torch.compiler.is_compiling() or is_transformed():
+        return _moved(v, size, places[0], places[2])
+    moved: Tensor = _Gather.apply(v, size, *places)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _moved(v: Tensor, size: tuple[int, ...], index: Tensor | None, kept: Tensor | None) -> Tensor:
+    flat = v.flatten(0, 1)
+    moved = (flat if index is None else flat.index_select(0, index)).unflatten(0, size)
+    return moved if kept is None else zero_outside(kept, moved)
 
 
 def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
@@ -157,31 +123,15 @@ def tokens_before(lengths: Tensor, w: int) -> Tensor:  # (l,) -> (l, w)
     return torch.arange(w, device=lengths.device) < lengths.unsqueeze(1)
 
 
-def zero_outside(
-    mask: Tensor,  # (l, w) bool
-    v: Tensor,  # (l, w, ...)
-    *,
-    in_place: bool = False,
-) -> Tensor:  # (l, w, ...)
+def zero_outside(mask: Tensor, v: Tensor) -> Tensor:  # (l, w) bool, (l, w, ...) -> (l, w, ...)
     """v where the mask is True, and 0 elsewhere, also for the gradient where v is not finite."""
     # not a product: that would leave NaN
-    fill = v.masked_fill_ if in_place else v.masked_fill
-    return fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
+    return v.masked_fill(~mask.view(*mask.shape, *(1,) * (v.dim() - 2)), 0)
 
 
-def _in_rows(
-    v: Tensor,  # (i, j, ...)
-    size: tuple[int, int],  # k, l with k l = i j
-) -> Tensor:  # (k, l, ...)
-    return v if v.shape[:2] == size else v.flatten(0, 1).unflatten(0, size)
-
-
-def last_token(
-    y: Tensor,  # (l, w, d), w > 0
-    lengths: Tensor,  # (l,)
-    before: Tensor | None,  # (l, d), the value for a sequence without tokens; None: zeros
-) -> Tensor:  # (l, d)
-    """y at the last token of each sequence."""
+def last_token(y: Tensor, lengths: Tensor, before: Tensor | None) -> Tensor:
+    """y (l, w, d), w > 0, at the last token of each sequence of lengths (l,), and `before` (l, d),
+    None for zeros, of a sequence without tokens."""
     index = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, y.shape[2])
     last = y.gather(1, index).squeeze(1)
     return torch.where(lengths[:, None] > 0, last, 0.0 if before is None else before)
@@ -189,20 +139,14 @@ def last_token(
 
 def find_packing(
     x: Tensor,  # (b, t, ...), or tokens (b, t)
-    mask: Tensor | None,  # (b, t)
-    cu_seqlens: Tensor | None,  # (l + 1,)
-    seq_idx: Tensor | None,  # (b, t)
+    mask: Tensor | None = None,  # (b, t)
+    cu_seqlens: Tensor | None = None,  # (l + 1,)
+    seq_idx: Tensor | None = None,  # (b, t)
 ) -> Packing:
-    """What the arguments of a call say about x.
-
-    mask: bool, True for real tokens, padding anywhere. cu_seqlens: int32 or int64, the places in
-    a single row where each document begins, and the row's length last. seq_idx: int32 or int64; a
-    document ends where it changes. The latter two are read by the host, once. With a mask, padding
-    is in no document: those of cu_seqlens are shorter by it, and its seq_idx has no influence.
-    Raises TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and
-    seq_idx, cu_seqlens that do not ascend from 0 to t, and under the capture of a CUDA graph what
-    the host would have to read.
-    """
+    """What the arguments of a call say about x, as `Bedouin.forward` describes them. Raises
+    TypeError for another type or dtype, ValueError for another shape, both cu_seqlens and seq_idx,
+    cu_seqlens that do not ascend from 0 to t, and what the host would have to read in a capture."""
+    b, t = x.shape[:2]
     if mask is not None:
         check_rows("mask", mask, x, (torch.bool,))
     if cu_seqlens is not None and seq_idx is not None:
@@ -212,34 +156,23 @@ def find_packing(
         )
     if cu_seqlens is not None:
         return _split_at(cu_seqlens, x, mask)
-    if seq_idx is None:
-        return Packing(None, (x.shape[0], x.shape[1])) if mask is None else _pad_rows(mask)
-    check_rows("seq_idx", seq_idx, x, (torch.int32, torch.int64))
-    check_readable("seq_idx", x)
-    if not seq_idx.numel():
-        return Packing(None, (x.shape[0], x.shape[1]))
-    return _split_rows(seq_idx, mask)
-
-
-def _pad_rows(
-    mask: Tensor,  # (b, t) bool
-) -> Packing:
-    """Each row is a sequence of the same width, so that no shape depends on the mask."""
-    b, t = mask.shape
+    if seq_idx is not None:
+        check_rows("seq_idx", seq_idx, x, INDICES)
+        check_readable("seq_idx", x)
+        return _split_rows(seq_idx, mask) if seq_idx.numel() else Packing((b, t))
+    if mask is None:
+        return Packing((b, t))
     if not torch.compiler.is_compiling() and (known := getattr(mask, _LENGTHS, None)) is not None:
-        return Packing(known, (b, t), mask, mask=mask)
-    rows = torch.arange(b, device=mask.device).unsqueeze(1).expand(b, t)
-    return _place(rows.flatten(), mask.cumsum(1).flatten() - 1, None, mask, mask.sum(1), t)
+        return Packing((b, t), known, mask, mask=mask)
+    # each row is a sequence of the same width, so that no shape depends on the mask
+    row = torch.arange(b, device=x.device).unsqueeze(1).expand(b, t)
+    return _place(row.flatten(), mask.sum(1), t, mask)
 
 
-def _split_at(
-    cu_seqlens: Tensor,  # (l + 1,)
-    x: Tensor,  # (1, t, ...)
-    mask: Tensor | None,  # (1, t) bool
-) -> Packing:
-    """Each document of the row is a sequence."""
+def _split_at(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None) -> Packing:
+    """Each document of the row x (1, t, ...) is a sequence; cu_seqlens (l + 1,), mask (1, t)."""
     check_tensor("cu_seqlens", cu_seqlens, "(documents + 1,)")
-    _check_like("cu_seqlens", cu_seqlens, x, (torch.int32, torch.int64))
+    _check_like("cu_seqlens", cu_seqlens, x, INDICES)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(
             f"cu_seqlens must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}: for one "
@@ -253,31 +186,17 @@ def _split_at(
         )
     check_readable("cu_seqlens", x)
     bounds = cu_seqlens.to(torch.int64)
-    # how many tokens come before each bound, which is the bound itself without padding
-    tokens = bounds
-    if mask is not None:
-        tokens = nn.functional.pad(mask.flatten().cumsum(0), (1, 0))[bounds.clamp(0, t)]
-    ends: list[int]
-    # in one read of the device
-    ends, counts = [bounds.tolist()] * 2 if mask is None else torch.stack([bounds, tokens]).tolist()
+    ends: list[int] = bounds.tolist()
     check_bounds("cu_seqlens", ends, t)
-    # masked places without a token need one of a sequence, too
-    least = 0 if mask is None else min(t, 1)
-    w = max([least, *(stop - start for start, stop in zip(counts, counts[1:], strict=False))])
-    lengths = tokens.diff()
-    if mask is None and (len(ends) - 1) * w == t and t:
-        return Packing(lengths, (len(ends) - 1, w))
-    places = torch.arange(t, device=x.device)
-    document = torch.searchsorted(bounds[1:], places, right=True)
-    before = places if mask is None else mask.flatten().cumsum(0) - 1
-    starts = tokens[:-1]
-    return _place(document, before - starts[document], starts, mask, lengths, w)
+    w = max([0, *(stop - start for start, stop in zip(ends, ends[1:], strict=False))])
+    if mask is None and (len(ends) - 1) * w == t:  # a batch as it is
+        return Packing((len(ends) - 1, w), bounds.diff())
+    document = torch.searchsorted(bounds[1:], torch.arange(t, device=x.device), right=True)
+    lengths = bounds.diff() if mask is None else _count(document, mask, len(ends) - 1)
+    return _place(document, lengths, w, mask)
 
 
-def document_begins(
-    seq_idx: Tensor,  # (b, t)
-    mask: Tensor | None,  # (b, t) bool
-) -> Tensor:  # (b, t) bool
+def document_begins(seq_idx: Tensor, mask: Tensor | None) -> Tensor:  # (b, t) each
     """Where the index of a row's tokens changes; the row's first token is no change."""
     if mask is not None:
         # padding has the index of the token before it, or of the first one of the row
@@ -290,53 +209,45 @@ def document_begins(
     return begins
 
 
-def _split_rows(
-    seq_idx: Tensor,  # (b, t)
-    mask: Tensor | None,  # (b, t) bool
-) -> Packing:
+def _split_rows(seq_idx: Tensor, mask: Tensor | None) -> Packing:  # (b, t), (b, t) bool
     """Each run of one index is a sequence, and a row without tokens is an empty one."""
     b, t = seq_idx.shape
-    device = seq_idx.device
-    real = torch.ones_like(seq_idx) if mask is None else mask.long()
     begins = document_begins(seq_idx, mask)
     begins[:, 0] = True
-    begins, real = begins.flatten(), real.flatten().long()
-    document, count = begins.cumsum(0) - 1, real.cumsum(0)
-    before = count - real
-    within = count - torch.where(begins, before, 0).cummax(0).values
+    document = begins.flatten().cumsum(0) - 1
+    lengths = _count(document, mask, b * t)
     # both in one read of the device
-    num, w = torch.stack([document[-1] + 1, within.max().clamp(min=1)]).tolist()
-    starts = torch.searchsorted(document, torch.arange(num, device=device))
-    lengths = torch.cat([before[starts], count[-1:]]).diff()
-    if mask is None and num * w == b * t:
-        packing = Packing(lengths, (num, w))
-    else:
-        packing = _place(document, within - 1, starts, mask, lengths, w)
+    num, w = torch.stack([document[-1] + 1, lengths.max().clamp(min=1)]).tolist()
+    starts = torch.searchsorted(document, torch.arange(num, device=document.device))
     first = torch.where(starts % t == 0, starts // t + 1, 0)
+    packing = _place(document, lengths[:num], w, mask)
     return replace(packing, first=first, last=document.view(b, t)[:, -1])
 
 
-def _place(
-    document: Tensor,  # (b t,), the sequence of each place
-    within: Tensor,  # (b t,), which token of the sequence is there
-    starts: Tensor | None,  # (l,), the places where sequences begin; with a mask unused
-    mask: Tensor | None,  # (b, t) bool, the places with a token
-    lengths: Tensor,  # (l,)
-    w: int,
-) -> Packing:
-    """The packing of sequences, one after the other."""
+def _count(document: Tensor, mask: Tensor | None, num: int) -> Tensor:  # (b t,) -> (num,)
+    """The tokens of each sequence."""
+    real = torch.ones_like(document) if mask is None else mask.flatten().long()
+    return document.new_zeros(num).scatter_add(0, document, real)
+
+
+def _place(document: Tensor, lengths: Tensor, w: int, mask: Tensor | None) -> Packing:
+    """The packing of sequences of lengths (l,) that follow one another. document: (b t,), that of
+    each place, in order. mask: (b, t), the places with a token."""
     # not by len, which makes a symbolic size a constant
-    places, count = document.shape[0], lengths.shape[0]
-    target, real = document * w + within, tokens_before(lengths, w)
-    if mask is None:
-        assert starts is not None
-        source = starts.unsqueeze(1) + torch.arange(w, device=target.device)
-        source = source.clamp(max=places - 1).flatten()
-        return Packing(lengths, (count, w), real, source, target)
-    # the last slot is that of places without a token, which are masked
-    target, slots = torch.where(mask.flatten(), target, count * w), target.new_zeros(count * w + 1)
-    source = slots.scatter(0, target, torch.arange(places, device=target.device))[:-1]
-    return Packing(lengths, (count, w), real, source, target.clamp(max=count * w - 1), mask)
+    size, places = (lengths.shape[0], w), document.shape[0]
+    if mask is None and size[0] * w == places:
+        return Packing(size, lengths)
+    token = place = torch.arange(places, device=document.device)
+    if mask is not None:
+        token = mask.flatten().cumsum(0) - 1
+        # where each token is; the last slot is that of places without one
+        slot = torch.where(mask.flatten(), token, places)
+        place = token.new_zeros(places + 1).scatter(0, slot, place)
+    starts = lengths.cumsum(0) - lengths  # the tokens before each sequence
+    source = starts.unsqueeze(1) + torch.arange(w, device=document.device)
+    source = place[source.clamp(max=places - 1).flatten()]
+    target = (document * w + token - starts[document]).clamp(0, size[0] * w - 1)
+    return Packing(size, lengths, tokens_before(lengths, w), source, target, mask)
 
 
 def check_rows(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -356,10 +267,8 @@ def _check_like(name: str, value: Tensor, x: Tensor, dtypes: tuple[torch.dtype, 
             f"{name} must have dtype {names}, got {value.dtype}: use {name}.to({dtypes[-1]})"
         )
     if value.device != x.device:
-        raise ValueError(
-            f"{name} must be on the device of x, {x.device}, got {value.device}: use "
-            f"{name}.to(x.device)"
-        )
+        place = f"on the device of x, {x.device}"
+        raise ValueError(f"{name} must be {place}, got {value.device}: use {name}.to(x.device)")
 
 
 def check_readable(name: str, x: Tensor) -> None:

@@ -3,18 +3,9 @@
 Letters: b batch, d d_inner, n d_state, w width of a convolution, c channels convolved.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    Self,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,46 +13,53 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from bedouin.checks import check_tensor
 
-AnyStateT = TypeVar("AnyStateT")
+S = TypeVar("S")
+StateT = TypeVar("StateT", bound="RecurrentState")
 
-Join = Callable[[list[Tensor]], Tensor]
-"""Such as `torch.cat`."""
+Join = Callable[[list[Tensor]], Tensor]  # such as `torch.cat`
 
 
 class RecurrentState:
-    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...).
-
-    A call or step converts a state of a lower floating dtype to the one that `init_state` gives,
-    since mixed precision casts what a module is given (FSDP); what it rounded stays rounded.
-    `torch.load` reads states with weights_only=True, an exported program takes and returns them,
-    and code that takes named tuples apart and makes them anew, as for a data loader or for
-    processes, finds the tensors alone. An index selects samples, not fields.
-    """
+    """What the states of all layers can do; a subclass is also a NamedTuple of tensors (b, ...). A
+    call or step converts a state of a lower floating dtype to that of `init_state`, since mixed
+    precision casts what a module is given (FSDP). `torch.load` reads states with weights_only=True,
+    exported programs take and return them, and code that takes named tuples apart finds the tensors
+    alone. An index selects samples, not fields."""
 
     __slots__ = ()
 
-    axes: ClassVar[tuple[int, ...]]
-    """The number of axes of each field in the state of a single sample, which has no batch axis."""
+    axes: ClassVar[tuple[int, ...]]  # of each field, in the state of a single sample
+    letters: ClassVar[dict[str, str]] = {}  # the shapes of fields in letters, for messages
+    optional: ClassVar[tuple[str, ...]] = ()  # the fields that may be None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         torch.serialization.add_safe_globals([cls])
-        _register_node(cls)
+        register_pytree_node(
+            cls,
+            lambda state: (list(state), None),
+            lambda values, _: cls._make(values),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+            flatten_with_keys_fn=lambda state: (
+                [(GetAttrKey(name), v) for name, v in state._asdict().items()],
+                None,
+            ),
+        )
 
     @property
     def _asdict(self) -> Callable[[], dict[str, Any]]:
-        """The method of named tuples.
-
-        As a property it keeps torch from taking the class for one: exported programs index named
-        tuples for their fields, where an index selects samples here.
-        """
+        """Named tuples' method; a property, as exports index the fields of what has the method."""
         named: Any = self
         return lambda: dict(zip(named._fields, named, strict=False))
 
     def __repr__(self) -> str:
         """Shapes, dtypes and devices, since the numbers would fill screens."""
         named: Any = self
-        fields = (f"{name}={_describe(getattr(self, name))}" for name in named._fields)
+        fields = []
+        for name in named._fields:
+            v = getattr(self, name)
+            about = f"{tuple(v.shape)} {v.dtype} on {v.device}" if isinstance(v, Tensor) else f"{v}"
+            fields.append(f"{name}={about}")
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def detach(self) -> Self:
@@ -85,13 +83,10 @@ class RecurrentState:
         return self._each(lambda v: v.cuda(device))
 
     def __getitem__(self, index: Any) -> Self:
-        """Samples of the batch, in any order and as often as the index names them.
-
-        A slice, a list, a mask (b,) or a tensor of indices keeps the batch axis: state[2:5],
-        state[mask], and state[beams] for the beams that a search keeps. An int drops it: state[i]
-        is a single sample, which calls with a batch of 1 accept and `stack` collects.
-        Raises TypeError for a tuple, ValueError for a state without batch axis.
-        """
+        """Samples of the batch, in any order and as often as the index names them. A slice, a list,
+        a mask (b,) or a tensor of indices keeps the batch axis. An int drops it: state[i] is a
+        single sample, which calls with a batch of 1 accept and `stack` collects. Raises TypeError
+        for a tuple, ValueError for a state without batch axis."""
         if isinstance(index, tuple):
             raise TypeError(
                 f"index must select samples of the batch, got the tuple {index}: use an int, a "
@@ -102,18 +97,14 @@ class RecurrentState:
 
     @classmethod
     def cat(cls, states: Sequence[Self]) -> Self:
-        """The samples of all states, one after the other, as one batch.
-
-        Raises TypeError for other types, ValueError for no states or one without batch axis.
-        """
+        """The samples of all states, one after the other, as one batch. Raises TypeError for other
+        types, ValueError for no states or one without batch axis."""
         return cls._joined(states, True, torch.cat)
 
     @classmethod
     def stack(cls, states: Sequence[Self]) -> Self:
-        """A batch of single samples, such as `state[i]`.
-
-        Raises TypeError for other types, ValueError for no states or one that has a batch axis.
-        """
+        """A batch of single samples, such as `state[i]`. Raises TypeError for other types,
+        ValueError for no states or one that has a batch axis."""
         return cls._joined(states, False, torch.stack)
 
     @classmethod
@@ -123,45 +114,29 @@ class RecurrentState:
             raise ValueError(
                 f"{name} must get a list of at least one {cls.__name__}, got {states!r:.80}"
             )
+        shapes = []
         for state in states:
             if not isinstance(state, cls):
                 raise TypeError(
                     f"{name} must get a list of {cls.__name__}, got one of {type(state).__name__}"
                 )
             state._check_batched(batched, name)
-            state._check_like(states[0], name)
+            shapes.append([tuple(v.shape[int(batched) :]) for v in state.tensors])
+            first, last = shapes[0], shapes[-1]
+            if first != last:
+                got = f"tensors of shapes {first} and {last}"
+                if len(first) != len(last):
+                    got = f"one with {len(first)} and one with {len(last)} tensors"
+                raise ValueError(f"{name} needs states of one layer, got {got}")
         fields = zip(*(state.tensors for state in states), strict=True)
         return cls._make(join(list(field)) for field in fields)
 
     def _check_batched(self, batched: bool, user: str) -> None:
-        if self._is_batched() == batched:
+        if (self.tensors[0].dim() > self.axes[0]) == batched:
             return
         has, remedy = ("no", "stack") if batched else ("a", "cat")
         needs = "states with a batch axis" if batched else "states of single samples"
         raise ValueError(f"{user} needs {needs}, got one that has {has} batch axis: use {remedy}")
-
-    def _check_like(self, first: Self, user: str) -> None:
-        batch_axes = 1 if self._is_batched() else 0
-        if len(self.tensors) != len(first.tensors):
-            raise ValueError(
-                f"{user} needs states of one layer, got one with {len(first.tensors)} and one with "
-                f"{len(self.tensors)} tensors"
-            )
-        for ours, theirs in zip(self.tensors, first.tensors, strict=True):
-            if ours.shape[batch_axes:] != theirs.shape[batch_axes:]:
-                raise ValueError(
-                    f"{user} needs states of one layer, got tensors of shapes "
-                    f"{tuple(theirs.shape)} and {tuple(ours.shape)}"
-                )
-
-    def _is_batched(self) -> bool:
-        return self.tensors[0].dim() > self.axes[0]
-
-    def at_least(self, dtype: torch.dtype) -> Self:
-        """The state with tensors of lower floating dtypes converted to `dtype`."""
-        if all(v.dtype == dtype for v in self.tensors):
-            return self
-        return self._each(lambda v: v.to(dtype) if _is_lower(v.dtype, dtype) else v)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -181,35 +156,6 @@ class RecurrentState:
         return self._make(convert(v) for v in self.tensors)
 
 
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{tuple(value.shape)} {value.dtype} on {value.device}"
-
-
-def _is_lower(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether `one` is a floating dtype of fewer bits than `other`."""
-    return one.is_floating_point and torch.finfo(one).bits < torch.finfo(other).bits
-
-
-def _register_node(kind: type[RecurrentState]) -> None:
-    """Tell torch.utils._pytree, with which torch takes arguments apart, what the fields are."""
-
-    def flatten(state: Any) -> tuple[list[Any], None]:
-        return list(state), None
-
-    def flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(GetAttrKey(name), v) for name, v in state._asdict().items()], None
-
-    register_pytree_node(
-        kind,
-        flatten,
-        lambda values, _: kind._make(values),
-        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
-        flatten_with_keys_fn=flatten_with_keys,
-    )
-
-
 if TYPE_CHECKING:
     # type checkers know what an index of a named tuple is, whatever a subclass says
     class _BedouinFields:
@@ -220,24 +166,20 @@ if TYPE_CHECKING:
         def __init__(self, ssm: Tensor, y: Tensor, conv: Tensor | None = None) -> None: ...
 
 else:
-
-    class _BedouinFields(NamedTuple):
-        ssm: Tensor  # (b, d, n), the memory h of the scan
-        y: Tensor  # (b, d), the fixed point at the last token
-        conv: Tensor | None = None  # (b, w - 1, c), the last inputs of the layer's convolution
+    _BedouinFields = namedtuple("_BedouinFields", "ssm y conv", defaults=(None,))
 
 
 class BedouinState(RecurrentState, _BedouinFields):
-    """The recurrent state of a layer between two tokens, at least float32.
-
-    ssm: (b, d, n), the memory h of the scan; y: (b, d), the fixed point at the last token; conv:
-    (b, d_conv - 1, c), the last inputs of the layer's convolution, None for a layer without one.
-    A state that a layer returns owns its memory: it keeps no other tensor alive, and writing into
-    `state.detach()` in place affects neither the call that returned it nor its backward pass.
-    """
+    """The recurrent state of a layer between two tokens, at least float32. ssm: (b, d, n), the
+    memory h of the scan; y: (b, d), the fixed point at the last token; conv: (b, d_conv - 1, c),
+    the last inputs of the layer's convolution, None for a layer without one. A state that a layer
+    returns owns its memory: writing into `state.detach()` in place affects neither the call that
+    returned it nor its backward pass."""
 
     __slots__ = ()
     axes = (2, 1, 2)
+    letters: ClassVar[dict[str, str]] = {"ssm": "(b, d, n)", "y": "(b, d)", "conv": "(b, w - 1, c)"}
+    optional = ("conv",)
 
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors, so that `ssm, y = state` holds without a convolution."""
@@ -253,117 +195,92 @@ class BedouinState(RecurrentState, _BedouinFields):
         return self._make((self._asdict() | changes).values())
 
 
-class StateSize(NamedTuple):
-    """The sizes of the state of one sample."""
-
-    d: int
-    n: int
-    window: tuple[int, int] | None = None  # w - 1, c; None: no convolution
-
-
-def check_kind(state: object, kind: type, otherwise: str = "") -> None:
-    """Raise TypeError unless `state` is of this type; `otherwise`: another remedy."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"state must be a {kind.__name__} or None, got {type(state).__name__}: make one with "
-            f"init_state(batch_size){otherwise}"
-        )
-
-
-def check_field(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    like: Tensor,  # any shape
-) -> None:
-    """Raise ValueError unless a tensor of a state has this shape, where None is any length, and
-    the dtype and device of `like`."""
-    # compared one by one: torch.compile cannot look for a symbolic size in a tuple
-    fits = tensor.dim() == len(shape) and all(
-        n is None or n == size for size, n in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
-        expected = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(
-            f"{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one with "
-            "init_state(batch_size) or select samples with state[...]"
-        )
-    if tensor.dtype != like.dtype:
-        raise ValueError(
-            f"{name} must have dtype {like.dtype}, got {tensor.dtype}: use state.to({like.dtype})"
-        )
-    if tensor.device != like.device:
-        raise ValueError(
-            f"{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
-        )
-
-
-def check_state(state: Any, b: int, size: StateSize, like: Tensor) -> BedouinState:
-    """`state` with a batch axis; a batch axis of 1 is added if it has none.
-
-    like: a tensor of any shape with the dtype and device that the state must have, or a lower
-    floating dtype, from which it is converted.
-    Raises TypeError for another type, ValueError for another shape, dtype or device.
-    """
-    check_kind(state, BedouinState, " or BedouinState(ssm, y)")
-    check_tensor("state.ssm", state.ssm, "(b, d, n)")
-    check_tensor("state.y", state.y, "(b, d)")
-    if (state.conv is None) != (size.window is None):
-        expected = "None, since the layer has no convolution"
-        if size.window is not None:
-            expected = f"a tensor of shape {(b, *size.window)}, the window of the convolution"
-        got = "None" if state.conv is None else tuple(state.conv.shape)
-        raise ValueError(
-            f"state.conv must be {expected}, got {got}: make a state with init_state(batch_size)"
-        )
-    if size.window is not None:
-        check_tensor("state.conv", state.conv, "(b, w - 1, c)")
-    if state.ssm.dim() == 2 and state.y.dim() == 1:
-        state = state.stack([state])
-    state = state.at_least(like.dtype)
-    check_field("state.ssm", state.ssm, (b, size.d, size.n), like)
-    check_field("state.y", state.y, (b, size.d), like)
-    if size.window is not None:
-        check_field("state.conv", state.conv, (b, *size.window), like)
-    checked: BedouinState = state
-    return checked
+StateShapes = dict[str, tuple[int | None, ...]]
+"""The shape of each tensor of a state without its batch axis; None: any length. A field that is
+not in it is None."""
 
 
 def zero_state(
-    b: int, size: StateSize, dtype: torch.dtype, device: torch.device | None
-) -> BedouinState:
-    """The state before the first token: zeros."""
-    ssm = torch.zeros(b, size.d, size.n, dtype=dtype, device=device)
-    y, window = torch.zeros(b, size.d, dtype=dtype, device=device), None
-    if size.window is not None:
-        window = torch.zeros(b, *size.window, dtype=dtype, device=device)
-    return BedouinState(ssm, y, window)
+    kind: type[StateT], shapes: StateShapes, b: int, like: Tensor, missing: tuple[str, ...] = ()
+) -> StateT:  # like: with the dtype and device of the state
+    """The state before the first token: zeros, and None for the tensors that are `missing`."""
+    return kind._make(
+        None if name in missing else like.new_zeros(b, *(n or 0 for n in shape))
+        for name, shape in shapes.items()
+    )
 
 
-class SequenceCall(Protocol[AnyStateT]):
-    """How a layer or model with states of this type is called, for type checkers. `options` are
-    mask, cu_seqlens and seq_idx, and of `step`, which takes this way, one_token."""
+def check_state(
+    state: Any, kind: type[StateT], shapes: StateShapes, b: int, like: Tensor
+) -> StateT:  # like: with the dtype and device of the state
+    """`state` with a batch axis, of which a single sample gets one of 1, and at least in the dtype
+    of `like`. Raises TypeError for another type, ValueError for another shape, dtype or device."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"state must be a {kind.__name__} or None, got {type(state).__name__}: make one with "
+            f"init_state(batch_size) or {kind.__name__}({', '.join(shapes)})"
+        )
+    names: Any = state
+    for name in names._fields:
+        value = getattr(state, name)
+        if name in shapes and value is None and name in kind.optional:
+            expected = f"a tensor of shape {(b, *shapes[name])}, the window of the convolution"
+        elif name not in shapes and value is not None:
+            expected = "None, since the layer has no convolution"
+        else:
+            continue
+        got = "None" if value is None else tuple(value.shape)
+        raise ValueError(
+            f"state.{name} must be {expected}, got {got}: make a state with init_state(batch_size)"
+        )
+    for name, shape in shapes.items():
+        axes = ", ".join("any" if n is None else str(n) for n in shape)
+        check_tensor(f"state.{name}", getattr(state, name), kind.letters.get(name, f"(b, {axes})"))
+    if all(getattr(state, name).dim() == len(shape) for name, shape in shapes.items()):
+        state = state.stack([state])
+    dtype, size = like.dtype, like.dtype.itemsize
+    if any(v.dtype != dtype for v in state.tensors):
+        state = state._each(
+            lambda v: v.to(dtype) if v.is_floating_point() and v.dtype.itemsize < size else v
+        )
+    for name, shape in shapes.items():
+        tensor: Tensor = getattr(state, name)
+        # compared one by one: torch.compile cannot look for a symbolic size in a tuple
+        fits = tensor.dim() == len(shape) + 1 and all(
+            n is None or n == size for size, n in zip(tensor.shape, (b, *shape), strict=True)
+        )
+        if not fits:
+            expected = ", ".join("any" if n is None else str(n) for n in (b, *shape))
+            raise ValueError(
+                f"state.{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one "
+                "with init_state(batch_size) or select samples with state[...]"
+            )
+        if tensor.dtype != like.dtype:
+            raise ValueError(
+                f"state.{name} must have dtype {like.dtype}, got {tensor.dtype}: use "
+                f"state.to({like.dtype})"
+            )
+        if tensor.device != like.device:
+            raise ValueError(
+                f"state.{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
+            )
+    checked: StateT = state
+    return checked
+
+
+class SequenceCall(Protocol[S]):
+    """How a layer or model with states of this type is called, for type checkers; `others` are
+    mask, cu_seqlens and seq_idx, and of `step` one_token."""
 
     @overload
     def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        return_state: Literal[False] = False,
-        **options: Any,
+        self, x: Tensor, state: S | None = None, return_state: Literal[False] = False, **others: Any
     ) -> Tensor: ...
 
     @overload
     def __call__(
-        self,
-        x: Tensor,
-        state: AnyStateT | None = None,
-        *,
-        return_state: Literal[True],
-        **options: Any,
-    ) -> tuple[Tensor, AnyStateT]: ...
+        self, x: Tensor, state: S | None = None, *, return_state: Literal[True], **others: Any
+    ) -> tuple[Tensor, S]: ...
 
     @overload
-    def __call__(
-        self, x: Tensor, state: AnyStateT | None, return_state: bool, **options: Any
-    ) -> Any: ...
+    def __call__(self, x: Tensor, state: S | None, return_state: bool, **others: Any) -> Any: ...

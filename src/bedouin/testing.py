@@ -36,27 +36,20 @@ __all__ = [
 LayerT = TypeVar("LayerT", bound=FixedPointLayer)
 
 
-def relative_error(
-    actual: Tensor,  # any shape
-    expected: Tensor,  # the same shape
-) -> float:
-    """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero.
+def relative_error(actual: Tensor, expected: Tensor) -> float:  # any shape, the same for both
+    """max|actual - expected| / max|expected|, or the absolute error if `expected` is zero; inf if
+    non-finite entries differ."""
+    found, scale = _distance(actual, expected)
+    return found.max().item() / (scale or 1.0) if found.numel() else 0.0
 
-    The error is inf if an entry is NaN or Inf in only one of the tensors, or if non-finite entries
-    differ; equal non-finite entries have error 0.
-    """
+
+def _distance(actual: Tensor, expected: Tensor) -> tuple[Tensor, float]:
+    """|actual - expected|, 0 where both are not finite and equal, inf where one is NaN; and the
+    largest finite |expected|."""
     a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
-    difference = distance(a, e)
-    if difference.numel() == 0:
-        return 0.0
-    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item()
-    return difference.max().item() / (scale or 1.0)
-
-
-def distance(a: Tensor, e: Tensor) -> Tensor:  # any shape, the same for all
-    """|a - e|; 0 where both are the same non-finite value, inf where only one is NaN."""
     found = torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, (a - e).abs())
-    return torch.where(found.isnan(), torch.inf, found)
+    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item() if e.numel() else 0.0
+    return torch.where(found.isnan(), torch.inf, found), scale
 
 
 @dataclass(frozen=True)
@@ -94,14 +87,11 @@ def find_fixed_point(
     solver: Solver | None = None,
     state: BedouinState | None = None,
 ) -> FixedPoint:
-    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings.
-
-    Raises TypeError for another kind of layer.
-    """
+    """Run a copy of `layer` on x with `solver` (None: the layer's own), without warnings."""
     check_layer(layer)
     probe = copy_with(layer, solver=solver or layer.solver, on_unconverged="ignore")
     probe.check_input(x, rank=3)
-    before = state_before(probe, x, state, find_packing(x, None, None, None))
+    before = state_before(probe, state, find_packing(x))
     projected = project(probe, x, before, None)
     with without_autocast(x.device):
         options, f = probe.solve_options, projected.f
@@ -109,8 +99,8 @@ def find_fixed_point(
         hidden = gated(probe, projected, y)
     assert probe.stats is not None
     heads = probe.num_heads
-    f_of_heads = of_all_heads(f, heads)
-    return FixedPoint(f_of_heads, unfold(y, heads), probe.out_proj(hidden), probe.stats)
+    found = of_all_heads(f, heads), unfold(y, heads), probe.out_proj(hidden), probe.stats
+    return FixedPoint(*found)
 
 
 @torch.no_grad()
@@ -123,25 +113,20 @@ def measure_growth(
     seed: int = 0,
     num_directions: int = 3,
 ) -> float:
-    """The factor by which a relative perturbation of the input grows in the result.
-
-    max|r(x + dx) - r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point)
-    and over a few random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite.
-    Computed with copies in float64 and in evaluation mode, by `Direct` if the mixer allows it.
-
-    size: relative size of the perturbation, dimensionless.
-    seed, num_directions: of the random directions of dx.
-    Raises TypeError for another kind of layer, ValueError for size <= 0.
-    """
+    """The factor by which a relative perturbation of the input grows in the result. max|r(x + dx) -
+    r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point) and over a few
+    random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite. Computed with
+    copies in float64 and in evaluation mode, by `Direct` if the mixer allows it. Raises TypeError
+    for another kind of layer, ValueError for size <= 0."""
     check_layer(layer)
     if size <= 0:
         raise ValueError(f"size must be positive, got {size}")
+    if x.numel() == 0:
+        return 1.0
     probe = copy_with(layer, on_unconverged="ignore").double().eval()
     x = x.detach().double()
     solver = Direct() if probe.is_structured else probe.solver
     state = None if state is None else state.detach().to(torch.float64)
-    if x.numel() == 0:
-        return 1.0
     generator = torch.Generator().manual_seed(seed)
     base = find_fixed_point(probe, x, solver=solver, state=state)
     growth = 1.0
@@ -165,45 +150,27 @@ def layer_gradients(
     state: BedouinState | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Gradients of a random linear function of output and new state, by name.
-
-    The names are those of the parameters, "x", and, if a state is given, "state.ssm", "state.y"
-    and, of a layer with a convolution, "state.conv".
-    The function depends only on the shapes and `seed`. `adjoint` or `solver` None means the
-    layer's own. Works on a copy; gradients and statistics of `layer` do not change.
-    """
+    """Gradients of a random linear function of output and new state, by name: those of the
+    parameters, "x", and, if a state is given, "state.ssm", "state.y" and "state.conv". The function
+    depends on the shapes and `seed` alone. `adjoint` or `solver` None: the layer's own."""
     probe = copy_with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
     if state is not None:
         state = BedouinState(*(s.detach().clone().requires_grad_() for s in state.tensors))
         named |= {f"state.{name}": v for name, v in state._asdict().items()}
-    loss = _random_functional(probe(named["x"], state=state, return_state=True), seed)
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(named.items(), grads, strict=True)
-    }
-
-
-def _random_functional(
-    result: tuple[Tensor, BedouinState],  # (b, t, m), ((b, d, n), (b, d))
-    seed: int,
-) -> Tensor:  # ()
-    """A random linear function of output and state, the same for the same shapes and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    total = result[0].new_zeros(())
-    for value in (result[0], *result[1].tensors):
+    output, after = probe(named["x"], state=state, return_state=True)
+    generator, loss = torch.Generator().manual_seed(seed), output.new_zeros(())
+    for value in (output, *after.tensors):
         weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        total = total + (weight.to(value) * value).sum().to(total.dtype)
-    return total
+        loss = loss + (weight.to(value) * value).sum().to(loss.dtype)
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss, list(named.values()), **options)
+    return dict(zip(named, grads, strict=True))
 
 
-def compare_gradients(
-    a: dict[str, Tensor],  # of `layer_gradients`
-    b: dict[str, Tensor],
-) -> tuple[float, float]:
+def compare_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
     """|a - b| / |b| in the 2-norm, and the cosine of the angle between a and b, of the gradients of
-    all parameters. NaN where a norm is zero."""
+    all parameters, as `layer_gradients` returns them. NaN where a norm is zero."""
     u, v = (
         torch.cat([grad.flatten().double() for name, grad in found.items() if name != "x"])
         for found in (a, b)
@@ -214,10 +181,8 @@ def compare_gradients(
 
 @torch.no_grad()
 def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
-    """The relative error, in the max norm, of `step` token by token against one call on x.
-
-    Of a copy in evaluation mode, because a random cap would stop the call early.
-    """
+    """The relative error, in the max norm, of `step` token by token against one call on x, of a
+    copy in evaluation mode, because a random cap would stop the call early."""
     probe = copy_with(layer, on_unconverged="ignore").eval()
     expected = probe(x)
     state, steps = probe.init_state(x.shape[0]), []
@@ -229,19 +194,12 @@ def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
 
 @torch.no_grad()
 def log_growth(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    num_directions: int = 8,
-    seed: int = 0,
-) -> Tensor:  # (t, b)
+    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
+) -> Tensor:  # (b, t, m), t >= 1 -> (t, b)
     """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
-    state after it, at the states that x leads to from zero.
-
-    The largest of a few random unit vectors v, in the 2-norm of the whole state; -inf where all of
-    them have become 0. J v is a difference quotient in float64 over 1e-7 of the length of the last
-    state, by `Direct` if the mixer allows it.
-    """
+    state after it, at the states that x leads to from zero: the largest of a few random unit
+    vectors v, in the 2-norm of the whole state; -inf where all of them have become 0. J v is a
+    difference quotient in float64 over 1e-7 of the last state's length, by `Direct` if it can."""
     probe = copy_with(layer, on_unconverged="ignore").double().eval()
     probe.solver = Direct() if probe.is_structured else Picard(rtol=1e-13)
     x, b, one = x.detach().double(), len(x), probe.init_state(1)
@@ -253,7 +211,8 @@ def log_growth(
     v, total, rows = v / v.norm(dim=2, keepdim=True), x.new_zeros(()), []
     for x_t in x.unbind(1):
         states = torch.cat([base, (base + size * v).flatten(0, 1)])
-        before = _state_like(one, states)
+        parts = zip(states.split([v[0].numel() for v in one.tensors], 1), one.tensors, strict=True)
+        before = BedouinState(*(part.reshape(-1, *of.shape[1:]) for part, of in parts))
         after = _flat_state(probe.step(x_t.repeat(1 + num_directions, 1), before)[1])
         base, v = after[:b], (after[b:].unflatten(0, (-1, b)) - after[:b]) / size
         norm = v.norm(dim=2, keepdim=True)
@@ -262,40 +221,24 @@ def log_growth(
     return torch.stack(rows)
 
 
-def _flat_state(state: BedouinState) -> Tensor:
-    """(b, numbers of a state): memory, y and window of each sample."""
+def _flat_state(state: BedouinState) -> Tensor:  # (b, numbers of a state)
     return torch.cat([v.flatten(1) for v in state.tensors], 1)
 
 
-def _state_like(one: BedouinState, flat: Tensor) -> BedouinState:  # flat: (b, numbers of a state)
-    """The inverse of `_flat_state`, for states of the sizes that `one` has."""
-    parts = flat.split([v[0].numel() for v in one.tensors], 1)
-    pairs = zip(parts, one.tensors, strict=True)
-    return BedouinState(*(part.reshape(len(flat), *v.shape[1:]) for part, v in pairs))
-
-
 def lyapunov(
-    layer: FixedPointLayer,
-    x: Tensor,  # (b, t, m), t >= 1
-    *,
-    num_directions: int = 8,
-    seed: int = 0,
-) -> Tensor:  # (b,)
-    """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token.
-
-    Above 0 small differences grow over time, below 0 they are forgotten. The first quarter of the
-    tokens, in which the vectors turn to the direction that grows most, is left out.
-    Raises TypeError for another kind of layer, ValueError for x without tokens.
-    """
+    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
+) -> Tensor:  # (b, t, m), t >= 1 -> (b,)
+    """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token. Above 0
+    small differences grow over time, below 0 they are forgotten. The first quarter of the tokens,
+    in which the vectors turn to the direction that grows most, is left out. Raises TypeError for
+    another kind of layer, ValueError for x without tokens."""
     check_layer(layer)
     if x.dim() != 3 or not x.shape[0] or not x.shape[1]:
         raise ValueError(f"x must have shape (b, t, m) with b, t >= 1, got {tuple(x.shape)}")
     return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))
 
 
-def exponent(
-    growth: Tensor,  # (t, b), of `log_growth`
-) -> Tensor:  # (b,)
+def exponent(growth: Tensor) -> Tensor:  # (t, b), of `log_growth` -> (b,)
     """The growth a token over the last three quarters of the tokens."""
     t, first = len(growth), len(growth) // 4
     before = growth[first - 1] if first else torch.zeros_like(growth[0])
@@ -311,29 +254,21 @@ def copy_with(layer: LayerT, **attributes: Any) -> LayerT:
 
 
 def assert_close(
-    name: str,
-    actual: Tensor,  # any shape
-    expected: Tensor,  # the same shape
-    rtol: float = 1e-10,
-    atol: float = 0.0,
-) -> None:
-    """Raise AssertionError unless max|actual - expected| <= atol + rtol max|expected|.
-
-    The message contains the name, the worst index and the relative error in the max norm. Shapes
-    and dtypes must be equal; NaN equals NaN.
-    """
+    name: str, actual: Tensor, expected: Tensor, rtol: float = 1e-10, atol: float = 0.0
+) -> None:  # any shape, the same for both
+    """Raise AssertionError unless shapes and dtypes are equal and max|actual - expected| <= atol +
+    rtol max|expected|, where NaN equals NaN. The message names the worst index."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     if actual.dtype != expected.dtype:
         raise AssertionError(f"{name}: dtype {actual.dtype}, not {expected.dtype}")
-    a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
-    scale = torch.where(e.isfinite(), e.abs(), 0.0).max().item() if e.numel() else 0.0
-    error = relative_error(a, e)
-    if error * (scale or 1.0) <= atol + rtol * scale:
+    found, scale = _distance(actual, expected)
+    worst = found.max().item() if found.numel() else 0.0
+    if worst <= atol + rtol * scale:
         return
-    worst = distance(a, e).flatten().argmax()
-    index = tuple(int(i) for i in torch.unravel_index(worst, a.shape))
+    index = tuple(int(i) for i in torch.unravel_index(found.flatten().argmax(), found.shape))
     raise AssertionError(
-        f"{name}: relative error {error:.2e} > {rtol:.1e} (largest expected {scale:.2e}), worst at "
-        f"{index}: {a[index].item():.17g}, expected {e[index].item():.17g}"
+        f"{name}: relative error {worst / (scale or 1.0):.2e} > {rtol:.1e} (largest expected "
+        f"{scale:.2e}), worst at {index}: {actual[index].item():.17g}, expected "
+        f"{expected[index].item():.17g}"
     )

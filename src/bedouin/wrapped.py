@@ -21,41 +21,30 @@ from bedouin.layers.heads import HeadLinear, HeadNorm
 
 LinearModule = nn.Linear | HeadLinear
 """What a layer makes; another library may have put a module of its own in this place."""
-
+# The fewest tokens for which weights are copied: on a CPU for one product of several projections,
+# on a GPU for rows of one projection that are aligned.
 LEAST_JOINED = 64
-"""The fewest tokens for which weights are copied: on a CPU for one product of several projections,
-on a GPU for rows of one projection that are aligned."""
-
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The dictionaries of the forward and backward hooks on the module itself, which registering a
-    hook changes in place."""
+    """The dictionaries of forward and backward hooks on the module, which change in place."""
     return [getattr(module, name) for name in _HOOKS]
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether a call runs the `forward` of the module's class and nothing else.
-
-    Not with a hook on the module itself, nor with a `forward` that another library, as accelerate,
-    has set on the object.
-    """
+    """Whether a call runs the `forward` of the module's class and nothing else: no hook on the
+    module itself, and no `forward` that another library, as accelerate, has set on the object."""
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return False
     return not (module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module multiplies by `module.weight` and does nothing else.
-
-    It may have parametrizations, which compute `weight`, or be of a class that FSDP derived.
-    """
-    if not isinstance(module, (nn.Linear, HeadLinear)) or getattr(module, "bias", None) is not None:
-        return False
-    if type(module).forward not in (nn.Linear.forward, HeadLinear.forward):
-        return False
-    if not is_untouched(module):
+    """Whether a call of the module multiplies by `module.weight` and does nothing else. It may have
+    parametrizations, which compute `weight`, or be of a class that FSDP derived."""
+    is_known = type(module).forward in (nn.Linear.forward, HeadLinear.forward)
+    if not is_known or getattr(module, "bias", None) is not None or not is_untouched(module):
         return False
     # a quantized tensor, as torchao's, multiplies vectors in a call, and is no matrix for kernels
     kind = type(module._parameters.get("weight"))
@@ -63,10 +52,8 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def read_parameter(module: nn.Module, name: str) -> Tensor:
-    """The parameter of a module that need not be called, as a call would see it.
-
-    A module that accelerate offloads has its parameters on the meta device except in calls.
-    """
+    """The parameter of a module that need not be called, as a call would see it: one that
+    accelerate offloads has its parameters on the meta device except in calls."""
     value: Tensor = getattr(module, name)
     hook = vars(module).get("_hf_hook")
     if hook is None or not value.is_meta:
@@ -78,8 +65,7 @@ def read_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def tell_of_hooks(layer: nn.Module, name: str, module: nn.Module) -> None:
-    """Warn, once a layer and child, that a module is called because of its hooks, where a kernel
-    would compute it in less time."""
+    """Warn once that a module is called because of its hooks, which takes longer than kernels."""
     told = layer.__dict__.setdefault("_told_of_hooks", set())
     if name in told or torch.compiler.is_compiling():
         return
@@ -94,61 +80,39 @@ def tell_of_hooks(layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def norm_parameters(norm: nn.Module | None) -> tuple[Tensor | None, float]:
-    """The weight and eps of a layer's norm; None and 0 without one.
-
-    The output stage computes the norm itself, unless the module is hooked (`calls_norm`). Raises
-    TypeError for a module that would compute something else.
-    """
+    """The weight and eps of a layer's norm; None and 0 without one. The output stage computes the
+    norm itself, unless it is hooked; TypeError for a module that would compute something else."""
     if norm is None:
         return None, 0.0
-    used: Any = norm if _is_norm(norm) else _trained_copy(norm)
-    own, kind = vars(used), type(used)
-    if not _is_norm(used) or used.weight is None or used.eps is None:
+    used: Any = norm
+    if isinstance(getattr(norm, "modules_to_save", None), nn.ModuleDict) and is_untouched(norm):
+        # PEFT's wrapper of the copies that it trains, one of which may be in use
+        copies, active = used.modules_to_save, used.active_adapters
+        trains = active and not used.disable_adapters and all(name in copies for name in active)
+        used = copies[active[0]] if trains else used.original_module
+    kind: Any = type(used)
+    is_norm = getattr(kind, "forward", None) in (nn.RMSNorm.forward, HeadNorm.forward)
+    if not is_norm or used.weight is None or used.eps is None:
         raise TypeError(
             "norm must be an nn.RMSNorm with a weight and an eps, because the output stage "
             f"computes it without calling the module, got {kind.__module__}.{kind.__qualname__}: "
             "change the weight with torch.nn.utils.parametrize, or train a copy with PEFT's "
             "modules_to_save"
         )
-    return read_parameter(used, "weight") if "_hf_hook" in own else used.weight, used.eps
-
-
-def _is_norm(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    return getattr(kind, "forward", None) in (nn.RMSNorm.forward, HeadNorm.forward)
+    return read_parameter(used, "weight"), used.eps
 
 
 def calls_norm(norm: nn.Module | None) -> bool:
-    """Whether the output stage calls the norm, because it has hooks or a `forward` of its own.
-
-    Not `is_untouched`, whose call costs the host time in every call of the layer; the `forward`
-    that accelerate sets on the object moves the input or loads the weight.
-    """
+    """Whether the output stage calls the norm, because it has hooks or a `forward` of its own; that
+    which accelerate sets on the object moves the input or loads the weight."""
     if norm is None:
         return False
-    own = vars(norm)
-    hooked = norm._forward_hooks or norm._forward_pre_hooks
-    hooked = hooked or norm._backward_hooks or norm._backward_pre_hooks
-    return bool(hooked) or ("forward" in own and "_hf_hook" not in own)
+    has_own = "forward" in vars(norm) and "_hf_hook" not in vars(norm)
+    return has_own or any(hooks_of(norm))
 
 
-def _trained_copy(norm: Any) -> Any:
-    """The module that is in use where PEFT's modules_to_save has put a wrapper; else `norm`."""
-    copies = getattr(norm, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict) or not is_untouched(norm):
-        return norm
-    active = norm.active_adapters
-    if norm.disable_adapters or not active or any(name not in copies for name in active):
-        return norm.original_module
-    return copies[active[0]]
-
-
-def apply_projection(
-    module: LinearModule,
-    v: Tensor,  # (H b, ..., p)
-    dtype: torch.dtype,
-) -> Tensor:  # (H b, ..., r)
-    """The module's map of v in the dtype of v; a module that is not plain is called in `dtype`."""
+def apply_projection(module: LinearModule, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """The module's map of v (H b, ..., p) in its dtype; not plain, it is called in `dtype`."""
     if is_plain(module):
         return apply_weight(v, module.weight.to(v.dtype))
     out: Tensor = module(v.to(dtype))
@@ -156,69 +120,41 @@ def apply_projection(
 
 
 def effective_weight(
-    name: str,
-    module: LinearModule,
-    inputs: int,
-    like: Tensor,  # a parameter of the layer, any shape
-    num_heads: int,
-) -> Tensor:  # (r, p) or (H, r, p), p = inputs
-    """The matrix that the module multiplies by.
-
-    A module that is not plain is called with the unit vectors and with twice these: hooks run and
-    act, and see those vectors, not the tokens. Dropout inside of the module, as that of an adapter
-    in training, is drawn once for the call and drops the same inputs for all samples and tokens.
-    Raises TypeError for a module with hooks that is not linear.
-    """
+    name: str, module: LinearModule, inputs: int, like: Tensor, num_heads: int
+) -> Tensor:  # like: a parameter of the layer -> (r, p) or (H, r, p), p = inputs
+    """The matrix that the module multiplies by. A module that is not plain is called with the unit
+    vectors and with twice these, which hooks see, not the tokens; dropout inside of it is drawn
+    once for the call. Raises TypeError for a module with hooks that is not linear."""
     if is_plain(module):
         return module.weight
     identity = torch.eye(inputs, dtype=like.dtype, device=like.device)
-    hooked = _is_hooked(module)
+    # but for hooks of torch, which gather a sharded weight or compute it, as those of weight_norm
+    hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
+    owners = ((getattr(hook, "__func__", hook), type(hook)) for hook in hooks)
+    homes = (getattr(own, "__module__", None) or kind.__module__ for own, kind in owners)
+    hooked = any(home.partition(".")[0] != "torch" for home in homes)
     rows = torch.cat([identity, 2 * identity]) if hooked else identity
     if num_heads > 1:
         rows = rows.expand(num_heads, -1, -1)
     columns: Tensor = module(rows)
     if hooked:
         columns, twice = columns.chunk(2, -2)
-        _check_linear(name, columns, twice)
+        readable = not torch.compiler.is_compiling() and not is_transformed()
+        if readable and has_values(columns):
+            tolerance = 10 * torch.finfo(columns.dtype).eps
+            if not torch.allclose(twice, 2 * columns, rtol=tolerance, atol=tolerance):
+                raise TypeError(
+                    f"{name} must stay linear with its hooks, since the solve multiplies by its "
+                    "matrix without calling it at each token, but twice the input did not give "
+                    "twice the output: hook the layer, x_proj or out_proj, or change the weight "
+                    "with torch.nn.utils.parametrize"
+                )
     return columns.mT.contiguous()
-
-
-def _check_linear(
-    name: str,
-    columns: Tensor,  # (..., p, r)
-    twice: Tensor,  # (..., p, r), what twice the vectors gave
-) -> None:
-    """Raise TypeError unless the second is twice the first, where the host can read them."""
-    if torch.compiler.is_compiling() or is_transformed() or not has_values(columns):
-        return
-    tolerance = 10 * torch.finfo(columns.dtype).eps
-    if not torch.allclose(twice, 2 * columns, rtol=tolerance, atol=tolerance):
-        raise TypeError(
-            f"{name} must stay linear with its hooks, since the solve multiplies by its matrix "
-            "without calling it at each token, but twice the input did not give twice the output: "
-            "hook the layer, x_proj or out_proj, or change the weight with "
-            "torch.nn.utils.parametrize"
-        )
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether there are hooks on the module or in it, but for torch's own, which gather a sharded
-    weight or compute it, as those of weight_norm do."""
-    hooks = (hook for part in module.modules() for each in hooks_of(part) for hook in each.values())
-    for hook in hooks:
-        owner = getattr(hook, "__func__", hook)
-        home = getattr(owner, "__module__", None) or type(hook).__module__
-        if home.partition(".")[0] != "torch":
-            return True
-    return False
 
 
 class ReplacementWatch:
     """Detects that a module, parameter or storage of a layer or model was replaced since the watch
-    was made.
-
-    Changes in place are not detected and need not be: a graph reads the current values.
-    """
+    was made. Changes in place need not be: a graph reads the current values."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._submodules: list[tuple[dict[str, Any], str, object]] = []
@@ -232,8 +168,7 @@ class ReplacementWatch:
                         self._tensors.append((owner, name, tensor, tensor.data_ptr()))
 
     def has_changed(self) -> bool:
-        """Whether anything was replaced; compares addresses, so it does not synchronize. A hook
-        that was registered counts, since it would not run in a replay."""
+        """Whether anything was replaced or hooked; compares addresses, without synchronization."""
         if any(self._hooks):
             return True
         for owner, name, module in self._submodules:
@@ -249,8 +184,15 @@ def side_by_side(
     x: Tensor,  # (b, t, p)
     modules: Sequence[nn.Module],  # (b, t, p) -> (b, t, r_i)
 ) -> Tensor:  # (b, t, sum r_i), or with more columns, which nothing may read
-    """What the modules make of x, one beside the other; in one product where that is faster."""
-    if not _joins(x, modules):
+    """What the modules make of x, one beside the other; in one product where that is faster.
+    torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
+    GPU, where a copy takes less time than the launches of several products."""
+    # first, so that no condition on the number of tokens is traced
+    joins = not torch.compiler.is_compiling() and all(map(is_plain, modules))
+    if joins:
+        is_long, are_several = x[..., 0].numel() >= LEAST_JOINED, len(modules) > 1
+        joins = (is_long or are_several) if x.is_cuda else (is_long and are_several)
+    if not joins:
         found = [module(x) for module in modules]
         return found[0] if len(found) == 1 else torch.cat(found, -1)
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
@@ -259,16 +201,3 @@ def side_by_side(
         # any rows serve, since nothing reads their results; new zeros would take a launch
         weights.append(weights[0].detach()[:1].expand(missing, -1))
     return F.linear(x, torch.cat(weights))
-
-
-def _joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
-    """Whether `side_by_side` copies the weights for one product.
-
-    torch.compile joins products itself, and few tokens are no reason to copy weights, except on a
-    GPU, where a copy takes less time than the launches of several products.
-    """
-    # first, so that no condition on the number of tokens is traced
-    if torch.compiler.is_compiling() or not all(map(is_plain, modules)):
-        return False
-    is_long, are_several = x[..., 0].numel() >= LEAST_JOINED, len(modules) > 1
-    return (is_long or are_several) if x.is_cuda else (is_long and are_several)

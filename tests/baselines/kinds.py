@@ -1,36 +1,17 @@
-"""The baselines that are tested, and the comparison with a recurrence that is written out."""
+"""A mark for all baselines, and the comparison with a recurrence that is written out."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import BASELINES
 from torch import Tensor
 
-from bedouin.baselines import (
-    LSTM,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    Mamba,
-)
+from bedouin.baselines import Attention
 
 Kind = Callable[..., Any]
-
-KINDS: dict[str, Kind] = {
-    "lstm": LSTM,
-    "lstm_conv": partial(LSTM, d_conv=3),
-    "mamba": Mamba,
-    "mamba_plain": partial(Mamba, d_conv=None, eigenvalues="full"),
-    "delta_net": DeltaNet,
-    "delta_net_gated": partial(DeltaNet, gated=True, d_conv=None),
-    "delta_product": DeltaProduct,
-    "delta_product_gated": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
-    "attention": Attention,
-    "attention_conv": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
-}
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_kind = pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES)
 
 
 def assert_written_out(

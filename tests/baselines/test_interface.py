@@ -1,4 +1,4 @@
-"""What every baseline shares: chunks, steps, states, errors, precision, copies."""
+"""What every baseline shares beside the laws of every layer: a GPU and errors."""
 
 import copy
 import re
@@ -8,116 +8,7 @@ import pytest
 import torch
 from tests.baselines.kinds import Kind, every_kind
 
-from bedouin import baselines
-from bedouin.baselines import (
-    LSTM,
-    Attention,
-    DeltaNet,
-    DeltaProduct,
-    Mamba,
-)
-
-
-def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-def test_every_name_is_public() -> None:
-    assert all(hasattr(baselines, name) for name in baselines.__all__)
-
-
-@every_kind
-def test_chunks_and_steps_give_what_one_call_gives(kind: Kind) -> None:
-    layer = kind(8, dtype=torch.float64)
-    x = torch.randn(2, 9, 8, dtype=torch.float64)
-    whole, last = layer(x, return_state=True)
-    close(layer(x), whole)
-    state, outputs = None, []
-    for chunk in x.split([1, 3, 5], dim=1):
-        y, state = layer(chunk, state, return_state=True)
-        outputs.append(y)
-    close(torch.cat(outputs, dim=1), whole)
-    assert state is not None
-    close(state.tensors, last.tensors)
-    state, outputs = layer.init_state(2), []
-    for x_t in x.unbind(1):
-        y, state = layer.step(x_t, state)
-        outputs.append(y)
-    close(torch.stack(outputs, dim=1), whole)
-    close(state.tensors, last.tensors)
-
-
-@every_kind
-def test_gradients_cross_chunks(kind: Kind) -> None:
-    layer = kind(8, dtype=torch.float64)
-    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
-    inputs = [x, *layer.parameters()]
-    weight = torch.randn(2, 3, 8, dtype=torch.float64)
-    expected = torch.autograd.grad((layer(x)[:, 3:] * weight).sum(), inputs)
-    _, state = layer(x[:, :3], return_state=True)
-    close(torch.autograd.grad((layer(x[:, 3:], state) * weight).sum(), inputs), expected)
-
-
-@every_kind
-def test_state_methods(kind: Kind) -> None:
-    layer = kind(8)
-    x = torch.randn(3, 4, 8)
-    _, state = layer(x, return_state=True)
-    assert any(v.requires_grad for v in state.tensors)
-    assert not any(v.requires_grad for v in state.detach().tensors)
-    assert all(v.dtype == torch.float64 for v in state.to(torch.float64).tensors)
-    assert [v.dtype for v in state.tensors] == [v.dtype for v in layer.init_state(3).tensors]
-    x_t = torch.randn(3, 8)
-    whole = layer.step(x_t, state)[0]
-    close(layer.step(x_t[1:], state[1:])[0], whole[1:], 1e-5)
-    # a sample without batch axis is taken as a batch of one
-    close(layer.step(x_t[1:2], state[1])[0], whole[1:2], 1e-5)
-
-
-@every_kind
-def test_writing_into_a_detached_state_changes_no_backward(kind: Kind) -> None:
-    layer = kind(8, dtype=torch.float64)
-    x = torch.randn(2, 4, 8, dtype=torch.float64)
-    expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
-    y, state = layer(x, return_state=True)
-    for tensor in state.detach().tensors:
-        tensor.zero_()
-    close(torch.autograd.grad(y.sum(), list(layer.parameters())), expected)
-
-
-@every_kind
-@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_empty_input_leaves_the_state(kind: Kind, shape: tuple[int, ...], masked: bool) -> None:
-    layer = kind(8)
-    state = layer.init_state(shape[0])
-    mask = torch.ones(shape[:2], dtype=torch.bool) if masked else None
-    y, after = layer(torch.randn(shape), state, return_state=True, mask=mask)
-    assert y.shape == shape
-    close(after.tensors, state.tensors)
-    for v in after.tensors:
-        v.fill_(1)  # the state that is returned is another one
-    close(state.tensors, layer.init_state(shape[0]).tensors)
-
-
-@every_kind
-@pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16(kind: Kind, autocast: bool) -> None:
-    layer = kind(8, dtype=torch.float64)
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if isinstance(layer, LSTM) and autocast and not has_bfloat16:
-        pytest.skip("torch.nn.LSTM fails under autocast on a CPU without bfloat16 instructions")
-    layer.to(torch.float32 if autocast else torch.bfloat16)
-    exact = copy.deepcopy(layer).to(torch.float64)
-    x = torch.randn(2, 6, 8).to(next(layer.parameters()).dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        first, state = layer(x[:, :3], return_state=True)
-        y = torch.cat([first, layer(x[:, 3:], state)], dim=1)
-    assert y.dtype == torch.bfloat16
-    assert [v.dtype for v in state.tensors] == [v.dtype for v in layer.init_state(3).tensors]
-    torch.testing.assert_close(y.double(), exact(x.double()), rtol=0.1, atol=0.03)
-    y.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 
 
 # torch warns that the backward of its attention kernel adds in an order that is not fixed
@@ -138,60 +29,6 @@ def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
     for on_cpu, value in zip(*results, strict=True):
         # cuDNN's LSTM multiplies in TensorFloat32
         assert (on_cpu - value).norm() < (0.05 if autocast else 5e-3) * on_cpu.norm()
-
-
-@every_kind
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_parameter_gets_a_gradient_from_nothing(
-    kind: Kind, device: str, shape: tuple[int, int]
-) -> None:
-    """DDP waits for them on a rank without samples or tokens."""
-    layer, x = kind(8, device=device), torch.randn(*shape, 8, device=device, requires_grad=True)
-    before = layer.init_state(shape[0])
-    output, state = layer(x, before, return_state=True)
-    assert all(torch.equal(*pair) for pair in zip(before.tensors, state.tensors, strict=True))
-    masked = layer(x, mask=torch.ones(shape, dtype=torch.bool, device=device))
-    step, _ = layer.step(torch.randn(0, 8, device=device), layer.init_state(0))
-    assert output.shape == masked.shape == x.shape and step.shape == (0, 8)
-    for result in (output, masked, step):
-        layer.zero_grad()
-        result.sum().backward()
-        for name, parameter in layer.named_parameters():
-            assert parameter.grad is not None and not parameter.grad.any(), name
-    assert x.grad is not None and x.grad.shape == x.shape
-
-
-@every_kind
-def test_reset_parameters_draws_all_anew(kind: Kind) -> None:
-    torch.manual_seed(1)
-    drawn = kind(8)
-    emptied = kind(8, device="meta").to_empty(device="cpu")
-    for parameter in emptied.parameters():
-        parameter.data.fill_(float("nan"))
-    emptied.reset_parameters()
-    for (name, value), other in zip(drawn.named_parameters(), emptied.parameters(), strict=True):
-        assert other.isfinite().all(), name
-        spread = other.std(), value.std()
-        if value.numel() > 30:
-            torch.testing.assert_close(*spread, rtol=0.5, atol=0.02, msg=name)
-
-
-INPUTS: list[tuple[Any, type[Exception], str]] = [
-    ([1.0], TypeError, "x must be a tensor (b, t, m), got list"),
-    (torch.randn(2, 8), ValueError, "x must have shape (b, t, m) with m = d_model = 8, got (2, 8)"),
-    (torch.randn(2, 3, 7), ValueError, "with m = d_model = 8, got (2, 3, 7)"),
-    (torch.ones(2, 3, 8, dtype=torch.int64), TypeError, "x must have a floating dtype, got"),
-    (torch.randn(2, 3, 8, dtype=torch.float64), TypeError, "the layer's dtype torch.float32, got"),
-    (torch.randn(2, 3, 8, device="meta"), ValueError, "x must be on the layer's device cpu"),
-]
-
-
-@every_kind
-@pytest.mark.parametrize(("x", "error", "message"), INPUTS)
-def test_wrong_inputs(kind: Kind, x: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        kind(8)(x)
 
 
 @every_kind

@@ -5,8 +5,6 @@ Letters: b batch, t time.
 
 import copy
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,52 +14,30 @@ import torch
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from tests.integrations.hf_models import HYBRID, MIXINGS, PAD, VOCAB, make_config
+from tests.processes import end, start_two
 from torch import Tensor
 from transformers.distributed import DistributedConfig
 
-from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM
+from bedouin.integrations.hf import BedouinForCausalLM
 
 # The warnings of other libraries are no failures of this one.
 pytestmark = pytest.mark.filterwarnings("default")
 
-PAD, VOCABULARY = 0, 13
-TRACKING: dict[str, Any] = {
-    "layer": {
-        "type": "TrackingDeltaNet",
-        "tracker_dim": 4,
-        "tracker_state": 3,
-        "feedback_noise": 0.0,
-    }
-}
-SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 4, "num_hidden_layers": 2}
-CONVOLVED: dict[str, Any] = {
-    "conv_kernel": 3,
-    "num_heads": 2,
-    "num_householder": 0,
-}
-
-HYBRID: dict[str, Any] = CONVOLVED | {
-    "num_hidden_layers": 2,
-    "attn_layers": [1],
-    "attn": {"num_heads": 2},
-}
-MIXINGS = {"defaults": {}, "convolved": CONVOLVED, "hybrid": HYBRID, "tracking": TRACKING}
+NAMES = "defaults", "convolved", "hybrid", "tracking"
 
 
-def make_model(**options: Any) -> BedouinForCausalLM:
+def make_model(num_layers: int = 2, **options: Any) -> BedouinForCausalLM:
     torch.manual_seed(0)
-    if "layer" not in options:
-        options["state_size"] = 2
-    config = BedouinConfig(**SIZES | options, pad_token_id=PAD, initializer_range=0.5)
-    model = BedouinForCausalLM(config)
-    model.double()
+    config = make_config(initializer_range=0.5, **options | {"num_hidden_layers": num_layers})
+    model: BedouinForCausalLM = BedouinForCausalLM(config).double()
     return model
 
 
 def rows() -> dict[str, Tensor]:
     """Four rows, two of which are padded on the left: two for each process."""
     torch.manual_seed(1)
-    ids = torch.randint(1, VOCABULARY, (4, 6))
+    ids = torch.randint(1, VOCAB, (4, 6))
     mask = torch.arange(6) >= torch.tensor([[0], [2], [2], [0]])
     ids[~mask] = PAD
     labels = ids.masked_fill(~mask, -100)
@@ -125,7 +101,7 @@ def check(folder: Path, sharded: bool, rank: int, **options: Any) -> None:
 
 def check_tensor_parallel(folder: Path, accelerator: Accelerator) -> None:
     """Attention, MLPs and the head are split by transformers; Bedouin layers are whole."""
-    plain, batch = make_model(**HYBRID, intermediate_size=8, vocab_size=VOCABULARY + 1), rows()
+    plain, batch = make_model(**HYBRID, vocab_size=VOCAB + 1), rows()
     if accelerator.is_main_process:
         plain.save_pretrained(folder)
     accelerator.wait_for_everyone()
@@ -147,29 +123,15 @@ def check_tensor_parallel(folder: Path, accelerator: Accelerator) -> None:
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """With DDP, with FSDP2, and with tensor parallelism."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", __file__, str(tmp_path)],
-            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    end(start_two("-P", __file__, str(tmp_path), PYTHONPATH=path))
 
 
-@pytest.mark.parametrize("mixing", MIXINGS.values(), ids=MIXINGS)
-def test_a_compiled_model(mixing: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_model(name: str) -> None:
     """Whole graphs: forward and backward with padding, and `generate`, prompt and tokens."""
     torch.compiler.reset()
-    model, batch = make_model(**{"num_hidden_layers": 1} | mixing), rows()
+    model, batch = make_model(1 + (name == "hybrid"), **MIXINGS[name]), rows()
     expected = model(**batch)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(expected.loss, parameters)
@@ -190,9 +152,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
         for sharded in (False, True):
-            for name, mixing in MIXINGS.items():
+            for name in NAMES:
                 folder = Path(sys.argv[1]) / f"{name}, {sharded=}"
-                check(folder, sharded, int(os.environ["RANK"]), **mixing)
+                check(folder, sharded, int(os.environ["RANK"]), **MIXINGS[name])
                 AcceleratorState._reset_state()
         check_tensor_parallel(Path(sys.argv[1]) / "split", make_accelerator(sharded=False))
     finally:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bedouin import Bedouin
-from benchmarks import agreement, bench, cases, figure, special, speed, table
+from benchmarks import agreement, bench, cases, cpu, figure, special, speed, table
 from benchmarks.measure import Numbers, best_ms
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import fed_values
@@ -145,11 +145,6 @@ def test_only_a_whole_run_on_a_gpu_is_recorded(
     assert bench.speed_path(toy(tmp_path, speed=tmp_path)) == tmp_path
 
 
-def test_warm_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(toy(tmp_path, rows=("direct",), warm=True, prepare_limit=1e-5)) == 1
-    assert "direct 2x4: TimeoutError: gave up" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["direct", "direct-no-feedback", "scan", "jacobi"])
 def test_forward_and_backward_are_captured(name: str, tmp_path: Path) -> None:
@@ -166,8 +161,6 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         bench.main(toy(tmp_path, shapes=("64,256",)))
     with pytest.raises(ValueError, match=r"--repeats must be an int in \[1, inf\), got 0"):
         toy(tmp_path, repeats=0)
-    with pytest.raises(ValueError, match=r"--processes must be an int in \[1, inf\), got 0"):
-        toy(tmp_path, processes=0)
     with pytest.raises(ValueError, match="first_call takes rows among"):
         toy(tmp_path, first_call=True, rows=("scan",))
     with pytest.raises(ValueError, match="quick chooses the rows"):
@@ -219,20 +212,6 @@ def test_times_are_medians_and_the_faster_way_counts() -> None:
     assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
 
-def test_times_become_curves(tmp_path: Path) -> None:
-    rows: list[table.Row] = [
-        {"title": "x", "shape": shape, "numbers": {"both_ms": ms}}
-        for shape, ms in (("8x64", 4.0), ("8x16", 1.0), ("1x64", 3.0), ("2x32", 9.0))
-    ]
-    by_time, by_batch = figure.curves(rows)
-    assert by_time == {"x, batch 8": [(16, 1.0), (64, 4.0)]}
-    assert by_batch == {"x, 64 tokens": [(1, 3.0), (8, 4.0)]}
-    figure.draw(tmp_path / "f.png", rows)
-    assert (tmp_path / "f.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="two shapes with the same batch size or time"):
-        figure.draw(tmp_path / "f.png", rows[-1:])
-
-
 def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     entries: list[Numbers] = [
         {"layer": layer, "shape": shape, "graph_ms": ms}
@@ -244,4 +223,22 @@ def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     figure.main(figure.Config(recorded, tmp_path / "f.png"))
     assert (tmp_path / "f.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="entries must have times of a layer among"):
-        figure.draw_recorded(tmp_path / "f.png", entries[2:])
+        figure.draw(tmp_path / "f.png", entries[2:])
+
+
+def test_every_layer_has_a_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(cpu.LAYERS, "Bedouin, compiled")  # which compiles for a minute
+    out = tmp_path / "cpu.json"
+    cpu.main(cpu.Config(widths=(16,), batch=2, tokens=3, rounds=3, out=out))
+    content = json.loads(out.read_text())
+    assert content["config"]["widths"] == [16] and content["device"] == "cpu"
+    rows = {row["layer"]: row for row in content["rows"]}
+    assert set(rows) == {cpu.LSTM, *cpu.LAYERS}
+    assert rows[cpu.LSTM]["of_lstm"] == 1 and rows[cpu.LSTM]["state_size"] == 64
+    assert rows["Bedouin"]["steps"] == 1 and rows["GatedDeltaNet"]["steps"] is None
+    assert all(row["ms"] > 0 and row["parameters"] > 0 for row in rows.values())
+
+
+def test_a_count_below_one_names_the_flag() -> None:
+    with pytest.raises(ValueError, match="--rounds must be an int"):
+        cpu.main(cpu.Config(rounds=0))

@@ -10,9 +10,9 @@ import torch
 from bedouin.tasks import stream
 from flags import UsageError
 from research import board, experiment, games
-from research.boards import NAMES, Chess, boards_after, games_of
 from research.data import metrics, predictions
-from research.experiments.chess import MODELS, chess
+from research.experiments.further import SIZES, further
+from research.games import NAMES, Chess, boards_after, games_of
 from research.runs import read_runs
 
 PLIES = (
@@ -84,10 +84,9 @@ def test_measures_are_squares_boards_and_last_boards(tmp_path: Path) -> None:
 
 
 def test_files_of_games_hold_legal_games(tmp_path: Path) -> None:
-    chess = pytest.importorskip("chess")
-    options = games.Options(tmp_path / "a" / "g.npz", (2, 40), (1, 90), seed=1, processes=1)
-    games.main(options)
-    with np.load(options.out) as file:
+    chess, path = pytest.importorskip("chess"), tmp_path / "a" / "g.npz"
+    games.main(path, (2, 40), (1, 90), seed=1, processes=1)
+    with np.load(path) as file:
         assert file["test"].shape == (1, 90, 3) and file["train"].dtype == np.uint8
         assert file["train"][1].tobytes() == games.play(1, "train", 40, 1)
         for moves in (*file["train"], *file["test"]):
@@ -101,15 +100,13 @@ def test_files_of_games_hold_legal_games(tmp_path: Path) -> None:
                 assert [NAMES[i] for i in row] == names
 
 
-def test_without_the_library_no_games_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_no_games_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "chess", None)
     with pytest.raises(UsageError, match="needs python-chess: pip install"):
-        games.main(games.Options(tmp_path / "g.npz"))
+        games.play(0, "train", 2, 0)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SIZES)
 def test_a_short_run_and_its_figure(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +120,9 @@ def test_a_short_run_and_its_figure(
     (row,) = read_runs(tmp_path / "chess-tuning")[name]["rows"]
     assert 0.9e6 < row["parameters"] < 1.1e6 and not any(row["failed"])
     assert set(row["accuracy"]["4"]) == {"token", "sequence", "last"}
-    (reported,) = chess(tmp_path)[1].runs  # at the rate of the run above
+    found = {experiment.name: experiment for experiment in further(tmp_path)}
+    (reported,) = found["chess"].runs  # at the rate of the run above
     assert reported.name == name and reported.options.endswith("--seeds 3 --lr 0.001")
-    folder = tmp_path / "runs" / "experiments" / "chess-tuning" / name
-    board.main(board.Options(folder, tmp_path / "board.png", plies=4))
+    assert row["boards"].keys() == {"3", "4"} and len(row["boards"]["4"]["found"][0]) == 64
+    board.main(tmp_path / "chess-tuning" / name, tmp_path / "board.png", plies=4)
     assert (tmp_path / "board.png").stat().st_size > 5000

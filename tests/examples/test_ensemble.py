@@ -1,4 +1,4 @@
-"""The study script: stacked and sequential models agree; presets and results."""
+"""The study script: results, skipped steps, tasks, curricula, and options that are refused."""
 
 import dataclasses
 import json
@@ -7,24 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from bedouin.tasks import IGNORE, MQAR, Copying, WordProblem, stream
-from bedouin.testing import assert_close
+from bedouin.tasks import IGNORE, Copying, Group
 from common.options import decay
 from flags import UsageError
-from research import ensemble, stack, study
-from research.baselines import count
+from research import ensemble, length, stack, study
 from research.data import Data, eval_points, metrics
-from research.positions import by_pair, by_position
 
-POINT = {
+POINT: dict[str, Any] = {
     **{"input_scale": "bounded_delta", "d_state": 2, "num_householder": 1, "decay": "mamba"},
     **{"beta_max": 1.0, "feedback": "B+mixer", "feedback_init": 0.1},
     **{"rate_scale": 0.5, "delta_from_x_init": 0.0, "expand": 2},
     **{"num_heads": 2, "lr": 1e-2, "schedule": "cosine", "batch_size": 8, "steps": 4},
 }
+GRID = {name: (value,) for name, value in POINT.items()}
+DEFAULTS = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
 CPU = torch.device("cpu")
 
 
@@ -40,50 +38,21 @@ def make_data(**changes: Any) -> Data:
     return Data(config, study.model_seeds(config), CPU)
 
 
-def test_models_that_take_turns_are_those_of_the_stack() -> None:
-    """One step from the same rows."""
-    data = {stacked: make_data() for stacked in (True, False)}
-    pair = [
-        stack.Ensemble(small(stacked=stacked), POINT, data[stacked], CPU)
-        for stacked in (True, False)
-    ]
-    pair[1].tokens.copy_(pair[0].tokens)
-    pair[1].labels.copy_(pair[0].labels)
-    for one in pair:
-        one.step()
-    for name, value in pair[0].params.items():
-        assert_close(name, pair[1].params[name], value, 1e-4)
-    assert_close("loss", pair[1].loss_sum, pair[0].loss_sum, 1e-5)
-
-
 def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = {name: (value,) for name, value in POINT.items()}
-    ensemble.main(small(stacked=False, autocast="bf16", out=tmp_path, **grid))
+    ensemble.main(small(autocast="bf16", out=tmp_path, **GRID))
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert set(row["accuracy"]) == {"4", "6"} and len(row["accuracy"]["4"]["token"]) == 2
     assert row["ms_per_step"] == pytest.approx(1e3 * row["seconds"] / 4)
     assert [entry["step"] for entry in row["history"]] == [2, 4]
     assert "ms a step" in capsys.readouterr().out
     with pytest.raises(UsageError, match="got .*results.json: name another one, or .*--overwrite"):
-        ensemble.main(small(out=tmp_path, **grid))
-    ensemble.main(small(out=tmp_path, overwrite=True, **grid))
-
-
-def test_weights_are_those_of_all_seeds(tmp_path: Path) -> None:
-    grid = {name: (value,) for name, value in POINT.items()}
-    config = small(stacked=False, out=tmp_path, keep_weights=True, **grid)
-    ensemble.main(config)
-    weights = load_file(tmp_path / "weights-point0.safetensors")
-    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert {len(v) for v in weights.values()} == {config.seeds}
-    assert sum(v[0].numel() for v in weights.values()) == row["parameters"]
-    assert all(v[0].ne(v[1]).any() for n, v in weights.items() if n.endswith("in_proj.weight"))
+        ensemble.main(small(out=tmp_path, **GRID))
+    ensemble.main(small(out=tmp_path, overwrite=True, **GRID))
 
 
 def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
-    grid: dict[str, Any] = {name: (value,) for name, value in POINT.items()}
-    grid |= {"steps": (2, 4)}
+    grid = GRID | {"steps": (2, 4)}
     found = []
     for concurrent in (True, False):
         folder = tmp_path / str(concurrent)
@@ -91,8 +60,6 @@ def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
         rows = json.loads((folder / "results.json").read_text())["rows"]
         found.append([(row["accuracy"], row["history"]) for row in rows])
     assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
-    with pytest.raises(ValueError, match="--concurrent must be off with --stacked"):
-        small(stacked=True, concurrent=True)
 
 
 def fail_at(one: stack.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,15 +81,14 @@ def state_of(one: stack.Ensemble, model: int) -> list[Tensor]:
     return [v.clone() for v in (*(p[model] for p in one.params.values()), *state)]
 
 
-@pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_whose_gradient_is_not_finite_skips_its_step_alone(
-    stacked: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parameters, moments, step counts and weight decay; the other model does not notice, and the
     failed one goes on as if it had not tried."""
 
     def start(**changes: Any) -> stack.Ensemble:
-        changes = {"stacked": stacked, "weight_decay": 0.5, **changes}
+        changes = {"weight_decay": 0.5, **changes}
         return stack.Ensemble(small(**changes), POINT, make_data(**changes), CPU)
 
     both, alone, failed = start(), start(seeds=1), start(seeds=1, first_seed=1)
@@ -144,7 +110,7 @@ def test_a_model_whose_gradient_is_not_finite_skips_its_step_alone(
 @pytest.mark.gpu
 def test_a_captured_step_skips_the_failed_model_alone() -> None:
     device = torch.device("cuda")
-    config = small(stacked=False, device="cuda", weight_decay=0.5)
+    config = small(device="cuda", weight_decay=0.5)
     data = Data(config, study.model_seeds(config), device)
     both = stack.Ensemble(config, POINT, data, device)
     step, weight = stack.stepper(both), both.params["head.weight"]
@@ -164,8 +130,7 @@ def test_a_captured_step_skips_the_failed_model_alone() -> None:
 def test_a_run_with_too_many_skipped_steps_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grid = {name: (value,) for name, value in POINT.items()}
-    config = small(stacked=False, out=tmp_path, log_every=3, **grid)
+    config = small(out=tmp_path, log_every=3, **GRID)
     start = stack.Ensemble.__init__
 
     def starting(one: stack.Ensemble, *args: Any) -> None:
@@ -180,31 +145,8 @@ def test_a_run_with_too_many_skipped_steps_has_failed(
     assert not stack.has_failed(10, 1000) and stack.has_failed(11, 1000)
 
 
-def test_positions_of_errors_of_a_copied_string() -> None:
-    task = Copying(context_len=64, min_length=5, max_length=20)
-    labels = task.sample_eval(4, 20, stream("test", 0)).labels
-    answers = labels.clamp(min=0)
-    start = int((labels[0] != IGNORE).nonzero()[0])
-    answers[:, start + 10] = (answers[:, start + 10] + 1) % 26
-    found = by_position(torch.nn.functional.one_hot(answers, task.vocab_size).float(), labels)
-    assert found["parts"] == [1.0] * 5 + [0.5] + [1.0] * 4
-    assert found["after_right"] == pytest.approx(17 / 18, abs=1e-4) and found["after_wrong"] == 1.0
-
-
-def test_pairs_whose_values_are_not_recalled() -> None:
-    """In rows of 20 pairs the fifth is recalled in none, the first in half of them."""
-    tokens, labels = MQAR(vocab_size=100, length=80, num_pairs=20).sample(4, stream("test", 0))
-    answers = labels.clamp(min=0)
-    for pair, rows in ((4, range(4)), (0, range(2))):
-        for row in rows:
-            query = (tokens[row] == tokens[row, 2 * pair]) & (labels[row] != IGNORE)
-            answers[row, query] = 0
-    found = by_pair(torch.nn.functional.one_hot(answers, 100).float(), labels, tokens)
-    assert found["parts"] == [0.75, 1.0, 0.5] + [1.0] * 7
-
-
 def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
-    one = stack.Ensemble(small(stacked=False, warmup=2), POINT, make_data(), CPU)
+    one = stack.Ensemble(small(warmup=2), POINT, make_data(), CPU)
     rates = [group["lr"] for group in one.optimizers[1].param_groups]
     for step in range(4):
         assert [float(rate) for rate in rates] == pytest.approx(
@@ -214,24 +156,51 @@ def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
         one.schedule.step()
 
 
-def test_batches_drawn_ahead_are_of_their_split() -> None:
-    data = make_data()
-    batches = data.batches(8, 9, 3)
-    first, second = next(batches), next(batches)
-    assert first[0].shape == second[1].shape == (2, 8, 4)
-    assert not torch.equal(first[0], second[0])
-    assert isinstance(data.task, WordProblem)
-    assert torch.equal(data.task.group.prefix_products(second[0][0]), second[1][0])
-
-
-@pytest.mark.parametrize("name", ["lstm", "mamba", "deltanet", "deltaproduct", "attention"])
-def test_a_baseline_learns_something(tmp_path: Path, name: Any) -> None:
-    options = {"steps": (30,), "batch_size": (16,), "lr": (3e-2,), "log_every": 10, "eval_rows": 8}
-    config = small(mixer_layer=name, num_layers=2, stacked=False, seeds=1, out=tmp_path, **options)
-    ensemble.main(config)
+@pytest.mark.parametrize("name", ["lstm_l1", "deltaproduct_l1", "attention_l2", "mamba3_l1"])
+def test_a_layer_by_name_learns_something(tmp_path: Path, name: str) -> None:
+    options = {"steps": (30,), "batch_size": (16,), "lr": (3e-3,), "log_every": 10, "eval_rows": 8}
+    ensemble.main(small(model=name, d_model=256, seeds=1, out=tmp_path, **options))
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     first, *_, last = (entry["loss"][0] for entry in row["history"])
     assert last < first and row["parameters"] > 0 and row["smallest_conditioning"] == [None]
+
+
+STATES = "zero", "carried", "noise"
+
+
+@pytest.mark.parametrize("name", ["tracking", "lstm_l1"])
+def test_further_steps_begin_with_states_of_other_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their labels go on with the products of the rows before; the trained model stays."""
+    monkeypatch.setattr(length, "STEPS", 4)
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {kind: [] for kind in STATES}
+    loss = length.Continued._loss
+
+    def watched(one: length.Continued, logits: Tensor, labels: Tensor, model: Any) -> Any:
+        seen[one.kind].append((one.tokens[0].clone(), labels.clone()))
+        return loss(one, logits, labels, model)
+
+    monkeypatch.setattr(length.Continued, "_loss", watched)
+    monkeypatch.setattr(length, "RESTARTS", 0.0)
+    options: dict[str, Any] = {"steps": (2,), "batch_size": (3,), "eval_rows": 4, "seeds": 1}
+    config = small(model=name, d_model=256, states=STATES, out=tmp_path, **options)
+    ensemble.main(config)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["point"].get("states") for row in rows] == [None, *STATES]
+    assert rows[0]["history"][-1]["step"] == 2 and rows[3]["history"][-1]["step"] == 4
+    table = Group.from_name("A5").table
+    for kind, pairs in seen.items():
+        assert len(pairs) == 4
+        product = torch.zeros(3, dtype=torch.int64)
+        for tokens, labels in pairs:
+            product *= kind != "zero"
+            for token, label in zip(tokens.unbind(1), labels.unbind(1), strict=True):
+                product = table[product, token]
+                assert torch.equal(label, product)
+    with pytest.raises(ValueError, match="--states must be empty for a task other than word"):
+        other = small(task="parity", states=("zero",), model=name, d_model=256, seeds=1)
+        ensemble.main(dataclasses.replace(other, out=tmp_path, overwrite=True, steps=(1,)))
 
 
 def test_lengths_of_a_curriculum_end_and_those_that_passed_are_known() -> None:
@@ -253,35 +222,18 @@ def test_lengths_of_a_curriculum_end_and_those_that_passed_are_known() -> None:
 
 
 def test_a_model_by_name_takes_no_option_of_a_layer() -> None:
-    point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
     config = small(model="hybrid_l2", d_model=256)
-    assert [type(v).__name__ for v in study.make_model(config, point).mixers] == [
+    assert [type(v).__name__ for v in study.make_model(config, DEFAULTS).mixers] == [
         "DeltaNet",
         "LSTM",
     ]
     with pytest.raises(ValueError, match="d_state must keep its default 16 for model 'hybrid_l2'"):
-        study.make_model(config, {**point, "d_state": 2})
-    with pytest.raises(ValueError, match="--model must be among .*, got 'other' and 1"):
+        study.make_model(config, {**DEFAULTS, "d_state": 2})
+    solved = dataclasses.replace(config, solver="picard")
+    with pytest.raises(ValueError, match="solver must keep its default for model 'hybrid_l2'"):
+        study.make_model(solved, DEFAULTS)
+    with pytest.raises(ValueError, match="--model must be among .*, got 'other'"):
         small(model="other")
-
-
-def test_options_that_a_baseline_does_not_take_are_refused() -> None:
-    point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
-    lstm = small(mixer_layer="lstm", stacked=False)
-    with pytest.raises(ValueError, match="decay must keep its default 'mamba' for mixer_layer"):
-        study.make_layer(lstm, {**point, "decay": "griffin"})
-    with pytest.raises(ValueError, match="num_heads must keep its default None for mixer_layer"):
-        study.make_layer(lstm, {**point, "num_heads": 2})
-    attention = study.make_layer(
-        dataclasses.replace(lstm, mixer_layer="attention"), {**point, "num_heads": 2}
-    )
-    assert attention.num_heads == 2
-    with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'lstm'"):
-        study.make_layer(dataclasses.replace(lstm, eigenvalues="full"), point)
-    with pytest.raises(ValueError, match="solver must keep its default for mixer_layer 'lstm'"):
-        study.make_layer(dataclasses.replace(lstm, solver="picard"), point)
-    with pytest.raises(ValueError, match="stacked must be False for mixer_layer 'lstm'"):
-        study.make_layer(dataclasses.replace(lstm, stacked=True), point)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -300,8 +252,10 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_every_task_has_rows_and_accuracies(changes: dict[str, Any]) -> None:
     data = make_data(**changes)
-    tokens, labels = data.batch(4, 0, 10)
+    batches = data.batches(4, 10, 2)
+    (tokens, labels), (later, _) = next(batches), next(batches)
     assert tokens.shape == labels.shape == (2, 4, data.width) and bool((labels != IGNORE).any())
+    assert not torch.equal(tokens, later)
     tokens, labels = data.eval_batch(4, (16, 40) if changes.get("task") == "bound" else 16)
     right = torch.nn.functional.one_hot(labels.clamp(min=0), data.task.output_size).float()
     for name, metric in metrics(data.task).items():
@@ -331,24 +285,11 @@ def test_the_length_doubles_for_each_seed_by_itself() -> None:
 
 
 def test_a_longer_length_begins_with_the_step_after_the_log_entry() -> None:
-    changes: dict[str, Any] = {"curriculum": "double", "length": 16, "stacked": False, "seeds": 1}
+    changes: dict[str, Any] = {"curriculum": "double", "length": 16, "seeds": 1}
     data, config = make_data(**changes), small(**changes)
     trained = stack.Ensemble(config, POINT | {"steps": 100}, data, CPU)
-    for length in (2, 4, 8):
+    for longest in (2, 4, 8):
         for _ in range(config.log_every):
             trained.refill()
-            assert int((trained.labels != IGNORE).sum(-1).max()) == length
+            assert int((trained.labels != IGNORE).sum(-1).max()) == longest
         data.advance([1.0])
-
-
-def test_a_width_is_found_for_a_number_of_parameters() -> None:
-    point = {name: getattr(study.PRESETS["small"], name)[0] for name in study.GRID}
-    config = study.matched(small(match_parameters=200_000), point)
-    assert config.d_model % study.WIDTH_STEP == 0
-    sizes = [
-        count(study.make_model(dataclasses.replace(config, d_model=width), point)) - 200_000
-        for width in (config.d_model + shift for shift in (-32, 0, 32))
-    ]
-    assert min(sizes, key=abs) == sizes[1]
-    with pytest.raises(ValueError, match="--match-parameters must be at least"):
-        study.matched(small(match_parameters=10), point)

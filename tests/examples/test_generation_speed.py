@@ -88,34 +88,20 @@ def test_only_whole_runs_on_a_gpu_are_recorded(tmp_path: Path) -> None:
 
 
 def test_ratios_are_those_of_the_best_rows() -> None:
-    speeds = {
-        ("tracking", "train"): 40.0,
-        ("tracking", "compiled"): 60.0,
-        ("mamba", "train"): 100.0,
-        ("mamba-ssm", "captured"): 120.0,
-        ("lstm", "captured"): 20.0,
-        ("lstm", "train"): 10.0,
-        ("tracking", "decode-1"): 9.0,
-    }
-    rows: list[dict[str, Any]] = [
-        {"model": model, "task": task, "tokens_per_second": speed}
-        for (model, task), speed in speeds.items()
-    ]
-    rows.append({"model": "tracking", "task": "captured", "error": "failed"})
-    memories = {("tracking", "vocabulary-torch"): 3.0, ("mamba", "vocabulary-fla"): 4.0}
-    rows += [
-        {"model": model, "task": task, "tokens_per_second": 1.0, "peak_gib": memory}
-        for (model, task), memory in memories.items()
-    ]
+    def row(model: str, task: str, speed: float = 1.0, **others: Any) -> dict[str, Any]:
+        return {"model": model, "task": task, "tokens_per_second": speed, **others}
+
+    rows = [row("tracking", "train", 40.0), row("tracking", "compiled", 60.0)]
+    rows += [row("mamba", "train", 100.0), row("mamba-ssm", "captured", 120.0)]
+    rows += [row("lstm", "captured", 20.0), row("lstm", "train", 10.0)]
+    rows += [row("tracking", "decode-1", 9.0), row("tracking", "captured", 999.0, error="failed")]
+    rows.append(row("tracking", "vocabulary-torch", peak_gib=3.0))
+    rows.append(row("mamba", "vocabulary-fla", peak_gib=4.0))
     assert list(ratios(rows).values()) == [0.5, 3.0, 0.75]
-    liger = {"model": "tracking", "task": "vocabulary-liger", "tokens_per_second": 1.0}
-    found = ratios([*rows, {**liger, "peak_gib": 2.0}])
-    shown = [(title, value) for title, value in found.items() if title.startswith("memory")]
-    assert [("Liger's loss" in title, value) for title, value in shown] == [
-        (True, 0.5),
-        (False, 0.75),
-    ]
-    assert ratios([*rows, {**liger, "error": "not installed"}]) == ratios(rows)
+    found = ratios([*rows, row("tracking", "vocabulary-liger", peak_gib=2.0)])
+    shown = {"Liger's loss" in title: v for title, v in found.items() if title.startswith("memory")}
+    assert shown == {True: 0.5, False: 0.75}
+    assert ratios([*rows, row("tracking", "vocabulary-liger", error="failed")]) == ratios(rows)
 
 
 def test_recorded_ratios_are_those_of_the_recorded_rows() -> None:

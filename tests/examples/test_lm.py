@@ -1,14 +1,9 @@
 """Language models: text, packed documents, bits per byte, several processes, generation."""
 
 import dataclasses
-import json
 import math
 import os
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +13,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from tests.examples.training import interrupting, read_metrics
+from tests.processes import end, start_two
 from torch import nn
 
 import generate
@@ -25,6 +22,7 @@ import train_lm
 from bedouin.generation import Sampling
 from common import run as run_module
 from common.checkpoint import find_checkpoint
+from common.options import make_layer
 from common.run import Run
 from common.script import leave_process_group
 from flags import UsageError
@@ -69,7 +67,7 @@ def corpora(text: Path, pattern: str | None = None) -> Any:
 
 
 def maker(mixer: str) -> Any:
-    return train_lm.make_layer if mixer == "bedouin" else make_baseline
+    return make_layer if mixer == "bedouin" else make_baseline
 
 
 def test_rows_hold_documents_their_labels_and_where_they_begin() -> None:
@@ -206,7 +204,7 @@ def test_every_layer_learns(
 ) -> None:
     config = small(text, tmp_path, steps=8, lr=2e-2, eval_lengths=(8,), eval_every=4, **changes)
     train_lm.main(config, maker(config.layer))
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    metrics = read_metrics(tmp_path)
     before, after = (entry["bits_per_byte"]["24"] for entry in metrics["history"])
     assert after < before < 8 and metrics["history"][1]["loss"] < metrics["history"][0]["loss"]
     assert metrics["bits_per_byte"].keys() == {"8", "24"} and metrics["tokens_per_second"] > 0
@@ -217,24 +215,9 @@ def test_every_layer_learns(
     assert f"python examples/generate.py --run {tmp_path}" in capsys.readouterr().out
 
 
-@contextmanager
-def interrupting(step: int) -> Iterator[None]:
-    """KeyboardInterrupt in the update of a step."""
-    update = Run.update
-
-    def interrupted(run: Run, *args: Any, **shown: Any) -> None:
-        if run.step == step:
-            raise KeyboardInterrupt
-        update(run, *args, **shown)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "update", interrupted)
-        yield
-
-
 def test_an_interrupted_run_continues_bit_for_bit(text: Path, tmp_path: Path) -> None:
     train_lm.main(small(text, tmp_path / "whole"))
-    with interrupting(3):
+    with interrupting(3), pytest.raises(KeyboardInterrupt):
         train_lm.main(small(text, tmp_path / "cut"))
     assert find_checkpoint(tmp_path / "cut") == tmp_path / "cut" / "checkpoint-2"
     torch.manual_seed(99)
@@ -242,12 +225,10 @@ def test_an_interrupted_run_continues_bit_for_bit(text: Path, tmp_path: Path) ->
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     assert all(torch.equal(value, two[name]) for name, value in one.items())
-    with pytest.raises(UsageError, match="written with --length 24, got 12"):
-        train_lm.main(small(text, tmp_path / "cut", resume=True, length=12))
 
 
 def losses(folder: Path) -> list[float]:
-    return [entry["loss"] for entry in json.loads((folder / "metrics.json").read_text())["history"]]
+    return [entry["loss"] for entry in read_metrics(folder)["history"]]
 
 
 PARALLEL: dict[str, Any] = {
@@ -259,27 +240,12 @@ PARALLEL: dict[str, Any] = {
 def test_parts_and_processes_do_not_change_the_training(text: Path, tmp_path: Path) -> None:
     train_lm.main(small(text, tmp_path / "one", **PARALLEL))
     train_lm.main(small(text, tmp_path / "parts", accumulate=4, **PARALLEL))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(Path(train_lm.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": port, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", __file__, str(text), str(tmp_path)],
-            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
-    expected = json.loads((tmp_path / "one" / "metrics.json").read_text())
+    folders = Path(train_lm.__file__).parent, Path(__file__).parents[2]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    end(start_two("-P", __file__, str(text), str(tmp_path), PYTHONPATH=path))
+    expected = read_metrics(tmp_path / "one")
     for name in ("parts", "replicated", "sharded"):
-        found = json.loads((tmp_path / name / "metrics.json").read_text())
+        found = read_metrics(tmp_path / name)
         assert found["processes"] == (1 if name == "parts" else 2)
         # sums of gradients in another order, in float32, through three steps of Adam
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-4), name
@@ -314,7 +280,7 @@ def run_process(text: Path, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "Accelerator", sharding_accelerator)
         patch.setattr(Run, "update", updating)
-        with interrupting(2):
+        with interrupting(2), pytest.raises(KeyboardInterrupt):
             train_lm.main(config)
         train_lm.main(dataclasses.replace(config, resume=True))
     assert seen == [True, True, True]
@@ -324,8 +290,6 @@ def run_process(text: Path, folder: Path) -> None:
     ("changes", "message"),
     [
         ({"preset": "paper"}, "--preset must be auto, cpu or gpu"),
-        ({"accumulate": 3}, "--accumulate must divide --batch-size = 4, got 3"),
-        ({"eval_tokens": 0}, "--eval-tokens must be an int"),
         ({"length": 10**6}, "--length must be below the"),
         ({"shard": True}, "--shard needs several GPUs"),
     ],
@@ -347,7 +311,7 @@ def size(config: LanguageConfig) -> int:
     """The number of parameters of the model that is trained."""
     own = config.layer not in BASELINES
     with torch.device("meta"):
-        return count(make_model(config, train_lm.make_layer if own else make_baseline))
+        return count(make_model(config, make_layer if own else make_baseline))
 
 
 def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:

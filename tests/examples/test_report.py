@@ -31,20 +31,6 @@ def test_json_replaces_what_it_cannot_hold() -> None:
     assert content == {"a": {"6": None}, "h": [{"r": None}, [1, 0.5]]}
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved, so that a test can read what they show."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def savefig(self: Figure, *args: Any, **options: Any) -> None:
-        saved.append(self)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
-
-
 def labels(figure: Figure) -> list[str]:
     return [str(line.get_label()) for axes in figure.axes for line in axes.get_lines()]
 

@@ -1,44 +1,176 @@
-"""The pages of examples/results are short, and those of the table have the numbers of its runs."""
+"""The pages of examples/results are short, and their numbers are those of the raw runs."""
 
 import json
 import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
 import pytest
-from tests.examples.result_pages import (
-    INDEX,
-    RESULTS,
-    ROOT,
-    TEXTS,
-    line,
-    names_of,
-    of_run,
-    of_seeds,
-    raw,
-    runs_of,
-    summary,
-    summed,
-)
 
+from benchmarks import table
 from research import experiment
-from research.experiments.language_model import SCORE
-from research.experiments.table import LANGUAGES
-from research.runs import RUNS
-from research.summary import markdown, tuning_markdown
+from research.experiments.language_model import SCORE, TUNING_SEED
+from research.experiments.table import BEYOND, RATES
+from research.runs import RUNS, read_runs
+from research.summary import markdown, summarize, tuning_markdown
+
+RESULTS = experiment.RESULTS
+ROOT = RESULTS.parents[1]
+TEXTS = {p.parent.name: p.read_text(encoding="utf-8") for p in sorted(RESULTS.rglob("*.md"))}
+"""The pages by folder; that of `results` is the index."""
+Of = TypeVar("Of")
+Seeds = list[float]
+Raw = dict[str, tuple[list[Seeds], list[float]]]
+"""By what is common to the names of runs of several seeds: values of all seeds, and numbers."""
+SEVERAL = re.compile(r"(?<![\d.,×])\d+\.\d+(?: \d+\.\d+)+(?![\d×])")
+"""The values of several seeds."""
+ONE = re.compile(r"\**([\d,]+(?:\.\d+)?)\**( M)?$")
+NOT_RAW = {
+    *("0.91 0.97 0.84", "0.90 0.86 0.75 0.88 0.88"),  # of runs of several scripts
+    *("0.711 0.908 0.919", "0.744 0.745 0.950"),  # means over test lengths
+}
+
+
+@cache
+def runs_of(folder: str) -> dict[str, Any]:
+    """All runs of an experiment by name."""
+    return read_runs(RESULTS / folder)
+
+
+@cache
+def summary() -> dict[str, Any]:
+    return summarize(RESULTS)
+
+
+def numbers(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    if isinstance(value, dict):
+        for key, of in value.items():
+            if key != "history":
+                yield from numbers(of, (*path, key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, float(value)
+
+
+def seeds(value: Any) -> Iterator[Seeds]:
+    """The lists of numbers in what a run has written, and of the same number of all its dicts."""
+    if isinstance(value, dict):
+        for key, of in value.items():
+            if key not in ("history", "config"):
+                yield from seeds(of)
+    elif isinstance(value, list) and value:
+        if all(isinstance(v, int | float) for v in value):
+            yield [float(v) for v in value]
+        found = defaultdict(list)
+        for v in value:
+            yield from seeds(v)
+            for path, number in numbers(v) if isinstance(v, dict) else ():
+                found[path].append(number)
+        yield from found.values()
+
+
+@cache
+def raw(folder: str) -> Raw:
+    """The numbers of the runs of a page; runs of one seed each count as one, in their order."""
+
+    def order(name: str) -> tuple[bool, int]:
+        found = re.search(r"seed(\d+)|-s(\d+)$", name)
+        return "table-more" in name, int(found[1] or found[2]) if found else 0
+
+    if folder == "results":
+        return {f"{of} {name}": v for of in TEXTS.keys() - {folder} for name, v in raw(of).items()}
+    named = defaultdict(list)
+    for name in sorted(runs_of(folder), key=order):
+        named[re.sub(r"seed\d+|-s\d+$|-more", "", name)].append(runs_of(folder)[name])
+    found: Raw = {}
+    for name, runs in named.items():
+        lists = [list(seeds(run)) for run in runs]
+        joined = [[v for part in parts for v in part] for parts in zip(*lists, strict=False)]
+        found[name] = [*seeds(runs), *joined], [v for run in runs for _, v in numbers(run)]
+    return found
+
+
+def of_label(runs: dict[str, Of], label: str) -> dict[str, Of]:
+    """Those whose names have the first cell of a row as a part; all without a row or a name."""
+    word = label.strip("`").split(",")[0].lower()
+    if not word:
+        return runs
+    exact = {n: v for n, v in runs.items() if word in re.split("[-/ .]", n.lower())}
+    return exact or {n: v for n, v in runs.items() if word in n.lower()} or runs
+
+
+@cache
+def shown(page: str, digits: int) -> dict[str, str]:
+    """The values of seeds of each run as pages show them; of the page "summary" by model."""
+    if page == "summary":
+        found = {
+            f"{task}-{model}": [v for v in of.values() if isinstance(v, list)]
+            for task, models in summary().items()
+            for model, of in models.items()
+        }
+    else:
+        found = {name: lists for name, (lists, _) in raw(page).items()}
+    return {
+        name: "".join(f" {' '.join(f'{v:.{digits}f}' for v in of)} |" for of in lists)
+        for name, lists in found.items()
+    }
+
+
+def test_values_of_seeds_are_those_of_the_runs_of_the_row() -> None:
+    number = 0
+    for page, text in TEXTS.items():
+        pages = (page, "summary", *(("a5-cpu",) if page == "controls-cpu" else ()))
+        for line in text.splitlines():
+            label = line.split("|")[1].strip() if line.startswith("| ") else ""
+            for seeds in {found[0] for found in SEVERAL.finditer(line)} - NOT_RAW:
+                digits = len(seeds.split()[0].partition(".")[2])
+                known = [of_label(shown(of, digits), label) for of in pages]
+                assert any(f" {seeds} " in text for of in known for text in of.values()), (
+                    page,
+                    seeds,
+                    line,
+                )
+                number += 1
+    assert number > 350
+
+
+@pytest.mark.parametrize("page", sorted(TEXTS.keys() - {"parameters", "table", "benchmark"}))
+def test_cells_with_one_number_are_those_of_the_runs_of_the_row(page: str) -> None:
+    """Seconds, sizes, rates, single seeds and means; the other pages have tests of their own."""
+    own = raw(page)
+    if page == "table-gate":  # beside its own seeds the worst of `recall`
+        own = own | {"recall": ([], [min(v) for of in summary().values() for v in _lists(of)])}
+    for line in TEXTS[page].splitlines() if own else ():
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        runs = own if page == "table-gate" else of_label(own, label)
+        for found in filter(None, map(ONE.match, cells)) if line.startswith("| ") else ():
+            digits, sizes = len(found[1].partition(".")[2]), (1e6,) if found[2] else (1, 2**30)
+            known = {
+                f"{value / size:,.{digits}f}".replace(",", "")
+                for lists, values in runs.values()
+                for value in (*values, *map(fmean, lists), *(v for of in lists for v in of))
+                for size in sizes
+            }
+            assert found[1].replace(",", "") in known | {"8192"}, (page, found[0], line)
+
+
+def _lists(models: dict[str, Any]) -> list[Seeds]:
+    return [v for v in models["recall"].values() if isinstance(v, list)]
 
 
 def test_the_pages_are_short_and_the_files_few() -> None:
-    pages = [path.read_text(encoding="utf-8") for path in RESULTS.rglob("*.md")]
-    for text in ("\n".join(pages), "\n".join(pages).replace("|", " ")):
+    for text in ("\n".join(TEXTS.values()), "\n".join(TEXTS.values()).replace("|", " ")):
         assert len(text.split()) <= 9000
     assert len(list(RESULTS.rglob("*.json"))) <= 25
 
 
 def test_every_figure_is_shown() -> None:
-    pages = [*RESULTS.rglob("*.md"), ROOT / "README.md"]
     shown = {
         (page.parent / target).resolve()
-        for page in pages
+        for page in (*RESULTS.rglob("*.md"), ROOT / "README.md")
         for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
     }
     assert {path.resolve() for path in RESULTS.rglob("*.png")} <= shown
@@ -46,9 +178,8 @@ def test_every_figure_is_shown() -> None:
 
 def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
     """In their files, also in those that were written before `ensemble.py` did so."""
-    folders = [path.parent.name for path in RESULTS.glob(f"*/{RUNS}")]
-    for name in names_of(*(folder for folder in folders if folder != "history")):
-        content = raw(name)
+    folders = {path.parent.name for path in RESULTS.glob(f"*/{RUNS}")} - {"history"}
+    for name, content in (pair for folder in folders for pair in runs_of(folder).items()):
         for row in content.get("rows", ()) if isinstance(content, dict) else ():
             skipped = [entry["skipped"] for entry in row.get("history", ()) if "skipped" in entry]
             share = [sum(of) / row["point"]["steps"] for of in zip(*skipped, strict=True)]
@@ -57,80 +188,41 @@ def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
                 assert marked == [value > 0.01 for value in share], name
 
 
-def test_the_index_has_the_numbers_of_the_runs() -> None:
-    def check(start: str, form: str, *values: str) -> None:
-        assert line(INDEX, start)[1] == form.format(*values)
-
-    check(
-        "`TrackingDeltaNet` recalls",
-        "64 pairs: {}; S3, sequences at 128 operations: {}; characters at 200: {}",
-        summed("mqar", "tracking", "accuracy_512"),
-        summed("bound_s3", "tracking", "sequence_16_128"),
-        summed("copy", "tracking", "characters_200"),
-    )
-    held = [summed("a5", model, "token_512") for model in ("recall", "lstm_l1")]
-    check("`recall` and the LSTM hold", "{}; {}", *held)
-    further = [of_run(f"table-seeds/a5-{model}", "512") for model in ("recall", "lstm_l1")]
-    check("With five more seeds", "{}; {}", *further)
-    copied = [summed("copy", m, "characters_200") for m in ("gated_deltanet_l1", "recall")]
-    check("Gated DeltaNet, attention", "characters at 200: {}; 1.00; `recall` {}", *copied)
-    assert min(summary()["copy"]["attention_l2"]["characters_200"]) > 0.995
-    assert max(summary()["a5"]["attention_l2"]["token_512"]) < 0.03
-    assert max(summary()["a5"]["gated_deltanet_l1"]["token_512"]) < 0.03
-    assert max(summary()["a5"]["recall_no_feedback"]["token_512"]) < 0.025
-    assert min(summary()["mqar"]["recall_no_feedback"]["accuracy_512"]) > 0.995
-    for group in ("bound_s3", "bound_a5"):
-        assert min(summary()[group]["hybrid_l2"]["token_16_32"]) > 0.995
-    assert max(summary()["mqar"]["hybrid_l2"]["accuracy_512"]) < 0.005
-    wide = [of_run("table-wide/a5-recall", "512"), of_run("table-wide/copy-recall", "200")]
-    check("At d_model 512", "A5 at 512: {}; characters at 200: {}", *wide)
-    most = max(
-        max(raw(name)["rows"][0]["accuracy"]["256"]["token"])
-        for name in names_of("table-languages")
-        if "/brackets" in name
-    )
-    check("Parity and arithmetic", "`recall`: 1.00; 1.00; at most {}", f"{most:.2f}")
-    for task in ("parity", "arithmetic"):
-        assert set(of_run(f"table-languages/{task}-recall", "256").split()) == {"1.00"}
-    tracked = [
-        of_seeds("a5-cpu/a5_cpu_heads_seed{}", "sequence_accuracy", length, range(2), 3)
-        for length in ("12", "24")
-    ]
-    check("`make a5`", "sequences at 12: {}; at 24: {}", *tracked)
-    fed = of_seeds("controls-cpu/no_feedback-seed{}", "accuracy", "6", range(3))
-    check("Feedback of one part", "labels at 6 without: {}", fed)
-    letters = of_seeds("copying-cpu/copy_cpu_recall_seed{}", "character_accuracy", "16", range(3))
-    copied = raw("copying-cpu/copy_cpu_heads_seed0")["character_accuracy"]
-    numbers = [f"{copied[length]:.2f}" for length in ("12", "16")]
-    check("`make copy`", "characters at 12: {}; at 16: {}; `recall` {}", *numbers, letters)
-    heads = [of_run(f"heads/a5-heads{n}", "128", "sequence") for n in (1, 8)]
-    check("Heads cost", "A5, sequences at 128: one {}, eight {}", *heads)
-    models = ("recall", "gated_deltanet")
-    named = [f"language/{model}-seed{{}}" for model in models]
-    bits = [of_seeds(name, "bits_per_byte", SCORE, range(3), 3) for name in named]
-    check("`recall` needs the fewest bits", "{}; Gated DeltaNet {}", *bits)
-    named = [f"language-model-cpu/{model}-seed{{}}" for model in ("bedouin", "lstm")]
-    bits = [of_seeds(name, "bits_per_byte", "128", range(3)) for name in named]
-    check("The model of `make lm`", "{}; {}", *bits)
-
-
 def test_the_page_of_the_examples_has_the_numbers_of_the_runs() -> None:
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    found = [raw(f"a5-cpu/a5_cpu_heads_seed{seed}") for seed in range(2)]
+    page = Path(ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    found = [runs_of("a5-cpu")[f"a5_cpu_heads_seed{seed}"] for seed in range(2)]
     worst = min(run["sequence_accuracy"]["24"] for run in found)
     assert f"trained at length 6; {worst:.2f} of the sequences right at 24" in page
-    copied = raw("copying-cpu/copy_cpu_heads_seed0")["character_accuracy"]["12"]
+    copied = runs_of("copying-cpu")["copy_cpu_heads_seed0"]["character_accuracy"]["12"]
     assert f"{copied:.2f} of the characters right at 12" in page
+
+
+@pytest.mark.parametrize(
+    ("page", "of"),
+    [("table-wide", {"first_seed": 0, "seeds": 3, "d_model": 512})]
+    + [("table-seeds", {"first_seed": 5, "seeds": 5})],
+)
+def test_runs_have_the_seeds_and_the_width_of_the_page(page: str, of: dict[str, int]) -> None:
+    for name, run in runs_of(page).items():
+        assert of.items() <= run["config"].items(), name
+
+
+# -- the table
 
 
 def test_the_table_is_that_of_the_summary() -> None:
     shown = TEXTS["table"].split("<!-- summary -->")[1].split("<!-- /summary -->")[0]
     assert shown.strip() == markdown(RESULTS).strip()
-    recorded = json.loads((RESULTS / "summary.json").read_text(encoding="utf-8"))
-    assert recorded == summary()
+    assert json.loads((RESULTS / "summary.json").read_text(encoding="utf-8")) == summary()
 
 
-def test_claims_of_the_table_hold() -> None:
+def of_rate(name: str, length: str) -> Seeds:
+    """The labels of seeds 0 to 4 of a run at a rate that is not that of the table."""
+    rows = [runs_of(folder)[name]["rows"][0] for folder in ("table", "table-more")]
+    return [v for row in rows for v in row["accuracy"][length]["token"]]
+
+
+def test_claims_of_the_table_and_the_index_hold() -> None:
     def worst(task: str, measure: str, *models: str) -> float:
         return min(float(v) for model in models for v in summary()[task][model][measure])
 
@@ -138,98 +230,72 @@ def test_claims_of_the_table_hold() -> None:
         return max(float(v) for model in models for v in summary()[task][model][measure])
 
     def span(task: str, measure: str, model: str) -> str:
-        values = summary()[task][model][measure]
-        return f"{min(values):.2f} to {max(values):.2f}"
+        return f"{worst(task, measure, model):.2f} to {best(task, measure, model):.2f}"
 
     page = TEXTS["table"]
-    assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
-    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall")]
-    assert "At 2,048 the LSTM has {}, `recall` {}.".format(*of_2048) in page
-    copies = [span("copy", "characters_200", m) for m in ("gated_deltanet_l1", "tracking")]
-    assert f"Gated DeltaNet {copies[0]} of the characters" in page
-    assert f"`tracking` {copies[1]}, " in page
-    assert f"`recall` {span('copy', 'characters_200', 'recall')}." in page
+    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
+    s5 = sorted(summary()["s5"]["tracking"]["token_512"])
+    products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
+    kept = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])
+    assert s5[0] < 0.03 and s5[1] < 0.6 < 0.83 < s5[2] and products[0] < 0.2 and products[1] > 0.99
+    other = of_rate("s5-tracking-0.008", "512")
+    assert f"(the others {sorted(other)[1]:.2f} to {max(other):.2f} at 512)" in page
+    for name, length in (("a5-tracking-0.004", "512"), ("copy-tracking-0.008", "200")):
+        other = of_rate(name, length)
+        assert f" {min(other):.2f} to {max(other):.2f}" in page.split("end in a rate")[1]
+    assert max(of_rate("mqar-tracking_blocks-0.002", "512")) < 0.005
+    copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
+    for claim in (
+        "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
+        f"keep {kept[1]:.2f} to {kept[-1]:.2f} of the sequences",
+        f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
+        f"`tracking` {copies['tracking']}, ",
+        f"`recall` {copies['recall']}.",
+        f"in none ({span('bound_a5', 'token_16_32', 'recall')})",
+    ):
+        assert claim in page, claim
+    for claim in (
+        f"({copies['recall_no_erase']})",
+        f"({span('a5', 'token_512', 'recall_no_x')} at 512)",
+        f"(A5 0.02 at 512, S3 {span('bound_s3', 'token_16_32', 'recall_no_feedback')})",
+    ):
+        assert claim in TEXTS["history"], claim
+    assert worst("a5", "token_512", "tracking", "recall", "lstm_l1") > 0.99
+    assert best("a5", "token_512", "attention_l2", "gated_deltanet_l1") < 0.03
+    assert best("a5", "token_512", "recall_no_feedback") < 0.025
+    assert worst("copy", "characters_200", "attention_l2") > 0.995
     four = ("attention_l2", "gated_deltanet_l1", "tracking", "recall")
     assert worst("mqar", "accuracy_512", *four) > 0.99
-    learned = {
-        model for model, of in summary()["bound_s3"].items() if min(of["token_16_32"]) > 0.99
-    }
+    assert worst("mqar", "accuracy_512", "recall_no_feedback") > 0.995
+    assert best("mqar", "accuracy_512", "hybrid_l2") < 0.005
+    learned = {m for m in summary()["bound_s3"] if worst("bound_s3", "token_16_32", m) > 0.99}
     of_recall = ("recall", "recall_no_x", "recall_k2", "recall_layer", "recall_by_head")
-    assert learned == {"tracking", "hybrid_l2", *of_recall}
+    assert learned == {"tracking", "tracking_blocks", "hybrid_l2", *of_recall}
     far = ("tracking", "recall_no_x", "recall_layer", "hybrid_l2")
     assert worst("bound_s3", "sequence_16_128", *far) > 0.98
-    of_a5 = {model for model, of in summary()["bound_a5"].items() if min(of["token_16_32"]) > 0.99}
-    assert of_a5 >= {"hybrid_l2", "deltaproduct_l2", "recall_layer"}
-    for task, measure in (("bound_s3", "recall_16_32"), ("bound_a5", "recall_16_32")):
-        others = [model for model in summary()[task] if model != "lstm_l1"]
-        assert worst(task, measure, *others) > 0.91 > worst(task, measure, "lstm_l1")
-    assert best("a5", "token_512", "recall_no_feedback") < 0.025
-    assert "(A5 0.02 at 512, S3 0.25 to 0.28)" in page
-    assert span("bound_s3", "token_16_32", "recall_no_feedback") == "0.25 to 0.28"
-    assert f"({span('a5', 'token_512', 'recall_no_x')} at 512)" in page
-    assert f"({span('copy', 'characters_200', 'recall_no_erase')})" in page
-    assert 0.98 < worst("copy", "characters_100", "recall")
-    assert 0.0005 < 0.99 - worst("s5", "token_128", "recall") < 0.0015
     assert sum(v < 0.95 for v in summary()["bound_s3"]["recall"]["sequence_16_128"]) == 2
-    assert f"({span('bound_a5', 'token_16_32', 'recall')})" in page
+    assert worst("bound_a5", "token_16_32", "hybrid_l2", "deltaproduct_l2", "recall_layer") > 0.99
+    for task in ("bound_s3", "bound_a5"):
+        others = [model for model in summary()[task] if model != "lstm_l1"]
+        assert worst(task, "recall_16_32", *others) > 0.91 > worst(task, "recall_16_32", "lstm_l1")
+    of_brackets = [
+        max(run["rows"][0]["accuracy"]["256"]["token"])
+        for name, run in runs_of("table-languages").items()
+        if name.startswith("brackets")
+    ]
+    assert f"`recall`: 1.00; 1.00; at most {max(of_brackets):.2f}" in TEXTS["results"]
+    lstm = runs_of("table-languages")["brackets-lstm_l1"]["rows"][0]["accuracy"]["40"]["token"]
+    assert [f"{v:.2f}" for v in sorted(lstm)][::2] == ["0.91", "0.94"]
 
 
-def test_seeds_of_the_gate_are_those_of_the_page() -> None:
-    rows = {
-        "MQAR, 64 pairs": ("mqar", "512", "token", "accuracy_512"),
-        "copying, characters at 100": ("copy", "100", "token", "characters_100"),
-        "copying, characters at 200": ("copy", "200", "token", "characters_200"),
-        "bound S3, products": ("bound_s3", "16_32", "token", "token_16_32"),
-        "bound S3, sequences": ("bound_s3", "16_128", "sequence", "sequence_16_128"),
-    }
-    for start, (task, length, metric, measure) in rows.items():
-        found = of_run(f"table-gate/{task}-tracking", length, metric, 3)
-        worst = min(summary()[task]["recall"][measure])
-        assert line(TEXTS["table-gate"], start)[1:] == [found, f"{worst:.3f}"]
-
-
-COLUMNS = {
-    "a5": (("512", "token"), ("2048", "token")),
-    "copy": (("100", "token"), ("200", "token")),
-    "bound_a5": (("16_32", "token"), ("16_128", "token")),
-}
-
-
-@pytest.mark.parametrize("name", names_of("table-wide"))
-def test_runs_at_d_model_512_are_those_of_the_page(name: str) -> None:
-    run, config = name.split("/")[1], raw(name)["config"]
-    assert (config["first_seed"], config["seeds"], config["d_model"]) == (0, 3, 512)
-    shown = [of_run(name, *column) for column in COLUMNS[run.split("-")[0]]]
-    assert line(TEXTS["table-wide"], f"{run} |")[1:] == shown
-
-
-def test_parity_and_arithmetic_are_those_of_the_page() -> None:
-    page, models = TEXTS["table-languages"], set()
-    for name in runs_of("table-languages"):
-        task, model = name.split("-")
-        models.add(model)
-        shown = of_run(f"table-languages/{name}", "256")
-        assert line(page, f"{model} |")[1 + list(LANGUAGES).index(task)] == shown
-    assert len(models) == len(re.findall(r"^\| \w+ \| \d", page, re.MULTILINE))
-    assert sorted(of_run("table-languages/brackets-lstm_l1", "40").split())[::2] == ["0.91", "0.94"]
-
-
-def test_more_seeds_are_those_of_the_page() -> None:
-    page, names = TEXTS["table-seeds"], {"lstm_l1": "LSTM"}
-    for name, run in runs_of("table-seeds").items():
-        assert (run["config"]["first_seed"], run["config"]["seeds"]) == (5, 5)
-        task, model = name.split("-")
-        columns = ("128", "sequence"), ("512", "token"), ("2048", "token")
-        shown = [of_run(f"table-seeds/{name}", *column) for column in columns]
-        assert line(page, f"{task.upper()} | {names.get(model, f'`{model}`')} |")[2:] == shown
-
+def test_means_of_all_seeds_are_those_of_the_page() -> None:
     def mean(task: str, model: str) -> str:
-        more = raw(f"table-seeds/{task}-{model}")["rows"][0]["accuracy"]["512"]["token"]
+        more = runs_of("table-seeds")[f"{task}-{model}"]["rows"][0]["accuracy"]["512"]["token"]
         return f"{fmean([*summary()[task][model]['token_512'], *more]):.2f}"
 
     means = [mean(task, model) for task in ("a5", "s5") for model in ("recall", "lstm_l1")]
     form = "`recall` has {} of the labels of A5 at 512 in the mean, the LSTM {}; of S5 {} and {}."
-    assert form.format(*means) in page
+    assert form.format(*means) in TEXTS["table-seeds"]
 
 
 def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,11 +304,144 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert shown.strip() == tuning_markdown(RESULTS).strip()
     rows = [row for run in runs_of("table-tuning").values() for row in run.get("rows", ())]
     assert shown.count("\n|") - 2 * shown.count("|form|") == len(rows)
-    page = TEXTS["table-tuning"]
-    counts = {
-        model: {of[model]["tuning_runs"] for of in summary().values() if model in of}
-        for model in {model for of in summary().values() for model in of}
-    }
+    counts = defaultdict(set)
+    for models in summary().values():
+        for model, of in models.items():
+            counts[model].add(of["tuning_runs"])
     rivals = [n for m, of in counts.items() if not m.startswith(("recall", "tracking")) for n in of]
+    page = TEXTS["table-tuning"]
     assert f"Rivals have {min(rivals)} to {max(rivals)} runs a task" in page
-    assert counts["tracking"] == {3, 4} and "`tracking` 3 or 4" in page
+    assert counts["tracking"] == {3, 5, 8, 10} and "`tracking` 3 to 10" in page
+
+
+# -- language, history, times
+
+
+def test_language_models_are_reported_at_their_best_rate() -> None:
+    tuning, reported = runs_of("language-tuning"), runs_of("language")
+    for name in {name.rpartition("-")[0] for name in tuning}:
+        rates = [r for r in (*RATES, BEYOND[RATES[-1]]) if f"{name}-{r:g}" in tuning]
+        runs = {rate: tuning[f"{name}-{rate:g}"] for rate in rates}
+        assert {run["seed"] for run in runs.values()} == {TUNING_SEED}
+        best = min(rates, key=lambda rate: float(runs[rate]["bits_per_byte"][SCORE]))
+        assert {reported[f"{name}-seed{i}"]["config"]["lr"] for i in range(3)} == {best}
+
+    def mean(folder: str, name: str, length: str) -> float:
+        return fmean(runs_of(folder)[f"{name}-seed{i}"]["bits_per_byte"][length] for i in range(3))
+
+    others = ("gated_deltanet", "attention", "mamba", "bedouin")
+    behind = [mean("language", n, SCORE) - mean("language", "recall", SCORE) for n in others]
+    form = "needs {:.3f} less than Gated DeltaNet, {:.3f} less than attention, {:.3f} less than "
+    form += "Mamba and {:.3f} less than the default layer;"
+    assert form.format(*behind) in TEXTS["language"] and min(behind) > 0
+    one, two = (reported[f"scaling-{name}"]["tokens_per_second"] for name in ("one", "two"))
+    shown = f"{two / one:.2f} times as fast as one: {two:,.0f} and {one:,.0f} tokens"
+    assert shown in TEXTS["language"]
+    means = [mean("language-model-cpu", name, "128") for name in ("bedouin", "lstm")]
+    shown = " of the second row is {:.3f}, that of the LSTM {:.3f};".format(*means)
+    assert shown in TEXTS["language-model-cpu"] and means[0] < means[1]
+
+
+def test_what_a_layer_had_learned_is_that_of_the_history() -> None:
+    models = runs_of("history")["learned.a5-recall"]["models"]
+    assert max(abs(v) for model in models for v in model["exponent"]) < 0.0024
+    last = [model["steps"]["256"] for model in models]
+    times = [v[f"{name}_ms"] / v["direct_ms"] for v in last for name in ("picard", "jacobi")]
+    assert f"{min(times):.0f} to {max(times):.0f} times the time" in TEXTS["history"]
+    for model in models:  # one head tracks, and only it is needed
+        first, *others = model["heads"]["without"]
+        assert first < 0.025 and min(others) > 0.985
+        assert all(model["steps"][t]["jacobi"] == int(t) + 1 for t in ("16", "64", "256"))
+    for model in runs_of("history")["learned.copy-recall"]["models"]:  # the memories copy
+        first, *others = (model["heads"]["all"] - v for v in model["heads"]["without"])
+        assert abs(first) < 0.0055 and 0.045 < min(others) and max(others) < 0.225
+
+
+def test_steps_of_the_trials_of_tracking_are_those_of_the_page() -> None:
+    page, runs = TEXTS["tracking-trials"], runs_of("tracking-trials")
+    for start, form in {
+        **{"no tracker": "memory", "nothing": "noread", "norm(o), added": "x1"},
+        **{"Sᵀq, added to x after": "rawp", "**Sᵀq, added to x before": "F4"},
+        **{"Sᵀq, added to all parts": "F1", "Sᵀq as a part": "F5"},
+    }.items():
+        prefix = f"trials.mqar-{form}-0.002"
+        found = [run["step_at_099"] for name, run in runs.items() if name.startswith(prefix)]
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {start}")]
+        shown = " ".join("never" if step is None else f"{step:,}" for step in found)
+        assert line.split(" | ")[1] == shown
+    steps = [runs[f"skip.mqar-skip-0.002-s{seed}"]["step_at_0.99"][0] for seed in (100, 101)]
+    assert "after {:,} and {:,} steps (seeds 100, 101)".format(*steps) in page
+
+
+def test_parameterizations_of_the_history_are_those_of_the_default() -> None:
+    found: dict[tuple[str, int], Any] = {}
+    for row in runs_of("history")["a5-one-head.a5_parameterizations"]["rows"]:
+        if row["point"]["d_state"] == 16:
+            key = row["point"]["input_scale"], row["point"]["num_householder"]
+            found[key] = {n: sorted(of["token"]) for n, of in row["accuracy"].items()}
+    worst = [found[scale, k]["16"][0] for scale in ("bounded_delta", "delta") for k in (4, 2)]
+    medians = [found[scale, 4]["128"][2] for scale in ("delta", "bounded_delta")]
+    page = TEXTS["history"]
+    assert "({:.2f} and {:.2f} against {:.2f} and {:.2f} with `delta`)".format(*worst) in page
+    assert "medians at 128 ({:.2f} against {:.2f})".format(*medians) in page
+
+
+def test_whole_models_are_those_of_the_page() -> None:
+    report = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
+    rows = {(row["model"], row["task"]): row for row in report["rows"]}
+    names = {"bedouin": "`recall_by_head`, 15", "mamba": "Mamba of this library, 24"}
+    for model, start in (names | {"lstm": "LSTM (cuDNN)", "attention": "attention, 13"}).items():
+        tasks = ("train", "captured", "compiled", "decode-1", "decode-64")
+        speeds = [f"{rows[model, task]['tokens_per_second']:,.0f}" for task in tasks]
+        train = rows[model, "train"]
+        size, peak = f"{train['parameters'] / 1e6:.1f} M", f"{train['peak_gib']:.1f}"
+        shown = " | ".join([size, *speeds[:3], peak, *speeds[3:]])
+        (line,) = [v for v in TEXTS["benchmark"].splitlines() if v.startswith(f"| {start}")]
+        assert line.endswith(f" | {shown} |")
+    mamba, lstm, one, many, liger, plain = report["ratios"].values()
+    for claim in (
+        *(f"({mamba:.2f}, met", f"({lstm:.2f}, missed", f"({one:.2f} and {many:.2f}, met)"),
+        f"with Liger's ({liger:.3f}) and missed with plain torch's ({plain:.3f})",
+    ):
+        assert claim in TEXTS["benchmark"]
+
+
+def test_targets_and_parts_of_the_benchmark_are_those_of_the_page() -> None:
+    page, runs = TEXTS["benchmark"], runs_of("benchmark")
+    for name, run in runs.items():
+        where = run["device"] if "device" in run else run["machine"]["device"]
+        assert re.search(
+            rf"^\| {name} \|.*\| {re.findall('H.00', where)[0]} \|", page, re.MULTILINE
+        )
+    verdict = table.TARGET_TITLES.index("verdict")
+    found = {(row[0], row[1]): row for row in table.target_rows(runs["h100_layers"]["rows"])}
+    missed = {key: row for key, row in found.items() if row[verdict].startswith("missed")}
+    times = {key: row for key, row in missed.items() if key[0].endswith("fwd + bwd, ms")}
+    fed = "feedback, fwd + bwd, ms", "64x256"
+    assert [key for key in times if key[0].startswith("feedback")] == [fed]
+    assert f"({times[fed][2]} of 12 ms)" in page
+    over = [float(row[verdict][8:-2]) for key, row in times.items() if "heads" in key[0]]
+    assert len(over) == 8 and f"by {min(over):.1f} to {max(over):.1f} times" in page
+    peaks = [row for key, row in missed.items() if key[0].endswith("GiB")]
+    assert all(float(row[2]) / float(row[3]) < 1.055 for row in peaks)
+    rows = runs["h100_benchmark"]["rows"]
+    parts = {(row["case"], row["shape"]): row["numbers"] for row in rows}
+    scans = [f"{n['graph_both_ms']:.3g}" for (case, _), n in parts.items() if case == "scan"]
+    assert "the scan alone takes {}, {}, {} and {} ms".format(*scans) in page
+    floors = [parts[f"{kind}-iteration", "64x256"]["times_floor"] for kind in ("picard", "jacobi")]
+    assert "takes {:.2f} (Picard) and {:.2f} (Jacobi) times its byte floor".format(*floors) in page
+    packed = [row["numbers"]["over_padded"] for row in runs["h100_packed"]["rows"]]
+    assert f"take {min(packed):.2f} to {max(packed):.2f} times as long as padded rows" in page
+
+
+def test_hazards_of_the_sanitizer_are_those_of_cublas() -> None:
+    checks, page = runs_of("benchmark")["h200_checks"], TEXTS["benchmark"]
+    entries = {row["entry"] for row in checks["rows"]}
+    assert f"no error in {len(entries)} entries" in page
+    assert len(checks["rows"]) == 2 * len(entries)
+    found = [row for row in checks["rows"] if row["errors"]]
+    assert len(found) == 6 and all(row["tool"] == "racecheck" for row in found)
+    assert all(name.startswith("nvjet_sm90_") for row in found for name in row["kernels"])
+    counts = sorted(row["replays"] for row in checks["replays"])
+    assert f"{counts[0]:,} to {counts[-1]:,} replays" in page
+    assert not any(row["differing"] for row in checks["replays"])

@@ -27,14 +27,6 @@ def test_a_run_replaces_the_one_of_its_name_alone(tmp_path: Path) -> None:
     assert (folder / RUNS).stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
-def test_a_run_that_cannot_be_written_leaves_the_others(tmp_path: Path) -> None:
-    add_runs(tmp_path, {"a": 1})
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        add_runs(tmp_path, {"b": object()})
-    assert read_runs(tmp_path) == {"a": 1}
-    assert [path.name for path in tmp_path.iterdir()] == [RUNS]
-
-
 ADDING = """
 import sys
 from pathlib import Path

@@ -7,38 +7,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
-from torch import nn
+from tests.examples.training import SMALL, a5_config, interrupting, last, read_metrics
 
 import train_a5
 import train_copy
-from bedouin import Bedouin, SequenceModel, baselines
+from bedouin import SequenceModel, baselines
 from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import stream
 from common import evaluation
 from common.checkpoint import MANIFEST, find_checkpoint
-from common.options import Schedule, decay, parse_config
+from common.options import MakeLayer, Schedule, decay, make_layer, parse_config
 from common.run import Run
 from flags import UsageError
 from research.baselines import make_baseline
-
-SMALL: dict[str, Any] = {
-    **{"device": "cpu", "d_model": 16, "d_state": 2, "num_householder": 1, "batch_size": 8},
-    **{"steps": 6, "warmup_steps": 2, "log_every": 2, "eval_every": 3, "checkpoint_every": 2},
-    **{"eval_rows": 16, "final_rows": 32, "eval_batch_size": 16, "final_lengths": (2,)},
-}
-
-
-def a5_config(out: Path, **changes: Any) -> train_a5.WordProblemConfig:
-    values = {**SMALL, "length": 3, "eval_lengths": (3, 5), "out": out, **changes}
-    return train_a5.WordProblemConfig(**values)
 
 
 def copy_config(out: Path, **changes: Any) -> train_copy.CopyingConfig:
@@ -46,16 +33,9 @@ def copy_config(out: Path, **changes: Any) -> train_copy.CopyingConfig:
     return train_copy.CopyingConfig(**{**SMALL, **lengths, "out": out, **changes})
 
 
-def read_metrics(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
-    return content
-
-
 def states(folder: Path) -> dict[str, Any]:
     """The parts of the last checkpoint of a run."""
-    path = find_checkpoint(folder)
-    assert path is not None
-    files = sorted(file for file in path.iterdir() if file.name != MANIFEST)
+    files = sorted(file for file in last(folder).iterdir() if file.name != MANIFEST)
     return {file.name: torch.load(file, weights_only=False) for file in files}
 
 
@@ -74,23 +54,6 @@ def assert_equal(one: Any, two: Any, name: str = "") -> None:
 def assert_same_run(first: Path, second: Path) -> None:
     assert_equal(states(first), states(second))
     assert read_metrics(first)["accuracy"] == read_metrics(second)["accuracy"]
-
-
-@contextmanager
-def interrupting(step: int, *signals: int) -> Iterator[None]:
-    """Signals that arrive before the update of a step; without any it raises KeyboardInterrupt."""
-    update = Run.update
-
-    def interrupted(run: Run, *args: Any, **shown: Any) -> None:
-        if run.step == step and not signals:
-            raise KeyboardInterrupt
-        for signum in signals if run.step == step else ():
-            signal.raise_signal(signum)
-        update(run, *args, **shown)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "update", interrupted)
-        yield
 
 
 @pytest.mark.parametrize(
@@ -150,22 +113,6 @@ def test_a_script_writes_metrics_figure_and_weights(
     assert_equal(load_file(tmp_path / "model.safetensors"), states(tmp_path)["pytorch_model.bin"])
     printed = capsys.readouterr().out
     assert "step 3  loss" in printed and names[1] in printed
-
-
-@pytest.mark.parametrize("config", [a5_config, copy_config])
-def test_the_layer_is_the_fixed_point_or_the_one_that_is_named(config: Any, tmp_path: Path) -> None:
-    script: Any = train_a5 if config is a5_config else train_copy
-    own = config(tmp_path, num_heads=2, solver="picard", rtol=1e-3, gamma_cap=(4.0, 1.0))
-    (layer,) = script.make_model(own).mixers
-    assert isinstance(layer, Bedouin) and layer.num_heads == 2
-    assert "Picard(rtol=0.001" in repr(layer.solver) and layer.max_steps.is_random
-    plain = {"d_state": 16, "num_householder": 2, "layer": "tracking"}
-    metrics = script.main(config(tmp_path, steps=2, **plain))
-    assert metrics["num_steps"] == {} and metrics["config"]["layer"] == "tracking"
-    assert {"auto", "direct"} == {preset.solver for preset in script.PRESETS.values()} | {
-        "direct"
-    }  # the exact sweep
-    assert {preset.layer for preset in script.PRESETS.values()} == {"bedouin", "paper"}
 
 
 def test_weights_in_one_buffer_and_tied_weights_are_saved(tmp_path: Path) -> None:
@@ -258,12 +205,13 @@ def test_one_process_instead_of_several_is_refused(
         train_a5.main(a5_config(tmp_path))
 
 
-def test_a_baseline_is_trained_without_statistics_of_a_solver(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("layer", "make"), [("lstm", make_baseline), ("tracking", make_layer)])
+def test_another_layer_is_trained_without_statistics_of_a_solver(
+    layer: Any, make: MakeLayer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"d_state": 16, "num_householder": 2, "layer": "lstm"}
-    metrics = train_a5.main(a5_config(tmp_path, **sizes), make_baseline)
-    assert metrics["num_steps"] == {} and metrics["config"]["layer"] == "lstm"
+    sizes = {"d_state": 16, "num_householder": 2, "layer": layer}
+    metrics = train_a5.main(a5_config(tmp_path, **sizes), make)
+    assert metrics["num_steps"] == {} and metrics["config"]["layer"] == layer
     assert f"{metrics['parameters']:,} parameters, 6 steps" in capsys.readouterr().out
 
 
@@ -323,14 +271,6 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped(
     assert "FAILED: 1 steps had gradients that were not finite" in capsys.readouterr().out
 
 
-def test_default_folder_is_named_after_task_and_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train_a5.main(a5_config(None, steps=1, seed=2, group="Z5"))  # type: ignore[arg-type]
-    assert (tmp_path / "runs" / "z5-seed2" / "metrics.json").exists()
-
-
 @pytest.mark.parametrize(
     ("schedule", "step", "factor"),
     [
@@ -347,10 +287,5 @@ def test_learning_rate_warms_up_and_falls_to_zero(
 
 def test_marked_parameters_are_not_decayed(tmp_path: Path) -> None:
     config = a5_config(tmp_path, weight_decay=0.5)
-    model: nn.Module = train_a5.make_model(config)
-    groups = Run("a5", config, model).optimizer.param_groups
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    spared = [names[id(p)].split(".")[-1] for p in groups[1]["params"]]
-    assert "A_log" in spared and groups[1]["weight_decay"] == 0.0
-    assert groups[0]["weight_decay"] == 0.5
-    assert sum(len(group["params"]) for group in groups) == len(names)
+    groups = Run("a5", config, train_a5.make_model(config)).optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]

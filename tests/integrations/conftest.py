@@ -34,9 +34,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         raise pytest.UsageError("contract tests were skipped: " + "; ".join(_skipped))
 
 
-@pytest.fixture(
-    params=["defaults", "convolved", "hybrid", "windowed", "tracking", "memory", "tracker"]
-)
+_NAMES = "defaults convolved hybrid windowed tracking memory tracker rnn paper"
+
+
+@pytest.fixture(params=_NAMES.split())
 def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of the mixers of a model for transformers."""
     from tests.integrations.hf_models import MIXINGS
@@ -46,12 +47,9 @@ def mixing(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def model(mixing: dict[str, Any]) -> Any:
-    """In evaluation and float64, in which greedy choices are the same whatever the path."""
-    from tests.integrations.hf_models import make_config
+    from tests.integrations.hf_models import make_model
 
-    from bedouin.integrations.hf import BedouinForCausalLM
-
-    return BedouinForCausalLM(make_config(initializer_range=0.5, **mixing)).double().eval()
+    return make_model(**mixing)
 
 
 @pytest.fixture

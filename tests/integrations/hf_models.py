@@ -47,6 +47,8 @@ MIXINGS = {
     "tracking": TRACKING,
     "memory": {"layer": "GatedDeltaNet"},
     "tracker": TRACKER,
+    "rnn": {"layer": LAYERS[3]},
+    "paper": {"layer": LAYERS[4]},
 }
 
 
@@ -57,10 +59,17 @@ def make_config(**options: Any) -> BedouinConfig:
     return BedouinConfig(**(sizes | {"pad_token_id": PAD, "intermediate_size": 12} | options))
 
 
+def make_model(**options: Any) -> BedouinForCausalLM:
+    """In evaluation and float64, in which greedy choices are the same whatever the path."""
+    config = make_config(initializer_range=0.5, **options)
+    model: BedouinForCausalLM = BedouinForCausalLM(config).double().eval()
+    return model
+
+
 def with_noise(mixing: dict[str, Any]) -> dict[str, Any]:
     """The options with noise of feedback, where the layer has such noise."""
     layer = mixing.get("layer")
-    if not isinstance(layer, dict):
+    if not isinstance(layer, dict) or "feedback_noise" not in layer:
         return mixing
     return mixing | {"layer": layer | {"feedback_noise": 3.0}}
 

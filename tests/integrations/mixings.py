@@ -5,12 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bedouin.solvers import Direct, ImplicitAdjoint
+
 VOCAB = 24
 SMALL: dict[str, Any] = {"tracker_dim": 4, "tracker_state": 3}
 OTHERS: list[dict[str, Any]] = [
     {"layer": "TrackingDeltaNet", "num_heads": 2, "feedback_noise": 0.0, **SMALL},
     {"layer": "GatedDeltaNet", "d_conv": None},
     {"layer": "Tracker", "num_trackers": 2, "feedback_noise": 0.0, **SMALL},
+    {"layer": "rnn", "num_heads": 2},
+    {"layer": "paper", "d_state": 4, "solver": Direct(), "adjoint": ImplicitAdjoint()},
 ]
 NOISY = [mixing | {"feedback_noise": 3.0} for mixing in (OTHERS[0], OTHERS[2])]
 

@@ -1,9 +1,9 @@
-"""The local equation of one token against a dense linear solve.
+"""The local equation of one token, and products of reflections, against dense matrices.
 
 Letters: b batch, d channels, k reflections.
 """
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from bedouin.kernels.direct import (
     solve_local,
     solve_local_transposed,
 )
-from bedouin.kernels.householder import unit, wy_factor
+from bedouin.kernels.householder import apply_complement, unit, wy_factor
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 FORMS = ("householder", "low rank", "diagonal")
@@ -47,85 +47,29 @@ def _form(name: str, b: int, d: int, k: int, dtype: torch.dtype = torch.float64)
     return Form(torch.rand(b, d, dtype=dtype), U, torch.randn(b, k, k, dtype=dtype))
 
 
-def _matrix(sigma: Tensor, form: Form) -> Tensor:
-    return torch.eye(sigma.shape[-1], dtype=sigma.dtype) - sigma[..., None] * form.complement
-
-
 def _factor(sigma: Tensor, form: Form) -> LocalFactors:
     return factor_local(sigma, *form)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize(("k", "d"), [(1, 6), (1, 1), (2, 6), (4, 6), (7, 6)])
 @pytest.mark.parametrize("name", FORMS)
-def test_both_solves_are_the_dense_ones(name: str, k: int, dtype: torch.dtype) -> None:
-    form, sigma = _form(name, 5, 6, k, dtype), 0.5 * torch.randn(5, 6, dtype=dtype)
-    rhs, tolerance = torch.randn(5, 6, dtype=dtype), TOLERANCE[dtype]
-    dense, factors = _matrix(sigma, form), _factor(sigma, form)
-    expected = torch.linalg.solve(dense, rhs)
+def test_both_solves_are_the_dense_ones(name: str, k: int, d: int, dtype: torch.dtype) -> None:
+    form = Form(*(v.unflatten(0, (2, 3)) for v in _form(name, 6, d, k, dtype)))
+    sigma, rhs = 0.5 * torch.randn(2, 3, d, dtype=dtype), torch.randn(2, 3, d, dtype=dtype)
+    eye, factors, tolerance = torch.eye(d, dtype=dtype), _factor(sigma, form), TOLERANCE[dtype]
+    expected = torch.linalg.solve(eye - sigma[..., None] * form.complement, rhs)
     torch.testing.assert_close(solve_local(rhs, factors), expected, rtol=tolerance, atol=tolerance)
-    transposed = torch.eye(6, dtype=dtype) - form.complement.mT * sigma[..., None, :]
-    expected = torch.linalg.solve(transposed, rhs)
+    expected = torch.linalg.solve(eye - form.complement.mT * sigma[..., None, :], rhs)
     actual = solve_local_transposed(rhs, factors)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=30)
-@given(
-    name=st.sampled_from(FORMS), d=st.integers(1, 8), k=st.integers(1, 5), size=st.floats(0, 0.9)
-)
-def test_the_residual_is_at_rounding_level(name: str, d: int, k: int, size: float) -> None:
-    form, sigma = _form(name, 3, d, k), size * torch.rand(3, d, dtype=torch.float64)
-    rhs, factors = torch.randn(3, d, dtype=torch.float64), _factor(sigma, form)
-    y = solve_local(rhs, factors)
-    residual = (_matrix(sigma, form) @ y[..., None])[..., 0] - rhs
-    condition = torch.linalg.cond(_matrix(sigma, form)).max() / smallest_pivot(factors).min()
-    assert residual.abs().max() <= 1e-13 * condition * (1 + y.abs().max())
-
-
-def test_leading_axes_are_free() -> None:
-    form, sigma = _form("householder", 6, 4, 2), torch.rand(6, 4, dtype=torch.float64)
-    rhs = torch.randn(6, 4, dtype=torch.float64)
-    folded = Form(*(v.unflatten(0, (2, 3)) for v in form))
-    actual = solve_local(rhs.unflatten(0, (2, 3)), _factor(sigma.unflatten(0, (2, 3)), folded))
-    torch.testing.assert_close(actual.flatten(0, 1), solve_local(rhs, _factor(sigma, form)))
-
-
-def test_gradients_of_the_solve() -> None:
-    form, sigma = _form("diagonal", 2, 3, 2), 0.3 * torch.rand(2, 3, dtype=torch.float64)
-    rhs = torch.randn(2, 3, dtype=torch.float64)
-
-    def solve(rhs: Tensor, sigma: Tensor, e: Tensor, U: Tensor, M: Tensor) -> Tensor:
-        return solve_local(rhs, factor_local(sigma, e, U, M))
-
-    operands = [v.clone().requires_grad_() for v in (rhs, sigma, *form)]
-    assert torch.autograd.gradcheck(solve, operands)
-
-
-def _singular_householder() -> tuple[Tensor, Form]:
-    """Sample 0 projects along a unit vector with gain 1: I - diag(sigma)(I - Q) = Q, singular."""
-    U = torch.zeros(3, 1, 4, dtype=torch.float64)
-    U[:, 0, 1] = 1.0
-    beta = torch.tensor([[1.0], [0.5], [0.25]], dtype=torch.float64)
-    sigma = torch.ones(3, 4, dtype=torch.float64)
-    return sigma, Form(torch.zeros(3, 1, dtype=torch.float64), U, wy_factor(U, beta))
-
-
-def _singular_low_rank() -> tuple[Tensor, Form]:
+def test_an_exactly_singular_token_is_contained() -> None:
     """Sample 0 has e sigma = 1 in two channels, and Q of rank 1 fills one."""
-    form = _form("low rank", 3, 4, 1)
-    sigma = torch.full((3, 4), 0.5, dtype=torch.float64)
+    form, sigma = _form("low rank", 3, 4, 1), torch.full((3, 4), 0.5, dtype=torch.float64)
     sigma[0, 1:3] = 1.0
-    return sigma, form
-
-
-@pytest.mark.parametrize("case", [_singular_householder, _singular_low_rank])
-def test_an_exactly_singular_token_is_contained(
-    case: Callable[[], tuple[Tensor, Form]],
-) -> None:
-    sigma, form = case()
-    rhs = torch.randn(3, 4, dtype=torch.float64)
-    factors = _factor(sigma, form)
+    rhs, factors = torch.randn(3, 4, dtype=torch.float64), _factor(sigma, form)
     pivot = smallest_pivot(factors)
     assert pivot[0] == 0 and bool((pivot[1:] > 0.1).all())
     for solve in (solve_local, solve_local_transposed):
@@ -161,16 +105,6 @@ def test_saturated_channels_are_solved_while_the_rank_makes_up_for_them(
     assert smallest_pivot(factors).min() > 1e-3
 
 
-def test_e_of_zero_may_be_left_out() -> None:
-    form, sigma = _form("householder", 4, 5, 2), torch.rand(4, 5, dtype=torch.float64)
-    p, x = torch.randn(2, 4, 5, dtype=torch.float64)
-    given, left_out = factor_local(sigma, *form), factor_local(sigma, None, form.U, form.M)
-    torch.testing.assert_close(solve_local(p, left_out, x), solve_local(p, given, x))
-    transposed = solve_local_transposed(p, left_out)
-    torch.testing.assert_close(transposed, solve_local_transposed(p, given))
-    assert smallest_pivot(left_out).max() <= 1
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_gradients_with_x_and_the_gap(name: str) -> None:
     form, sigma = _form(name, 2, 3, 2), 0.3 * torch.rand(2, 3, dtype=torch.float64)
@@ -184,12 +118,59 @@ def test_gradients_with_x_and_the_gap(name: str) -> None:
     assert torch.autograd.gradcheck(solve, operands)
 
 
-def test_the_smallest_pivot_of_a_1_x_1_system_is_its_value() -> None:
-    U = torch.tensor([[[1.0, 0.0]]])
-    form = Form(torch.zeros(1, 1), U, torch.tensor([[[0.75]]]))
-    assert smallest_pivot(_factor(torch.ones(1, 2), form)).tolist() == [0.25]
+# -- products of Householder reflections
+
+ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
-def test_the_pivot_has_no_gradient() -> None:
-    form, sigma = _form("householder", 2, 3, 2), torch.rand(2, 3, dtype=torch.float64)
-    assert not smallest_pivot(_factor(sigma.requires_grad_(), form)).requires_grad
+def _dense_product(U: Tensor, beta: Tensor) -> Tensor:  # (b, k, d), (b, k) -> (b, d, d)
+    """H_1 H_2 ... H_k, matrix by matrix."""
+    eye = torch.eye(U.shape[-1], dtype=U.dtype)
+    outer = torch.einsum("bkd,bke->bkde", U, U)
+    factors = (eye - beta[:, :, None, None] * outer).unbind(1)
+    return functools.reduce(torch.matmul, factors)
+
+
+@settings(max_examples=60)
+@given(
+    k=st.integers(1, 8),
+    d=st.integers(1, 12),
+    beta_max=st.sampled_from([0.0, 1.0, 2.0]),
+    is_constant=st.booleans(),
+    dtype=st.sampled_from(list(ROUNDING)),
+)
+def test_the_complement_of_a_householder_product(
+    k: int, d: int, beta_max: float, is_constant: bool, dtype: torch.dtype
+) -> None:
+    U, v = unit(torch.randn(2, k, d, dtype=dtype)), torch.randn(2, d, dtype=dtype)
+    beta = beta_max * (torch.ones(2, k) if is_constant else torch.rand(2, k)).to(dtype)
+    complement = apply_complement(v, torch.zeros(2, 1, dtype=v.dtype), U, wy_factor(U, beta))
+    product = (_dense_product(U, beta) @ v.unsqueeze(-1)).squeeze(-1)
+    tolerance = 20 * ROUNDING[dtype] * (4 if beta_max == 2 else 2) ** k
+    torch.testing.assert_close(v - complement, product, rtol=0, atol=min(tolerance, 1e-2))
+
+
+def test_the_complement_of_a_small_beta_does_not_cancel() -> None:
+    v, U, beta = torch.randn(2, 64), unit(torch.randn(2, 4, 64)), 1e-6 * torch.rand(2, 4)
+    found, expected = (
+        apply_complement(v, None, U, wy_factor(U, beta))
+        for v, U, beta in ((v, U, beta), (v.double(), U.double(), beta.double()))
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-12)
+
+
+def test_unit_has_length_one_up_to_its_eps() -> None:
+    v = 3 * torch.randn(4, 50, dtype=torch.float64)
+    expected = (v.square().sum(-1) / (v.square().sum(-1) + 50e-6)).sqrt()
+    torch.testing.assert_close(unit(v).norm(dim=-1), expected)
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("length", [1, 7, 512])
+def test_unit_at_the_zero_vector_has_a_moderate_gradient(length: int, dtype: torch.dtype) -> None:
+    v = torch.zeros(length, dtype=dtype, requires_grad=True)
+    out = unit(v)
+    assert torch.equal(out, torch.zeros_like(out))
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(grad, torch.full_like(grad, (length * 1e-6) ** -0.5))

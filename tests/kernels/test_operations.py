@@ -1,11 +1,12 @@
-"""What every operation in Triton keeps to: shapes, types and gradients as registered, one graph
-under torch.compile, batches of cotangents, no second derivative, equal bits in every run.
+"""What every operation in the table of rows.py keeps to, in plain torch and in Triton.
 
-The same checks run on the CPU in the interpreter and compiled on a GPU.
-Letters: b batch, t time, d channels, n states, r raw values, H heads, p and v key and value
-channels.
+Values and gradients of its definition, whatever the strides, also of nothing; shapes, types and
+gradients as registered; one graph under torch.compile; batches of cotangents; no second derivative
+of kernels; equal bits in every run; errors that name the argument.
+The checks of the kernels run on the CPU in the interpreter and compiled on a GPU.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,228 +14,281 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.kernels.rows import ROWS, scan
+from tests.kernels.table import (
+    BF16,
+    F32,
+    F64,
+    Call,
+    Options,
+    Row,
+    check,
+    far_apart,
+    implementations,
+    kernels,
+    needed,
+    outputs_of,
+    results,
+    uneven,
+    with_gradients,
+)
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bedouin.kernels.convolution import Groups, short_convolution
-from bedouin.kernels.delta_rule import DeltaInputs, delta_rates, delta_rule
-from bedouin.kernels.direct import direct_sweep
-from bedouin.kernels.gated_norm import gated_norm
-from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.operation import OPERATIONS, Operation
-from bedouin.kernels.output import gated_output, shifted_norm
-from bedouin.kernels.scan import selective_scan
-from bedouin.kernels.track import TrackInputs, track
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-
-UTILS = ("test_schema", "test_faketensor", "test_autograd_registration")
-TRITON: dict[str, Any] = {"backend": "triton"}
-
-Call = tuple[Callable[..., Any], list[Tensor | None]]
-"""A function of tensors that returns tensors, and its arguments."""
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape)
-
-
-def unit(*shape: int) -> Tensor:
-    return torch.nn.functional.normalize(normal(*shape), dim=-1)
-
-
-def sweep(heads: int, k: int, *, feedback: bool = True, known: bool = False) -> Call:
-    """Without heads of one head, whose tensors have no axis of heads."""
-    t, d, n, b = 18, 5, 2, 2 * max(heads, 1)
-    layout = RawLayout("softplus", True, k, 1.0)
-    options, r = Parameterization(layout, "bounded_delta", "positive", 1e-5), layout.size(d, n)
-    axis = (heads,) if heads else ()
-    W_y = 0.1 * normal(*axis, r - 3, d) if feedback else None
-
-    def run(y_star: Tensor | None, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        found = direct_sweep(Operands(*operands), options, y_star=y_star, **TRITON)  # type: ignore[arg-type]
-        return found.y, found.h
-
-    A, state = -normal(*axis, d, n).exp(), (normal(b, d, n), normal(b, d))
-    y_star = normal(b, t, d) if known else None
-    return run, [y_star, normal(b, t, d), normal(b, t, r), W_y, A, *state]
-
-
-def scan(heads: int, *, skip: bool) -> Call:
-    b, t, d, n = 2, 17, 3, 2
-    axis = (heads,) if heads else ()
-
-    def run(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        return selective_scan(*operands, eigenvalues="full", **TRITON)  # type: ignore[arg-type]
-
-    tokens = [normal(b, t, d), normal(b, t, d).exp(), -normal(*axis, d, n).exp()]
-    others = [normal(b, t, n), normal(b, t, n), normal(b, d, n)]
-    return run, [*tokens, *others, normal(*axis, d) if skip else None]
-
-
-def output(heads: int, *, norm: bool = True, fed: bool = True) -> Call:
-    b, t, d = 2, 3, 5
-    axis = (heads,) if heads else ()
-    rows = [normal(b, t, d) for _ in range(5)]
-    y, x, gate, of_gate, z = rows
-    given = [y, x, normal(*axis, d), gate, of_gate if fed else None]
-    more = [z, normal(*axis, d)] if norm else [None, None]
-    return lambda *v: gated_output(*v, **TRITON), [*given, *more]
-
-
-def rule(t: int, k: int, *, gated: bool) -> Call:
-    b, h, p, v = 1, 2, 16, 16
-    rates = 2 * torch.rand(b, t, k, h), -torch.rand(b, t, h) if gated else None
-
-    def run(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        return delta_rule(DeltaInputs(*inputs[:5]), inputs[5], torch.float32, "triton")  # type: ignore[arg-type]
-
-    vectors = [unit(b, t, h, p), unit(b, t, k, h, p), normal(b, t, k, h, v)]
-    return run, [*vectors, *rates, normal(b, h, p, v)]
-
-
-def tracker(*, starts: bool) -> Call:
-    b, t, H, c, n = 1, 18, 2, 3, 5
-    d = H * c
-    rows = [normal(b, t, size) for size in (d, H * n, H * n, d, H, d, d)]
-    parameters = [0.3 * normal(d), normal(H), normal(d, n), normal(d), normal(d)]
-    state = [normal(b, d, n), normal(b, d)] if starts else [None, None]
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return track(TrackInputs(*inputs), 1e-5, 1e-4, **TRITON)
-
-    return run, [*rows, *parameters, 0.3 * normal(H, 3 * c, c), *state]
-
-
-def convolution(groups: Groups | None, *, adds: bool) -> Call:
-    b, t, c, w = 2, 9, 24, 4
-    given = [normal(b, t, c), normal(c, w), normal(b, w - 1, c), normal(b, t, 8) if adds else None]
-
-    def run(x: Tensor, weight: Tensor, window: Tensor, added: Tensor | None) -> Any:
-        return short_convolution(x, weight, window, added, groups, **TRITON)
-
-    return run, given
-
-
-def rates() -> Call:
-    b, t, k, h = 2, 3, 2, 2
-    key = unit(b, t, k, h, 16)
-
-    def run(strength: Tensor, *decay: Tensor) -> Any:
-        return delta_rates(strength, key.to(strength.device), decay, 2.0, **TRITON)  # type: ignore[arg-type]
-
-    return run, [normal(b, t, k * h), normal(b, t, h), normal(h), normal(h)]
-
-
-CALLS: dict[str, Callable[[], Call]] = {
-    "sweep": lambda: sweep(0, 1),
-    "sweep of heads": lambda: sweep(2, 2),
-    "sweep without reflections": lambda: sweep(2, 0),
-    "sweep without feedback": lambda: sweep(2, 1, feedback=False),
-    "sweep of a known y": lambda: sweep(2, 1, known=True),
-    "scan": lambda: scan(0, skip=True),
-    "scan without a skip": lambda: scan(0, skip=False),
-    "scan of heads": lambda: scan(2, skip=True),
-    "output": lambda: output(0),
-    "output of heads": lambda: output(2),
-    "output of the paper": lambda: output(0, norm=False, fed=False),
-    "shifted norm": lambda: (
-        lambda y, y0: shifted_norm(y, y0, 1e-5, **TRITON),
-        [normal(2, 5, 3), normal(2, 3)],
-    ),
-    "gated norm": lambda: (
-        lambda o, gate, weight: gated_norm(o, gate, weight, 1e-5, **TRITON),
-        [normal(2, 3, 2, 16), normal(2, 3, 32), normal(16)],
-    ),
-    "rule in chunks": lambda: rule(20, 1, gated=True),
-    "rule in chunks without a decay": lambda: rule(20, 1, gated=False),
-    "rule by tokens": lambda: rule(3, 2, gated=True),
-    "rates": rates,
-    "tracker": lambda: tracker(starts=True),
-    "tracker from zeros": lambda: tracker(starts=False),
-    "convolution": lambda: convolution(Groups(2, 8, 1e-6), adds=True),
-    "convolution alone": lambda: convolution(None, adds=False),
+VARIANTS = {
+    f"{name} {variant}".strip(): (name, options)
+    for name, row in ROWS.items()
+    for variant, options in row.variants.items()
 }
-calls = pytest.mark.parametrize("name", CALLS)
+variants = pytest.mark.parametrize("name", VARIANTS)
+UTILS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
-def draw(name: str, device: str) -> Call:
-    """The function and its arguments, which need gradients but for a known y."""
+def cases(*kinds: str) -> list[Any]:
+    """The row and the options of every case of these kinds."""
+    return [
+        pytest.param(name, options, id=f"{name}-{label(options)}")
+        for name, row in ROWS.items()
+        for kind in kinds
+        for options in getattr(row, kind)
+    ]
+
+
+def label(options: Options) -> str:
+    shown = {k: tuple(v) if isinstance(v, dict) else v for k, v in options.items()}
+    return ",".join(f"{name}={v}" for name, v in shown.items()).replace("torch.", "")
+
+
+def draw(name: str, **more: Any) -> tuple[Row, Call]:
     torch.manual_seed(0)
-    function, given = CALLS[name]()
-    leaves = [v if v is None else v.to(device).requires_grad_() for v in given]
-    if name == "sweep of a known y":
-        assert leaves[0] is not None
-        leaves[0].requires_grad_(False)
-    return function, leaves
+    row_name, options = VARIANTS[name]
+    return ROWS[row_name], ROWS[row_name].make(**options | more)
 
 
-def outputs_of(function: Callable[..., Any], leaves: list[Tensor | None]) -> list[Tensor]:
-    found = function(*leaves)
-    return [found] if isinstance(found, Tensor) else list(found)
+def check_options(name: str, options: Options, backend: str, device: str) -> None:
+    row, options = ROWS[name], dict(options)
+    dtype, own = options.get("dtype", F32), options.pop("tolerance", None)
+    constants = options.pop("patch", {}) if backend == "triton" else options.pop("patch", {}) and {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for constant, value in constants.items():
+            monkeypatch.setattr(constant, value)
+        for kind in (F64, F32) if backend == "reference" and dtype == F32 else (dtype,):
+            call = row.make(**options | {"dtype": kind})
+            tolerance = own if own and kind == F32 else row.tolerance[kind]
+            check(row, call, call.given(kind, device), backend, tolerance)
 
 
-def needed(leaves: list[Tensor | None]) -> list[Tensor]:
-    return [v for v in leaves if v is not None and v.requires_grad]
+@pytest.mark.parametrize(("name", "options"), cases("cases"))
+@implementations
+def test_values_and_gradients(name: str, options: Options, backend: str, device: str) -> None:
+    check_options(name, options, backend, device)
 
 
-def results(function: Callable[..., Any], leaves: list[Tensor | None]) -> list[Tensor]:
-    """Outputs, and gradients of an uneven sum of them."""
-    outputs = outputs_of(function, leaves)
-    weights = [torch.linspace(-1, 2, v.numel(), device=v.device).view_as(v) for v in outputs]
-    grads = torch.autograd.grad(outputs, needed(leaves), weights, materialize_grads=True)
-    return [*(v.detach() for v in outputs), *grads]
+@pytest.mark.parametrize(("name", "options"), cases("kernels"))
+@kernels
+def test_values_and_gradients_of_kernels(name: str, options: Options, device: str) -> None:
+    check_options(name, options, "triton", device)
+
+
+@pytest.mark.parametrize(("name", "options"), cases("plain"))
+def test_values_and_gradients_of_plain_torch(name: str, options: Options) -> None:
+    check_options(name, options, "reference", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "options"), cases("compiled"))
+def test_values_and_gradients_compiled(name: str, options: Options) -> None:
+    check_options(name, options, "triton", "cuda")
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "scattered": lambda v: v.mT.contiguous().mT if v.dim() > 1 else v.repeat_interleave(2)[::2],
+    "slices": lambda v: pad(v, (2, 3), value=torch.nan)[..., 2:-3],
+    "tokens first": lambda v: v.transpose(0, 1).contiguous().transpose(0, 1) if v.dim() > 1 else v,
+}
+
+
+@implementations
+@variants
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(name: str, layout: str, backend: str, device: str) -> None:
+    row, call = draw(name, b=2)
+    there = {
+        name: v if v is None else LAYOUTS[layout](v) for name, v in call.given(F32, device).items()
+    }
+    assert not all(v is None or v.is_contiguous() for v in there.values())
+    check(row, call, there, backend, row.tolerance[F32])
+
+
+FAR = {
+    "scan": ("x", "delta", "B", "C"),
+    "output": ("y", "x", "gate", "z"),
+    "shifted norm": ("y",),
+    "sweep": ("x", "raw"),
+    "sweep of heads": ("x", "raw"),
+    "sweep without feedback": ("x", "raw"),
+}
+
+
+# numpy's, of rows of a program that have no sample
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@kernels
+@pytest.mark.parametrize("name", FAR)
+def test_tokens_may_be_too_far_apart_for_offsets_of_32_bits(name: str, device: str) -> None:
+    """Up to the order of sums, which depends on what the compiler knows of strides. The tensors are
+    views of memory of which little is touched."""
+    _, call = draw(name, b=1, t=8 if name == "scan" else 4, dtype=BF16)
+    tensors = call.given(BF16, device)
+    expected = results(call, lambda *v: call.run(*v, backend="triton"), tensors)
+    for moved in FAR[name]:
+        given = tensors[moved]
+        assert given is not None
+        there = tensors | {moved: far_apart(given)}
+        found = results(call, lambda *v: call.run(*v, backend="triton"), there)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@implementations
+@variants
+def test_nothing_to_compute(name: str, backend: str, device: str) -> None:
+    for axis in ROWS[VARIANTS[name][0]].empty:
+        row, call = draw(name, **{axis: 0})
+        check(row, call, call.given(F32, device), backend, 1e-6)
+
+
+@implementations
+@variants
+def test_each_result_has_its_own_gradient(name: str, backend: str, device: str) -> None:
+    row, call = draw(name)
+    for i in range(len(call.dtypes)):
+        check(row, call, call.given(F32, device), backend, row.tolerance[F32], i)
+
+
+@implementations
+@variants
+def test_results_without_a_gradient_are_the_same(name: str, backend: str, device: str) -> None:
+    row, call = draw(name)
+    tensors = call.given(F32, device)
+    with recorded() as found:
+        expected = outputs_of(
+            lambda *v: call.run(*v, backend=backend), with_gradients(call, tensors)
+        )
+    with recorded() as less:
+        ours = outputs_of(lambda *v: call.run(*v, backend=backend), list(tensors.values()))
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+    if backend == "triton" and row.spares:
+        kept = [sum(v.numel() for v in outputs) for _, _, outputs in (*less, *found)]
+        assert kept[0] < kept[1], "what only a backward reads is not kept"
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[Operation, tuple[Any, ...]]]]:
-    """The operations that are called within, with their inputs."""
-    found: list[tuple[Operation, tuple[Any, ...]]] = []
+def recorded() -> Iterator[list[tuple[Operation, tuple[Any, ...], tuple[Tensor, ...]]]]:
+    """The operations that are called within, with their inputs and outputs."""
+    found: list[tuple[Operation, tuple[Any, ...], tuple[Tensor, ...]]] = []
     call = Operation.__call__
 
     def record(operation: Operation, *inputs: Any) -> Any:
-        found.append((operation, inputs))
-        return call(operation, *inputs)
+        outputs = call(operation, *inputs)
+        many = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        found.append((operation, inputs, tuple(many)))
+        return outputs
 
     with patch.object(Operation, "__call__", record):
         yield found
 
 
-@devices
-@calls
-def test_shapes_types_and_gradients_are_as_registered(name: str, device: str) -> None:
-    function, leaves = draw(name, device)
+def prepared(
+    name: str, device: str, dtype: torch.dtype = F32, backend: str = "triton"
+) -> tuple[Callable[..., Any], list[Tensor | None]]:
+    """A function that takes the kernels, and its arguments."""
+    _, call = draw(name, dtype=dtype)
+    leaves = with_gradients(call, call.given(dtype, device))
+
+    def run(*tensors: Tensor | None) -> Any:
+        return call.run(*tensors, backend=backend)
+
+    return run, leaves
+
+
+def differentiated(function: Callable[..., Any], leaves: list[Tensor | None]) -> list[Tensor]:
+    outputs = [v for v in outputs_of(function, leaves)]
+    weights = [uneven(v, v.dtype) for v in outputs]
+    grads = torch.autograd.grad(outputs, needed(leaves), weights, materialize_grads=True)
+    return [*(v.detach() for v in outputs), *grads]
+
+
+@implementations
+@variants
+def test_shapes_types_and_gradients_are_as_registered(name: str, backend: str, device: str) -> None:
+    """With low dtypes in kernels. Only sweeps are operations in plain torch, too."""
+    dtype = BF16 if backend == "triton" else F32
+    function, leaves = prepared(name, device, dtype, backend)
     with recorded() as found:
-        results(function, leaves)
+        differentiated(function, leaves)
+    if backend == "reference" and not name.startswith("sweep"):
+        assert not found
+        return
     assert len(found) == 2, "an operation and its gradient"
-    forward, backward = found
-    torch.library.opcheck(forward[0].overload, forward[1], test_utils=UTILS)
+    (forward, inputs, _), (backward, given, _) = found
+    torch.library.opcheck(forward.overload, inputs, test_utils=UTILS)
     # which has no gradient of its own
-    still = tuple(v.detach() if isinstance(v, Tensor) else v for v in backward[1])
-    torch.library.opcheck(backward[0].overload, still, test_utils=UTILS)
+    still = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
+    torch.library.opcheck(backward.overload, still, test_utils=UTILS)
 
 
-@devices
-@calls
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "triton") for name in VARIANTS),
+        *((name, "reference") for name in VARIANTS if name.startswith("sweep")),
+    ],
+)
+def test_a_graph_replays_values_and_gradients(
+    name: str, backend: str, no_synchronization: Any
+) -> None:
+    function, leaves = prepared(name, "cuda", backend=backend)
+
+    def run() -> list[Tensor]:
+        outputs = outputs_of(function, leaves)
+        loss = torch.stack([v.float().square().sum() for v in outputs]).sum()
+        grads = torch.autograd.grad(loss, needed(leaves), materialize_grads=True)
+        return [*(v.detach() for v in outputs), *grads]
+
+    run()
+    with no_synchronization():
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    needed(leaves)[0].detach().mul_(0.5)
+    graph.replay()
+    torch.testing.assert_close(captured, run(), rtol=1e-4, atol=1e-4)
+
+
+@kernels
+@variants
 def test_a_compiled_function_is_one_graph_with_the_same_results(name: str, device: str) -> None:
     torch.compiler.reset()
-    function, leaves = draw(name, device)
+    function, leaves = prepared(name, device)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(results(compiled, leaves), results(function, leaves), strict=True):
-        assert torch.equal(ours, theirs)
+    pairs = zip(differentiated(compiled, leaves), differentiated(function, leaves), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
     with torch.no_grad():
         pairs = zip(outputs_of(compiled, leaves), outputs_of(function, leaves), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-@devices
-@calls
+@kernels
+@variants
 def test_a_batch_of_cotangents_is_a_loop_over_them(name: str, device: str) -> None:
-    function, leaves = draw(name, device)
+    function, leaves = prepared(name, device)
     first = outputs_of(function, leaves)[0]
     weights = torch.randn(2, *first.shape, device=device)
     options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
@@ -244,32 +298,125 @@ def test_a_batch_of_cotangents_is_a_loop_over_them(name: str, device: str) -> No
         torch.testing.assert_close([v[i] for v in every], list(single))
 
 
-@devices
-@calls
+@kernels
+@variants
 def test_a_second_derivative_is_refused(name: str, device: str) -> None:
-    function, leaves = draw(name, device)
-    leaf = needed(leaves)[0]
+    function, leaves = prepared(name, device)
     first = outputs_of(function, leaves)[0]
-    (grad,) = torch.autograd.grad(first.square().sum(), leaf, create_graph=True)
+    grads = torch.autograd.grad(
+        first.square().sum(), needed(leaves), create_graph=True, materialize_grads=True
+    )
     with pytest.raises(RuntimeError, match="once differentiable"):
-        grad.sum().backward()
+        grads[0].sum().backward()
 
 
-@devices
-@calls
+@kernels
+@variants
 def test_every_run_has_the_same_bits(name: str, device: str) -> None:
-    function, leaves = draw(name, device)
-    first = results(function, leaves)
-    assert all(torch.equal(*pair) for pair in zip(first, results(function, leaves), strict=True))
+    function, leaves = prepared(name, device)
+    first, second = differentiated(function, leaves), differentiated(function, leaves)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@variants
+def test_auto_takes_the_kernels_on_a_gpu_where_it_can(name: str) -> None:
+    _, call = draw(name)
+    function, leaves = prepared(name, "cuda")
+    ours = differentiated(lambda *v: call.run(*v, backend="auto"), leaves)
+    pairs = zip(ours, differentiated(function, leaves), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    _, call = draw(name, dtype=F64)
+    with recorded() as found:
+        call.run(*call.given(F64, "cuda").values(), backend="auto")
+    assert not found or name.startswith("sweep")
+
+
+@variants
+def test_vmap_is_a_loop(name: str) -> None:
+    _, call = draw(name, dtype=F64)
+    function = lambda *v: call.run(*v, backend="auto")  # noqa: E731
+    first, *rest = call.given(F64, "cpu").values()
+    assert first is not None
+
+    def loss(v: Tensor) -> Tensor:
+        outputs = outputs_of(function, [v, *rest])
+        return torch.stack([(v * uneven(v, F64)).sum() for v in outputs]).sum()
+
+    stacked = torch.stack([first, 0.5 * first])
+    mapped = torch.func.vmap(torch.func.grad(loss))(stacked)
+    looped = [torch.autograd.functional.jacobian(loss, v) for v in stacked]
+    torch.testing.assert_close(mapped, torch.stack(looped))
+
+
+@variants
+def test_kernels_do_not_run_under_a_transform(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _, call = draw(name)
+    first, *rest = call.given(F32, "cpu").values()
+    assert first is not None
+    with pytest.raises(ValueError, match="does not support torch.func transforms"):
+        torch.func.vmap(lambda v: call.run(v, *rest, backend="triton"))(first.unsqueeze(0))
+
+
+@variants
+def test_second_derivatives_of_plain_torch(name: str) -> None:
+    _, call = draw(name, dtype=F64)
+    found = []
+    for function in (lambda *v: call.run(*v, backend="reference"), call.exact):
+        leaves = with_gradients(call, call.given(F64, "cpu"))
+        outputs = [v for v in outputs_of(function, leaves) if v.requires_grad]
+        weights = [uneven(v, F64) for v in outputs]
+        grads = torch.autograd.grad(
+            [v.sin() for v in outputs], needed(leaves), weights, create_graph=True
+        )
+        loss = torch.stack([(v * uneven(v, F64)).sum() for v in grads]).sum()
+        if name.startswith("sweep"):
+            with pytest.raises(RuntimeError, match="once differentiable"):
+                torch.autograd.grad(loss, needed(leaves))
+            return
+        found.append(torch.autograd.grad(loss, needed(leaves), materialize_grads=True))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shapes", "message"),
+    [(name, *rest) for name, row in ROWS.items() for rest in row.wrong],
+)
+def test_a_wrong_shape_is_named(
+    name: str, options: Options, shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    row = ROWS[name]
+    call = row.make(**next(iter(row.variants.values())) | options)
+    given = {**call.given(F32, "cpu"), **{k: torch.zeros(shape) for k, shape in shapes.items()}}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call.run(*given.values(), backend="auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [(name, *rest) for name, row in ROWS.items() for rest in row.refused],
+)
+def test_options_that_are_unknown_and_calls_without_kernels(
+    name: str, options: Options, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend = options.get("backend", "auto")
+    call = ROWS[name].make(**{k: v for k, v in options.items() if k != "backend"})
+    given = call.given(options.get("dtype", F32), "cpu")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call.run(*given.values(), backend=backend)
+    if backend == "triton":
+        call.run(*given.values(), backend="auto")
 
 
 @pytest.mark.interpreter
 def test_no_operation_in_triton_is_missing_here() -> None:
     seen: set[str] = set()
-    for name in CALLS:
+    for name in VARIANTS:
         with recorded() as found:
-            results(*draw(name, "cpu"))
-        seen |= {operation.overload.name() for operation, _ in found}
+            differentiated(*prepared(name, "cpu"))
+        seen |= {operation.overload.name() for operation, _, _ in found}
     plain = {"plain_scan", "plain_delta_rule"}
     plain |= {f"{name}_backward" for name in plain}
     assert {name.removeprefix("bedouin::") for name in OPERATIONS} - plain == {
@@ -277,15 +424,15 @@ def test_no_operation_in_triton_is_missing_here() -> None:
     }
 
 
-PLAIN: dict[str, Callable[[], list[Any]]] = {
-    "plain_scan": lambda: [*scan(0, skip=False)[1][:6], "delta", "positive", False],
-    "plain_delta_rule": lambda: rule(5, 2, gated=True)[1],
+OF_GRAPHS: dict[str, Callable[[], list[Any]]] = {
+    "plain_scan": lambda: [*list(scan().tensors.values())[:6], "delta", "positive", False],
+    "plain_delta_rule": lambda: list(ROWS["rule by tokens"].make(t=5, k=2).tensors.values()),
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", OF_GRAPHS)
 def test_operations_of_plain_torch_are_as_registered(name: str) -> None:
-    inputs = PLAIN[name]()
+    inputs = OF_GRAPHS[name]()
     leaves = [v.requires_grad_() if isinstance(v, Tensor) else v for v in inputs]
     with recorded() as found:
         outputs = OPERATIONS[f"bedouin::{name}"](*leaves)
@@ -293,5 +440,29 @@ def test_operations_of_plain_torch_are_as_registered(name: str) -> None:
             [v.sum() for v in outputs], [v for v in leaves if isinstance(v, Tensor)]
         )
     assert len(found) == 2
-    for operation, given in found:
+    for operation, given, _ in found:
         torch.library.opcheck(operation.overload, given, test_utils=UTILS)
+
+
+class Seen(TorchDispatchMode):
+    """Records the names of the operations that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_modes_and_the_profiler_see_an_operation(tracked: bool) -> None:
+    name, inputs = "bedouin::plain_scan", OF_GRAPHS["plain_scan"]()
+    leaves = [v.requires_grad_(tracked) if isinstance(v, Tensor) else v for v in inputs]
+    with Seen() as seen:
+        OPERATIONS[name](*leaves)
+    assert name in seen.names
+    with torch.profiler.profile() as profile:
+        OPERATIONS[name](*leaves)
+    assert name in {event.key for event in profile.key_averages()}

@@ -4,29 +4,26 @@ Plain PyTorch and the kernels, interpreted and compiled, in float32 against floa
 Letters: b batch, t time, d channels, n state per channel.
 """
 
-from typing import Any
+import itertools
+from typing import Any, get_args
 
 import pytest
 import torch
+from tests.kernels.rows import output
+from tests.kernels.table import F32, implementations
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
 from bedouin.kernels.backend import Backend
-from bedouin.kernels.scan import Eigenvalues, InputScale, discretize, selective_scan
-from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.kernels.output import gated_output
+from bedouin.kernels.scan import Eigenvalues, InputScale, selective_scan
 from bedouin.layers.mixers import StructuredMixer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close
 
 BIASES = (-20.0, -17.0, -12.0, -4.0, -0.4, 0.1, 0.4, 4.0, 12.0, 17.0, 20.0)
-SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
-RANGES: tuple[Eigenvalues, ...] = ("positive", "full")
-TOLERANCE = 1e-5
-PLAIN = pytest.param("reference", "cpu", id="plain")
-INTERPRETED = pytest.param("triton", "cpu", marks=pytest.mark.interpreter, id="interpreted")
-COMPILED = pytest.param("triton", "cuda", marks=pytest.mark.gpu, id="compiled")
-backends = pytest.mark.parametrize(("backend", "device"), [PLAIN, INTERPRETED, COMPILED])
+SCALES, RANGES = get_args(InputScale), get_args(Eigenvalues)
 
 
 def assert_relative(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -41,20 +38,7 @@ def gates(dtype: torch.dtype) -> Tensor:
     return softplus(torch.tensor(BIASES, dtype=torch.float64)).float().to(dtype)
 
 
-@pytest.mark.parametrize("eigenvalues", RANGES)
-@pytest.mark.parametrize("input_scale", SCALES)
-def test_the_scale_and_its_derivative(input_scale: InputScale, eigenvalues: Eigenvalues) -> None:
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        delta, A = gates(dtype).requires_grad_(), -torch.ones(len(BIASES), 1, dtype=dtype)
-        _, s = discretize(delta, A, input_scale, eigenvalues)
-        (slope,) = torch.autograd.grad(s.sum(), delta)
-        found.append((s, slope))
-    for name, actual, expected in zip(("s", "slope"), *found, strict=True):
-        assert_relative(name, actual, expected, 1e-6)
-
-
-@backends
+@implementations
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("eigenvalues", RANGES)
 @pytest.mark.parametrize("input_scale", SCALES)
@@ -85,17 +69,7 @@ def test_the_scan(
         )
         found.append((h, *torch.autograd.grad(h.sum(), (x, delta, B))))
     for name, actual, expected in zip(("h", "x", "delta", "B"), *found, strict=True):
-        assert_relative(name, actual, expected, TOLERANCE)
-
-
-def saturated(kind: Any, bias: float, dtype: torch.dtype, **options: Any) -> FixedPointLayer:
-    """A layer whose Delta has the raw value `bias` in all channels."""
-    torch.manual_seed(0)
-    layer: FixedPointLayer = kind(4, on_unconverged="ignore", **options)
-    with torch.no_grad():
-        layer.x_proj.weight[: layer.d_inner] = 0
-        layer.dt_bias.fill_(bias)
-    return layer.to(dtype)
+        assert_relative(name, actual, expected, 1e-5)
 
 
 COUPLED = {"expand": 1, "d_state": 2, "input_scale": "one_minus_decay"}
@@ -106,50 +80,51 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, COUPLED | {"feedback": (), "eigenvalues": "full"}),
 ]
 SOLVERS = [Direct(), Picard(rtol=1e-6, atol=1e-30), Jacobi(rtol=1e-6, atol=1e-30)]
-solvers = pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+SHARP = (-20.0, -17.0, -9.0, 9.0, 17.0, 20.0)
+WITH_KERNELS = [
+    *((LAYERS[0], 17.0, solver) for solver in SOLVERS),
+    # the kernels couple the scale of one state
+    ((Bedouin, LAYERS[2][1] | {"d_state": 1}), -17.0, SOLVERS[0]),
+    ((Bedouin, LAYERS[2][1] | {"d_state": 1}), 9.0, SOLVERS[2]),
+]
 
 
-def compare_with_float64(
-    kind: Any, options: dict[str, Any], bias: float, backend: Backend, device: str, t: int
+@pytest.mark.parametrize(
+    ("layer", "bias", "solver", "backend", "device"),
+    [
+        *((*case, "reference", "cpu") for case in itertools.product(LAYERS, SHARP, SOLVERS)),
+        *(
+            pytest.param(*case, "triton", device, marks=mark)
+            for case in WITH_KERNELS
+            for device, mark in (("cpu", pytest.mark.interpreter), ("cuda", pytest.mark.gpu))
+        ),
+    ],
+    ids=str,
+)
+def test_the_state_of_a_layer(
+    layer: tuple[Any, dict[str, Any]], bias: float, solver: Solver, backend: Backend, device: str
 ) -> None:
-    """y, h and the gradient of dt_bias where all gates are at one end."""
-    x, found = torch.randn(2, t, 4), []
+    """y, h and the gradient of dt_bias where the raw value of Delta is at one end everywhere."""
+    x, found = torch.randn(2, 3, 4), []
     where: list[tuple[torch.dtype, Backend, str]] = [
         (torch.float32, backend, device),
         (torch.float64, "reference", "cpu"),
     ]
     for dtype, name, place in where:
-        layer = saturated(kind, bias, dtype, backend=name, **options).to(place)
-        _, state = layer(x.to(layer.D), return_state=True)
-        (grad,) = torch.autograd.grad(state.y.sum() + state.ssm.sum(), layer.dt_bias)
-        assert layer.stats is not None and layer.stats.converged.all()
+        torch.manual_seed(0)
+        kind, options = layer
+        made = kind(4, on_unconverged="ignore", solver=solver, backend=name, **options)
+        with torch.no_grad():
+            made.x_proj.weight[: made.d_inner] = 0
+            made.dt_bias.fill_(bias)
+        made = made.to(place, dtype)
+        _, state = made(x.to(made.D), return_state=True)
+        (grad,) = torch.autograd.grad(state.y.sum() + state.ssm.sum(), made.dt_bias)
+        assert made.stats.converged.all()
         found.append((state.y, state.ssm, grad))
     for name, actual, expected in zip(("y", "h", "dt_bias"), *found, strict=True):
         error = (actual.double().cpu() - expected).abs().max() / expected.abs().max()
         assert error <= 1e-4, f"{name}: {error}"
-
-
-@solvers
-@pytest.mark.parametrize("bias", [-20.0, -17.0, -9.0, 9.0, 17.0, 20.0])
-@pytest.mark.parametrize(("kind", "options"), LAYERS, ids=str)
-def test_the_state_of_a_layer(
-    kind: Any, options: dict[str, Any], bias: float, solver: Solver
-) -> None:
-    compare_with_float64(kind, options | {"solver": solver}, bias, "reference", "cpu", 3)
-
-
-@pytest.mark.parametrize(("backend", "device"), [INTERPRETED, COMPILED])
-@pytest.mark.parametrize(
-    ("case", "bias", "solver"),
-    [*((0, 17.0, solver) for solver in SOLVERS), (2, -17.0, SOLVERS[0]), (2, 9.0, SOLVERS[2])],
-)
-def test_the_state_of_a_layer_with_kernels(
-    case: int, bias: float, solver: Solver, backend: Backend, device: str
-) -> None:
-    kind, options = LAYERS[case]
-    if kind is Bedouin:
-        options = options | {"d_state": 1}  # the kernels couple the scale of one state
-    compare_with_float64(kind, options | {"solver": solver}, bias, backend, device, 2)
 
 
 MIXERS = [LowRank(2), LowRank(8), HouseholderProduct(2), HouseholderProduct(4, 2.0)]
@@ -205,3 +180,14 @@ def test_a_singular_layer_has_not_converged() -> None:
     layer(torch.randn(2, 3, 8))
     assert layer.stats is not None and layer.stats.conditioning is not None
     assert not layer.stats.converged.any() and not layer.stats.conditioning.any()
+
+
+@implementations
+@pytest.mark.parametrize("norm", [True, False])
+def test_large_gates_of_the_output_do_not_overflow(norm: bool, backend: str, device: str) -> None:
+    tensors: Any = output(1, 2, 3, norm=norm).given(F32, device)
+    large = {name: 1e4 * tensors[name] for name in ("y", "gate")}
+    leaves = {k: v if v is None else v.requires_grad_() for k, v in (tensors | large).items()}
+    out = gated_output(**leaves, backend=backend)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(out.sum(), [v for v in leaves.values() if v is not None])
+    assert all(v.isfinite().all() for v in (out, *grads))

@@ -1,176 +1,30 @@
-"""The selective scan against the recurrence as a loop: values, gradients and error messages.
+"""What is special to the selective scan: its state, its scales and its memory.
 
+`test_operations.py` compares it with the recurrence.
 Letters: b batch, t time, d channels, n state per channel.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from tests.kernels.rows import scan
+from tests.kernels.table import F32, kernels
 
-from bedouin.kernels.scan import Eigenvalues, InputScale, contract, discretize, selective_scan
+from bedouin.kernels.scan import Eigenvalues, discretize, selective_scan
 
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
-SCALES: tuple[InputScale, ...] = ("delta", "bounded_delta", "one_minus_decay")
-RANGES: tuple[Eigenvalues, ...] = ("positive", "full")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Operands of one scan, in the order of its arguments."""
-
-    x: Tensor  # (b, t, d)
-    delta: Tensor  # (b, t, d)
-    A: Tensor  # (d, n)
-    B: Tensor  # (b, t, n)
-    C: Tensor  # (b, t, n)
-    h0: Tensor  # (b, d, n)
-    D: Tensor  # (d,)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.delta, self.A, self.B, self.C, self.h0, self.D
-
-
-def _case(
-    b: int, t: int, d: int = 3, n: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    delta, A = torch.nn.functional.softplus(draw(b, t, d)), -draw(d, n).exp()
-    return Case(draw(b, t, d), delta, A, draw(b, t, n), draw(b, t, n), draw(b, d, n), draw(d))
-
-
-def _naive(
-    case: Case, input_scale: InputScale, eigenvalues: Eigenvalues, exclusive: bool
-) -> tuple[Tensor, Tensor]:
-    """The recurrence of the paper, with every (b, t, d, n) tensor in memory."""
-    decay = torch.exp(torch.einsum("btd,dn->btdn", case.delta, case.A))
-    gain = {
-        "delta": case.delta[..., None].expand_as(decay),
-        "bounded_delta": (case.delta / (1 + case.delta))[..., None].expand_as(decay),
-        "one_minus_decay": 1 - decay,
-    }[input_scale]
-    if eigenvalues == "full":
-        decay = 2 * decay - 1
-        if input_scale == "one_minus_decay":
-            gain = 1 - decay.abs()
-    h, reads = case.h0, []
-    written = torch.einsum("btdn,btd,btn->btdn", gain, case.x, case.B)
-    for i in range(case.x.shape[1]):
-        kept = decay[:, i] * h
-        h = kept + written[:, i]
-        reads.append(torch.einsum("bdn,bn->bd", kept if exclusive else h, case.C[:, i]))
-    y = torch.stack(reads, 1) if reads else torch.zeros_like(case.x)
-    return y + case.D * case.x, h
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("eigenvalues", RANGES)
-@pytest.mark.parametrize("input_scale", SCALES)
-@pytest.mark.parametrize("t", [0, 1, 63, 64, 100])
-def test_scan_is_the_recurrence(
-    t: int,
-    input_scale: InputScale,
-    eigenvalues: Eigenvalues,
-    exclusive: bool,
-    dtype: torch.dtype,
-) -> None:
-    case = _case(2, t, dtype=dtype)
-    actual = selective_scan(
-        *case.tensors, input_scale=input_scale, eigenvalues=eigenvalues, exclusive=exclusive
-    )
-    expected = _naive(case, input_scale, eigenvalues, exclusive)
-    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("b", [0, 1])
-@pytest.mark.parametrize("t", [0, 5])
-def test_small_batches(b: int, t: int) -> None:
-    case = _case(b, t)
-    y, h = selective_scan(*case.tensors)
-    assert y.shape == (b, t, 3) and h.shape == (b, 3, 4)
-    torch.testing.assert_close((y, h), _naive(case, "delta", "positive", False))
-
-
-def test_empty_time_returns_the_state_unchanged() -> None:
-    case = _case(2, 0)
-    assert torch.equal(selective_scan(*case.tensors)[1], case.h0)
-
-
-def test_without_state_and_skip_both_are_zero() -> None:
-    case = _case(2, 9)
-    zeros = replace(case, h0=torch.zeros_like(case.h0), D=torch.zeros_like(case.D))
-    actual = selective_scan(*case.tensors[:5])
-    torch.testing.assert_close(actual, _naive(zeros, "delta", "positive", False))
-
-
-def test_strides_do_not_matter() -> None:
-    case = _case(2, 11, d=4, n=4)
-
-    def scatter(v: Tensor) -> Tensor:
-        return v.mT.contiguous().mT if v.dim() > 1 else v.repeat_interleave(2)[::2]
-
-    scattered = [scatter(v) for v in case.tensors]
-    assert not any(v.is_contiguous() for v in scattered)
-    expected = selective_scan(*case.tensors)
-    torch.testing.assert_close(selective_scan(*scattered), expected)
-
-
-@settings(max_examples=20)
-@given(cut=st.integers(0, 12), scale=st.sampled_from(SCALES), eig=st.sampled_from(RANGES))
-def test_two_halves_with_the_state_between_are_the_whole(
-    cut: int, scale: InputScale, eig: Eigenvalues
-) -> None:
-    x, delta, A, B, C, h0, _ = _case(2, 12).tensors
-
-    def scan(start: int, stop: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        part = [v[:, start:stop] for v in (x, delta, B, C)]
-        return selective_scan(
-            part[0], part[1], A, part[2], part[3], h, input_scale=scale, eigenvalues=eig
-        )
-
-    y_head, h_middle = scan(0, cut, h0)
-    y_tail, h_last = scan(cut, 12, h_middle)
-    torch.testing.assert_close((torch.cat([y_head, y_tail], 1), h_last), scan(0, 12, h0))
-
-
-@pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("eigenvalues", RANGES)
-@pytest.mark.parametrize("input_scale", SCALES)
-def test_gradients_of_output_and_last_state(
-    input_scale: InputScale, eigenvalues: Eigenvalues, exclusive: bool
-) -> None:
-    def scan(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"input_scale": input_scale, "eigenvalues": eigenvalues}
-        return selective_scan(*tensors, exclusive=exclusive, **options)
-
-    operands = [v.requires_grad_() for v in _case(2, 4, d=2, n=2).tensors]
-    assert torch.autograd.gradcheck(scan, operands)
-
-
-def test_the_last_state_alone_has_a_gradient() -> None:
-    case = _case(2, 6)
-    h0 = case.h0.clone().requires_grad_()
-    _, h = selective_scan(case.x, case.delta, case.A, case.B, case.C, h0)
-    (grad,) = torch.autograd.grad(h.sum(), h0)
-    total_decay = torch.exp(torch.einsum("bd,dn->bdn", case.delta.sum(1), case.A))
-    torch.testing.assert_close(grad, total_decay)
+eigenvalues = st.sampled_from(get_args(Eigenvalues))
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 999), eigenvalues=st.sampled_from(RANGES))
-def test_the_coupled_scale_never_gains(seed: int, eigenvalues: Eigenvalues) -> None:
-    case = _case(2, 3, seed=seed)
-    decay, s = discretize(case.delta, case.A, "one_minus_decay", eigenvalues)
+@given(seed=st.integers(0, 999), eig=eigenvalues)
+def test_the_coupled_scale_never_gains(seed: int, eig: Eigenvalues) -> None:
+    torch.manual_seed(seed)
+    _, delta, A, *_ = scan(2, 3).tensors.values()
+    assert delta is not None and A is not None
+    decay, s = discretize(delta, A, "one_minus_decay", eig)
     assert bool((decay.abs() + s <= 1 + 1e-15).all()) and bool((s >= 0).all())
 
 
@@ -181,43 +35,50 @@ def test_bounded_delta_stays_below_one_and_full_eigenvalues_reach_minus_one() ->
     torch.testing.assert_close(decay[[0, 2]].flatten(), torch.tensor([1.0, -1.0]))
 
 
-def test_contract_sums_over_the_state() -> None:
-    h, C = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 5)
-    torch.testing.assert_close(contract(h, C), torch.einsum("btdn,btn->btd", h, C))
-
-
 @pytest.mark.parametrize(
-    ("index", "shape", "message"),
+    ("b", "t", "d", "n"),
     [
-        (0, (2, 3), r"x must have shape \(b, t, d\), got \(2, 3\)"),
-        (1, (2, 5, 4), r"delta must have shape \(2, 5, 3\), got \(2, 5, 4\)"),
-        (2, (4, 4), r"A must have shape \(d, n\) = \(3, n\) or \(H, d, n\), got \(4, 4\)"),
-        (2, (3,), r"A must have shape \(d, n\) = \(3, n\) or \(H, d, n\), got \(3,\)"),
-        (3, (2, 5, 3), r"B must have shape \(2, 5, 4\), got \(2, 5, 3\)"),
-        (4, (2, 4, 4), r"C must have shape \(2, 5, 4\), got \(2, 4, 4\)"),
-        (5, (1, 3, 4), r"h0 must have shape \(2, 3, 4\), got \(1, 3, 4\)"),
-        (6, (1,), r"D must have shape \(3,\), got \(1,\)"),
+        (128, 16, 1024, 16),
+        (8, 4096, 1024, 16),
+        (2, 4096, 64, 64),
+        (1, 4096, 2048, 128),
+        (1, 300, 1024, 1),
     ],
 )
-def test_a_wrong_shape_is_named(index: int, shape: tuple[int, ...], message: str) -> None:
-    operands = list(_case(2, 5).tensors)
-    operands[index] = torch.zeros(shape, dtype=torch.float64)
-    with pytest.raises(ValueError, match=message):
-        selective_scan(*operands)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "error", "message"),
-    [
-        ("input_scale", "dleta", ValueError, "input_scale must be one of .*'bounded_delta'"),
-        ("eigenvalues", "both", ValueError, "eigenvalues must be one of .*'positive', 'full'"),
-        ("backend", "cuda", ValueError, "backend must be one of"),
-        ("backend", "triton", ValueError, "needs tensors on a CUDA device"),
-    ],
-)
-def test_a_wrong_option_is_named(
-    option: str, value: str, error: type[Exception], message: str
+def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
+    b: int, t: int, d: int, n: int
 ) -> None:
-    options: Any = {option: value}
-    with pytest.raises(error, match=message):
-        selective_scan(*_case(1, 2).tensors, **options)
+    from bedouin.kernels.launch import ceil_div, next_power_of_two
+    from bedouin.kernels.scan.registered import choose_block
+
+    block = choose_block(torch.empty(b, t, d, device="meta"), n, reverse=True)
+    blocks = ceil_div(d, block)
+    limit = max(b * t * d * n / 16, b * 16 * d * n)
+    assert b * blocks * 16 * block * next_power_of_two(n) <= limit
+    assert b * t * blocks * n <= limit, "parts of the gradient of B, and of C"
+
+
+@kernels
+def test_memory_is_kept_at_every_sixteenth_token_for_a_backward_alone(device: str) -> None:
+    tensors = [v if v is None else v.to(device, F32) for v in scan(2, 18).tensors.values()]
+    run = torch.ops.bedouin.selective_scan
+    for keep in (True, False):
+        _, _, kept = run(*tensors, "delta", "positive", False, keep)
+        assert kept.shape == (2, 2 if keep else 0, 3, 2)
+    leaves = [v if v is None else v.requires_grad_() for v in tensors]
+    with pytest.raises(ValueError, match="keep must be True where gradients are recorded"):
+        run(*leaves, "delta", "positive", False, False)
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
+    tensors = scan(2, 4096, 64, 64).given(F32, "cuda")
+    leaves = [v if v is None else v.requires_grad_() for v in tensors.values()]
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y, h = selective_scan(*leaves, backend="triton")  # type: ignore[arg-type]
+        torch.autograd.grad(y.sum() + h.sum(), [v for v in leaves if v is not None])
+        del y, h
+    all_states = 2 * 4096 * 64 * 64 * 4
+    assert torch.cuda.max_memory_allocated() - before < all_states / 2

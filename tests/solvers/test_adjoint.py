@@ -1,6 +1,6 @@
 """Gradients at a fixed point: exact ones agree, biased ones have a similar direction.
 
-Letters: b batch, c values of a sample.
+Letters: b batch, t time, c values of a sample or token.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.toy_map import ToyMap
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bedouin import Bedouin, FixedPointRNN
+from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.map import StructuredMap
 from bedouin.solvers import (
     Adjoint,
     Anderson,
@@ -19,17 +25,20 @@ from bedouin.solvers import (
     ConvergenceWarning,
     Direct,
     ImplicitAdjoint,
+    Jacobi,
     OneStepAdjoint,
     PhantomAdjoint,
     Picard,
     Solution,
     Solver,
+    SolveStats,
     UnrolledAdjoint,
     solve,
 )
-from bedouin.solvers.base import Map
+from bedouin.solvers.base import Map, ReportBackward
+from bedouin.testing import assert_close
 
-EXACT = Picard(rtol=1e-14, atol=1e-15)
+EXACT, JACOBI = Picard(rtol=1e-14, atol=1e-15), Jacobi(1e-13, 0.0)
 SOLVERS: list[Solver] = [EXACT, Anderson(1e-13, 1e-15), Broyden(1e-13, 1e-15)]
 ADJOINTS: list[Adjoint] = [
     ImplicitAdjoint(),
@@ -102,27 +111,11 @@ def test_adjoints_that_agree(solver: Solver, adjoint: Adjoint, other: Adjoint) -
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("adjoint", [ImplicitAdjoint(), UnrolledAdjoint()])
-def test_exact_adjoints_agree_with_finite_differences(adjoint: Adjoint) -> None:
-    def fixed_point(*parameters: Tensor) -> Tensor:
-        return _solve(Cell(*parameters), EXACT, adjoint).value
-
-    parameters = _cell(b=2, c=3).parameters
-    assert torch.autograd.gradcheck(fixed_point, parameters, rtol=1e-6, atol=1e-7)
-
-
 def test_cheap_adjoints_differ_and_point_the_same_way() -> None:
     exact = _gradients(EXACT, ImplicitAdjoint())
     one_step = _cosine(_gradients(EXACT, OneStepAdjoint()), exact)
     phantom = _cosine(_gradients(EXACT, PhantomAdjoint()), exact)
     assert 0.7 < one_step < phantom < 1 - 1e-6 and phantom > 0.95
-
-
-def test_one_step_is_the_vjp_at_the_fixed_point() -> None:
-    f = _cell()
-    y_star = _solve(f, EXACT, OneStepAdjoint()).value.detach()
-    expected = torch.autograd.grad(_loss(f(y_star)), f.parameters)
-    torch.testing.assert_close(_gradients(EXACT, OneStepAdjoint()), expected)
 
 
 def test_too_few_unrolled_steps_give_the_gradient_of_those_steps() -> None:
@@ -156,14 +149,6 @@ def test_a_map_that_ignores_its_argument_has_the_gradient_of_its_value(adjoint: 
         value = solve(f, torch.zeros(2, 3), Picard(), adjoint=adjoint).value
         (grad,) = torch.autograd.grad(value.sum(), parameter)
         torch.testing.assert_close(grad.abs(), torch.full((2, 3), expected))
-
-
-def test_gradients_reach_what_is_upstream_of_the_map() -> None:
-    x = torch.full((2, 3), 0.5, requires_grad=True)
-    upstream = (4 * x).square()
-    value = solve(lambda y: 0.5 * y + upstream, torch.zeros(2, 3), Picard(1e-6)).value
-    (grad,) = torch.autograd.grad(value.sum(), x)
-    torch.testing.assert_close(grad, torch.full((2, 3), 2 * 16.0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS)
@@ -259,3 +244,174 @@ def test_the_other_adjoints_run_under_vmap_of_grad(adjoint: Adjoint) -> None:
     vmapped = torch.func.vmap(torch.func.grad(loss))(x)
     looped = [torch.autograd.functional.vjp(loss, v)[1] for v in x]
     torch.testing.assert_close(vmapped, torch.stack(looped), rtol=1e-8, atol=1e-8)
+
+
+# -- maps that are causal in time: Jacobi backward in time, and the reverse sweep
+
+
+class ExactToyMap(ToyMap):
+    """The same with a reverse sweep, which reports one step."""
+
+    def attach(self, y_star: Tensor, report: ReportBackward) -> Tensor:
+        value, zeros = self.loop(), torch.zeros(y_star.shape[:2])
+        value.register_hook(lambda grad: report(zeros, zeros))
+        return value
+
+
+def _toy(kind: type[ToyMap], a: float) -> tuple[ToyMap, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 6, 3), (3,)))
+    inputs = [v.requires_grad_() for v in (torch.tensor(a, dtype=torch.float64), w, x)]
+    return kind(*inputs), inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "solver", "adjoint", "a", "steps"),
+    [
+        # within t + 1 steps, where the map expands
+        (ToyMap, JACOBI, None, -2.0, range(2, 8)),
+        *(
+            (ToyMap, EXACT, ImplicitAdjoint(backward), 0.4, range(2, 101))
+            for backward in (EXACT, Anderson(1e-13, 0.0), JACOBI)
+        ),
+        # a reverse sweep is used after every solver, unless another one is asked for
+        *(
+            (ExactToyMap, solver, adjoint, 0.4, [1])
+            for solver in (JACOBI, Picard(1e-13, 0.0))
+            for adjoint in (None, ImplicitAdjoint(), ImplicitAdjoint(Direct()))
+        ),
+        (ExactToyMap, EXACT, ImplicitAdjoint(EXACT), 0.4, range(2, 101)),
+    ],
+)
+def test_the_gradient_is_that_of_the_loop_over_tokens(
+    kind: type[ToyMap], solver: Solver, adjoint: Adjoint | None, a: float, steps: Any
+) -> None:
+    f, inputs = _toy(kind, a)
+    solution = solve(f, torch.zeros_like(f.x), solver, adjoint=adjoint, time_dim=1)
+    grads = torch.autograd.grad(_loss(solution.value), inputs)
+    reference, leaves = _toy(ToyMap, a)
+    expected = torch.autograd.grad(_loss(reference.loop()), leaves)
+    torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-10)
+    backward: SolveStats | None = solution.stats.backward
+    assert backward is not None and all(int(n) in steps for n in backward.num_steps)
+
+
+# -- at the y that three steps have reached, which is no fixed point
+
+LAYERS: dict[str, Any] = {
+    "default": (Bedouin, {}),
+    "heads": (Bedouin, {"num_heads": 2}),
+    "coupled": (Bedouin, {"input_scale": "one_minus_decay", "num_householder": 3}),
+    "part of the feedback": (Bedouin, {"feedback": ("B", "mixer"), "feedback_norm": False}),
+    "no feedback": (Bedouin, {"feedback": ()}),
+    "vector state": (FixedPointRNN, {}),
+}
+ENDLESS: list[Solver] = [
+    Picard(0.0, 0.0),
+    Picard(0.0, 0.0, damping=0.6),
+    Picard(0.0, stop_rule="paper"),
+    Jacobi(0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("solver", ENDLESS, ids=str)
+@pytest.mark.parametrize("exact", [True, False], ids=["implicit", "one step"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_after_three_steps_the_gradient_is_linearized_at_the_y_that_was_returned(
+    name: str, exact: bool, solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(dF/dtheta)^T w with w = (I - J^T)^-1 g, or w = g, from the dense Jacobian of F at that y; no
+    token is solved anew for it."""
+    torch.manual_seed(0)
+    kind, options = LAYERS[name]
+    layer: FixedPointLayer = kind(3, d_state=2, **options) if kind is Bedouin else kind(3)
+    layer = layer.double()
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(2, 6, layer.d_inner, dtype=torch.float64)
+    monkeypatch.setattr(StructuredMap, "sweep", None)
+    adjoint = ImplicitAdjoint() if exact else OneStepAdjoint()
+    given: dict[str, Any] = {"max_steps": 3, "adjoint": adjoint, "on_unconverged": "ignore"}
+    y = solve(layer.map(x), start, solver, time_dim=1, **given).value
+    named = {"x": x} | {n: p for n, p in layer.named_parameters() if "out_proj" not in n}
+    grads = torch.autograd.grad(_loss(y), list(named.values()), allow_unused=True)
+
+    y_3, f = y.detach().requires_grad_(), layer.map(x)
+    f_y = f(y_3)
+    assert (f_y - y_3).detach().abs().max() > 1e-9
+    w = torch.autograd.grad(_loss(y_3), y_3)[0].flatten()
+    if exact:
+        jacobian = torch.autograd.functional.jacobian(f, y_3.detach()).reshape(len(w), len(w))
+        w = torch.linalg.solve(torch.eye(len(w), dtype=w.dtype) - jacobian.mT, w)
+    expected = torch.autograd.grad(f_y, list(named.values()), w.view_as(f_y), allow_unused=True)
+    for parameter, ours, theirs in zip(named, grads, expected, strict=True):
+        assert (ours is None or not ours.any()) if theirs is None else ours is not None
+        if theirs is not None and ours is not None:
+            assert_close(parameter, ours, theirs, 1e-9, atol=1e-12)
+
+
+# -- memory: that of one step, except for UnrolledAdjoint
+
+BATCH, WIDTH = 4, 64
+
+
+def _iterate(adjoint: Adjoint, solver: Solver, num_steps: int) -> tuple[Tensor, list[Tensor]]:
+    """Exactly num_steps iterations of tanh(W y + x); the value, and W and x."""
+    W = (0.5 * torch.eye(WIDTH, dtype=torch.float64)).requires_grad_()
+    x = (
+        torch.linspace(-1, 1, BATCH * WIDTH, dtype=torch.float64)
+        .reshape(BATCH, WIDTH)
+        .requires_grad_()
+    )
+    solution = solve(
+        lambda y: torch.tanh(y @ W.T + x),
+        torch.zeros_like(x),
+        solver,
+        max_steps=num_steps,
+        adjoint=adjoint,
+        on_unconverged="ignore",
+    )
+    return solution.value, [W, x]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The largest number of bytes of tensors made under it that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return out
+
+
+def _peak(adjoint: Adjoint, solver: Solver, num_steps: int) -> int:
+    """Bytes alive at once in forward and backward with exactly num_steps iterations."""
+    with LiveBytes() as live:
+        value, parameters = _iterate(adjoint, solver, num_steps)
+        torch.autograd.grad(value.square().sum(), parameters)
+    return int(live.peak)
+
+
+@pytest.mark.parametrize("adjoint", [ImplicitAdjoint(), OneStepAdjoint(), PhantomAdjoint()])
+@pytest.mark.parametrize("solver", [Picard(0.0, 0.0), Anderson(0.0, 0.0, memory=3)])
+def test_memory_is_that_of_one_step_whatever_their_number(adjoint: Adjoint, solver: Solver) -> None:
+    assert _peak(adjoint, solver, 32) <= _peak(adjoint, solver, 8)
+
+
+def test_memory_of_the_unrolled_adjoint_grows() -> None:
+    few, many = (_peak(UnrolledAdjoint(), Picard(0.0, 0.0), steps) for steps in (20, 80))
+    assert many - few >= 60 * BATCH * WIDTH * 8

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from bedouin.solvers import (
-    OneStepAdjoint,
     Picard,
     Result,
     Solution,
@@ -20,8 +17,6 @@ from bedouin.solvers import (
     solve,
 )
 from bedouin.solvers.base import Map
-
-NEVER = Picard(rtol=0.0, atol=0.0)
 
 
 def _run(f: Map, y0: Tensor, solver: Picard, max_steps: int = 100, **options: Any) -> Solution:
@@ -44,10 +39,6 @@ def _causal_map(x: Tensor) -> Map:  # (b, t, c)
     return f
 
 
-def _solve_causal(x: Tensor, solver: Picard | None = None) -> Solution:
-    return _run(_causal_map(x), torch.zeros_like(x), solver or Picard(1e-6), time_dim=1)
-
-
 def test_each_sample_stops_at_its_own_step_and_keeps_the_measured_value() -> None:
     f, solver = _rates(0.1, 0.5, 0.9), Picard(rtol=1e-5, atol=1e-7)
     y0 = torch.zeros(3, 2, dtype=torch.float64)
@@ -63,17 +54,6 @@ def test_each_sample_stops_at_its_own_step_and_keeps_the_measured_value() -> Non
     assert len(set(steps)) == 3
     assert solution.stats.num_steps.tolist() == steps
     assert torch.equal(solution.value, values)
-
-
-@pytest.mark.parametrize("max_steps", [1, 2, 7])
-def test_without_convergence_there_are_exactly_max_steps_updates(max_steps: int) -> None:
-    f, y = _rates(0.5), torch.zeros(1, 1, dtype=torch.float64)
-    solution = _run(f, y, NEVER, max_steps)
-    for _ in range(max_steps):
-        y = f(y)
-    assert torch.equal(solution.value, y)
-    assert solution.stats.num_steps.tolist() == [max_steps]
-    assert solution.result is Result.max_steps_reached
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -139,28 +119,16 @@ def test_adaptive_damping_shrinks_after_patience_steps_without_a_new_low() -> No
     torch.testing.assert_close(_run(_oscillating, y0, solver, 4).value, y)
 
 
-@settings(max_examples=25)
-@given(
-    seed=st.integers(0, 99),
-    cut=st.integers(1, 9),
-    solver=st.sampled_from(
-        [Picard(0.1), Picard(1e-3), Picard(1e-6), Picard(1e-6, damping=0.7), NEVER]
-    ),
-)
-def test_neither_neighbours_nor_the_future_change_a_token(
-    seed: int, cut: int, solver: Picard
-) -> None:
-    x = torch.randn(2, 10, 3, generator=torch.Generator().manual_seed(seed))
-    whole = _solve_causal(x, solver)
-    assert torch.equal(whole.value[:, :cut], _solve_causal(x[:, :cut], solver).value)
-    for i in range(2):
-        alone = _solve_causal(x[i : i + 1], solver)
-        assert torch.equal(whole.value[i : i + 1], alone.value)
-        assert whole.stats.num_steps[i] == alone.stats.num_steps[0]
-    if solver is not NEVER:  # solving again from the solution changes nothing
-        again = _run(_causal_map(x), whole.value, solver, time_dim=1)
-        assert torch.equal(again.value, whole.value)
-        assert again.stats.num_steps.tolist() == [1, 1]
+@pytest.mark.parametrize("solver", [Picard(0.1), Picard(1e-6), Picard(1e-6, damping=0.7)], ids=str)
+def test_neighbours_the_future_and_solving_again_change_no_bit(solver: Picard) -> None:
+    x = torch.randn(2, 10, 3)
+    whole = _run(_causal_map(x), torch.zeros_like(x), solver, time_dim=1)
+    for part in ((slice(1),), (slice(1, 2),), (slice(None), slice(4))):
+        alone = _run(_causal_map(x[part]), torch.zeros_like(x[part]), solver, time_dim=1)
+        assert torch.equal(alone.value, whole.value[part])
+    again = _run(_causal_map(x), whole.value, solver, time_dim=1)
+    assert torch.equal(again.value, whole.value)
+    assert again.stats.num_steps.tolist() == [1, 1]
 
 
 def test_a_token_waits_for_all_tokens_before_it() -> None:
@@ -185,22 +153,6 @@ def test_scale_is_that_of_the_past_not_of_the_future() -> None:
     assert abs(solution.value[0, 0, 0].item() - 2) < 4e-3
 
 
-def test_paper_stop_rule_is_the_loop_of_the_paper() -> None:
-    torch.manual_seed(3)
-    x = torch.randn(3, 6, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None]
-    f = _causal_map(x)
-    solver = Picard(0.1, 0.0, stop_rule="paper")
-    solution = _run(f, torch.zeros_like(x), solver, time_dim=1)
-    for i in range(3):
-        y_before, y, steps = _paper_loop(x[i : i + 1], 100)
-        assert solution.stats.num_steps[i] == steps
-        assert torch.equal(solution.value[i : i + 1], y)
-        residual = _residual_of_step(y_before, y)
-        torch.testing.assert_close(solution.stats.residual[i], residual, rtol=1e-12, atol=0)
-    assert len(set(solution.stats.num_steps.tolist())) > 1
-    assert bool(solution.stats.converged.all())
-
-
 def _residual_of_step(y_before: Tensor, y: Tensor) -> Tensor:  # (1, t, c) each
     """max_t |y_t - y_before_t| / max_{s <= t} |y_s|."""
     defect, scale = (y - y_before).abs().amax(-1), y.abs().amax(-1)
@@ -219,9 +171,11 @@ def _paper_loop(x: Tensor, max_steps: int, damping: float = 1.0) -> tuple[Tensor
 
 @pytest.mark.parametrize("damping", [1.0, 0.6])
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 50])
-def test_paper_stop_rule_returns_the_last_evaluation(max_steps: int, damping: float) -> None:
-    """By the tolerance or by the cap, damped or not; and the cap adds no evaluation."""
-    x = torch.randn(1, 6, 2, dtype=torch.float64)
+def test_the_papers_rule_is_its_loop_and_returns_the_last_evaluation(
+    max_steps: int, damping: float
+) -> None:
+    """By the tolerance, each sample at its own step, or by the cap, which adds no evaluation."""
+    x = torch.randn(3, 6, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None]
     f, count = _causal_map(x), []
 
     def counted(y: Tensor) -> Tensor:
@@ -231,12 +185,15 @@ def test_paper_stop_rule_returns_the_last_evaluation(max_steps: int, damping: fl
     solver = Picard(0.1, 0.0, damping, stop_rule="paper")
     with torch.no_grad():
         solution = _run(counted, torch.zeros_like(x), solver, max_steps, time_dim=1)
-    y_before, y, steps = _paper_loop(x, max_steps, damping)
-    assert torch.equal(solution.value, y)
-    assert solution.stats.num_steps.tolist() == [steps] and len(count) == steps
-    assert solution.stats.converged.tolist() == [steps < max_steps or max_steps == 50]
-    residual = _residual_of_step(y_before, y)
-    torch.testing.assert_close(solution.stats.residual[0], residual, rtol=1e-12, atol=0)
+    for i in range(3):
+        y_before, y, steps = _paper_loop(x[i : i + 1], max_steps, damping)
+        assert torch.equal(solution.value[i : i + 1], y)
+        assert solution.stats.num_steps[i] == steps
+        assert solution.stats.converged[i] == (steps < max_steps)
+        residual = _residual_of_step(y_before, y)
+        torch.testing.assert_close(solution.stats.residual[i], residual, rtol=1e-12, atol=0)
+    assert len(count) == solution.stats.num_steps.max()
+    assert max_steps < 50 or len(set(solution.stats.num_steps.tolist())) > 1
 
 
 @pytest.mark.parametrize("max_steps", [2, 50])
@@ -250,15 +207,6 @@ def test_unrolling_the_paper_stop_rule_is_the_gradient_of_its_evaluations(max_st
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
-def test_the_one_step_gradient_of_the_paper_is_taken_at_the_returned_value() -> None:
-    x = torch.randn(2, 6, 2, dtype=torch.float64, requires_grad=True)
-    y0, solver = torch.zeros_like(x), Picard(0.1, 0.0, stop_rule="paper")
-    solution = _run(_causal_map(x), y0, solver, adjoint=OneStepAdjoint(), time_dim=1)
-    (ours,) = torch.autograd.grad(solution.value.sum(), x)
-    (theirs,) = torch.autograd.grad(_causal_map(x)(solution.value.detach()).sum(), x)
-    assert torch.equal(ours, theirs)
-
-
 def test_an_infinity_on_the_way_does_not_fail_a_later_token() -> None:
     """Token 1 overflows until token 0, which it divides by, has left zero."""
 
@@ -268,10 +216,3 @@ def test_an_infinity_on_the_way_does_not_fail_a_later_token() -> None:
     solution = _run(f, torch.zeros(1, 2, 1), Picard(), time_dim=1)
     assert solution.value.flatten().tolist() == [1.0, 2.0]
     assert solution.result is Result.converged
-
-
-def test_a_value_that_becomes_nan_later_is_reported() -> None:
-    solution = _run(torch.log, torch.tensor([[1.0], [2.0]]), Picard())
-    assert bool(solution.value.isnan().all())
-    assert solution.result is Result.nonfinite
-    assert solution.stats.num_steps.max() < 10

@@ -3,8 +3,6 @@
 Letters: b batch, t tokens, c values of a token.
 """
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -61,38 +59,26 @@ def test_a_slow_contraction_takes_fewer_steps_than_picard(solver: Solver) -> Non
 
 
 @pytest.mark.parametrize("solver", BOTH)
-@pytest.mark.parametrize("max_steps", [1, 2, 3])
-def test_few_steps_already_improve_on_the_start(solver: Solver, max_steps: int) -> None:
-    f = _Counted()
-    start = _residual(f, torch.zeros_like(f.x))
-    f.calls = 0
-    solution = _run(f, torch.zeros_like(f.x), solver, max_steps)
-    assert f.calls == max_steps + 1
-    assert solution.stats.num_steps.tolist() == [max_steps] * 3
-    assert bool((solution.stats.residual < 0.7**max_steps * start).all())
-
-
-@pytest.mark.parametrize("solver", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_evaluation_is_spent_after_convergence(solver: Solver, dtype: torch.dtype) -> None:
+def test_few_steps_improve_on_the_start_and_none_is_spent_after_convergence(
+    solver: Solver, dtype: torch.dtype
+) -> None:
     f = _Counted(dtype=dtype)
-    solution = _run(f, torch.zeros_like(f.x), solver)
+    start = _residual(f, torch.zeros_like(f.x))
+    for max_steps in (1, 2, 3, 100):
+        f.calls = 0
+        solution = _run(f, torch.zeros_like(f.x), solver, max_steps)
+        assert solution.value.dtype == dtype
+        if max_steps < 100:
+            assert f.calls == max_steps + 1
+            assert solution.stats.num_steps.tolist() == [max_steps] * 3
+            assert bool((solution.stats.residual < 0.7**max_steps * start).all())
     assert solution.result is Result.converged
     assert f.calls <= int(solution.stats.num_steps.max()) + 1
-    assert solution.value.dtype == dtype
 
 
 @pytest.mark.parametrize("solver", BOTH)
-def test_zero_tolerances_never_stop_early(solver: Any) -> None:
-    f = _Counted()
-    solution = _run(f, torch.zeros_like(f.x), type(solver)(rtol=0.0, atol=0.0), 60)
-    assert f.calls == 61
-    assert solution.stats.num_steps.tolist() == [60] * 3
-    assert solution.stats.residual.max() < 1e-10
-
-
-@pytest.mark.parametrize("solver", BOTH)
-@pytest.mark.parametrize("size", [2.0**-20, 2.0**20])
+@pytest.mark.parametrize("size", [2.0**-20, 1e-2, 2.0**20])
 def test_the_size_of_the_values_does_not_matter(solver: Any, size: float) -> None:
     """Anderson's regularization is absolute in torchdeq; here |y| may be anything."""
     f, solver = _Counted(), type(solver)(rtol=1e-10, atol=0.0)
@@ -101,13 +87,6 @@ def test_the_size_of_the_values_does_not_matter(solver: Any, size: float) -> Non
     assert scaled.result is Result.converged
     assert torch.equal(scaled.stats.num_steps, plain.stats.num_steps)
     torch.testing.assert_close(scaled.value / size, plain.value)
-
-
-def test_anderson_reaches_1e_10_where_values_are_small() -> None:
-    f = _Counted()
-    solution = _run(lambda y: 1e-2 * f(1e2 * y), torch.zeros_like(f.x), Anderson(1e-10, 0.0))
-    assert solution.result is Result.converged
-    assert solution.value.abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("solver", BOTH)
@@ -119,16 +98,6 @@ def test_a_sample_that_converged_is_left_alone(solver: Solver) -> None:
     fast, slow = solution.stats.num_steps.tolist()
     assert fast == 2 and slow > 4
     assert torch.equal(solution.value[0], torch.ones(6, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("solver", BOTH)
-def test_a_sample_that_becomes_nan_on_the_way_is_reported(solver: Solver) -> None:
-    def f(y: Tensor) -> Tensor:
-        return torch.stack([0.5 * y[0] + 1, torch.log(y[1])])
-
-    solution = _run(f, torch.ones(2, 4, dtype=torch.float64), solver)
-    assert solution.stats.converged.tolist() == [True, False]
-    assert (solution.value[0] - 2).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -155,19 +124,6 @@ def test_a_neighbour_with_singular_normal_equations_costs_no_steps(dtype: torch.
     torch.testing.assert_close(together.value[0], alone.value[0], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("solver", TIGHT)
-def test_a_map_without_a_fixed_point_does_not_raise(solver: Solver, dtype: torch.dtype) -> None:
-    shift = torch.tensor([[1.0], [0.0]], dtype=dtype)
-
-    def f(y: Tensor) -> Tensor:
-        return torch.where(shift > 0, y + shift, 0.5 * y + 1)
-
-    solution = _run(f, torch.zeros(2, 1, dtype=dtype), solver, 40)
-    assert solution.stats.converged.tolist()[1]
-    assert abs(solution.value[1, 0].item() - 2) < 1e-5
-
-
 UNBOUNDED = {
     "y + 1": lambda y: y + 1,
     "y + (1, 2, 3)": lambda y: y + torch.tensor([1, 2, 3], dtype=y.dtype),
@@ -185,12 +141,15 @@ UNBOUNDED = {
     ],
 )
 @pytest.mark.parametrize("kind", [Anderson, Broyden])
-def test_iterates_that_grow_without_bound_do_not_converge(
+def test_iterates_that_grow_without_bound_fail_alone(
     kind: Any, name: str, tolerance: tuple[float, float], dtype: torch.dtype
 ) -> None:
-    y0 = torch.zeros(2, 3, dtype=dtype)
-    solution = solve(UNBOUNDED[name], y0, kind(*tolerance), max_steps=200, on_unconverged="ignore")
-    assert not bool(solution.stats.converged.any())
+    def f(y: Tensor) -> Tensor:
+        return torch.stack([UNBOUNDED[name](y[0]), 0.5 * y[1] + 1])
+
+    solution = _run(f, torch.zeros(2, 3, dtype=dtype), kind(*tolerance), 200)
+    assert solution.stats.converged.tolist() == [False, True]
+    torch.testing.assert_close(solution.value[1], torch.full_like(solution.value[1], 2))
 
 
 @pytest.mark.parametrize("tolerance", [(1e-4, 1e-8), (0.1, 0.0), (0.0, 1e-2)])
@@ -226,9 +185,3 @@ def test_broyden_converges_with_few_updates_kept() -> None:
     solution = _run(f, torch.zeros_like(f.x), Broyden(1e-8, 0.0, max_rank=5))
     assert solution.result is Result.converged
     assert int(solution.stats.num_steps.min()) > 6
-
-
-def test_importing_the_library_does_not_import_torchdeq() -> None:
-    """Its sources warn on Python 3.12, and only Anderson and Broyden need it."""
-    code = "import sys, bedouin; sys.exit('torchdeq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

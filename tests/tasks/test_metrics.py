@@ -65,12 +65,7 @@ def test_a_nan_counts_as_wrong(dtype: torch.dtype) -> None:
         (PREDICTED[:, :2], LABELS, ValueError, r"logits .* or class ids \(4, 4\).* got \(4, 2\)"),
         (torch.zeros(4, 4, 0), LABELS, ValueError, r"at least one class, got \(4, 4, 0\)"),
         (PREDICTED.float(), LABELS, TypeError, r"integer dtype, got torch\.float32"),
-        (
-            PREDICTED,
-            LABELS.float(),
-            TypeError,
-            "labels must be of integer dtype, got torch",
-        ),
+        (PREDICTED, LABELS.float(), TypeError, "labels must be of integer dtype, got torch"),
         (torch.zeros(4, 4, 2).bool(), LABELS, TypeError, r"must be real numbers, got torch\.bool"),
     ],
 )

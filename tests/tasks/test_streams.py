@@ -2,8 +2,6 @@
 
 import copy
 import io
-import multiprocessing
-import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedouin.tasks import Group, Split, Stream, WordProblem, stream
-from bedouin.tasks.streams import MAX_RANK, MAX_SEED, draw_last, resolve_split, row_hash
+from bedouin.tasks import Split, Stream, stream
+from bedouin.tasks.streams import MAX_RANK, MAX_SEED
 
 seeds = st.integers(0, MAX_SEED - 1)
 ranks = st.integers(0, MAX_RANK - 1)
@@ -36,12 +34,6 @@ def test_seed_and_rank_name_one_stream(one: tuple[int, int], other: tuple[int, i
     assert (first == second) == (one == other)
 
 
-def test_a_stream_repeats() -> None:
-    draws = [torch.rand(5, generator=stream("train", 3)) for _ in range(2)]
-    assert torch.equal(*draws)
-    assert not torch.equal(draws[0], torch.rand(5, generator=stream("test", 3)))
-
-
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"split": "val"}, ValueError, r"split must be one of \('train', 'test', 'all'\), got 'val'"),
     ({"seed": -1}, ValueError, r"seed must be in \[0, 1048576\), got -1"),
@@ -59,42 +51,6 @@ def test_bad_streams(arguments: dict[str, Any], error: type[Exception], message:
         stream(**{"split": "train", "seed": 0, **arguments})
 
 
-def test_the_stream_decides_the_split() -> None:
-    assert resolve_split(stream("test", 0), None) == "test"
-    assert resolve_split(stream("test", 0), "test") == "test"
-    assert resolve_split(torch.Generator(), None) == "all"
-    assert resolve_split(torch.Generator(), "train") == "train"
-    assert Stream().split == "all"
-    with pytest.raises(ValueError, match=r"that of the stream \('test'\), got 'train'.*another"):
-        resolve_split(stream("test", 0), "train")
-    with pytest.raises(ValueError, match="split must be one of"):
-        resolve_split(torch.Generator(), "both")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 3: make one"):
-        resolve_split(3, None)  # type: ignore[arg-type]
-
-
-@given(st.integers(2, 70), st.integers(0, 2**31 - 1))
-def test_each_value_belongs_to_exactly_one_split(num_values: int, hashed: int) -> None:
-    hashes = torch.full((4000,), hashed)
-    generator = torch.Generator().manual_seed(0)
-    train = set(draw_last(hashes, num_values, "train", generator).tolist())
-    test = set(draw_last(hashes, num_values, "test", generator).tolist())
-    assert not train & test
-    assert train | test == set(range(num_values))
-    assert len(test) == max(1, num_values // 16)
-
-
-def test_row_hash_spreads_and_ignores_zeros_behind() -> None:
-    rows = torch.cartesian_prod(*[torch.arange(6)] * 4)  # (1296, 4)
-    hashes = row_hash(rows)
-    assert len(set(hashes.tolist())) == len(rows)
-    assert int(hashes.min()) >= 0
-    counts = (hashes % 6).bincount()
-    assert counts.float().std() < 3 * (1296 / 6) ** 0.5
-    assert torch.equal(hashes, row_hash(torch.nn.functional.pad(rows, (0, 3))))
-    assert row_hash(torch.zeros(2, 0, dtype=torch.int64)).shape == (2,)
-
-
 def saved_and_loaded(generator: Stream) -> Any:
     file = io.BytesIO()
     torch.save(generator, file)
@@ -106,17 +62,14 @@ COPIES: dict[str, Callable[[Stream], Any]] = {
     "torch.save": saved_and_loaded,
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)),  # as for another process
     "clone_state": lambda s: s.clone_state(),
     "inside a container": lambda s: copy.deepcopy({"streams": [s]})["streams"][0],
 }
 
 
-copies = pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
-
-
 @pytest.mark.parametrize("split", ["train", "test", "all"])
-@copies
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 def test_copies_keep_split_and_place(make: Callable[[Stream], Any], split: Split) -> None:
     original = stream(split, 3)
     torch.rand(5, generator=original)
@@ -125,38 +78,6 @@ def test_copies_keep_split_and_place(make: Callable[[Stream], Any], split: Split
     assert made.device == original.device and made.initial_seed() == original.initial_seed()
     expected = torch.rand(5, generator=original)
     assert torch.equal(torch.rand(5, generator=made), expected)
-
-
-@copies
-def test_rows_of_a_copied_test_stream_are_test_rows(make: Callable[[Stream], Any]) -> None:
-    task = WordProblem(Group.from_name("Z5"), length=3)
-    seen = {tuple(row) for row in task.sample(4000, stream("train", 0)).tokens.tolist()}
-    copied = {tuple(row) for row in task.sample(500, make(stream("test", 0))).tokens.tolist()}
-    assert copied and not seen & copied
-
-
-def test_a_spawned_process_gets_the_split() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        got = pool.apply(operator.methodcaller("__reduce__"), (stream("test", 0),))
-    kind, arguments, _ = got
-    assert kind is Stream and arguments == ("cpu", "test")
-
-
-class _Rows(torch.utils.data.Dataset[tuple[str, float]]):
-    def __init__(self, generator: Stream) -> None:
-        self.generator = generator
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> tuple[str, float]:
-        return self.generator.split, float(torch.rand((), generator=self.generator))
-
-
-def test_a_data_loader_worker_gets_the_split() -> None:
-    expected = float(torch.rand((), generator=stream("test", 0)))
-    loader = torch.utils.data.DataLoader(_Rows(stream("test", 0)), batch_size=None, num_workers=1)
-    assert tuple(next(iter(loader))) == ("test", expected)
 
 
 @pytest.mark.gpu

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tasks.rows import check, rows_of
+from tests.tasks.rows import check, check_row, padded, rows_of
 
 from bedouin.tasks import (
+    IGNORE,
     MQAR,
     BoundPermutations,
     Copying,
@@ -23,7 +24,7 @@ from bedouin.tasks import (
     symmetric,
 )
 
-A5, S5, Z5 = Group.from_name("A5"), symmetric(5), cyclic(5)
+A5, S5, Z2, Z5 = Group.from_name("A5"), symmetric(5), cyclic(2), cyclic(5)
 groups = st.sampled_from(["S3", "A5", "Z7", "D4", "A4xZ5"]).map(Group.from_name)
 
 STRATEGIES = {
@@ -93,6 +94,61 @@ def test_labels_are_what_reading_the_row_gives(
     check(task, batch)
 
 
+FILLED = "3 5 0 5 4 5 1 5 1 5 2 5"
+DOCUMENTED: list[tuple[Any, str, str]] = [
+    (WordProblem(Z5, 6), "3 0 4 1 1 2", "3 3 2 3 4 1"),
+    (WordProblem(Z5, 6, protocol="official"), "6 3 0 4 1 1 2", "6 3 3 2 3 4 1"),
+    (WordProblem(Z5, 6, tokens_per_transition=2), FILLED, ". 3 . 3 . 2 . 3 . 4 . 1"),
+    *(
+        (WordProblem(Z5, 6, tokens_per_transition=2, label_at=label_at), FILLED, labels)  # type: ignore[arg-type]
+        for label_at, labels in (
+            ("every", "0 3 3 3 3 2 2 3 3 4 4 1"),
+            ("last", ". . . . . . . . . . . 1"),
+        )
+    ),
+    (Copying(24, 2, 4), "$bat|bat.$node|node.$ox|", "    bat.      node."),
+    (Copying(24, 2, 4), "$owl|owl.", "    owl."),
+    (Parity(6, 3), "1 0 1 1 0 1", ". . . . . 0"),
+    (Parity(6, 3), "1 1 1 0 2 2", ". . . 1 . ."),
+    (Parity(6, 3, "every"), "1 0 1 1 0 1", "1 1 0 1 1 0"),
+    (Parity(6, 3, "every"), "1 1 1 0 2 2", "1 0 1 1 . ."),
+    (ModularArithmetic(length=10, min_length=4), "2-3-3*2+4=", ".........2"),
+    (ModularArithmetic(length=10, min_length=4), "4*3+1=____", ".....3...."),
+    (ModularArithmetic(brackets=True, length=13), "((-4)*(2+3))=", "............0"),
+    (MQAR(12, 16, 2), "2 8 4 7 * * 4 * * * 2 * * * * *", "            7       8"),
+    (
+        BoundPermutations(Z5, 2, 2, 5, 5),
+        "a 3 f 4 a . f . ! a 1 ? a a . * * * *",
+        "          3   2         1   3",
+    ),
+]
+
+
+def id_of(task: Any, symbol: str) -> int:
+    """The token of a symbol in the docstring of a task."""
+    if hasattr(task, "symbols"):
+        return int(task.symbols.index(symbol))
+    if isinstance(task, BoundPermutations):
+        names, others = "abcdefghijklmnopqrstuvwxyz", "01234!?.*"  # of Z5
+        return names.find(symbol) if symbol in names else 26 + others.index(symbol)
+    return 0 if symbol == "*" else int(symbol)  # any token
+
+
+@pytest.mark.parametrize(("task", "row", "labels"), DOCUMENTED)
+def test_the_rows_of_the_docstring(task: Any, row: str, labels: str) -> None:
+    """They are judged right, and so is what judges the others."""
+    assert all(of in str(type(task).__doc__) for of in (row, labels))
+    step = 1 if hasattr(task, "symbols") else 2  # with a blank between two tokens
+    tokens = [id_of(task, symbol) for symbol in row[::step]]
+    with_symbols = isinstance(task, Copying)
+    answers = [
+        IGNORE if v in " ." and not (v == "." and with_symbols)
+        else (id_of(task, v) if with_symbols else int(v))
+        for v in labels[::step]
+    ]  # fmt: skip
+    check_row(task, tokens, padded(answers, tokens), None)
+
+
 CALLS: dict[str, tuple[Any, dict[str, Any], tuple[int, int]]] = {
     "word problem": (WordProblem(A5, 6, tokens_per_transition=3), {}, (2, 18)),
     "another length": (WordProblem(A5, 6, tokens_per_transition=3), {"length": 11}, (2, 33)),
@@ -123,19 +179,12 @@ def test_a_call(task: Any, options: dict[str, Any], shape: tuple[int, int]) -> N
     moved = task.sample(2, stream("train", 0), device="meta", **options)
     assert moved.tokens.shape == moved.labels.shape == shape
     assert moved.tokens.device.type == moved.labels.device.type == "meta"
-
-
-@calls
-def test_rows_do_not_depend_on_the_default_dtype(
-    task: Any, options: dict[str, Any], shape: tuple[int, int]
-) -> None:
-    expected = task.sample(4, stream("train", 0), **options)
     torch.set_default_dtype(torch.float64)
     try:
-        found = task.sample(4, stream("train", 0), **options)
+        again = task.sample(2, stream("test", 5), **options)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(v, w) for v, w in zip(found, expected, strict=True))
+    assert all(torch.equal(v, w) for v, w in zip(batch, again, strict=True))
 
 
 @pytest.mark.gpu
@@ -178,6 +227,8 @@ def test_sizes(task: Any, vocab_size: int, output_size: int, chance: float) -> N
     ("task", "last", "train_rows", "test_rows"),
     [
         (WordProblem(Z5, 3), 2, 100, 25),
+        (WordProblem(Z2, 4), 3, 8, 8),
+        (WordProblem(symmetric(3), 1), 0, 5, 1),
         (ModularArithmetic(3, length=4), 2, 18, 9),
         (ModularArithmetic(3, brackets=True, length=6), 3, 18, 9),
         (Parity(5), 4, 16, 16),
@@ -193,26 +244,10 @@ def test_splits_share_the_whole_space(
         for generator in (stream("train", 0), stream("test", 0), torch.Generator().manual_seed(0))
     )
     assert not train & test and train | test == both
+    assert rows_of(task.sample(99, torch.Generator(), split="test").tokens) <= test
     assert (len(train), len(test)) == (train_rows, test_rows)
     prefixes, others = ({row[:last] + row[last + 1 :] for row in split} for split in (train, test))
     assert prefixes == others
-
-
-@settings(max_examples=40)
-@given(
-    st.sampled_from(["Z2", "S3", "A5", "S5"]),
-    *(st.integers(1, 4), st.integers(0, 999), st.integers(0, 999)),
-)
-def test_no_row_is_in_both_splits(name: str, t: int, seed: int, other: int) -> None:
-    task = WordProblem(Group.from_name(name), t)
-    train, test = (
-        rows_of(task.sample(1000, generator).tokens)
-        for generator in (stream("train", seed), stream("test", other))
-    )
-    assert not train & test
-
-
-Z2 = Group.from_name("Z2")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +281,6 @@ FIELDS: list[tuple[Any, dict[str, Any], str]] = [
     (WordProblem, {"label_at": "last", "protocol": "official"}, "must be 'transition' with"),
     (WordProblem, {"include_identity": True}, 'include_identity=True needs elements="swaps"'),
     (WordProblem, {"generators": 1}, r"generators must be in \[2, 60\), got 1"),
-    (WordProblem, {"generators": 60}, r"generators must be in \[2, 60\), got 60"),
     (WordProblem, {"generators": 4, "elements": "swaps"}, "needs elements=\"all\", got 'swaps'"),
     (WordProblem, {"generators": 4, "generator_seed": -1}, "generator_seed must be at least 0"),
     (WordProblem, {"generator_seed": 3}, "generator_seed must be 0 without generators, got 3"),
@@ -254,24 +288,20 @@ FIELDS: list[tuple[Any, dict[str, Any], str]] = [
     (Copying, {"min_length": 9}, "at most max_length, got min_length=9"),
     (Copying, {"context_len": 18}, r"2·max_length \+ 3 = 19, got 18: raise it"),
     (Copying, {"num_letters": 1}, r"num_letters must be in \[2, 26\], got 1"),
-    (Copying, {"num_letters": 27}, "num_letters must be in"),
     (Copying, {"protocol": "mine"}, r"protocol must be one of .*, got 'mine'"),
     (Parity, {"length": 0}, "length must be at least 1, got 0"),
-    (Parity, {"min_length": 0}, r"min_length must be in \[1, 41\), got 0"),
     (Parity, {"min_length": 41}, r"min_length must be in \[1, 41\), got 41"),
     (Parity, {"label_at": "first"}, r"label_at must be one of \('last', 'every'\), got 'first'"),
     (ModularArithmetic, {"modulus": 1}, "modulus must be at least 2, got 1"),
     (ModularArithmetic, {"length": 1}, "length must be at least 2, got 1"),
     (ModularArithmetic, {"length": 41}, "must be even without brackets, got 41: digits and"),
     (ModularArithmetic, {"min_length": 1}, r"min_length must be in \[2, 41\), got 1"),
-    (ModularArithmetic, {"min_length": 41}, r"min_length must be in \[2, 41\), got 41"),
     (MQAR, {"vocab_size": 3}, "vocab_size must be at least 4, got 3"),
     (MQAR, {"num_pairs": 0}, r"num_pairs must be in \[1, 4096\), got 0"),
     (MQAR, {"length": 127}, "length must be even and at least 4 num_pairs = 128, got 127"),
     (MQAR, {"length": 126}, "length must be even and at least 4 num_pairs = 128, got 126"),
     (MQAR, {"power": 0.0}, "power must be > 0, got 0.0"),
     (BoundPermutations, {"group": cyclic(1)}, "group must have at least two elements, got Z1"),
-    (BoundPermutations, {"min_definitions": 0}, r"min_definitions must be in \[1, 17\), got 0"),
     (BoundPermutations, {"min_definitions": 17}, r"min_definitions must be in \[1, 17\), got 17"),
     (BoundPermutations, {"max_definitions": 27}, r"max_definitions must be in \[1, 27\), got 27"),
     (BoundPermutations, {"min_operations": 33}, r"min_operations must be in \[1, 33\), got 33"),
@@ -306,12 +336,9 @@ def test_fields_of_wrong_types(kind: Any, others: dict[str, Any], names: str, va
     if value is not None and kind is WordProblem:
         with pytest.raises(TypeError, match=f"generators must be an int, got {value!r}"):
             WordProblem(A5, generators=value)
-
-
-@pytest.mark.parametrize("kind", [WordProblem, BoundPermutations])
-def test_a_name_is_no_group(kind: Any) -> None:
-    with pytest.raises(TypeError, match="group must be a Group, got 'A5'.*Group.from_name"):
-        kind("A5")
+    if kind in (WordProblem, BoundPermutations):
+        with pytest.raises(TypeError, match="group must be a Group, got 'A5'.*Group.from_name"):
+            kind("A5")
 
 
 @pytest.mark.parametrize(
@@ -327,6 +354,8 @@ def test_bad_calls_of_all(task: Any) -> None:
         task.sample(2.0, train)
     with pytest.raises(ValueError, match="split must be that of the stream"):
         task.sample(1, train, split="test")
+    with pytest.raises(ValueError, match="split must be one of"):
+        task.sample(1, torch.Generator(), split="both")
     with pytest.raises(TypeError, match="generator must be a torch.Generator, got 0"):
         task.sample(1, 0)
     if not isinstance(task, BoundPermutations):

@@ -12,25 +12,19 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.checks import known_options
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.common import at_least_float32, mark, positive_number, reset_dt_bias
+from bedouin.layers.common import at_least_float32, mark, reset_dt_bias
 from bedouin.layers.convolution import ShortConvolution
-from bedouin.layers.delta_net import DeltaState
-from bedouin.packing import tokens_before, zero_outside
-from research.rivals.matrix_layer import MatrixLayer
 
 CHUNK = 16
 """Tokens of a chunk; the products of all its pairs are p numbers each."""
 
-A_RANGE = 1.0, 16.0
-"""Initial values of exp(A_log)."""
-
-NORM_EPS = 1e-5
+A_RANGE, NORM_EPS = (1.0, 16.0), 1e-5
+"""Initial values of exp(A_log), and the epsilon of the norm."""
 
 
-class GatedDeltaNet2(MatrixLayer[DeltaState]):
-    """Gated DeltaNet-2, (b, t, m) -> (b, t, m), with eigenvalues in [-1, 1]:
+class GatedDeltaNet2(nn.Module):
+    """Gated DeltaNet-2, (b, t, m) -> (b, t, m), with eigenvalues in [-1, 1], on whole sequences:
 
         S_t = (I - k_t (b_t * k_t)^T) Diag(a_t) S_{t-1} + k_t (w_t * v_t)^T
         out = out_proj(norm(S_t^T q_t / sqrt(p)) * sigmoid(g_t))
@@ -39,56 +33,30 @@ class GatedDeltaNet2(MatrixLayer[DeltaState]):
     strength for each key channel, w = sigmoid(proj(x)) for each value channel, a = exp(-exp(A_log)
     softplus(f(x) + dt_bias)) a decay for each key channel, and f and g are linear through p values.
     Source: Gated DeltaNet-2 (arXiv 2605.22791); initial values are those of
-    flash-linear-attention's layer with `allow_neg_eigval`.
-
-    Args:
-        num_heads: h.
-        head_dim: p; None: d_model / num_heads.
-        d_conv: width of the short convolution; None: no convolution, SiLU stays.
-        rate_scale: factor on the initial decay rates; below 1 memories are longer.
+    flash-linear-attention's layer with `allow_neg_eigval`, whose rates exp(A_log) are multiplied by
+    `rate_scale`.
     """
 
-    state_type = DeltaState
-
-    @known_options
     def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int = 4,
-        head_dim: int | None = None,
-        d_conv: int | None = 4,
-        rate_scale: float = 1.0,
+        self, d_model: int, *, num_heads: int, head_dim: int, d_conv: int, rate_scale: float = 1.0
     ) -> None:
-        super().__init__(d_model, num_heads, head_dim, 1, None)
-        self.rate_scale = positive_number("rate_scale", rate_scale)
-        p, d = self.head_dim, self.num_heads * self.head_dim
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim
+        p, d = head_dim, num_heads * head_dim
+        self.state_size = d * p + 3 * d * (d_conv - 1)
         self.qkv_proj = nn.Linear(d_model, 3 * d, bias=False)
         self.conv = ShortConvolution(3 * d, d_conv, bias=False)
         self.strength_proj = nn.Linear(d_model, self._num_strengths(), bias=False)
         self.low_proj = nn.Linear(d_model, 2 * p, bias=False)
         self.f_proj = nn.Linear(p, d, bias=False)
         self.g_proj = nn.Linear(p, d)
-        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        rates = torch.empty(num_heads).uniform_(*A_RANGE)
+        self.A_log = nn.Parameter(torch.log(rate_scale * rates))
         self.dt_bias = nn.Parameter(torch.empty(d))
-        self.norm_weight = nn.Parameter(torch.empty(p))
+        self.norm_weight = nn.Parameter(torch.ones(p))
         self.out_proj = nn.Linear(d, d_model, bias=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for module in self.children():
-            assert isinstance(module, nn.Linear | ShortConvolution)
-            module.reset_parameters()
-        nn.init.ones_(self.norm_weight)
-        nn.init.uniform_(self.A_log, *A_RANGE)
-        with torch.no_grad():
-            self.A_log.log_().add_(math.log(self.rate_scale))
         reset_dt_bias(self.dt_bias)
-        self._mark_parameters()
-
-    def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias")
 
     def _num_strengths(self) -> int:
         return 2 * self.num_heads * self.head_dim
@@ -98,29 +66,23 @@ class GatedDeltaNet2(MatrixLayer[DeltaState]):
         erase, write = torch.sigmoid(raw).unflatten(-1, (2, self.num_heads, -1)).unbind(-3)
         return 2 * erase, write
 
-    def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: DeltaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
-        qkv, window = self.conv(self.qkv_proj(x), state.conv, lengths)
+    def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
+        h, p = self.num_heads, self.head_dim
+        qkv, _ = self.conv(self.qkv_proj(x), x.new_zeros(len(x), *self.conv.window_size))
         f, gate = self.low_proj(x).chunk(2, -1)
-        f, gate, strengths, low = self.f_proj(f), self.g_proj(gate), self.strength_proj(x), x.dtype
+        parts, low = (qkv, self.f_proj(f), self.g_proj(gate), self.strength_proj(x)), qkv.dtype
         with without_autocast(x.device):
-            qkv, f, gate, strengths = map(at_least_float32, (qkv, f, gate, strengths))
-            q, k, v = F.silu(qkv).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
-            q, k = F.normalize(q, dim=-1) / math.sqrt(self.head_dim), F.normalize(k, dim=-1)
-            erase, write = self.strengths(strengths)
-            dt = F.softplus(f + self.dt_bias).unflatten(-1, (self.num_heads, -1))
+            qkv, f, gate, raw = map(at_least_float32, parts)
+            q, k, v = F.silu(qkv).unflatten(-1, (3, h, -1)).unbind(-3)
+            q, k = F.normalize(q, dim=-1) / math.sqrt(p), F.normalize(k, dim=-1)
+            erase, write = self.strengths(raw)
+            dt = F.softplus(f + self.dt_bias).unflatten(-1, (h, -1))
             decay = -self.A_log.exp().unsqueeze(-1) * dt
-            if lengths is not None:  # padding leaves the memory as it is
-                real = tokens_before(lengths, x.shape[1])
-                erase, write, decay = (zero_outside(real, u) for u in (erase, write, decay))
-            o, memory = key_decay_rule(q, k, erase * k, write * v, decay, state.memory)
+            o = key_decay_rule(q, k, erase * k, write * v, decay)
             o = F.rms_norm(o, o.shape[-1:], self.norm_weight, NORM_EPS).flatten(-2)
             o = (o * torch.sigmoid(gate)).to(low)
-        return self.out_proj(o), DeltaState(window, memory)
+        output: Tensor = self.out_proj(o)
+        return output
 
 
 class KimiDeltaAttention(GatedDeltaNet2):
@@ -144,11 +106,10 @@ def key_decay_rule(
     erased: Tensor,  # (b, t, h, p), the key times the strength of erasing
     value: Tensor,  # (b, t, h, p), times the strength of writing
     log_decay: Tensor,  # (b, t, h, p), <= 0
-    memory: Tensor,  # (b, h, p, p)
     *,
     chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:  # (b, t, h, p), (b, h, p, p)
-    """S^T q of every token, and the last S, in chunks.
+) -> Tensor:  # (b, t, h, p)
+    """S^T q of every token, in chunks.
 
     With G_i (p,) the decay from the start of a chunk to its token i, S_i = G_i S_0 + sum_{j <= i}
     (G_i / G_j * k_j) e_j^T, where the e_j solve the unit lower triangular system
@@ -173,9 +134,9 @@ def key_decay_rule(
     new, read = solved.chunk(2, -1)
     q, to_end = G.exp() * q, decayed[..., -1, :, :]
     whole = G[..., -1, :].exp().unsqueeze(-1)  # (b, h, n, p, 1)
-    outputs = []
+    memory, outputs = torch.zeros_like(whole[:, :, 0] * v[:, :, 0, :1]), []  # (b, h, p, p)
     for n in range(q.shape[2]):
         e = new[:, :, n] - read[:, :, n] @ memory  # (b, h, c, p)
         outputs.append(q[:, :, n] @ memory + scores[:, :, n] @ e)
         memory = whole[:, :, n] * memory + to_end[:, :, n].mT @ e
-    return rearrange(torch.cat(outputs, 2), "b h t p -> b t h p")[:, :t], memory.clone()
+    return rearrange(torch.cat(outputs, 2), "b h t p -> b t h p")[:, :t]

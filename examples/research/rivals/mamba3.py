@@ -22,7 +22,8 @@ SLOWEST = 1e-4
 
 
 class Mamba3(nn.Module):
-    """Mamba-3 with one input and one output of a head (SISO), (b, t, m) -> (b, t, m):
+    """Mamba-3 with one input and one output of a head (SISO), (b, t, m) -> (b, t, m), on whole
+    sequences:
 
         h_t = e^{A_t D_t} (h_{t-1} + (1 - l_t) D_t B_{t-1} x_{t-1}^T) + l_t D_t B_t x_t^T
         out = out_proj((h_t^T C_t + D x_t) * SiLU(z_t))
@@ -30,13 +31,7 @@ class Mamba3(nn.Module):
     where B and C are RMS-normalized, have a bias of each head, and are then rotated in pairs of the
     first 2 a states by the sum of pi tanh(theta_s) D_s up to t; A = -softplus(raw), D_t =
     softplus(raw + dt_bias), l = sigmoid(raw). Source: Mamba-3 (arXiv 2603.15569) and the code of
-    its authors, with its default of n / 4 angles. It runs on whole sequences alone; its state of a
-    sample would have h (n p + n + p + a) numbers.
-
-    Args:
-        d_state: n, a multiple of 4.
-        head_dim: p, a divisor of expand * d_model.
-        expand: h p as a multiple of d_model.
+    its authors, with its default of n / 4 angles; d_state is n and h p = expand * m.
     """
 
     def __init__(
@@ -44,11 +39,8 @@ class Mamba3(nn.Module):
     ) -> None:
         super().__init__()
         d, n, p = expanded("expand", expand, "d_model", d_model), d_state, head_dim
-        if d % p or n % 4:
-            raise ValueError(
-                f"head_dim must divide expand * d_model = {d}, and 4 d_state, got {p} and {n}"
-            )
         h = self.num_heads = d // p
+        self.state_size = h * (n * p + n + p + n // 4)
         self._sizes = [d, d, n, n, h, h, h, n // 4]
         self.in_proj = nn.Linear(d_model, sum(self._sizes), bias=False)
         self.dt_bias = nn.Parameter(torch.empty(h))
@@ -57,8 +49,7 @@ class Mamba3(nn.Module):
         self.D = nn.Parameter(torch.ones(h))
         self.out_proj = nn.Linear(d, d_model, bias=False)
         reset_dt_bias(self.dt_bias)
-        for parameter in (self.dt_bias, self.D):
-            mark(parameter, "_no_weight_decay")
+        mark(self, "_no_weight_decay", "dt_bias", "D")
 
     def forward(self, u: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         projected = self.in_proj(u)
@@ -79,10 +70,7 @@ class Mamba3(nn.Module):
         return output
 
 
-def rotated(
-    v: Tensor,  # (b, t, h, n)
-    angle: Tensor,  # (b, t, h, a)
-) -> Tensor:  # (b, t, h, n)
+def rotated(v: Tensor, angle: Tensor) -> Tensor:  # (b, t, h, n), (b, t, h, a) -> (b, t, h, n)
     """The first 2 a numbers of each vector in pairs, turned by the angles, and the others."""
     a = 2 * angle.shape[-1]
     first, second = v[..., :a].unflatten(-1, (-1, 2)).unbind(-1)

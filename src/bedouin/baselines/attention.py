@@ -1,11 +1,11 @@
 """Causal softmax attention with rotary positions.
 
-Letters: b batch, t time, s earlier tokens, m d_model, h heads, p channels of a head,
-w convolution width.
+Letters: b batch, t time, s earlier tokens, m d_model, h heads of p channels, w width.
 """
 
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from einops import rearrange
@@ -14,36 +14,17 @@ from torch.nn import functional as F
 
 from bedouin.checks import check_bool, check_tensor, known_options, positive_int
 from bedouin.kernels.backend import without_autocast
-from bedouin.layers.common import (
-    RecurrentLayer,
-    StateShapes,
-    at_least_float32,
-    factory_options,
-    head_size,
-    positive_number,
-)
+from bedouin.layers.common import RecurrentLayer, at_least_float32, head_size, positive_number
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import Join, RecurrentState
+from bedouin.state import Join, RecurrentState, StateShapes
 
-
-class _AttentionFields(NamedTuple):
-    conv: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-class _PaddedFields(NamedTuple):
-    conv: Tensor
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor
+_AttentionFields = namedtuple("_AttentionFields", "conv keys values")
 
 
 class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
     """conv: (b, w - 1, 3 m), the last inputs of the convolution; keys (already rotated) and values:
-    (b, s, h, p) of all s earlier tokens, so s is the position of the next one. In the layer's
-    dtype."""
+    (b, s, h, p) of all s earlier tokens, s the next one's position; in the layer's dtype."""
 
     __slots__ = ()
     axes = (2, 3, 3)
@@ -58,12 +39,13 @@ class AttentionState(RecurrentState, _AttentionFields):  # type: ignore[misc]
         return super()._joined(states, batched, join)
 
 
-class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
-    """The state of samples with different numbers of earlier tokens.
+_PaddedAttentionFields = namedtuple("_PaddedAttentionFields", "conv keys values lengths")
 
-    The fields of `AttentionState`, where s is the most places, and lengths: (b,) int64, how many of
-    them each sample has filled from the left, which is the position of its next token.
-    """
+
+class PaddedAttentionState(RecurrentState, _PaddedAttentionFields):  # type: ignore[misc]
+    """The state of samples with different numbers of earlier tokens: the fields of
+    `AttentionState`, where s is the most places, and lengths: (b,) int64, the places that each
+    sample has filled from the left, and so the position of its next token."""
 
     __slots__ = ()
     axes = (2, 3, 3, 0)
@@ -76,19 +58,17 @@ class PaddedAttentionState(RecurrentState, _PaddedFields):  # type: ignore[misc]
     @classmethod
     def _joined(cls, states: Sequence[Any], batched: bool, join: Join) -> Self:
         s = max((state.keys.shape[-3] for state in states if isinstance(state, CACHES)), default=0)
-        padded = [cls._padded(v, s) if isinstance(v, CACHES) else v for v in states]
+        padded = []
+        for state in states:
+            if isinstance(state, CACHES):
+                conv, keys, values, *rest = state.tensors
+                lengths = rest or [
+                    keys.new_full(keys.shape[:-3], keys.shape[-3], dtype=torch.int64)
+                ]
+                more = 0, 0, 0, 0, 0, s - keys.shape[-3]
+                state = cls._make((conv, F.pad(keys, more), F.pad(values, more), *lengths))
+            padded.append(state)
         return super()._joined(padded, batched, join)
-
-    @classmethod
-    def _padded(cls, state: "AttentionState | PaddedAttentionState", s: int) -> Self:
-        """The state with s places."""
-        filled, batch = state.keys.shape[-3], state.keys.shape[:-3]
-        keys, values = (F.pad(v, (0, 0, 0, 0, 0, s - filled)) for v in (state.keys, state.values))
-        if isinstance(state, PaddedAttentionState):
-            lengths = state.lengths
-        else:
-            lengths = keys.new_full(batch, filled, dtype=torch.int64)
-        return cls._make((state.conv, keys, values, lengths))
 
 
 CACHES = (AttentionState, PaddedAttentionState)
@@ -99,21 +79,19 @@ class Attention(RecurrentLayer[AttentionState]):
 
         o_t = sum_{s <= t} softmax_s(R_t q_t . R_s k_s / sqrt(p)) v_s
 
-    Sources: Attention Is All You Need (arXiv 1706.03762); RoFormer (arXiv 2104.09864) for the
-    rotations R.
+    Sources: Attention Is All You Need (arXiv 1706.03762); RoFormer (arXiv 2104.09864), rotations R.
 
     Args:
-        num_heads: h. head_dim: p; None: d_model / num_heads.
-        rope_base: base of the rotary frequencies, which need an even number of channels a head;
-            None: no positions.
+        num_heads: h. head_dim: p, even with positions; None: d_model / num_heads.
+        rope_base: base of the rotary frequencies; None: no positions.
         bias: whether the projections have biases.
-        d_conv: width of a short convolution of queries, keys and values, as Primer
-            (arXiv 2109.08668) has it; None (the default): no convolution.
-        conv_bias: whether that convolution has a bias.
+        d_conv, conv_bias: width of a short convolution of queries, keys and values, as Primer
+            (arXiv 2109.08668) has it, and whether it has a bias; None: no convolution.
     """
 
     state_type = AttentionState
     saved_options = ("num_heads", "rope_base")
+    shown_options = ("num_heads", "rope_base")
 
     @known_options
     def __init__(
@@ -130,7 +108,7 @@ class Attention(RecurrentLayer[AttentionState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_bool("bias", bias)
         h = self.num_heads = positive_int("num_heads", num_heads)
         p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
@@ -145,10 +123,6 @@ class Attention(RecurrentLayer[AttentionState]):
         self.conv = ShortConvolution(3 * h * p, d_conv, bias=conv_bias, **factory)
         self.out_proj = nn.Linear(h * p, d_model, bias=bias, **factory)
 
-    def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv, self.out_proj):
-            module.reset_parameters()
-
     @property
     def state_dtype(self) -> torch.dtype:
         """The layer's dtype: a wider cache would be converted as a whole for every token."""
@@ -159,33 +133,29 @@ class Attention(RecurrentLayer[AttentionState]):
         return {"conv": self.conv.window_size, "keys": cache, "values": cache}
 
     def checked_state(self, state: Any, b: int) -> Any:
+        lengths = None
         if isinstance(state, PaddedAttentionState):
-            return self._checked_padded(state, b)
+            *fields, lengths = state.tensors
+            state = AttentionState(*fields)
         state = super().checked_state(state, b)
         if state.keys.shape != state.values.shape:
             raise ValueError(
                 "state.keys and state.values must have one shape, got "
                 f"{tuple(state.keys.shape)} and {tuple(state.values.shape)}"
             )
-        return state
-
-    def _checked_padded(self, state: PaddedAttentionState, b: int) -> PaddedAttentionState:
-        *fields, lengths = state.tensors
-        whole = self.checked_state(AttentionState(*fields), b)
+        if lengths is None:
+            return state
         check_tensor("state.lengths", lengths, "(b,)")
         if lengths.numel() != b or lengths.dtype != torch.int64:
             raise ValueError(
                 f"state.lengths must be int64 of shape ({b},), got {lengths.dtype} of "
                 f"{tuple(lengths.shape)}: select samples with state[...]"
             )
-        return PaddedAttentionState(whole.conv, whole.keys, whole.values, lengths.reshape(b))
+        return PaddedAttentionState._make((*state.tensors, lengths.reshape(b)))
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: AttentionState | PaddedAttentionState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, Any]:  # (b, t, m)
+        self, x: Tensor, state: AttentionState | PaddedAttentionState, lengths: Tensor | None
+    ) -> tuple[Tensor, Any]:  # (b, t, m), (b,) -> (b, t, m)
         qkv, window = self.conv(self.in_proj(x), state.conv, lengths)
         q, k, v = rearrange(qkv, "b t (i h p) -> i b t h p", i=3, h=self.num_heads)
         t, s = x.shape[1], state.keys.shape[1]
@@ -197,12 +167,13 @@ class Attention(RecurrentLayer[AttentionState]):
         # torch's fused kernels need adjacent channels, which a convolution's output does not have
         q = q.contiguous()
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))
-        causal, mask = False, None
-        if filled is not None or (s and t > 1):
-            mask = _mask(t, s, filled, x.device)
-        elif t > 1:
-            # it aligns query 0 with key 0, so it is right only without earlier tokens
-            causal = True
+        # is_causal aligns query 0 with key 0, so it is right only without earlier tokens
+        causal, mask = filled is None and not s and t > 1, None
+        if filled is not None:  # True for the earlier tokens, itself and those before it
+            last = filled.unsqueeze(1) + torch.arange(t, device=x.device)  # (b, t)
+            mask = (torch.arange(s + t, device=x.device) <= last.unsqueeze(-1)).unsqueeze(1)
+        elif s and t > 1:
+            mask = torch.ones(t, s + t, dtype=torch.bool, device=x.device).tril(s)
         o = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         output = self.out_proj(rearrange(o, "b h t p -> b t (h p)"))
         if filled is None and lengths is None:
@@ -213,16 +184,9 @@ class Attention(RecurrentLayer[AttentionState]):
         keys, values = (zero_outside(tokens_before(after, s + t), u) for u in (keys, values))
         return output, PaddedAttentionState(window, keys, values, after)
 
-    def extra_repr(self) -> str:
-        return f"{self.d_model}, num_heads={self.num_heads}, rope_base={self.rope_base}"
 
-
-def _append(
-    cache: Tensor,  # (b, s, h, p)
-    new: Tensor,  # (b, t, h, p)
-    filled: Tensor | None,  # (b,), places of the cache that are filled; None: all
-) -> Tensor:  # (b, s + t, h, p)
-    """The filled places of the cache, and behind them the new ones."""
+def _append(cache: Tensor, new: Tensor, filled: Tensor | None) -> Tensor:
+    """The filled places of the cache (b, s, h, p), None for all, and the new ones (b, t, h, p)."""
     joined = torch.cat([cache, new], dim=1)
     if filled is None:
         return joined
@@ -232,26 +196,8 @@ def _append(
     return joined.gather(1, index[..., None, None].expand(joined.shape))
 
 
-def _mask(
-    t: int,
-    s: int,
-    filled: Tensor | None,  # (b,)
-    device: torch.device,
-) -> Tensor:  # (t, s + t) or (b, 1, t, s + t)
-    """True where one of t tokens may attend: the earlier tokens, itself and those before it."""
-    if filled is None:
-        return torch.ones(t, s + t, dtype=torch.bool, device=device).tril(s)
-    last = filled.unsqueeze(1) + torch.arange(t, device=device)  # (b, t)
-    return (torch.arange(s + t, device=device) <= last.unsqueeze(-1)).unsqueeze(1)
-
-
-def rotate(
-    x: Tensor,  # (b, t, h, p), p even
-    start: int | Tensor,  # (b,)
-    base: float,
-) -> Tensor:  # (b, t, h, p)
-    """Rotary positions start, start + 1, ...: channel pairs (i, i + p/2) turned by the angle
-    position * base^(-2i/p), in at least float32."""
+def rotate(x: Tensor, start: int | Tensor, base: float) -> Tensor:  # (b, t, h, p), p even
+    """Rotary positions from start on: channels (i, i + p/2) turned by position * base^(-2i/p)."""
     half = x.shape[-1] // 2
     with without_autocast(x.device):
         first, second = at_least_float32(x).chunk(2, -1)

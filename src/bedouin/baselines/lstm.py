@@ -3,7 +3,8 @@
 Letters: b batch, t time, m d_model, d hidden units, w convolution width.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +12,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bedouin.checks import known_options
-from bedouin.layers.common import RecurrentLayer, StateShapes, expanded, factory_options
+from bedouin.layers.common import RecurrentLayer, expanded
 from bedouin.layers.convolution import ShortConvolution
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 
 
-class _LSTMFields(NamedTuple):
-    conv: Tensor
-    h: Tensor
-    c: Tensor
-
-
-class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
+class LSTMState(RecurrentState, namedtuple("_LSTMState", "conv h c")):  # type: ignore[misc]
     """conv: (b, w - 1, m), the last inputs of the convolution; h, c: (b, d); at least float32."""
 
     __slots__ = ()
@@ -30,12 +25,8 @@ class LSTMState(RecurrentState, _LSTMFields):  # type: ignore[misc]
 
 
 class _LSTM(nn.LSTM):
-    """torch.nn.LSTM, whose calls leave the memory of its weights as it is.
-
-    cuDNN is faster with all weights in one buffer, and torch moves them there whenever a call finds
-    other weights than the last one. FSDP puts other weights in their place before each call, and
-    gathers into memory that the moved ones no longer have: they would keep their first values.
-    """
+    """torch.nn.LSTM, whose calls leave the memory of its weights as it is: torch moves new weights
+    into one buffer for cuDNN, and FSDP then gathers into memory that they no longer have."""
 
     _is_running = False
 
@@ -63,9 +54,8 @@ class LSTM(RecurrentLayer[LSTMState]):
 
     Args:
         expand: hidden units for each input channel; 2 gives the width that Bedouin has.
-        d_conv: width of a short convolution with SiLU before the LSTM, as xLSTM (arXiv 2405.04517)
-            has it; None (the default): no convolution.
-        conv_bias: whether that convolution has a bias.
+        d_conv, conv_bias: width of a short convolution with SiLU before the LSTM, as xLSTM
+            (arXiv 2405.04517) has it, and whether it has a bias; None: no convolution.
     """
 
     state_type = LSTMState
@@ -82,53 +72,36 @@ class LSTM(RecurrentLayer[LSTMState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_inner = expanded("expand", expand, "d_model", d_model)
         self.conv = ShortConvolution(d_model, d_conv, bias=conv_bias, **factory)
         self.lstm = _LSTM(d_model, self.d_inner, batch_first=True, **factory)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
 
-    def reset_parameters(self) -> None:
-        for module in (self.conv, self.lstm, self.out_proj):
-            module.reset_parameters()
-
     def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "h": (self.d_inner,), "c": (self.d_inner,)}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: LSTMState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, LSTMState]:  # (b, t, m)
+        self, x: Tensor, state: LSTMState, lengths: Tensor | None
+    ) -> tuple[Tensor, LSTMState]:  # (b, t, m), (b,) -> (b, t, m)
         x, window = self.conv(x, state.conv, lengths)
         if self.conv.width is not None:
             x = F.silu(x)
-        h, c = (v.to(x.dtype).unsqueeze(0) for v in (state.h, state.c))
-        hidden, (h, c) = self._run_lstm(x, (h, c), lengths)
-        h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in (h, c))
-        return self.out_proj(hidden), LSTMState(window, h, c)
-
-    def _run_lstm(
-        self,
-        x: Tensor,  # (b, t, m)
-        before: tuple[Tensor, Tensor],  # (1, b, d) each
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # (b, t, d), (1, b, d) each
+        before = tuple(v.to(x.dtype).unsqueeze(0) for v in (state.h, state.c))
         if lengths is None:
             hidden, after = self.lstm(x, before)
-            return hidden, after
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "mask with return_state=True must be None during the capture of a CUDA graph, "
-                "since torch.nn.LSTM reads lengths on the host: call without return_state"
-            )
-        # torch packs no empty sequence
-        packed = pack_padded_sequence(
-            x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
-        )
-        output, after = self.lstm(packed, before)
-        hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
-        some = (lengths > 0).unsqueeze(-1)
-        h, c = (torch.where(some, v, v0) for v, v0 in zip(after, before, strict=True))
-        return hidden, (h, c)
+        else:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "mask with return_state=True must be None during the capture of a CUDA graph, "
+                    "since torch.nn.LSTM reads lengths on the host: call without return_state"
+                )
+            # torch packs no empty sequence
+            options: Any = {"batch_first": True, "enforce_sorted": False}
+            packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), **options)
+            output, after = self.lstm(packed, before)
+            hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
+            pairs, some = zip(after, before, strict=True), (lengths > 0).unsqueeze(-1)
+            after = [torch.where(some, v, v0) for v, v0 in pairs]
+        h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in after)
+        return self.out_proj(hidden), LSTMState(window, h, c)

@@ -4,7 +4,8 @@ Letters: b batch, t time, m d_model, d d_inner, n d_state, r dt_rank, w convolut
 """
 
 import math
-from typing import NamedTuple, get_args
+from collections import namedtuple
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +14,14 @@ from torch.nn import functional as F
 from bedouin.checks import check_bool, known_options, one_of, positive_int
 from bedouin.kernels.backend import Backend, check_backend, without_autocast
 from bedouin.kernels.scan import Eigenvalues, selective_scan
-from bedouin.layers.common import (
-    RecurrentLayer,
-    StateShapes,
-    apply_to_parameters,
-    at_least_float32,
-    expanded,
-    factory_options,
-    mark,
-    reset_dt_bias,
-    set_attribute,
-    set_state,
-)
+from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import is_untouched
 
 
-class _MambaFields(NamedTuple):
-    conv: Tensor
-    ssm: Tensor
-
-
-class MambaState(RecurrentState, _MambaFields):  # type: ignore[misc]
+class MambaState(RecurrentState, namedtuple("_MambaState", "conv ssm")):  # type: ignore[misc]
     """conv: (b, w - 1, d), the last inputs of the convolution; ssm: (b, d, n); at least float32."""
 
     __slots__ = ()
@@ -47,18 +32,19 @@ class _DeltaProjection(nn.Linear):
     """The linear map to Delta. Its bias is marked `_no_reinit`; the module itself keeps that mark,
     because `load_state_dict(assign=True)` replaces parameters one module at a time."""
 
-    __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
+    __setattr__, __setstate__ = common.set_attribute, common.set_state
+    _apply = common.apply_to_parameters
 
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
-        reset_dt_bias(self.bias)
+        common.reset_dt_bias(self.bias)
 
     def _mark_parameters(self) -> None:
-        mark(self._parameters.get("bias"), "_no_reinit")
+        common.mark(self, "_no_reinit", "bias")
 
 
-class Mamba(RecurrentLayer[MambaState]):
+class Mamba(common.RecurrentLayer[MambaState]):
     """Mamba-1's block on Bedouin's selective scan, (b, t, m) -> (b, t, m).
 
         x, z = in_proj(u);  x = SiLU(conv(x));  dt, B, C = x_proj(x);  Delta = softplus(dt_proj(dt))
@@ -71,13 +57,13 @@ class Mamba(RecurrentLayer[MambaState]):
         expand: d_inner is expand * d_model.
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         dt_rank: rank of the projection to Delta; None: ceil(d_model / 16).
-        eigenvalues: "positive": lambda in [0, 1]; "full": 2 lambda - 1 in [-1, 1]
-            (Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, 2411.12537).
+        eigenvalues: "positive": lambda in [0, 1]; "full": 2 lambda - 1 in [-1, 1] (2411.12537).
         backend: implementation of the scan: "auto", "triton" or "reference".
     """
 
     state_type = MambaState
     saved_options = ("eigenvalues",)
+    shown_options = ("d_inner", "d_state", "dt_rank", "eigenvalues")
 
     @known_options
     def __init__(
@@ -96,14 +82,14 @@ class Mamba(RecurrentLayer[MambaState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_bool("bias", bias)
         check_backend(backend)
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
         self.backend, self.d_state = backend, positive_int("d_state", d_state)
         default_rank = math.ceil(d_model / 16)
         self.dt_rank = default_rank if dt_rank is None else positive_int("dt_rank", dt_rank)
-        d = self.d_inner = expanded("expand", expand, "d_model", d_model)
+        d = self.d_inner = common.expanded("expand", expand, "d_model", d_model)
         self.in_proj = nn.Linear(d_model, 2 * d, bias=bias, **factory)
         self.conv = ShortConvolution(d, d_conv, bias=conv_bias, **factory)
         self.x_proj = nn.Linear(d, self.dt_rank + 2 * d_state, bias=False, **factory)
@@ -118,23 +104,19 @@ class Mamba(RecurrentLayer[MambaState]):
             module.reset_parameters()
         with torch.no_grad():
             n = torch.arange(1, self.d_state + 1, device=self.D.device)
-            self.A_log.copy_(at_least_float32(n).log().expand_as(self.A_log))
+            self.A_log.copy_(common.at_least_float32(n).log().expand_as(self.A_log))
             self.D.fill_(1.0)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        common.mark(self, "_no_weight_decay", "A_log", "D")
 
     def _state_sizes(self) -> StateShapes:
         return {"conv": self.conv.window_size, "ssm": (self.d_inner, self.d_state)}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: MambaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, MambaState]:  # (b, t, m)
+        self, x: Tensor, state: MambaState, lengths: Tensor | None
+    ) -> tuple[Tensor, MambaState]:  # (b, t, m), (b,) -> (b, t, m)
         x, z = self.in_proj(x).chunk(2, -1)
         x, window = self.conv(x, state.conv, lengths)
         x = F.silu(x)
@@ -142,36 +124,19 @@ class Mamba(RecurrentLayer[MambaState]):
         dt, B, C = self.x_proj(x).split([self.dt_rank, n, n], -1)
         raw, bias = self._project_dt(dt)
         with without_autocast(x.device):
-            raw = at_least_float32(raw)
-            delta = F.softplus(raw if bias is None else raw + at_least_float32(bias))
+            raw = common.at_least_float32(raw)
+            delta = F.softplus(raw if bias is None else raw + common.at_least_float32(bias))
             if lengths is not None:
                 # the memory passes through padding
                 delta = zero_outside(tokens_before(lengths, x.shape[1]), delta)
-            A = -torch.exp(at_least_float32(self.A_log))
-            y, ssm = selective_scan(
-                *(x, delta, A, B, C, state.ssm, self.D),
-                eigenvalues=self.eigenvalues,
-                backend=self.backend,
-            )
-        output = self.out_proj(y.to(z.dtype) * F.silu(z))
-        return output, MambaState(window, ssm)
+            A = -torch.exp(common.at_least_float32(self.A_log))
+            options: Any = {"eigenvalues": self.eigenvalues, "backend": self.backend}
+            y, ssm = selective_scan(x, delta, A, B, C, state.ssm, self.D, **options)
+        return self.out_proj(y.to(z.dtype) * F.silu(z)), MambaState(window, ssm)
 
-    def _project_dt(
-        self,
-        dt: Tensor,  # (b, t, r)
-    ) -> tuple[Tensor, Tensor | None]:  # (b, t, d), (d,)
-        """dt_proj(dt), and a bias that is still to be added, in float32.
-
-        A module that is parametrized, or that another library has wrapped, as adapters do, is
-        called and adds its own.
-        """
+    def _project_dt(self, dt: Tensor) -> tuple[Tensor, Tensor | None]:  # (b, t, r) -> (b, t, d)
+        """dt_proj(dt), and its bias (d,), added in float32; None where a changed module adds it."""
         proj = self.dt_proj
         if type(proj) is _DeltaProjection and is_untouched(proj):
             return F.linear(dt, proj.weight), proj.bias
         return proj(dt), None
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, d_inner={self.d_inner}, d_state={self.d_state}, "
-            f"dt_rank={self.dt_rank}, eigenvalues={self.eigenvalues!r}"
-        )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.checks import check_bool, one_of
-from bedouin.integrations.layers import make_layer, mix, row_mask
-from bedouin.noise import without_noise
+from bedouin.integrations.layers import layer_options, make_layer, mix, row_mask
+from bedouin.layers.common import without_noise
 from bedouin.state import RecurrentState
 
 Mode = Literal["chunk", "fused_recurrent"]
@@ -29,16 +29,15 @@ class BedouinLayer(nn.Module):
     """A layer, its attribute `layer`, with the constructor, call and cache of FLA's layers.
 
     Args:
-        hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is required for calls with
-            past_key_values.
+        hidden_size, layer_idx, norm_eps: as of FLA's layers. A layer_idx is needed for a cache.
         mode: "chunk" or "fused_recurrent"; both are the layer's one exact sweep.
-        layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
+        layer: the layer: "bedouin", "paper" (`Bedouin.from_paper`), "rnn" (`FixedPointRNN`),
+            "tracking" (`TrackingDeltaNet`), these names themselves, "GatedDeltaNet" or "Tracker".
         use_short_conv, conv_size: whether the layer has a short convolution, and its width, which
-            counts only with the first. None: not in a Bedouin.
+            counts only with the first. None: not in a fixed-point layer.
         options: other options of the layer.
 
-    Raises TypeError for d_model, which is hidden_size, and what
-    the layer raises.
+    Raises TypeError for d_model, which is hidden_size, and what the layer raises.
     """
 
     def __init__(
@@ -60,15 +59,17 @@ class BedouinLayer(nn.Module):
             raise TypeError(
                 f"d_model is hidden_size here, got d_model={options['d_model']!r}: give that alone"
             )
+        usual = layer_options(layer)
         if use_short_conv is None:
-            use_short_conv = layer != "Bedouin" and "d_conv" not in options
+            use_short_conv = usual.get("d_conv") is not None and "d_conv" not in options
         check_bool("use_short_conv", use_short_conv)
         if use_short_conv and "d_conv" in options:
             raise ValueError(
                 "d_conv and use_short_conv are both a short convolution: give one, got d_conv="
                 f"{options['d_conv']!r} and use_short_conv=True"
             )
-        options = {"d_conv": conv_size if use_short_conv else None, **options}
+        if use_short_conv or "d_conv" in usual:
+            options = {"d_conv": conv_size if use_short_conv else None, **options}
         options |= {"layer_idx": layer_idx, "norm_eps": norm_eps}
         self.layer = make_layer(layer, hidden_size, **options)
 
@@ -90,14 +91,14 @@ class BedouinLayer(nn.Module):
         past_key_values: fla.models.utils.Cache, whose recurrent_state is the tuple of the state's
             tensors before the tokens, and with use_cache after them, of each row or document. Calls
             with a cache and without gradients have no noise of feedback_noise.
-        others: FLA's models pass all their arguments to every layer; they have no effect.
+        others: what FLA's models pass to every layer, without effect.
 
         Raises ValueError for a mask of another shape, output_attentions, a cache without layer_idx.
         """
         if output_attentions:
             raise ValueError("output_attentions must be False: a Bedouin layer has no attention")
         mask = row_mask(attention_mask, hidden_states)
-        state = self._read(past_key_values)
+        state = None if past_key_values is None else self._read(past_key_values)
         # with gradients a cache serves truncated backpropagation, without them a generation
         generates = past_key_values is not None and not torch.is_grad_enabled()
         with without_noise() if generates else nullcontext():
@@ -109,15 +110,11 @@ class BedouinLayer(nn.Module):
 
     def _read(self, cache: Any) -> RecurrentState | None:
         """The state before the tokens; None: zeros."""
-        if cache is None:
-            return None
         if self.layer_idx is None:
             raise ValueError(
                 "layer_idx must be an int for calls with past_key_values, got None: use "
                 "BedouinLayer(..., layer_idx=i)"
             )
         kept = cache[self.layer_idx] if len(cache) > self.layer_idx else None
-        if kept is None or kept["recurrent_state"] is None:
-            return None
-        state: RecurrentState = self.layer.state_type._make(kept["recurrent_state"])
-        return state
+        tensors = None if kept is None else kept["recurrent_state"]
+        return None if tensors is None else self.layer.state_type._make(tensors)

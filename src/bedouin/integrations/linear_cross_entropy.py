@@ -16,20 +16,14 @@ from bedouin.kernels.launch import accumulator
 
 Kernel = Literal["torch", "liger", "fla"]
 """What computes the loss: this module, or Triton kernels of Liger Kernel or of FLA."""
-
-CHUNK = 2**26
-"""How many logits exist at once, at least those of one token."""
-
+CHUNK = 2**26  # how many logits exist at once, at least those of one token
 _LIBRARIES = {"liger": "liger_kernel", "fla": "fla"}
 _INSTALLS = {"liger": "liger-kernel", "fla": "flash-linear-attention"}
 
 
 def choose_kernel(kernel: str | bool, device: torch.device) -> Kernel:
     """`kernel`; for "auto" or True the first of liger, fla and torch that can run on the device.
-
-    Raises ValueError for another name and for a Triton kernel on another device than a GPU,
-    ImportError, with a remedy, for a library that is not installed.
-    """
+    Raises ValueError for another name or a kernel without GPU, ImportError without its library."""
     if kernel in (True, "auto"):
         usable = [name for name, library in _LIBRARIES.items() if find_spec(library) is not None]
         return cast(Kernel, usable[0] if usable and device.type == "cuda" else "torch")
@@ -53,15 +47,11 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     kernel: Kernel = "torch",
 ) -> Tensor:  # ()
-    """The sum of `cross_entropy(linear(x, weight, bias), labels)`, at least float32.
-
-    The gradients are computed with the loss, a chunk of tokens at a time, so that memory holds the
-    logits of one chunk, the gradients of x and, in at least float32, of the weight. Under autocast
-    the products have its dtype. Labels of ignore_index count nothing.
-    Source: Liger Kernel (arXiv 2410.10989).
-
-    Raises ValueError for other shapes, and in the backward pass RuntimeError for create_graph.
-    """
+    """The sum of `cross_entropy(linear(x, weight, bias), labels)`, at least float32. The gradients
+    are computed with the loss, a chunk of tokens at a time, so that memory holds the logits of one
+    chunk, the gradients of x and, in at least float32, of the weight. Under autocast the products
+    have its dtype. Labels of ignore_index count nothing. Source: Liger Kernel (arXiv 2410.10989).
+    Raises ValueError for other shapes, and in the backward pass RuntimeError for create_graph."""
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or labels.shape != x.shape[:1]:
         raise ValueError(
             "x, weight and labels must have shapes (n, m), (v, m) and (n,), got "
@@ -78,13 +68,13 @@ def linear_cross_entropy(
             total: Tensor = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
             return total
         options: Any = {"ignore_index": ignore_index, "reduction": "sum"}
-        if kernel == "liger":
-            module = import_module("liger_kernel.transformers")
-            options["accum_dtype"] = torch.float32
-            total = module.LigerFusedLinearCrossEntropyLoss(**options)(weight, x, labels, bias)
+        if kernel == "fla":
+            loss = import_module("fla.modules").FusedLinearCrossEntropyLoss(**options)
+            total = loss(x, labels, weight, bias)
         else:
-            module = import_module("fla.modules")
-            total = module.FusedLinearCrossEntropyLoss(**options)(x, labels, weight, bias)
+            module = import_module("liger_kernel.transformers")
+            loss = module.LigerFusedLinearCrossEntropyLoss(**options, accum_dtype=torch.float32)
+            total = loss(weight, x, labels, bias)
         return total
 
 
@@ -128,7 +118,7 @@ class _Chunked(torch.autograd.Function):
                 dw += grads.mT @ part
             del grads
         ctx.save_for_backward(dx, dw, db)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
@@ -140,10 +130,6 @@ class _Chunked(torch.autograd.Function):
             )
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         # written in the dtype of the result, since that of the weight is large in another
-        grads = (
-            None
-            if saved is None
-            else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
-            for saved, dtype in pairs
-        )
+        outs = ((v, None if v is None else torch.empty_like(v, dtype=kind)) for v, kind in pairs)
+        grads = (None if v is None else torch.mul(v, grad, out=out) for v, out in outs)
         return (*grads, None, None, None)

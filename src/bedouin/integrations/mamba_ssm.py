@@ -17,22 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from bedouin.integrations.layers import make_layer, mix
-from bedouin.noise import without_noise
+from bedouin.layers.common import without_noise
 from bedouin.state import RecurrentState
 
-States = tuple[Tensor, ...]
-"""The tensors of the layer's state."""
+States = tuple[Tensor, ...]  # the tensors of a layer's state
 
 
 class BedouinMixer(nn.Module):
     """A layer, its attribute `layer`, with the constructor, call and cache of mamba-ssm's mixers.
 
     Args:
-        d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. A layer_idx is required for
-            calls with inference_params.
+        d_model, layer_idx, device, dtype: as of `mamba_ssm.Mamba`. inference_params need the index.
         d_state, expand: as of `mamba_ssm.Mamba`, for a layer that has them; None: its defaults.
         d_conv: width of the layer's convolution; None for none, "default" for the layer's default.
-        layer: the name of the layer, "Bedouin", "TrackingDeltaNet", "GatedDeltaNet" or "Tracker".
+        layer: the layer: "bedouin", "paper" (`Bedouin.from_paper`), "rnn" (`FixedPointRNN`),
+            "tracking" (`TrackingDeltaNet`), these names themselves, "GatedDeltaNet" or "Tracker".
         options: other options of the layer.
 
     Raises what the layer raises.
@@ -52,15 +51,11 @@ class BedouinMixer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        sizes = {"d_state": d_state, "expand": expand}
+        options |= {name: size for name, size in sizes.items() if size is not None}
+        options |= {} if d_conv == "default" else {"d_conv": d_conv}
         options |= {"device": device, "dtype": dtype, "layer_idx": layer_idx}
-        sizes = (
-            ("d_state", d_state, None),
-            ("expand", expand, None),
-            ("d_conv", d_conv, "default"),
-        )
-        options |= {name: size for name, size, default in sizes if size != default}
-        self.layer = make_layer(layer, d_model, **options)
-        self.layer_idx = layer_idx
+        self.layer, self.layer_idx = make_layer(layer, d_model, **options), layer_idx
 
     def forward(
         self,
@@ -71,15 +66,10 @@ class BedouinMixer(nn.Module):
         seq_idx: Tensor | None = None,  # (b, t)
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
     ) -> Tensor:  # (b, t, m)
-        """The mixed sequence, as of `Bedouin.forward`.
-
-        With inference_params, the states that they hold for this layer are those before the
-        sequence, or zeros if seqlen_offset is 0, and become those after it, in place, without the
-        noise of feedback_noise. A sequence that starts may be a larger batch than the last one.
-
-        Raises ValueError for inference_params without a layer_idx, with cu_seqlens, or with states
-        of fewer rows than a sequence that goes on.
-        """
+        """The mixed sequence, as of `Bedouin.forward`. With inference_params, the states that they
+        hold for this layer are those before the sequence, or zeros if seqlen_offset is 0, and
+        become those after it, in place, without the noise of feedback_noise. Raises ValueError for
+        inference_params without a layer_idx, with cu_seqlens, or with states of too few rows."""
         if inference_params is None:
             packing = {"mask": mask, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
             output: Tensor = self.layer(hidden_states, **packing)
@@ -93,11 +83,7 @@ class BedouinMixer(nn.Module):
         _write(states, after)
         return output
 
-    def step(
-        self,
-        hidden_states: Tensor,  # (b, 1, m)
-        *states: Tensor,  # (b, ...), of allocate_inference_cache
-    ) -> tuple[Tensor, ...]:  # (b, 1, m) and the states
+    def step(self, hidden_states: Tensor, *states: Tensor) -> tuple[Tensor, ...]:  # (b, 1, m)
         """One token. The states are updated in place, and keep their addresses."""
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
             raise ValueError(
@@ -121,8 +107,7 @@ class BedouinMixer(nn.Module):
         return state.clone() if torch.is_grad_enabled() else state
 
     def _get_states_from_cache(self, params: Any, batch_size: int) -> States:
-        """This layer's states of the batch at batch_size_offset, which are made if there are none;
-        a new sequence may be a larger batch than the last one."""
+        """This layer's states of the batch at batch_size_offset, made where there are too few."""
         if self.layer_idx is None:
             raise ValueError(
                 "layer_idx must be an int for calls with inference_params, got None: use "

@@ -1,8 +1,2 @@
-"""Layers whose recurrence is explicit: they have no solver and no statistics.
-
-`recurrent`        the interface that they share, which the baselines have, too
-`delta_product`    memories by the delta rule, several steps a token; `delta_net`: one step
-`gated_delta_net`  one step with a slow decay, the memory of `tracking`
-`tracker`          heads that read themselves and what a memory recalls
-`tracking`         TrackingDeltaNet: a memory and trackers that read it
-"""
+"""The layers: `bedouin` and `rnn`, defined by a fixed point (`fixed_point`), `tracking` and
+`delta_net`, whose recurrence is explicit, and what they share (`common`)."""

@@ -1,18 +1,37 @@
-"""Bedouin, the layer with a matrix-valued state, and the parameterization of its paper.
+"""The fixed-point layers: Bedouin, whose state is a matrix, and FixedPointRNN, whose is a vector.
 
-Letters: b batch, t time, m d_model, d d_inner, n d_state, p head_dim.
+Letters: b batch, b' folded samples, t time, m d_model, d d_inner, n d_state, p head_dim.
 """
 
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
 
+from bedouin.checks import known_options
+from bedouin.kernels.backend import Backend
 from bedouin.kernels.operands import Activation
+from bedouin.kernels.scan import Eigenvalues
 from bedouin.layers.common import REMOVED, at_least_float32
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.mixers import HouseholderProduct
-from bedouin.solvers import Adjoint, OneStepAdjoint, Picard, Solver
+from bedouin.layers.mixers import ChannelMixer, HouseholderProduct
+from bedouin.solvers import Adjoint, Cap, OneStepAdjoint, Picard, Solver
+from bedouin.solvers.reporting import OnUnconverged
+
+# What `Bedouin.from_paper` fixes beside the mixer.
+FIXED_BY_PAPER: dict[str, Any] = {
+    "num_heads": 1,
+    "decay": "griffin",
+    "input_scale": "delta",
+    "feedback": ("B", "C", "mixer"),
+    "feedback_norm": False,
+    "feedback_init": 1.0,
+    "d_conv": None,
+    "beta_max": 2.0,
+    "output": "paper",
+    "bias": False,
+}
 
 
 class _Removed:
@@ -48,65 +67,56 @@ class Bedouin(FixedPointLayer):
     solver; d_model alone gives one sweep over time with the exact gradient.
 
     Source: Fixed-Point RNNs (arXiv 2503.10799), sections 4 and 5. `Bedouin.from_paper` is its
-    exact parameterization. The defaults were chosen on the word problem of A5, by the accuracy of
-    the worst seeds at the training length and the conditioning of the local systems; the input
-    scale "delta" has the better medians at eight times that length (examples/results/history).
+    exact parameterization. The defaults were chosen on the word problem of A5, by the worst seeds;
+    the input scale "delta" has the better medians at eight times the length of training
+    (examples/results/history).
 
     Size:
         d_model: m, the width of input and output.
         d_state: n, the states of a channel. Parameters and time grow with it.
         expand: d = expand * m inner channels.
         num_heads: H, a divisor of d. The channels are H groups, each with Q_t, B_t, C_t, gate and
-            both norms of its own, projected from its own x and y alone; the products with W^x and
-            W^y have d / H columns and about 1 / H of the weights. in_proj and out_proj mix the
-            heads. A layer of H heads is H layers of one head side by side; each converges by
+            both norms of its own, projected from its own x and y alone, so that W^x and W^y have
+            about 1 / H of the weights. in_proj and out_proj mix the heads. Each head converges by
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
             None: as few heads of 32 to 128 channels as divide d, else 1.
 
     Recurrence:
         num_householder: k, the reflections of Q_t; short for mixer=HouseholderProduct(k, beta_max).
             None: 2; 0: NoMixing().
-        beta_max: the largest beta of a reflection I - beta u u^T. None: 1; 2 allows eigenvalues of
-            Q down to -1.
+        beta_max: the largest beta of I - beta u u^T. None: 1; 2 allows eigenvalues down to -1.
         mixer: HouseholderProduct(...), LowRank(...), NoMixing() or another ChannelMixer. Its
-            parameters are used in the dtype of the solve, at least float32, and all heads share
-            them.
+            parameters are used in the dtype of the solve, and all heads share them.
         decay: "mamba": Delta = softplus(raw), lambda = exp(-exp(A_log) Delta); "griffin": Delta =
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
             1 - |lambda|. With mamba decay, "delta" and mixing, local systems can become singular in
-            training (SolveStats.conditioning), since Delta is unbounded: the constructor issues a
-            UserWarning, unless k beta_max <= 0.01, with which Delta would have to exceed 100.
+            training (SolveStats.conditioning), of which the constructor warns, unless
+            k beta_max <= 0.01, with which Delta would have to exceed 100.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
-        d_conv: the width of a causal convolution of each channel by itself, with SiLU, over x. 1:
-            SiLU alone. None: neither.
+        d_conv: the width of a causal convolution over x, with SiLU. 1: SiLU alone. None: neither.
         initialization: other initial values of Delta and the decay rates; None: Initialization().
 
     Feedback:
-        feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}; () switches all feedback
-            off, also that of the gate.
+        feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}; () switches all off.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
 
     Solve:
-        solver: a solver object such as Picard(rtol=1e-4), or "auto": Direct where the mixer has the
-            form (e, U, M), else Picard.
+        solver: a solver such as Picard(rtol=1e-4), or "auto": Direct where the mixer allows it.
         adjoint: the gradient, such as OneStepAdjoint(); None: ImplicitAdjoint(), the exact one.
         max_steps: an int or a Cap. Direct needs none.
         on_unconverged: "warn" issues a ConvergenceWarning at the 1st, 10th, 100th, ... call of this
-            layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither.
-            Applies to the forward solve and to the adjoint solve in the backward pass (see
-            ImplicitAdjoint).
-        backend: "auto", "triton" or "reference". On a GPU "auto" warns of a layer whose sweep has
-            no Triton kernel.
+            layer that does not converge, "raise" raises a ConvergenceError, "ignore" does neither,
+            for the forward solve and for that of the backward pass (see ImplicitAdjoint).
+        backend: "auto", "triton" or "reference". "auto" warns where a GPU has no kernel.
 
     Precision:
         dtype, device: of the parameters; the solve and the state are at least float32.
         norm_eps: eps of the output norm.
         layer_idx: stored for callers that keep a cache per layer.
 
-    Raises TypeError for unknown options and values of the wrong type, ValueError for values that do
-    not fit.
+    Raises TypeError for unknown options and wrong types, ValueError for values that do not fit.
     """
 
     components = fed_names = ("delta", "B", "C", "mixer")
@@ -115,13 +125,8 @@ class Bedouin(FixedPointLayer):
         "delta_from_x_init": "use initialization=Initialization(delta_from_x=...)",
         "rate_scale": "use initialization=Initialization(rates=...)",
         **dict.fromkeys(("output", "bias"), "Bedouin.from_paper makes a layer with the paper's"),
-        **dict.fromkeys(
-            (
-                *("erase", "projection", "feedback_scope", "feedback_heads", "num_groups"),
-                *("bounded_x", "feedback_noise"),
-            ),
-            REMOVED,
-        ),
+        **dict.fromkeys(("erase", "projection", "bounded_x", "feedback_noise"), REMOVED),
+        **dict.fromkeys(("feedback_scope", "feedback_heads", "num_groups"), REMOVED),
     }
     recall = _Removed(f"Bedouin has no recall: {REMOVED}")
     delta_activations: ClassVar[dict[str, Activation]] = {"mamba": "softplus", "griffin": "sigmoid"}
@@ -143,27 +148,18 @@ class Bedouin(FixedPointLayer):
         without norm, and a bias on Delta only. solver None: Picard with the paper's stop rule at
         0.1, which returns the last evaluation. adjoint None: the one-step gradient.
 
-        For the paper's random caps, pass max_steps=GammaCap(4.0, 1.0, 100); for its initialization
-        in the copying task, where the weights from x to Delta are zero (v1, section 4.5), pass
-        initialization=Initialization(delta_from_x=0.0). `options` are other options of Bedouin; one
-        that is fixed above raises TypeError.
+        Its random caps are max_steps=GammaCap(4.0, 1.0, 100), its initialization in the copying
+        task (v1, section 4.5) initialization=Initialization(delta_from_x=0.0). `options` are other
+        options of Bedouin; one that is fixed above raises TypeError.
         """
-        fixed: dict[str, Any] = {
-            "num_heads": 1,
-            "mixer": HouseholderProduct(num_householder, beta_max=2.0),
-            "decay": "griffin",
-            "input_scale": "delta",
-            "feedback": ("B", "C", "mixer"),
-            "feedback_norm": False,
-            "feedback_init": 1.0,
-            "d_conv": None,
-        }
-        named = fixed | {"beta_max": 2.0, "output": "paper", "bias": False}
-        for name in named.keys() & options.keys():
+        fixed = FIXED_BY_PAPER | {"mixer": HouseholderProduct(num_householder, beta_max=2.0)}
+        for name in fixed.keys() & options.keys():
             raise TypeError(
-                f"{name} of from_paper is fixed by the paper, here to {named[name]!r}, got "
+                f"{name} of from_paper is fixed by the paper, here to {fixed[name]!r}, got "
                 f"{options[name]!r}: leave it out"
             )
+        for name in ("beta_max", "output", "bias"):  # by the mixer and by `layer.output`
+            del fixed[name]
         layer = cls.__new__(cls)
         layer.output = "paper"
         layer.__init__(  # type: ignore[misc]
@@ -176,6 +172,90 @@ class Bedouin(FixedPointLayer):
         return layer
 
     def _A(self) -> Tensor:
-        if self.decay == "mamba":
-            return -torch.exp(at_least_float32(self.A_log))
-        return super()._A()
+        mamba = self.decay == "mamba"
+        return -torch.exp(at_least_float32(self.A_log)) if mamba else super()._A()
+
+
+class FixedPointRNN(FixedPointLayer):
+    """An RNN whose state is a vector: the fixed point of channel mixing and a gated diagonal scan.
+
+        layer = FixedPointRNN(d_model)                    # calls and state are those of Bedouin
+        out = layer(u)                                    # (b, t, m) -> (b, t, m)
+
+    With x, z = in_proj(u), the sequence h is the fixed point of
+
+        h_t = lambda_t * h_{t-1} + (1 - lambda_t) * (Q_t (b_t * x_t - h_t) + h_t)
+
+    where b_t = SiLU(W_b x_t), and Q_t depends on x_t and h_{t-1}; the output stage is that of
+    Bedouin, with h in the place of y. Source: Fixed-Point RNNs (arXiv 2503.10799), section 4.
+
+    Size:
+        d_model, expand: m, and d = expand * m inner channels; a channel has one state.
+        num_heads: as in Bedouin; each head has a W_b of its own.
+
+    Recurrence:
+        num_householder, beta_max, mixer: Q_t, as in Bedouin.
+        decay: "sigmoid": lambda = sigmoid(W x_t); "griffin": lambda = exp(-8 softplus(omega)
+            Delta), Delta = sigmoid(W x_t).
+        eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
+        d_conv: the width of a causal convolution with SiLU over x; None: no convolution.
+        feedback: ("mixer",), or () to switch feedback off.
+        feedback_norm, feedback_init: as in Bedouin.
+
+    Solve:
+        solver, adjoint, max_steps, on_unconverged, backend: as in Bedouin.
+
+    Precision:
+        dtype, device, norm_eps, layer_idx: as in Bedouin.
+
+    Raises TypeError for unknown options and wrong types, ValueError for values that do not fit.
+    """
+
+    components = ("decay", "mixer")
+    fed_names = ("mixer",)
+    selective = False
+    # sigmoid(r) = exp(-softplus(-r)), so both decays are exp(A Delta)
+    delta_activations: ClassVar[dict[str, Activation]] = {
+        "sigmoid": "softplus_of_minus",
+        "griffin": "sigmoid",
+    }
+    absent_options: ClassVar[dict[str, str]] = {"projection": REMOVED}
+
+    @known_options
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        expand: float = 2,
+        num_heads: int | None = None,
+        num_householder: int | None = None,
+        beta_max: float | None = None,
+        mixer: ChannelMixer | None = None,
+        decay: Literal["sigmoid", "griffin"] = "sigmoid",
+        eigenvalues: Eigenvalues = "positive",
+        feedback: Collection[str] = ("mixer",),
+        feedback_norm: bool = True,
+        feedback_init: float = 0.1,
+        d_conv: int | None = None,
+        norm_eps: float = 1e-5,
+        solver: Solver | Literal["auto"] = "auto",
+        adjoint: Adjoint | None = None,
+        max_steps: int | Cap = 100,
+        backend: Backend = "auto",
+        on_unconverged: OnUnconverged = "warn",
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"d_state": 1, "expand": expand, "num_heads": num_heads}
+        options |= {"num_householder": num_householder, "beta_max": beta_max, "mixer": mixer}
+        options |= {"decay": decay, "input_scale": "one_minus_decay", "eigenvalues": eigenvalues}
+        options |= {"feedback": feedback, "feedback_norm": feedback_norm, "d_conv": d_conv}
+        options |= {"feedback_init": feedback_init, "norm_eps": norm_eps, "layer_idx": layer_idx}
+        options |= {"solver": solver, "adjoint": adjoint, "max_steps": max_steps}
+        options |= {"on_unconverged": on_unconverged, "backend": backend}
+        super().__init__(d_model, **options, device=device, dtype=dtype)
+
+    def _A(self) -> Tensor:
+        sigmoid = self.decay == "sigmoid"
+        return -torch.ones_like(at_least_float32(self.D)).unsqueeze(-1) if sigmoid else super()._A()

@@ -1,5 +1,5 @@
-"""What layers share: marks and saved options, initial values, and the interface of layers with an
-explicit recurrence.
+"""What layers share: marks for optimizers, saved options, initial values, noise, and the interface
+of layers with an explicit recurrence.
 
 Letters: b batch, t time, m d_model.
 """
@@ -7,52 +7,37 @@ Letters: b batch, t time, m d_model.
 import json
 import math
 import sys
+import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from bedouin.checks import (
-    check_batch_size,
-    check_dtype,
-    check_layer_input,
-    check_tensor,
-    positive_int,
-)
+from bedouin.checks import check_batch_size, check_dtype, check_layer_input, positive_int
 from bedouin.graphed import Graphed
+from bedouin.kernels.checks import check_number
 from bedouin.kernels.launch import accumulator
-from bedouin.noise import without_noise
 from bedouin.packing import Packing, find_packing
 from bedouin.solvers.reporting import stacklevel
-from bedouin.state import RecurrentState, SequenceCall, check_field, check_kind
+from bedouin.state import RecurrentState, SequenceCall, StateShapes, check_state, zero_state
 from bedouin.wrapped import read_parameter
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StateT = TypeVar("StateT", bound=RecurrentState)
 
-StateShapes = dict[str, tuple[int | None, ...]]
-"""The shape of each tensor of a state without its batch axis; None: any length."""
-
-DELTA_RANGE = (1e-3, 0.1)
-
+# What to do about an option that has been removed.
 REMOVED = (
     "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
     "for a model that was saved with it"
 )
-"""What to do about an option that has been removed."""
-
-TEXT_BLOCK = 512
-"""The text of a module's options is filled up with spaces to a multiple of this."""
-
-
-# -- numbers and initial values
+TEXT_BLOCK = 512  # the text of a module's options is filled up with spaces to a multiple of this
 
 
 def positive_number(name: str, value: float) -> float:
-    """`value` as a float; TypeError or ValueError that names it unless it is finite and > 0."""
+    """`value` as a float; TypeError or ValueError unless it is finite and > 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number > 0, got {value!r}")
     if not 0 < value < math.inf:
@@ -68,18 +53,11 @@ def expanded(name: str, factor: float, base: str, size: int) -> int:
     return width
 
 
-def head_size(d_model: int, num_heads: int) -> int:
-    """d_model / num_heads; ValueError unless that is an integer."""
-    if d_model % num_heads:
-        raise ValueError(
-            f"num_heads must divide d_model = {d_model}, got {num_heads}: choose a divisor"
-        )
-    return d_model // num_heads
-
-
-def factory_options(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The arguments `device` and `dtype` of torch's modules and tensor factories."""
-    return {"device": device, "dtype": dtype}
+def head_size(m: int, num_heads: int) -> int:
+    """m / num_heads, for the d_model m; ValueError unless that is an integer."""
+    if m % num_heads:
+        raise ValueError(f"num_heads must divide d_model = {m}, got {num_heads}: choose a divisor")
+    return m // num_heads
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -95,7 +73,7 @@ def inverse_softplus(value: Tensor) -> Tensor:  # any shape -> as `value`
 @torch.no_grad()
 def reset_dt_bias(bias: Tensor) -> None:
     """Fill `bias` so that softplus(bias) is log-uniform in [1e-3, 0.1], as Mamba does."""
-    low, high = map(math.log, DELTA_RANGE)
+    low, high = math.log(1e-3), math.log(0.1)
     bias.copy_(inverse_softplus(torch.exp(torch.rand_like(bias) * (high - low) + low)))
 
 
@@ -105,15 +83,53 @@ def reset_dt_bias(bias: Tensor) -> None:
 # which have `_mark_parameters` to set them again.
 
 
-def mark(parameter: Tensor | None, name: str) -> None:
-    """Set the mark `name`, "_no_weight_decay" or "_no_reinit", unless the parameter is None."""
-    if parameter is not None:
-        setattr(parameter, name, True)
+def mark(module: nn.Module, mark: str, *names: str) -> None:
+    """Set "_no_weight_decay" or "_no_reinit" on the parameters of these names that exist."""
+    # plain look-ups, because setting the first parameter of a layer calls this, too
+    for name in names:
+        if module._parameters.get(name) is not None:
+            setattr(module._parameters[name], mark, True)
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay, as the first argument of an optimizer.
+
+        optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)
+
+    Not decayed are parameters marked `_no_weight_decay` (A_log, omega and D of a layer), biases,
+    and the parameters of norms: modules whose class is called ...Norm. Every parameter that
+    requires a gradient is in one of the two groups once, also if modules share it. As for any
+    optimizer, call it once the model is on its device and sharded, and before its first forward.
+
+    Raises TypeError for a model that is not a module, ValueError for a weight_decay below 0.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_number("weight_decay", weight_decay, 0, 1e3, open_low=False)
+    # one that is shared is exempt if it is so in one of its places
+    exempt_ids = set()
+    for module in model.modules():
+        # by name, as norms are written anew in many libraries; FSDP and parametrizations derive
+        # classes with a name in front of, or behind, that of the base
+        is_norm = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
+        is_norm = is_norm or isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, v in module.named_parameters(recurse=False, remove_duplicate=False):
+            is_bias = name.startswith("bias") or name.endswith("bias")
+            if is_bias or is_norm or getattr(v, "_no_weight_decay", False):
+                exempt_ids.add(id(v))
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[id(parameter) in exempt_ids].append(parameter)
+    decayed, exempt = groups
+    return [
+        {"params": decayed, "weight_decay": float(weight_decay)},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """nn.Module's __setattr__. Raises AttributeError for an option that only the constructor reads,
-    since setting it later would have no effect."""
+    """nn.Module's __setattr__; AttributeError for an option that only the constructor reads."""
     layer: Any = module
     if name in vars(layer).get("_options", ()) and name not in layer.settable_options:
         owner = type(layer).__name__
@@ -133,13 +149,10 @@ def set_state(module: Any, state: dict[str, Any]) -> None:
     module._mark_parameters()
 
 
-def apply_to_parameters(
-    module: ModuleT, fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> ModuleT:
+def apply_to_parameters(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """nn.Module's _apply."""
     nn.Module._apply(module, fn, recurse)
-    layer: Any = module
-    layer._mark_parameters()
+    module._mark_parameters()
     return module
 
 
@@ -148,8 +161,7 @@ def apply_to_parameters(
 
 
 def convolved_error(expected: str, got: str) -> ValueError:
-    """The error for parameters or options of a `Convolved`, which was a layer behind a convolution
-    with SiLU."""
+    """The error for parameters or options of a `Convolved`, a layer behind a convolution."""
     return ValueError(
         f"{expected}, got {got} of a Convolved: bedouin 0.1.0 is the last version that reads it; "
         "use that version, or train a layer with d_conv, whose convolution is its own"
@@ -162,121 +174,108 @@ def number_options(module: Any) -> dict[str, Any]:
 
 
 def save_options(module: Any) -> Tensor:  # (1 + a multiple of TEXT_BLOCK,) int64
-    """The extra state: the number of training calls, where a layer counts them, and the options as
-    the characters of a JSON text.
-
+    """The extra state: the number of training calls, and the options as characters of a JSON text.
     It is a tensor because safetensors holds nothing else, and of a size that differs between few
-    layers because torch.distributed.checkpoint loads a tensor only into one of its own size: of its
-    checkpoints of versions up to 0.2, which have the number of calls alone, load all keys but those
-    that end in _extra_state. All dtypes to which a tool may convert a state_dict represent the
-    characters exactly.
-    """
+    layers because torch.distributed.checkpoint loads one only into its own size. All dtypes to
+    which a tool may convert it represent the characters exactly."""
     text = json.dumps(module.number_options(), separators=(",", ":"))
     text += " " * (-len(text) % TEXT_BLOCK)
     # on the CPU also where a context makes tensors on another device
     return torch.tensor([module.num_calls, *text.encode("ascii")], device="cpu")
 
 
-def load_options(
-    module: Any,
-    state: Tensor,  # as of save_options, or (): the number of calls alone
-) -> None:
+def load_options(module: Any, state: Tensor) -> None:  # as of save_options, or (), the calls alone
     """Take the number of calls, and issue a UserWarning that names the options in which the module
     that was saved and this one differ. Versions up to 0.2 saved no options."""
     num_calls, *text = state.flatten().tolist()
     module.num_calls = int(num_calls)
-    message = _compare(module, text) if text else ""
-    if message:
-        warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
-
-
-def _compare(module: Any, text: list[float]) -> str:
-    """What to say about the options that were saved; nothing if they are those present."""
-    owner = type_name(module)
+    if not text:
+        return
+    owner, present = type_name(module), json.loads(json.dumps(module.number_options()))
     try:
         saved = json.loads(bytes(map(round, text)))
     except ValueError:  # such as an average of different options
-        return (
+        message = (
             f"the options with which the parameters of this {owner} were saved cannot be read from "
             "its extra state: make sure that they are its own"
         )
-    present = json.loads(json.dumps(module.number_options()))
-    # an option that one of them does not know is none of another version
-    names = [name for name in present if saved.get(name, present[name]) != present[name]]
-    if not names:
-        return ""
-    was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
-    return (
-        f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
-        "outputs may differ from those of what was saved: make it with the saved options"
-    )
+    else:
+        # an option that one of them does not know is none of another version
+        names = [name for name in present if saved.get(name, present[name]) != present[name]]
+        if not names:
+            return
+        was, now = (", ".join(f"{name}={of[name]!r}" for name in names) for of in (saved, present))
+        message = (
+            f"the parameters of this {owner} were saved with {was}, but it has {now}, so that its "
+            "outputs may differ from those of what was saved: make it with the saved options"
+        )
+    warnings.warn(message, stacklevel=stacklevel(sys._getframe()))
 
 
 def load_parameters(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
     number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
-
-    Raises ValueError for the parameters of a `Convolved` around the layer, whose names begin with
-    `conv` and `layer`."""
+    Raises ValueError for the parameters of a `Convolved`, named `conv` and `layer`."""
     inner, key = f"{prefix}layer.", prefix + "_extra_state"
     if f"{prefix}conv.weight" in state_dict and any(k.startswith(inner) for k in state_dict):
         raise convolved_error(
             f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
             "those",
         )
-    known = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    nn.Module._load_from_state_dict(module, state_dict, prefix, *known)
+    nn.Module._load_from_state_dict(module, state_dict, prefix, *others, **named)
+    missing_keys: list[str] = others[2]
     if key in missing_keys:
         missing_keys.remove(key)
 
 
 def type_name(module: nn.Module) -> str:
-    """The name of a module's class, or if FSDP or a parametrization has derived that, of its own.
-
-    The module of a derived class is one of torch, or if it has abstract methods `abc`."""
+    """The name of the first class that is not torch's or `abc`'s, which FSDP and others derive."""
     kinds = type(module).__mro__
     derived = "torch", "abc"
     return next(k.__name__ for k in kinds if k.__module__.partition(".")[0] not in derived)
 
 
-# -- layers with an explicit recurrence
+class _OfThread(threading.local):  # whether `feedback_noise` is off
+    def __init__(self) -> None:
+        # not of the class: guards of torch.compile expect it among the attributes of the object
+        self.is_off = False
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Calls inside, single tokens and the prompt of a generation, compute without noise."""
+    before = _of_thread.is_off
+    _of_thread.is_off = True
+    try:
+        yield
+    finally:
+        _of_thread.is_off = before
+
+
+def draws_noise(layer: Any) -> bool:
+    """Whether this call of a layer with `feedback_noise` draws it."""
+    return bool(layer.training and layer.feedback_noise and not _of_thread.is_off)
 
 
 class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
-    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics.
+    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics. A
+    subclass names the type of its state, the sizes of its tensors, and computes outputs and the
+    state after the last token. One with `saved_options` has an extra state."""
 
-    A subclass names the type of its state, the sizes of the state's tensors, and computes outputs
-    and the state after the last token. One with `saved_options` has an extra state.
-    """
-
-    settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")
-    """Options of the constructor that may be set later, too."""
-
-    saved_options: ClassVar[tuple[str, ...]] = ()
-    """Attributes in the extra state."""
-
-    num_calls = 0
-    """Explicit layers do not count their calls."""
-
+    settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")  # may be set later, too
+    saved_options: ClassVar[tuple[str, ...]] = ()  # attributes in the extra state
+    num_calls = 0  # explicit layers do not count their calls
     state_type: ClassVar[type[RecurrentState]]
-
-    captures_step: ClassVar[bool] = False
-    """Whether a `Decoder` captures `step` as a CUDA graph."""
-
+    captures_step: ClassVar[bool] = False  # whether a `Decoder` captures `step` as a CUDA graph
     none_for_zeros: ClassVar[tuple[str, ...]] = ()
     """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
-
-    out_proj: nn.Linear
-    """The last module of every layer; its weight has the layer's dtype and device."""
+    shown_options: ClassVar[tuple[str, ...]] = ()  # attributes in its text, after d_model
+    out_proj: nn.Linear  # the last module, whose weight has the layer's dtype and device
 
     __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
     _load_from_state_dict, number_options = load_parameters, number_options
@@ -292,12 +291,17 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         check_dtype(dtype)
         self.d_model = positive_int("d_model", d_model)
 
-    @abstractmethod
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
+        for module in self.children():
+            cast(Any, module).reset_parameters()
 
     def _mark_parameters(self) -> None:
-        """Call `mark` for the parameters that have marks; some may not exist yet."""
+        """Call `mark` for the parameters that have marks."""
+
+    def extra_repr(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.shown_options)
+        return ", ".join([str(self.d_model), *shown])
 
     @abstractmethod
     def _state_sizes(self) -> StateShapes:
@@ -305,16 +309,10 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
 
     @abstractmethod
     def _run(
-        self,
-        x: Tensor,  # (b, t, m), neither empty
-        state: StateT,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, StateT]:  # (b, t, m)
-        """The outputs and the state after the last token, whose tensors autograd may have saved.
-
-        lengths: the tokens of each sample, which padding with x = 0 follows; None: t. The outputs
-        of padding may be anything finite.
-        """
+        self, x: Tensor, state: StateT, lengths: Tensor | None
+    ) -> tuple[Tensor, StateT]:  # (b, t, m), neither empty, (b,) -> (b, t, m)
+        """The outputs, finite in padding, and the state after the last token, whose tensors
+        autograd may have saved. lengths: the tokens of each sample before padding (x = 0)."""
 
     def forward(
         self,
@@ -326,30 +324,18 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
         seq_idx: Tensor | None = None,  # (b, t)
     ) -> Any:
-        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state).
-
-        A sequence fed in chunks, each with the state of the last, gives what one call gives, up to
-        rounding. mask, cu_seqlens and seq_idx say which tokens of x are padding, or where documents
-        begin, and a state of a lower floating dtype is converted, as in `Bedouin`. Raises TypeError
-        for integer or foreign dtypes, ValueError for wrong shapes, devices and states.
-        """
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, state). Chunks, states,
+        mask, cu_seqlens, seq_idx and errors are as in `Bedouin`."""
         self.check_input(x, 3)
         return self._call(x, state, return_state, find_packing(x, mask, cu_seqlens, seq_idx))
 
-    def _call(
-        self,
-        x: Tensor,  # (b, t, input_size)
-        state: StateT | None,
-        return_state: bool,
-        packing: Packing,
-    ) -> Any:
+    def _call(self, x: Tensor, state: StateT | None, return_state: bool, packing: Packing) -> Any:
         """`forward` with checked inputs."""
-        is_packed, rows = packing.lengths is not None, packing.num_states
+        rows, is_packed = packing.num_states, packing.lengths is not None
         if state is not None:
             before = self.checked_state(state, rows)
         else:
-            missing = () if is_packed or not x.numel() else self.none_for_zeros
-            before = self._zeros(rows, missing)
+            before = self._zeros(rows, () if is_packed or not x.numel() else self.none_for_zeros)
         if is_packed:
             before = packing.before(before, self.init_state(1))
         u = packing.take(x)
@@ -358,32 +344,33 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         if u.numel():
             output, after = self._run_loaded(u, before, lengths)
         else:
-            output, after = self._run_empty(u), before.clone()
+            # a graph to every parameter, since data-parallel training waits for gradients of them
+            # all: a token is run, and none of its outputs is taken
+            token = u.new_zeros(1, 1, u.shape[-1])
+            output, _ = self._run_loaded(token, self.init_state(1), None)
+            output = u[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
+            after = before.clone()
         output = packing.put(output, x.shape)
-        return (output, owned(packing.after(after))) if return_state else output
+        if not return_state:
+            return output
+        # copies of what autograd may have saved, since a state may be written in place
+        after = packing.after(after)._each(lambda v: v.clone() if v.requires_grad else v)
+        return output, after
 
     if TYPE_CHECKING:
         __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
 
-    def step(
-        self,
-        x_t: Tensor,  # (b, m)
-        state: StateT,
-    ) -> tuple[Tensor, StateT]:  # (b, m)
+    def step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:  # (b, m) -> (b, m)
         """One token. Raises as `forward` does."""
         self.check_input(x_t, 2)
         return self._step(x_t, state)
 
-    def _step(
-        self,
-        x_t: Tensor,  # (b, input_size)
-        state: StateT,
-    ) -> tuple[Tensor, StateT]:  # (b, m)
-        """`step` with a checked input."""
+    def _step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """`step` with a checked input (b, input_size)."""
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         with without_noise():
-            packing = Packing(None, (x_t.shape[0], 1))
+            packing = Packing((x_t.shape[0], 1))
             output, after = self._call(x_t.unsqueeze(1), state, True, packing)
         return output.squeeze(1), after
 
@@ -393,18 +380,11 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         return self._zeros(batch_size, ())
 
     def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
-        """A state of zeros, with None in place of the tensors that are `missing`."""
-        device, dtype = self._weight.device, self.state_dtype
-        state: StateT = self._make_state(
-            None
-            if name in missing
-            else torch.zeros(b, *(n or 0 for n in size), dtype=dtype, device=device)
-            for name, size in self._state_sizes().items()
-        )
-        return state
+        kind = cast(type[StateT], self.state_type)
+        return zero_state(kind, self._state_sizes(), b, self._like, missing)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
-        """The layer as a callable for inputs like `sample`, on a GPU, as that of `Bedouin`."""
+        """As `Bedouin.graphed`."""
         return Graphed(self, sample)
 
     @property
@@ -417,17 +397,14 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
         """A parameter with the layer's dtype and device."""
         return read_parameter(self.out_proj, "weight")
 
-    def _make_state(self, tensors: Any) -> Any:
-        return self.state_type(*tensors)
+    @property
+    def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
+        return torch.empty(0, dtype=self.state_dtype, device=self._weight.device)
 
     def _run_loaded(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: StateT,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, StateT]:  # (b, t, m)
-        """`_run` with the parameters of the layer and of its parts, which a module that accelerate
-        offloads has in its own calls alone."""
+        self, x: Tensor, state: StateT, lengths: Tensor | None
+    ) -> tuple[Tensor, StateT]:  # (b, t, m), (b,) -> (b, t, m)
+        """`_run` with the parameters of the layer and its parts, also where accelerate offloads."""
         layers = [v for v in (self, *self.children()) if isinstance(v, RecurrentLayer)]
         hooked = [(v, vars(v)["_hf_hook"]) for v in layers if "_hf_hook" in vars(v)]
         for layer, hook in hooked:
@@ -437,38 +414,11 @@ class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
             hook.post_forward(layer, ())
         return found
 
-    def _run_empty(
-        self,
-        x: Tensor,  # (b, t, m), one of them 0
-    ) -> Tensor:  # as x
-        """The outputs of no tokens, with a graph to every parameter, since data-parallel training
-        waits for gradients of them all: a token is run, and none of its outputs is taken."""
-        output, _ = self._run_loaded(x.new_zeros(1, 1, x.shape[-1]), self.init_state(1), None)
-        return x[..., : self.d_model].to(output.dtype) + output.flatten()[:0].sum()
-
     def check_input(self, x: Tensor, rank: int) -> None:
-        """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, of the layer's dtype and
-        device."""
+        """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, in the layer's dtype."""
         check_layer_input(x, rank, self.d_model, self._weight)
 
-    def checked_state(self, state: StateT, b: int) -> StateT:
-        """`state` with a batch axis and in `state_dtype`, unless its own is a higher one; TypeError
-        or ValueError where it does not fit the layer."""
-        check_kind(state, self.state_type)
-        sizes = self._state_sizes()
-        for field, tensor in zip(sizes, state.tensors, strict=True):
-            axes = ", ".join("any" if n is None else str(n) for n in sizes[field])
-            check_tensor(f"state.{field}", tensor, f"(b, {axes})")
-        pairs = list(zip(state.tensors, sizes.values(), strict=True))
-        if all(v.dim() == len(size) for v, size in pairs):
-            state = state.stack([state])
-        state = state.at_least(self.state_dtype)
-        like = self._weight.new_empty(0, dtype=self.state_dtype)
-        for (field, size), tensor in zip(sizes.items(), state.tensors, strict=True):
-            check_field(f"state.{field}", tensor, (b, *size), like)
-        return state
-
-
-def owned(state: StateT) -> StateT:
-    """The state with copies of what autograd may have saved: a state may be written in place."""
-    return state._each(lambda v: v.clone() if v.requires_grad else v)
+    def checked_state(self, state: Any, b: int) -> StateT:
+        """`state` with a batch axis, at least in `state_dtype`; an error where it does not fit."""
+        kind = cast(type[StateT], self.state_type)
+        return check_state(state, kind, self._state_sizes(), b, self._like)

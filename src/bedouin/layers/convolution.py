@@ -18,10 +18,8 @@ from bedouin.wrapped import is_untouched
 
 
 class ShortConvolution(nn.Module):
-    """y_t = sum_i weight[:, i] * x_{t - w + 1 + i} + bias for each channel by itself.
-
-    A width of None is the identity. The state is the window of the last w - 1 inputs.
-    """
+    """y_t = sum_i weight[:, i] * x_{t - w + 1 + i} + bias for each channel by itself, the identity
+    for a width of None. The state is the window of the last w - 1 inputs."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -50,13 +48,9 @@ class ShortConvolution(nn.Module):
         return (self.width or 1) - 1, self.channels
 
     def forward(
-        self,
-        x: Tensor,  # (b, t, c)
-        window: Tensor,  # (b, w - 1, c)
-        lengths: Tensor | None = None,  # (b,)
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, window: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # (b, t, c), (b, w - 1, c), (b,)
         """The convolved x (b, t, c) and the window after the last token, in the window's dtype.
-
         lengths: the tokens of each sample, which padding follows; None: t."""
         if self.weight is None:
             return x, window
@@ -79,29 +73,20 @@ class ShortConvolution(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """SiLU(conv(x)) with groups of unit length, followed by SiLU(conv(x)[..., :a] + added), as
-        `bedouin.kernels.convolution` computes them (b, t, c + a), and the window after the last
-        token.
+        """SiLU(conv(x)) with groups of unit length, then SiLU(conv(x)[..., :a] + added), (b, t, c +
+        a), and the window after the last token, in one pass of a kernel, unless it is hooked."""
+        if self.weight is None or self.bias is not None or not is_untouched(self):
+            x, after = self(x, window, lengths)
+            window, weight = window[:, :0], x.new_ones(self.channels, 1)
+            return short_convolution(x, weight, window, added, groups, backend=backend)[0], after
+        found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
+        if lengths is not None:
+            after = _last(torch.cat([window.to(x.dtype), x], dim=1), 0, window, lengths)
+        return found, after
 
-        A kernel computes this in one pass; a module with hooks is called."""
-        if self.weight is not None and self.bias is None and is_untouched(self):
-            found, after = short_convolution(x, self.weight, window, added, groups, backend=backend)
-            if lengths is not None:
-                after = _last(torch.cat([window.to(x.dtype), x], dim=1), 0, window, lengths)
-            return found, after
-        x, after = self(x, window, lengths)
-        weight = x.new_ones(self.channels, 1)
-        return short_convolution(x, weight, window[:, :0], added, groups, backend=backend)[0], after
-
-    def _shifted_sum(
-        self,
-        padded: Tensor,  # (b, w - 1 + t, c)
-    ) -> Tensor:  # (b, t, c)
-        """The convolution as the sum of its class's docstring, in at least float32.
-
-        On a CPU it takes a seventh of the time of conv1d, forward and backward, and torch.compile
-        makes one kernel of it and its neighbours. On a GPU without torch.compile conv1d takes fewer
-        launches."""
+    def _shifted_sum(self, padded: Tensor) -> Tensor:  # (b, w - 1 + t, c) -> (b, t, c)
+        """The convolution as a sum, in at least float32: a seventh of the time of conv1d on a CPU,
+        and one kernel with its neighbours for torch.compile, but many launches on a GPU."""
         assert self.weight is not None and self.width is not None
         t = padded.shape[1] + 1 - self.width
         weight = self.weight.to(accumulator(self.weight.dtype))
@@ -114,13 +99,9 @@ class ShortConvolution(nn.Module):
         return f"{self.channels}, width={self.width}, bias={self.bias is not None}"
 
 
-def _last(
-    padded: Tensor,  # (b, w - 1 + t, c)
-    t: int,
-    window: Tensor,  # (b, w - 1, c)
-    lengths: Tensor | None,  # (b,)
-) -> Tensor:  # (b, w - 1, c)
-    """The inputs before the first token after each sample, in the dtype of the window."""
+def _last(padded: Tensor, t: int, window: Tensor, lengths: Tensor | None) -> Tensor:
+    """The inputs (b, w - 1, c) before the first token after each sample, of the window and t tokens
+    (b, w - 1 + t, c), in the dtype of the window."""
     if lengths is None:
         # a copy: a view would keep all of `padded` alive
         return padded[:, t:].clone().to(window.dtype)

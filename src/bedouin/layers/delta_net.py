@@ -5,6 +5,7 @@ of a head, w convolution width.
 """
 
 import math
+from collections import namedtuple
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -13,53 +14,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.checks import check_bool, check_layer_idx, known_options, one_of, positive_int
+from bedouin.kernels import delta_rule
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.convolution import Groups
-from bedouin.kernels.delta_rule import (
-    DeltaBackend,
-    DeltaInputs,
-    check_delta_backend,
-    delta_rates,
-    delta_rule,
-    kernel_backend,
-)
-from bedouin.kernels.gated_norm import gated_norm
+from bedouin.kernels.delta_rule import DeltaBackend
+from bedouin.kernels.output import gated_norm
 from bedouin.kernels.scan import Eigenvalues
-from bedouin.layers.common import (
-    RecurrentLayer,
-    StateShapes,
-    expanded,
-    factory_options,
-    head_size,
-    mark,
-    positive_number,
-    reset_dt_bias,
-)
+from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.packing import tokens_before, zero_outside
-from bedouin.state import RecurrentState
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import side_by_side
 
-FLA_UNIT_EPS = 1e-6
-"""Under the root of the norm of queries and keys, as in flash-linear-attention."""
-
-A_MAX = 16.0
-"""The largest initial exp(A_log) of a gated layer, as in Gated DeltaNet."""
-
-HEAD_DIM = 128
-"""Most key channels of a head that is not told how many to have."""
-
+FLA_UNIT_EPS = 1e-6  # under the root of the norm of queries and keys, as in flash-linear-attention
+A_MAX = 16.0  # the largest initial exp(A_log) of a gated layer, as in Gated DeltaNet
+HEAD_DIM = 128  # most key channels of a head that is not told how many to have
+# Factor on the usual initial decay rates: memories that forget less at first learn associative
+# recall (examples/results/table).
 SLOW_RATES = 0.01
-"""Factor on the usual initial decay rates: memories that forget less at first learn associative
-recall (examples/results/table)."""
 
 
-class _DeltaFields(NamedTuple):
-    conv: Tensor
-    memory: Tensor
-
-
-class DeltaState(RecurrentState, _DeltaFields):  # type: ignore[misc]
+class DeltaState(RecurrentState, namedtuple("_DeltaState", "conv memory")):  # type: ignore[misc]
     """conv: (b, w - 1, h (p + k p + k v)), the last inputs of the convolution; memory:
     (b, h, p, v); at least float32."""
 
@@ -76,7 +51,7 @@ class Projected(NamedTuple):
     a: Tensor | None  # (b, t, h), raw decay
 
 
-class DeltaProduct(RecurrentLayer[DeltaState]):
+class DeltaProduct(common.RecurrentLayer[DeltaState]):
     """DeltaProduct, (b, t, m) -> (b, t, m): k delta-rule steps a token and head,
 
         S <- alpha_t S,  then for j = 1 ... k:  S <- (I - beta_j k_j k_j^T) S + beta_j k_j v_j^T
@@ -92,9 +67,7 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
             each head, as in Gated DeltaNet (arXiv 2412.06464).
         eigenvalues: of I - beta k k^T; "positive": beta = sigmoid(b_proj(x)), so in [0, 1];
             "full": beta = 2 sigmoid(b_proj(x)), so in [-1, 1].
-        num_heads: h.
-        head_dim: p; None: d_model / num_heads.
-        expand_v: v is expand_v * p.
+        num_heads: h. head_dim: p; None: d_model / num_heads. expand_v: v is expand_v * p.
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
@@ -108,6 +81,7 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
     none_for_zeros = ("memory",)
     settable_options = ("backend", "layer_idx", "norm_eps")
     saved_options = ("num_householder", "num_heads", "head_dim", "eigenvalues", "norm_eps")
+    shown_options = "num_householder", "gated", "eigenvalues", "num_heads", "head_dim", "value_dim"
 
     @known_options
     def __init__(
@@ -131,18 +105,18 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         super().__init__(d_model, dtype)
         check_bool("gated", gated)
         check_bool("output_gate", output_gate)
-        check_delta_backend(backend)
+        delta_rule.check_delta_backend(backend)
         self.gated, self.backend = gated, backend
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-        self.norm_eps = positive_number("norm_eps", norm_eps)
+        self.norm_eps = common.positive_number("norm_eps", norm_eps)
         k = self.num_householder = positive_int("num_householder", num_householder)
         h = self.num_heads = positive_int("num_heads", num_heads)
-        p = head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
-        v = expanded("expand_v", expand_v, "head_dim", p)
+        p = common.head_size(d_model, h) if head_dim is None else positive_int("head_dim", head_dim)
+        v = common.expanded("expand_v", expand_v, "head_dim", p)
         self.head_dim, self.value_dim = p, v
         self._sizes = [h * p, k * h * p, k * h * v]
 
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(d_model, size, bias=False, **factory) for size in self._sizes
         )
@@ -158,39 +132,30 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for module in self.children():
-            assert isinstance(module, nn.Linear | ShortConvolution)
-            module.reset_parameters()
+        super().reset_parameters()
         nn.init.ones_(self.norm_weight)
         if self.gated:
             with torch.no_grad():
                 # exp(A_log) is uniform in (0, 16]: rand may be 0, whose logarithm is not finite
                 self.A_log.copy_(torch.log(A_MAX * (1 - torch.rand_like(self.A_log))))
-            reset_dt_bias(self.dt_bias)
+            common.reset_dt_bias(self.dt_bias)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        common.mark(self, "_no_weight_decay", "A_log", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim
         return {"conv": self.conv.window_size, "memory": memory}
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: DeltaState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, DeltaState]:  # (b, t, m)
+        self, x: Tensor, state: DeltaState, lengths: Tensor | None
+    ) -> tuple[Tensor, DeltaState]:  # (b, t, m), (b,) -> (b, t, m)
         projected = self.project(x)
         recalled, after = self.recall(projected, state, lengths)
         return self.output(recalled, projected.gate), after
 
-    def project(
-        self,
-        x: Tensor,  # (b, t, m)
-    ) -> Projected:
+    def project(self, x: Tensor) -> Projected:  # (b, t, m)
         modules = self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         joined = side_by_side(x, [module for module in modules if module is not None])
         h, has_gate, has_decay = self.num_heads, self.g_proj is not None, self.a_proj is not None
@@ -200,71 +165,48 @@ class DeltaProduct(RecurrentLayer[DeltaState]):
         return Projected(qkv, gate if has_gate else None, b, a if has_decay else None)
 
     def recall(
-        self,
-        projected: Projected,
-        state: DeltaState,
-        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
+        self, projected: Projected, state: DeltaState, lengths: Tensor | None
     ) -> tuple[Tensor, DeltaState]:  # (b, t, h, v)
         """What the memories hold under the queries, S_t^T q_t / sqrt(p), and the state after."""
         units = Groups((1 + self.num_householder) * self.num_heads, self.head_dim, FLA_UNIT_EPS)
-        backend, qkv = kernel_backend(self.backend), projected.qkv
+        backend, qkv = delta_rule.kernel_backend(self.backend), projected.qkv
         with without_autocast(qkv.device):
-            qkv, window = self.conv.activated(
-                qkv, state.conv, lengths, groups=units, backend=backend
-            )
+            options: dict[str, Any] = {"groups": units, "backend": backend}
+            qkv, window = self.conv.activated(qkv, state.conv, lengths, **options)
             q, k, v = qkv.split(self._sizes, -1)
             heads = {"k": self.num_householder, "h": self.num_heads}
             q = rearrange(q, "b t (h p) -> b t h p", h=self.num_heads)
             k, v = (rearrange(u, "b t (k h p) -> b t k h p", **heads) for u in (k, v))
-            scale = 2.0 if self.eigenvalues == "full" else 1.0
-            a = projected.a
+            scale, a = 2.0 if self.eigenvalues == "full" else 1.0, projected.a
             rates = None if a is None else (a, self.A_log, self.dt_bias)
-            beta, decay = delta_rates(projected.b, k, rates, scale, backend=backend)
+            beta, decay = delta_rule.delta_rates(projected.b, k, rates, scale, backend=backend)
             if lengths is not None:
                 real = tokens_before(lengths, k.shape[1])
                 beta = zero_outside(real, beta)
                 decay = None if decay is None else zero_outside(real, decay)
-            inputs = DeltaInputs(q, k, v, beta, decay)
-            recalled, memory = delta_rule(inputs, state.memory, qkv.dtype, self.backend)
+            inputs = delta_rule.DeltaInputs(q, k, v, beta, decay)
+            recalled, memory = delta_rule.delta_rule(inputs, state.memory, qkv.dtype, self.backend)
         return recalled, DeltaState(window, memory)
 
-    def output(
-        self,
-        recalled: Tensor,  # (b, t, h, v)
-        gate: Tensor | None,  # (b, t, h v)
-    ) -> Tensor:  # (b, t, m)
-        """out_proj(norm(o) * SiLU(gate)) of what `recall` returned."""
+    def output(self, recalled: Tensor, gate: Tensor | None) -> Tensor:
+        """out_proj(norm(o) * SiLU(gate)) (b, t, m) of o from `recall` and gate (b, t, h v)."""
         if gate is None:
             normed = F.rms_norm(recalled, (self.value_dim,), None, self.norm_eps)
             hidden = (normed * self.norm_weight).flatten(-2).to(recalled.dtype)
         else:
-            backend = kernel_backend(self.backend)
+            backend = delta_rule.kernel_backend(self.backend)
             with without_autocast(gate.device):
                 norm = self.norm_weight, self.norm_eps
                 hidden = gated_norm(recalled, gate, *norm, backend=backend)
         output: Tensor = self.out_proj(hidden)
         return output
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, num_householder={self.num_householder}, gated={self.gated}, "
-            f"eigenvalues={self.eigenvalues!r}, num_heads={self.num_heads}, "
-            f"head_dim={self.head_dim}, value_dim={self.value_dim}"
-        )
-
 
 class DeltaNet(DeltaProduct):
-    """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1.
-
-    Sources: DeltaNet (arXiv 2406.06484) and, where `gated`, Gated DeltaNet (arXiv 2412.06464), with
-    the defaults of flash-linear-attention's layers: expand_v is 1 and there is no output gate, or
-    with `gated` 2 and a gate, and eigenvalues are in [0, 1]. Other options are those of
-    `DeltaProduct`.
-
-    Args:
-        expand_v: value channels for each key channel of a head; None: 1, or 2 where `gated`.
-        output_gate: whether there is an output gate; None: where `gated`.
-    """
+    """DeltaNet, (b, t, m) -> (b, t, m): `DeltaProduct` with num_householder = 1, and its options.
+    The defaults are those of flash-linear-attention's layers: eigenvalues in [0, 1], and None for
+    an expand_v of 1 without output gate, or where `gated` 2 and a gate. Sources: DeltaNet (arXiv
+    2406.06484) and, where `gated`, Gated DeltaNet (arXiv 2412.06464)."""
 
     def __init__(
         self,
@@ -277,12 +219,10 @@ class DeltaNet(DeltaProduct):
         **options: Any,
     ) -> None:
         check_bool("gated", gated)
-        default_expand_v = 2.0 if gated else 1.0
-        options["expand_v"] = default_expand_v if expand_v is None else expand_v
+        options["expand_v"] = (2.0 if gated else 1.0) if expand_v is None else expand_v
         options["output_gate"] = gated if output_gate is None else output_gate
-        super().__init__(
-            d_model, num_householder=1, gated=gated, eigenvalues=eigenvalues, **options
-        )
+        options |= {"gated": gated, "eigenvalues": eigenvalues}
+        super().__init__(d_model, num_householder=1, **options)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -299,10 +239,8 @@ class GatedDeltaNet(DeltaNet):
     Args:
         num_heads: h; None: d_model // head_dim.
         head_dim: p; None: d_model // num_heads, or without num_heads min(128, d_model // 2).
-        expand_v: v is expand_v * p.
-        d_conv: width of the short convolution; None: no convolution, SiLU stays.
+        expand_v, d_conv, backend: as in `bedouin.baselines.DeltaProduct`.
         norm_eps: of the norm of each head's outputs.
-        backend: of the delta rule, as in `bedouin.baselines.DeltaProduct`.
         layer_idx: kept as an attribute, as users of transformers expect.
 
     Raises TypeError or ValueError for options of another type or out of range.
@@ -325,40 +263,22 @@ class GatedDeltaNet(DeltaNet):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        num_heads, head_dim = choose_heads(d_model, num_heads, head_dim)
-        super().__init__(
-            d_model,
-            gated=True,
-            eigenvalues="full",
-            num_heads=num_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            d_conv=d_conv,
-            norm_eps=norm_eps,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        positive_int("d_model", d_model)
+        if num_heads is not None:
+            positive_int("num_heads", num_heads, " or None")
+        if head_dim is not None:
+            positive_int("head_dim", head_dim, " or None")
+        else:
+            size = min(HEAD_DIM, d_model // 2) if num_heads is None else d_model // num_heads
+            head_dim = max(1, size)
+        heads = max(1, d_model // head_dim) if num_heads is None else num_heads
+        options: dict[str, Any] = {"gated": True, "eigenvalues": "full", "d_conv": d_conv}
+        options |= {"num_heads": heads, "head_dim": head_dim, "expand_v": expand_v}
+        options |= {"norm_eps": norm_eps, "backend": backend, "device": device, "dtype": dtype}
+        super().__init__(d_model, **options)
         self.layer_idx = check_layer_idx(layer_idx)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         with torch.no_grad():
             self.A_log.add_(math.log(SLOW_RATES))
-
-
-def choose_heads(d_model: int, num_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """The heads and their key channels; what is None is chosen so that they fill d_model.
-
-    Raises TypeError or ValueError for a value that is no positive int.
-    """
-    positive_int("d_model", d_model)
-    if num_heads is not None:
-        positive_int("num_heads", num_heads, " or None")
-    if head_dim is not None:
-        positive_int("head_dim", head_dim, " or None")
-    elif num_heads is not None:
-        head_dim = max(1, d_model // num_heads)
-    else:
-        head_dim = max(1, min(HEAD_DIM, d_model // 2))
-    return max(1, d_model // head_dim) if num_heads is None else num_heads, head_dim

@@ -15,57 +15,20 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
-from bedouin.checks import (
-    check_batch_size,
-    check_bool,
-    check_dtype,
-    check_layer_idx,
-    check_layer_input,
-    check_not_traced,
-    check_projection_dtype,
-    check_tensor,
-    known_options,
-    one_of,
-    positive_int,
-)
+from bedouin import checks
 from bedouin.graphed import Graphed
-from bedouin.kernels.backend import Backend, without_autocast
-from bedouin.kernels.checks import check_number
+from bedouin.kernels.backend import Backend, autocast_dtype, without_autocast
+from bedouin.kernels.direct.layout import activate_delta
+from bedouin.kernels.householder import unit
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
 from bedouin.kernels.scan import Eigenvalues, InputScale
-from bedouin.layers import common
-from bedouin.layers.common import (
-    REMOVED,
-    at_least_float32,
-    factory_options,
-    mark,
-    reset_dt_bias,
-    type_name,
-)
+from bedouin.layers import common, options
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.heads import HeadNorm, make_linear
-from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads, split_by_layout
+from bedouin.layers.map import FixedPointMap, MapOfHeads, ScanInputs, of_all_heads
 from bedouin.layers.mixers import ChannelMixer, kernel_gap
-from bedouin.layers.options import (
-    FEEDBACK_NORM_EPS,
-    GRIFFIN_SHARPNESS,
-    Decay,
-    Initialization,
-    SolveOption,
-    check_device,
-    check_initialization,
-    check_raw_size,
-    check_structure,
-    choose_num_heads,
-    choose_solver,
-    griffin_omega,
-    inner_size,
-    make_mixer,
-    ordered_subset,
-    split_feedback_weight,
-    warn_of_singular_systems,
-)
+from bedouin.layers.options import Decay, Initialization, SolveOption
 from bedouin.layers.stages import gated, project, solving, state_after, state_before
 from bedouin.packing import find_packing
 from bedouin.solvers import Adjoint, Cap, Direct, ImplicitAdjoint, Solver, SolveStats
@@ -73,22 +36,17 @@ from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, SequenceCall, StateSize, check_state, zero_state
-from bedouin.wrapped import effective_weight, is_untouched, read_parameter
+from bedouin.state import BedouinState, SequenceCall, StateShapes, check_state, zero_state
+from bedouin.wrapped import apply_projection, effective_weight, is_untouched, read_parameter
 
 
 class FixedPointLayer(nn.Module, ABC):
-    """The base class of Bedouin, which has all of its options, and FixedPointRNN.
+    """The base class of Bedouin, which has all of its options, and FixedPointRNN. Adapters such as
+    LoRA, parametrizations and FSDP may wrap the projections: in_proj, x_proj and out_proj are
+    called, and of y_proj the effective matrix is used (bedouin.wrapped). Merge adapters before
+    decoding: a step computes that matrix anew."""
 
-    The projections may be wrapped by adapters such as LoRA, parametrized, or be units of FSDP:
-    in_proj, x_proj and out_proj are called, and of y_proj the effective matrix is used (see
-    bedouin.wrapped, which also says what is refused). Merge adapters before decoding: a step
-    computes that matrix anew.
-    """
-
-    components: ClassVar[tuple[str, ...]]
-    """Names of the raw components, in the order of the fused projection; the first is that of
-    Delta, and the gate is last."""
+    components: ClassVar[tuple[str, ...]]  # of raw values in x_proj's order, Delta first
     fed_names: ClassVar[tuple[str, ...]]  # what `feedback` may contain
     selective: ClassVar[bool]  # whether B and C are raw components; otherwise they are 1
     delta_activations: ClassVar[dict[str, Activation]]  # Delta of raw values, for each `decay`
@@ -107,19 +65,16 @@ class FixedPointLayer(nn.Module, ABC):
     captures_step = True
 
     output: Literal["norm", "paper"] = "norm"
-    """The output stage: "norm" with z and a norm; "paper" without both, and with no bias of the
-    projections of x other than that to Delta."""
-    x_proj: Any
-    """W^x: an nn.Linear, or a HeadLinear for several heads."""
-    A_log: nn.Parameter
-    omega: nn.Parameter
-    """The rates of the decays "mamba" and "griffin" (d, n)."""
+    """The output stage: "norm" has z and a norm; "paper" neither, and a bias of Delta alone."""
+    x_proj: Any  # W^x: an nn.Linear, or a HeadLinear for several heads
+    b_proj: Any  # W_b where B is not selective, as x_proj
+    A_log: nn.Parameter  # (d, n), the rates of the decay "mamba"
+    omega: nn.Parameter  # (d, n), those of "griffin"
 
     solve_options: SolveOptions
-    """The options of the solve. The attributes `solver`, `adjoint`, `cap`, `on_unconverged` and
-    `backend` read and set its fields, and so does `max_steps`, the cap or an int."""
+    """Its fields are also attributes of the layer, and the cap, or an int, is `max_steps`."""
     solver = SolveOption[Solver, Solver | Literal["auto"]](
-        "solver", lambda layer, value: choose_solver(value, layer.is_structured)
+        "solver", lambda layer, value: options.choose_solver(value, layer.is_structured)
     )
     adjoint = SolveOption[Adjoint | None, Adjoint | None]("adjoint")
     cap = SolveOption[Cap, Cap]("cap")
@@ -127,18 +82,15 @@ class FixedPointLayer(nn.Module, ABC):
     on_unconverged = SolveOption[OnUnconverged, OnUnconverged]("on_unconverged")
     backend = SolveOption[Backend, Backend]("backend")
 
-    record_history = False
-    """Whether `stats.history` has the residual at each step, for which no step runs in a kernel."""
-    _outcome: Outcome | None = None
-    """That of the last call."""
-    _stats_have_graph = False
-    """Whether the call that `stats` describes recorded gradients."""
+    record_history = False  # whether `stats.history` has each step, of which none is in a kernel
+    _outcome: Outcome | None = None  # of the last call
+    _stats_have_graph = False  # whether that call recorded gradients
 
     __setstate__, _apply = common.set_state, common.apply_to_parameters
     _load_from_state_dict = common.load_parameters
     get_extra_state, set_extra_state = common.save_options, common.load_options
 
-    @known_options
+    @checks.known_options
     def __init__(
         self,
         d_model: int,
@@ -168,68 +120,77 @@ class FixedPointLayer(nn.Module, ABC):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.decay = one_of("decay", decay, tuple(self.delta_activations))
-        self.initialization = check_initialization(initialization, self.decay)
-        mixer = self.mixer = make_mixer(mixer, num_householder, beta_max)
-        self.d_model = positive_int("d_model", d_model)
-        self.d_state = positive_int("d_state", d_state)
-        d = self.d_inner = inner_size(expand, d_model)
-        H = self.num_heads = choose_num_heads(num_heads, d)
+        self.decay = checks.one_of("decay", decay, tuple(self.delta_activations))
+        self.activation = self.delta_activations[self.decay]  # how Delta follows from raw values
+        self.initialization = options.check_initialization(initialization, self.decay)
+        mixer = self.mixer = options.make_mixer(mixer, num_householder, beta_max)
+        self.d_model = checks.positive_int("d_model", d_model)
+        self.d_state = checks.positive_int("d_state", d_state)
+        d = self.d_inner = options.inner_size(expand, d_model)
+        H = self.num_heads = options.choose_num_heads(num_heads, d)
         p = self.head_dim = d // H
-        check_bool("feedback_norm", feedback_norm)
-        check_dtype(dtype)
-        gone = dict.fromkeys(("erase", "x"), REMOVED)
-        self.feedback = ordered_subset("feedback", feedback, self.fed_names, gone)
-        self.input_scale = one_of("input_scale", input_scale, get_args(InputScale))
-        self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
-        check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
-        check_number("norm_eps", norm_eps, 0, 1, open_low=True)
+        checks.check_bool("feedback_norm", feedback_norm)
+        checks.check_dtype(dtype)
+        gone = dict.fromkeys(("erase", "x"), common.REMOVED)
+        self.feedback = options.ordered_subset("feedback", feedback, self.fed_names, gone)
+        self.input_scale = checks.one_of("input_scale", input_scale, get_args(InputScale))
+        self.eigenvalues = checks.one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
+        checks.check_number("feedback_init", feedback_init, 0, 1e3, open_low=False)
+        checks.check_number("norm_eps", norm_eps, 0, 1, open_low=True)
         self.feedback_norm, self.feedback_init = feedback_norm, float(feedback_init)
-        self.layer_idx = check_layer_idx(layer_idx)
-        self.d_conv = None if d_conv is None else positive_int("d_conv", d_conv)
-        chosen, cap = choose_solver(solver, self.is_structured), as_cap(max_steps)
-        options = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
-        self.solve_options = check_structure(mixer, p, options)
-        warn_of_singular_systems(mixer, self.decay, self.input_scale)
+        self.feedback_norm_eps = options.FEEDBACK_NORM_EPS if feedback_norm else None
+        self.layer_idx = checks.check_layer_idx(layer_idx)
+        self.d_conv = None if d_conv is None else checks.positive_int("d_conv", d_conv)
+        chosen, cap = options.choose_solver(solver, self.is_structured), as_cap(max_steps)
+        solve = SolveOptions(chosen, adjoint, cap, on_unconverged, backend)
+        self.solve_options = options.check_structure(mixer, p, solve)
+        options.warn_of_singular_systems(mixer, self.decay, self.input_scale)
         self.draws, self.deferred = Draws(), DeferredWarning()
 
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = {"B": d_state, "C": d_state, "mixer": mixer.raw_size(p)}
         self._sizes = {name: sizes.get(name, p) for name in self.components}
-        r, rows_of_delta = self.raw_size, (..., slice(p), slice(None))
-        delta_from_x = ((rows_of_delta, self.initialization.delta_from_x),)
+        self.raw_size = sum(self._sizes.values())  # r, of a token and head, without the gate
+        rows_of_delta, scale = (..., slice(p), slice(None)), self.initialization.delta_from_x
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
-        self.x_proj = make_linear(H, p, r + p, delta_from_x, **factory)
-        self.y_proj = None
+        self.x_proj = make_linear(H, p, self.raw_size + p, ((rows_of_delta, scale),), **factory)
+        self.y_proj = self.conv = self.raw_bias = self.norm = None
         if self.feedback:
             fed = sum(self._sizes[name] for name in self.feedback)
             self.y_proj = make_linear(H, p, fed + p, ((..., self.feedback_init),), **factory)
-        self.conv = None
         if d_conv is not None:
             self.conv = ShortConvolution(d, None if d_conv == 1 else d_conv, bias=True, **factory)
-        window = None if self.conv is None else self.conv.window_size
-        self.state_size = StateSize(d, d_state, window)
         self.dt_bias = nn.Parameter(torch.empty(d, **factory))
-        self.raw_bias = None
         if self.output == "norm":
-            self.raw_bias = nn.Parameter(torch.empty(H * r, **factory))
+            self.raw_bias = nn.Parameter(torch.empty(H * self.raw_size, **factory))
         self.D = nn.Parameter(torch.empty(d, **factory))
         if self.decay == "griffin":
             self.omega = nn.Parameter(torch.empty(d, d_state, **factory))
-        self.norm = HeadNorm(H, d, norm_eps, **factory) if self.output == "norm" else None
+        if self.output == "norm":
+            self.norm = HeadNorm(H, d, norm_eps, **factory)
         self.out_proj = nn.Linear(d, d_model, bias=False, **factory)
         if self.decay == "mamba":
             self.A_log = nn.Parameter(torch.empty(d, d_state, **factory))
-        self._make_parameters(factory)
-        check_device(mixer, self.D.device)
+        if not self.selective:
+            self.b_proj = make_linear(H, p, p, **factory)
+        for name, parameter in mixer.named_parameters():
+            if parameter.device != self.D.device:
+                raise ValueError(
+                    f"mixer must be on the layer's device {self.D.device}, got {name} on "
+                    f"{parameter.device}: make it there, or move the whole layer with to(device) "
+                    "once it is made"
+                )
         self.reset_parameters()
-
-    def _make_parameters(self, factory: dict[str, Any]) -> None:
-        """Make the parameters that a subclass has besides those of the base class."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "mixer" and isinstance(value, ChannelMixer) and "_sizes" in vars(self):
-            check_raw_size(self, value)
+            size, made = value.raw_size(self.head_dim), self._sizes["mixer"]
+            if size != made:
+                raise ValueError(
+                    f"mixer must have {made} raw values a token and head, for which the layer's "
+                    f"projections were made, got {value} with {size}: make a new layer, "
+                    f"{type(self).__name__}(..., mixer=...)"
+                )
         common.set_attribute(self, name, value)
 
     def forward(
@@ -247,7 +208,7 @@ class FixedPointLayer(nn.Module, ABC):
 
         A sequence in chunks, each with the state after the previous one, gives the same output as a
         single call, up to rounding. A state of a lower floating dtype is converted to that of
-        `init_state`. x may be described by these (bedouin.packing):
+        `init_state`. What x contains:
 
         mask: bool, True for real tokens, padding anywhere. Padding has no influence, even if NaN:
             its output is 0, state and `stats` are those of the real tokens alone.
@@ -269,11 +230,13 @@ class FixedPointLayer(nn.Module, ABC):
         """
         self.check_input(x, rank=3)
         packing = find_packing(x, mask, cu_seqlens, seq_idx)
-        before, lengths = state_before(self, x, state, packing), packing.padded_lengths()
-        options = self._options_of_token() if one_token else self.solve_options
+        before, lengths = state_before(self, state, packing), packing.padded_lengths()
+        solve = self.solve_options
+        if one_token and self.is_structured:
+            solve = replace(solve, solver=Direct())
         projected = project(self, packing.take(x), before, lengths)  # x, z and F of raw
         with without_autocast(x.device):
-            y = options.solve(projected.f, *solving(self, projected.f, options)).value
+            y = solve.solve(projected.f, *solving(self, projected.f, solve)).value
             hidden = gated(self, projected, y)  # SiLU(gate + z) * norm(y + D * x)
         output = packing.put(self.out_proj(hidden), x.shape)
         if not return_state:
@@ -285,116 +248,100 @@ class FixedPointLayer(nn.Module, ABC):
         __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
 
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
-        """One token: (b, m) -> (b, m), solved exactly with any solver of the layer.
-
-        If the mixer is not of the form (e, U, M), the layer's solver is used with its tolerance.
-        Hooks on the layer run, as in a call. On a GPU a `Decoder` replays steps as CUDA graphs,
-        which takes less time.
-        Raises the same errors as `forward`, and TypeError for a state that is None.
-        """
+        """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
+        that is not of the form (e, U, M). Hooks on the layer run, as in a call. On a GPU a
+        `Decoder` replays steps as CUDA graphs, which takes less time. Raises as `forward` does."""
         run: Any = self.forward
         if is_untouched(self):
             self.check_input(x_t, rank=2)
         else:
             # FSDP gathers parameters in hooks, and accelerate loads them in a `forward` of its own
             run = self
-            check_tensor("x", x_t, "(b, m)")
+            checks.check_tensor("x", x_t, "(b, m)")
         if state is None:
             raise TypeError("state must not be None: make one with init_state(batch_size)")
         output, after = run(x_t.unsqueeze(1), state, True, one_token=True)
         return output.squeeze(1), after
 
-    def _options_of_token(self) -> SolveOptions:
-        """The options of an exact solve, or those of the layer if its mixer has none."""
-        options = self.solve_options
-        return replace(options, solver=Direct()) if self.is_structured else options
-
     def init_state(self, batch_size: int) -> BedouinState:
         """The state before the first token: zeros in at least float32 on the layer's device."""
-        check_batch_size(batch_size)
-        like = read_parameter(self, "D")
-        return zero_state(batch_size, self.state_size, accumulator(like.dtype), like.device)
+        checks.check_batch_size(batch_size)
+        return zero_state(BedouinState, self._state_sizes(), batch_size, self._like)
+
+    def _state_sizes(self) -> StateShapes:
+        sizes: StateShapes = {"ssm": (self.d_inner, self.d_state), "y": (self.d_inner,)}
+        return sizes if self.conv is None else sizes | {"conv": self.conv.window_size}
+
+    @property
+    def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
+        D = read_parameter(self, "D")
+        # not D.new_empty, which is sharded where D is
+        return torch.empty(0, dtype=accumulator(D.dtype), device=D.device)
 
     def checked_state(self, state: Any, b: int) -> BedouinState:
-        """`state` with a batch axis, in at least the dtype of `init_state`; TypeError or ValueError
-        where it does not fit the layer."""
-        return check_state(state, b, self.state_size, self.init_state(0).y)
+        """`state` with a batch axis, at least in float32; an error where it does not fit."""
+        return check_state(state, BedouinState, self._state_sizes(), b, self._like)
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
         """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
-        parameters.
-
-        `bedouin.solvers.solve(layer.map(x), y0, solver, time_dim=1)` finds its fixed point from
-        y0 (b, t, d) with any solver and gradient, and torch.autograd.grad(f(y), y, v) is the
-        product of v with its Jacobian. Raises the errors of a call.
-        """
+        parameters, for `bedouin.solvers.solve(layer.map(x), y0, solver, time_dim=1)` with any
+        solver and gradient. Raises the errors of a call."""
         self.check_input(x, rank=3)
         return of_all_heads(project(self, x, None, None).f, self.num_heads)
 
     def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
-        """The layer as a callable for inputs like `sample`, on a GPU: its forward and backward
-        passes are captured now as CUDA graphs, which a call replays.
-
-        A call raises where it would differ: another shape, dtype, device, training mode, autocast
-        or replaced parameter, or a backward pass after the next call. States and masks are not
-        supported. Raises TypeError or ValueError for a sample that the layer cannot take, that is
-        not on a CUDA device or is empty, and for a random cap in training.
-        """
+        """The layer as a callable for inputs like `sample`, on a GPU, without states and masks: its
+        forward and backward passes are captured now as CUDA graphs, which a call replays. A call
+        raises where it would differ: for another shape, dtype, device, mode, autocast or parameter,
+        or a backward pass after the next call. Raises TypeError or ValueError for a sample that
+        does not fit, is empty or on no CUDA device, and for a random cap in training."""
         return Graphed(self, sample)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """W^y of the loop (f, p) or (H, f, p) and of the gate (p, p) or (H, p, p); None without
-        feedback, and for the loop if only components without raw values have it."""
+        """W^y of the loop and of the gate; None without feedback."""
         if self.y_proj is None:
             return None, None
         p = self.head_dim
         weight = effective_weight("y_proj", self.y_proj, p, self.D, self.num_heads)
-        return split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
-
-    # -- how raw values are read
+        return options.split_feedback_weight(weight.to(dtype), self.feedback, self._sizes, p)
 
     @abstractmethod
     def _A(self) -> Tensor:
         """A (d, n), with which the decay is exp(A Delta); here that of the decay "griffin"."""
-        return -GRIFFIN_SHARPNESS * F.softplus(at_least_float32(self.omega))
+        return -options.GRIFFIN_SHARPNESS * F.softplus(common.at_least_float32(self.omega))
 
-    def _drive(
-        self,
-        x: Tensor,  # (b', t, p)
-    ) -> Tensor:  # (b', t, p)
-        """The input of the mixer."""
-        return x
-
-    @property
-    def activation(self) -> Activation:
-        """How Delta follows from its raw values."""
-        return self.delta_activations[self.decay]
+    def _drive(self, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, p)
+        """The input of the mixer: x, or where B is not selective b * x."""
+        if self.selective:
+            return x
+        x = x.to(accumulator(x.dtype))
+        return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x
 
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
-        mixer: Any = self.mixer
-        if kernel_gap(mixer) is not None:
+        if kernel_gap(self.mixer) is not None:
             return None
-        k, beta_max = mixer.num_householder, mixer.beta_max
-        return RawLayout(self.activation, self.selective, k, beta_max)
+        mixer: Any = self.mixer
+        return RawLayout(self.activation, self.selective, mixer.num_householder, mixer.beta_max)
 
     def _split(self, raw: Tensor) -> ScanInputs:  # raw: (..., r)
-        """Raw values converted to the inputs of the scan."""
+        """Raw values converted to the inputs of the scan; those behind C are the mixer's."""
+        p, n = self.head_dim, self.d_state
+        before = [p, n, n] if self.selective else [p]
+        delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
+        B, C = map(unit, BC) if BC else (torch.ones_like(raw[..., :1]),) * 2
         layout = RawLayout(self.activation, self.selective, 0, 1.0)
-        return split_by_layout(layout, (self.head_dim, self.d_state), raw)
+        return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
 
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""
-        scales, eps = (self.input_scale, self.eigenvalues), self.feedback_norm_eps
+        options = self.input_scale, self.eigenvalues, self.feedback_norm_eps
         gap = kernel_gap(self.mixer) or NO_LAYOUT
-        return Parameterization(self.layout(), *scales, eps, without_layout=gap)
-
-    # -- options and parameters
+        return Parameterization(self.layout(), *options, without_layout=gap)
 
     @property
     def is_structured(self) -> bool:
-        """Whether the mixer has the form (e, U, M), which Direct, Jacobi and the exact adjoint
-        need."""
+        """Whether the mixer has the form (e, U, M)."""
         return self.mixer.is_structured(self.head_dim)
 
     @property
@@ -403,37 +350,23 @@ class FixedPointLayer(nn.Module, ABC):
         return dict.fromkeys(("x",) if self.output == "paper" else ("x", "z"), self.d_inner)
 
     @property
-    def raw_size(self) -> int:
-        """r, the number of raw values per token and head, without the gate."""
-        return sum(self._sizes.values())
-
-    @property
     def norm_eps(self) -> float | None:
         """The eps of the output norm; None without one."""
         return getattr(self.norm, "eps", None)
-
-    @property
-    def feedback_norm_eps(self) -> float | None:
-        return FEEDBACK_NORM_EPS if self.feedback_norm else None
 
     def number_options(self) -> dict[str, Any]:
         """The options in the extra state; those of the mixer are among them."""
         mixer: Any = self.mixer
         of_mixer = {name: getattr(mixer, name) for name in getattr(mixer, "saved_options", ())}
-        return common.number_options(self) | {"mixer": type_name(mixer)} | of_mixer
+        return common.number_options(self) | {"mixer": common.type_name(mixer)} | of_mixer
 
     @property
     def stats(self) -> SolveStats | None:
         """Statistics of the last call, also of one that raised a ConvergenceError; None before any.
-
-        A sample's are the worst of its heads. They are reduced when they are first read. A
-        state_dict contains none, and neither loading one, nor the recomputation of non-reentrant
-        checkpointing, nor torch.export changes them. Under torch.func transforms they are tensors
-        of the transform, which the transformed function may return; copies and pickles have None
-        then. Under torch.compile nothing reads them.
-        """
-        stats: SolveStats | None = None if self._outcome is None else self._outcome.stats
-        return stats
+        A sample's are the worst of its heads, reduced when they are first read. Neither loading,
+        nor the recomputation of checkpointing, nor torch.export changes them. Under torch.func
+        transforms they are tensors of the transform; copies and pickles have None then."""
+        return None if self._outcome is None else self._outcome.stats
 
     @property
     def num_calls(self) -> int:
@@ -464,32 +397,49 @@ class FixedPointLayer(nn.Module, ABC):
                 self.raw_bias.uniform_(-bound, bound)
             self.D.fill_(1.0)
             if self.decay == "mamba":
-                H, p = self.num_heads, self.head_dim
-                self.A_log.copy_(self.initialization.A_log(H, p, self.A_log))
-                reset_dt_bias(self.dt_bias)
+                shape = self.num_heads, self.head_dim
+                self.A_log.copy_(self.initialization.A_log(*shape, self.A_log))
+                common.reset_dt_bias(self.dt_bias)
             elif self.decay == "griffin":
-                self.omega.copy_(griffin_omega(self.omega))
+                # the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in [0.9, 0.999]
+                decay = torch.empty_like(self.omega).uniform_(*options.GRIFFIN_RANGE)
+                self.omega.copy_(common.inverse_softplus(-decay.log() / options.GRIFFIN_SHARPNESS))
                 self.dt_bias.zero_()
         if self.norm is not None:
             self.norm.reset_parameters()
+        if not self.selective:
+            self.b_proj.reset_parameters()
+        if self.decay == "sigmoid":
+            with torch.no_grad():
+                decay = torch.empty_like(self.dt_bias).uniform_(*options.GRIFFIN_RANGE)
+                self.dt_bias.copy_(torch.logit(decay))
 
     def _mark_parameters(self) -> None:
-        # plain look-ups, because setting the first parameter calls this, too
-        mark(self._parameters.get("dt_bias"), "_no_reinit")
-        for name in ("D", "A_log", "omega"):
-            mark(self._parameters.get(name), "_no_weight_decay")
+        common.mark(self, "_no_reinit", "dt_bias")
+        common.mark(self, "_no_weight_decay", "D", "A_log", "omega")
 
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x has shape (b, t, m) for rank 3 or (b, m) for rank 2, and a valid dtype."""
-        check_not_traced(type(self).__name__)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be recorded by torch.jit.trace, which knows neither "
+                "loops over tokens nor sizes: use torch.compile or torch.export, and "
+                "torch.onnx.export(..., dynamo=True) for ONNX"
+            )
         # without the call where there is nothing to load
         D = read_parameter(self, "D") if self.D.is_meta else self.D
-        if isinstance(x, Tensor) and x.dtype != D.dtype:
-            check_projection_dtype(x, D, self.in_proj)
-        check_layer_input(x, rank, self.d_model, D)
+        if isinstance(x, Tensor) and x.dtype != D.dtype and not autocast_dtype(x):
+            dtype = getattr(getattr(self.in_proj, "weight", None), "dtype", None)
+            if x.dtype == dtype:
+                raise TypeError(
+                    f"the parameter D must have the dtype of the layer's projections {dtype}, got "
+                    f"{D.dtype}: convert the whole layer with to({dtype}), or keep all of it in "
+                    f"{D.dtype} and use torch.autocast"
+                )
+        checks.check_layer_input(x, rank, self.d_model, D)
 
     def extra_repr(self) -> str:
         names = "d_inner", "d_state", "num_heads", "input_scale", "eigenvalues", "feedback"
-        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         solve = f"solver={self.solver}, adjoint={self.adjoint or ImplicitAdjoint()}"
-        return f"{self.d_model}, {options}, {solve}"
+        return f"{self.d_model}, {shown}, {solve}"

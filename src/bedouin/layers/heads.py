@@ -1,7 +1,6 @@
 """Linear maps and norms of heads: channels cut into groups that share no weights.
 
-Inside of a layer of H heads a sample is H folded samples: folded sample j b + i is head j of sample
-i. One head is the layer without this module: nothing is folded.
+Inside of a layer of H > 1 heads a sample is H folded samples: number j b + i is head j of i.
 
 Letters: b batch, t time, d d_inner, n d_state, H heads, p = d / H channels of a head, r rows.
 """
@@ -16,21 +15,16 @@ from torch.nn import functional as F
 from bedouin.kernels.linear import apply_weight, reshape_whole
 from bedouin.state import BedouinState
 
-InitialScales = tuple[tuple[Any, float], ...]
-"""Indices of parts of a weight, and the factors by which their initial values are multiplied."""
+InitialScales = tuple[tuple[Any, float], ...]  # parts of a weight, factors on initial values
 
 
-def by_head(
-    v: Tensor,  # (d, ...)
-    num_heads: int,
-) -> Tensor:  # (d, ...), or (H, p, ...) for several heads
-    """A parameter of channels as kernels take it."""
+def by_head(v: Tensor, num_heads: int) -> Tensor:  # (d, ...) -> (H, p, ...)
+    """A parameter of channels as kernels take it: for one head as it is."""
     return v if num_heads == 1 else v.unflatten(0, (num_heads, -1))
 
 
 def fold_state(state: BedouinState, num_heads: int) -> BedouinState:
-    """The state of folded samples, ssm (H b, p, n) and y (H b, p), from that of the layer; the
-    window of its convolution, which is outside of the folded part, as it is."""
+    """The state of folded samples, ssm (H b, p, n) and y (H b, p); the window is not folded."""
     if num_heads == 1:
         return state
     pair = state.ssm, state.y
@@ -44,18 +38,14 @@ def unfold_state(state: BedouinState, num_heads: int) -> BedouinState:
     if num_heads == 1:
         ssm, y = (v.clone() for v in pair)
     else:
-        # joined by torch.cat, since a view keeps FSDP from gathering the parameters for its
-        # backward
+        # by torch.cat, since a view keeps FSDP from gathering the parameters for its backward
         ssm, y = (torch.cat(v.unflatten(0, (num_heads, -1)).unbind(), 1) for v in pair)
     return BedouinState(ssm, y, state.conv)
 
 
 class ScaledLinear(nn.Linear):
-    """An nn.Linear without bias whose initial weight is multiplied by `scales`.
-
-    The module itself knows them, since tools that bring modules from the meta device call
-    `reset_parameters` of each one in an order of their own.
-    """
+    """An nn.Linear without bias whose initial weight is multiplied by `scales`, which it keeps,
+    since tools that bring modules from the meta device call `reset_parameters` of each one."""
 
     def __init__(
         self, in_features: int, out_features: int, scales: InitialScales, **factory: Any
@@ -69,13 +59,10 @@ class ScaledLinear(nn.Linear):
 
 
 class HeadLinear(nn.Module):
-    """Linear maps of several heads without bias: each folded sample uses the weight of its head.
-
-    The initial weights of a head are drawn as those of `nn.Linear(in_features, out_features)` and
-    multiplied by `scales`.
-    PEFT adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
-    target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module.
-    """
+    """Linear maps of several heads without bias: each folded sample uses the weight of its head,
+    whose initial values are those of `nn.Linear(in_features, out_features)` times `scales`. PEFT
+    adapts the weight (H, out_features, in_features) by its name, in LoraConfig's
+    target_parameters=["x_proj.weight", "y_proj.weight"]; it cannot wrap the module."""
 
     def __init__(
         self,
@@ -96,10 +83,7 @@ class HeadLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         _scale_parts(self.weight, self.scales)
 
-    def forward(
-        self,
-        v: Tensor,  # (H b, ..., in_features)
-    ) -> Tensor:  # (H b, ..., out_features)
+    def forward(self, v: Tensor) -> Tensor:  # (H b, ..., in_features) -> (H b, ..., out_features)
         return apply_weight(v, self.weight)
 
     def extra_repr(self) -> str:
@@ -116,9 +100,7 @@ def _scale_parts(weight: Tensor, scales: InitialScales) -> None:  # weight: any 
 def make_linear(
     num_heads: int, in_features: int, out_features: int, scales: InitialScales = (), **factory: Any
 ) -> nn.Linear | HeadLinear:
-    """A linear map without bias of folded samples; for one head, an nn.Linear.
-
-    factory: the device and dtype of its parameters."""
+    """A linear map without bias of folded samples; for one head, an nn.Linear."""
     scales = tuple((part, factor) for part, factor in scales if factor != 1)
     if num_heads > 1:
         return HeadLinear(num_heads, in_features, out_features, scales, **factory)
@@ -127,12 +109,9 @@ def make_linear(
     return nn.Linear(in_features, out_features, bias=False, **factory)
 
 
-def project_heads(
-    v: Tensor,  # (H b, t, p)
-    weight: Tensor,  # (r, p) or (H, r, p)
-    bias: Tensor,  # (s,) or (H, s), s >= r
-) -> Tensor:  # (H b, t, s), of which nothing may read the last s - r columns
-    """W v + bias with the weight of the sample's head, cast as autocast does."""
+def project_heads(v: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """W v + bias (H b, t, s) of v (H b, t, p), cast as autocast does, with the weight (r, p) or
+    (H, r, p) and bias (s,) or (H, s) of its head. Nothing may read the last s - r columns."""
     missing = bias.shape[-1] - weight.shape[-2]
     if missing:
         # any rows serve; new zeros would take a launch
@@ -152,10 +131,7 @@ class HeadNorm(nn.RMSNorm):
         super().__init__(d, eps=eps, **factory)
         self.num_heads = num_heads
 
-    def forward(
-        self,
-        v: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def forward(self, v: Tensor) -> Tensor:  # (..., d) -> (..., d)
         by_channels: Tensor = v.unflatten(-1, (self.num_heads, -1))
         normed = F.rms_norm(by_channels, by_channels.shape[-1:], None, self.eps)
         return normed.flatten(-2) * self.weight

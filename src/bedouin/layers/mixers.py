@@ -16,8 +16,7 @@ from bedouin.kernels.checks import check_number
 from bedouin.kernels.householder import apply_complement, mix_channels, unit, wy_factor
 from bedouin.wrapped import is_untouched
 
-MAX_DENSE = 128
-"""Most channels of a head whose local system is solved as a dense one."""
+MAX_DENSE = 128  # most channels of a head whose local system is solved as a dense one
 
 
 class WYForm(NamedTuple):
@@ -34,16 +33,13 @@ class WYForm(NamedTuple):
 
 
 class ChannelMixer(nn.Module, ABC):
-    """A family of matrices Q, parameterized by raw values that the layer projects for each token.
-
-    In a layer of several heads each head has a Q of its own channels: d is then the number of
-    channels of a head, heads are part of the batch, and the mixer's parameters are shared by them.
-    To add a mixer, derive from this class and write `raw_size` and `complement`, or derive from
+    """A family of matrices Q, parameterized by raw values that the layer projects for each token. d
+    are the channels of a head; heads are part of the batch and share the mixer's parameters. To add
+    a mixer, derive from this class and write `raw_size` and `complement`, or derive from
     `StructuredMixer`; a `BedouinConfig` saves it if its options are attributes of their names. A
     mixer that also has a method `dense` is structured for heads of at most 128 channels, whose
     local systems are then solved as dense ones: a token costs O(d^3) operations and O(d^2) memory,
-    in plain PyTorch, instead of O(d k^2) and O(d k).
-    """
+    in plain PyTorch, instead of O(d k^2) and O(d k)."""
 
     saved_options: ClassVar[tuple[str, ...]] = ()
     """Attributes that a layer saves and compares with its own options."""
@@ -56,17 +52,8 @@ class ChannelMixer(nn.Module, ABC):
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
         """(I - Q) v for the Q that `raw` parameterizes."""
 
-    def mix(
-        self,
-        raw: Tensor,  # (..., r)
-        x: Tensor,  # (..., d)
-        y: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
-        """x~ = Q (x - y) + y, computed as x + (I - Q)(y - x).
-
-        That form loses digits if Q is much smaller than the identity; a mixer with such Q overrides
-        this method and computes Q (x - y) + y.
-        """
+    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:  # (..., r), (..., d) twice
+        """x~ = Q (x - y) + y, as x + (I - Q)(y - x), which loses digits where Q is small."""
         return x + self.complement(raw, y - x)
 
     def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)
@@ -74,9 +61,11 @@ class ChannelMixer(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} declares no dense(raw)")
 
     def is_structured(self, d_inner: int) -> bool:
-        """Whether `forward` returns a form (e, U, M) for d_inner channels, which `Direct`, `Jacobi`
-        and the exact adjoint need."""
+        """Whether `forward` returns (e, U, M), for `Direct`, `Jacobi` and the exact adjoint."""
         return type(self).dense is not ChannelMixer.dense and d_inner <= MAX_DENSE
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.saved_options)
 
     def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes: e = 0, U = I and M = I - Q."""
@@ -95,16 +84,17 @@ class StructuredMixer(ChannelMixer):
     def forward(self, raw: Tensor) -> WYForm:  # raw: (..., r)
         """(e, U, M) of the Q that `raw` parameterizes."""
 
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
+    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
         return apply_complement(v, *WYForm(*self(raw)).of_channels(v.shape[-1]))
 
-    def mix(
-        self,
-        raw: Tensor,  # (..., r)
-        x: Tensor,  # (..., d)
-        y: Tensor,  # (..., d)
-    ) -> Tensor:  # (..., d)
+    def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return mix_channels(x, y, *WYForm(*self(raw)).of_channels(x.shape[-1]))
+
+
+def _unit_rows(raw: Tensor, k: int) -> tuple[Tensor, Tensor]:  # (..., k d + k)
+    """U (..., k, d), whose rows have unit length, and alpha (..., k)."""
+    u, alpha = raw[..., :-k], raw[..., -k:]
+    return unit(u.unflatten(-1, (k, u.shape[-1] // k))), alpha
 
 
 class HouseholderProduct(StructuredMixer):
@@ -112,11 +102,9 @@ class HouseholderProduct(StructuredMixer):
 
     beta_i = beta_max sigmoid(alpha_i). With beta_max = 1 every H_i has eigenvalues in [0, 1];
     beta_max = 2 allows reflections, and local systems that are singular (see
-    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha. The product of
-    no reflections is `NoMixing`.
+    `SolveStats.conditioning`). Raw values of a token: k d for u, then k for alpha.
     Layers with a subclass run in the kernels, too, unless it overrides `__call__`, `forward`,
-    `complement`, `mix` or `raw_size`; what it overrides then runs in plain PyTorch, of which a
-    warning tells on a GPU.
+    `complement`, `mix` or `raw_size`, which a warning tells on a GPU.
     Source: arXiv 2503.10799, section 4; arXiv 2502.10297.
     Raises TypeError for a num_householder that is not an int, ValueError for num_householder < 1 or
     beta_max outside (0, 2].
@@ -135,22 +123,14 @@ class HouseholderProduct(StructuredMixer):
         return self.num_householder * (d_inner + 1)
 
     def forward(self, raw: Tensor) -> WYForm:
-        k = self.num_householder
-        u, alpha = raw[..., :-k], raw[..., -k:]
-        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))  # (..., k, d)
+        U, alpha = _unit_rows(raw, self.num_householder)
         T = wy_factor(U, self.beta_max * torch.sigmoid(alpha))
         return WYForm(torch.zeros_like(raw[..., :1]), U, T)
 
-    def extra_repr(self) -> str:
-        return f"num_householder={self.num_householder}, beta_max={self.beta_max}"
-
 
 class NoMixing(HouseholderProduct):
-    """Q = I, the product of k = 0 reflections, which has no raw values.
-
-    The fixed point is y_t = h_t C_t with h_t = lambda_t h_{t-1} + (s_t x_t) B_t^T, so that tokens
-    influence later ones through the diagonal memory and the feedback alone.
-    """
+    """Q = I, the product of no reflections, without raw values: y_t = h_t C_t with h_t = lambda_t
+    h_{t-1} + (s_t x_t) B_t^T."""
 
     def __init__(self) -> None:
         # not the constructor of the product, which requires a reflection
@@ -166,26 +146,17 @@ class NoMixing(HouseholderProduct):
         return ""
 
 
-_COMPUTING = "__call__", "forward", "complement", "mix", "raw_size"
-"""The methods that say what the raw values of a mixer are and what is computed from them."""
-
-
 def kernel_gap(mixer: ChannelMixer) -> str | None:
-    """What no kernel computes of a mixer, as a part of a message; None where kernels compute it.
-
-    They compute products of reflections from num_householder and beta_max alone. A subclass of
-    HouseholderProduct is such a product as long as it inherits all methods of `_COMPUTING`. Hooks
-    on a mixer run in calls of it.
-    """
+    """What no kernel computes of a mixer, as a part of a message; None where kernels compute it:
+    products of reflections from their two options, also in subclasses that keep them."""
     kind = type(mixer)
     if not is_untouched(mixer):
         return f"the mixer {kind.__name__} with hooks"
     if not isinstance(mixer, HouseholderProduct):
         return f"the mixer {kind.__name__} (only HouseholderProduct)"
     base = NoMixing if isinstance(mixer, NoMixing) else HouseholderProduct
-    own = []
-    if kind is not base:
-        own = [name for name in _COMPUTING if getattr(kind, name) is not getattr(base, name)]
+    computing = ("__call__", "forward", "complement", "mix", "raw_size") if kind is not base else ()
+    own = [name for name in computing if getattr(kind, name) is not getattr(base, name)]
     if isinstance(mixer.beta_max, Tensor):
         own.append("a tensor beta_max")
     if own:
@@ -194,13 +165,10 @@ def kernel_gap(mixer: ChannelMixer) -> str | None:
 
 
 class LowRank(StructuredMixer):
-    """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part.
-
-    I - Q has full rank (e = 1, M = -diag(alpha)). The local systems can be singular if the input
-    gain reaches 1, in particular if it does so in more than `rank` channels. Raw values of a token:
-    k d for u, then k for alpha.
-    Raises TypeError for a rank that is not an int, ValueError for rank < 1.
-    """
+    """Q = sum_i alpha_i u_i u_i^T with u_i unit and alpha_i = sigmoid(raw): no identity part. I - Q
+    has full rank (e = 1, M = -diag(alpha)). The local systems can be singular if the input gain
+    reaches 1, in particular in more than `rank` channels. Raw values of a token: k d for u, then k
+    for alpha. Raises TypeError for a rank that is not an int, ValueError for rank < 1."""
 
     saved_options = ("rank",)
 
@@ -213,34 +181,24 @@ class LowRank(StructuredMixer):
         return self.rank * (d_inner + 1)
 
     def forward(self, raw: Tensor) -> WYForm:
-        k = self.rank
-        u, alpha = raw[..., :-k], raw[..., -k:]
-        U = unit(u.unflatten(-1, (k, u.shape[-1] // k)))
+        U, alpha = _unit_rows(raw, self.rank)
         return WYForm(torch.ones_like(raw[..., :1]), U, torch.diag_embed(-torch.sigmoid(alpha)))
-
-    def extra_repr(self) -> str:
-        return f"rank={self.rank}"
 
 
 def _small_matrices(raw: Tensor, n: int, p: int) -> Tensor:  # (..., n p p) -> (..., n, p, p)
-    """n matrices with their raw values scaled to a Frobenius norm below 1, which is a bound of the
-    spectral norm."""
-    rows: Tensor = raw.unflatten(-1, (n, p * p))
-    matrices: Tensor = unit(rows, 1 / (p * p)).unflatten(-1, (p, p))
+    """n matrices scaled to a Frobenius norm below 1, which bounds the spectral norm."""
+    matrices: Tensor = unit(raw.unflatten(-1, (n, p * p)), 1 / (p * p)).unflatten(-1, (p, p))
     return matrices
 
 
 class FactoredMixer(ChannelMixer):
-    """A Q made of small matrices, where vectors of d = i j channels are matrices (i, j).
-
-    Q mixes each column by an I - R (i, i), then each row by an I - S (j, j). The R and S have norms
-    below 1, so that Q is invertible, and raw values of 0 give Q = I. Raw values of a token: all R,
-    then all S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j.
-    Source: arXiv 2503.10799, section 4; the bound of R and S is this library's choice.
-
-    Raises TypeError for factors that are not a pair of ints, ValueError for factors below 1, and in
-    `raw_size` for a d that is not their product.
-    """
+    """A Q made of small matrices, where vectors of d = i j channels are matrices (i, j). Q mixes
+    each column by an I - R (i, i), then each row by an I - S (j, j). The R and S have norms below
+    1, so that Q is invertible; raw values of 0 give Q = I. Raw values of a token: all R, then all
+    S. factors: i and j; None: the two factors of d that are nearest to each other, i <= j. Source:
+    arXiv 2503.10799, section 4; the bound of R and S is this library's choice. Raises TypeError for
+    factors that are not a pair of ints, ValueError for factors below 1, and in `raw_size` for a d
+    that is not their product."""
 
     saved_options = ("factors",)
 
@@ -297,15 +255,10 @@ class FactoredMixer(ChannelMixer):
         Q: Tensor = columns.movedim(-3, -1).unsqueeze(-3) * rows.unsqueeze(-2)
         return Q.flatten(-4, -3).flatten(-2)
 
-    def extra_repr(self) -> str:
-        return f"factors={self.factors}"
-
 
 class Kronecker(FactoredMixer):
     """Q = (I - R) x (I - S), a Kronecker product: all columns share one R, and all rows one S.
-
-    `FactoredMixer` has the arguments and errors.
-    """
+    Arguments and errors are those of `FactoredMixer`."""
 
     def counts(self, i: int, j: int) -> tuple[int, int]:
         return 1, 1
@@ -313,9 +266,7 @@ class Kronecker(FactoredMixer):
 
 class Monarch(FactoredMixer):
     """A product of two block-diagonal factors: each column has an R of its own, each row an S.
-
-    `FactoredMixer` has the arguments and errors. Source: arXiv 2204.00595.
-    """
+    Arguments and errors are those of `FactoredMixer`. Source: arXiv 2204.00595."""
 
     def counts(self, i: int, j: int) -> tuple[int, int]:
         return j, i

@@ -10,33 +10,22 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bedouin.checks import positive_int
 from bedouin.kernels.checks import check_number, strict_options
 from bedouin.kernels.scan import InputScale
-from bedouin.layers.common import REMOVED, inverse_softplus
-from bedouin.layers.mixers import (
-    MAX_DENSE,
-    ChannelMixer,
-    HouseholderProduct,
-    NoMixing,
-    kernel_gap,
-)
+from bedouin.layers.common import REMOVED
+from bedouin.layers.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing, kernel_gap
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.solvers.solve import SolveOptions
 
 Decay = Literal["mamba", "griffin", "sigmoid"]
 
 FEEDBACK_NORM_EPS = 1e-5
-GRIFFIN_RANGE = (0.9, 0.999)
-GRIFFIN_SHARPNESS = 8.0
-
-LARGE_DELTA = 100.0
-"""Delta = softplus(raw) is assumed to stay below this in training."""
-
-LEAST_HEAD, MOST_HEAD = 32, 128
-"""Channels of a head by default."""
+GRIFFIN_RANGE, GRIFFIN_SHARPNESS = (0.9, 0.999), 8.0
+LARGE_DELTA = 100.0  # Delta = softplus(raw) is assumed to stay below this in training
+LEAST_HEAD, MOST_HEAD = 32, 128  # channels of a head by default
 
 
 @strict_options
@@ -64,29 +53,25 @@ class Initialization:
         check_number("delta_from_x", self.delta_from_x, 0, 1e3, open_low=False)
         if isinstance(self.rates, list):  # a pair of a file
             object.__setattr__(self, "rates", tuple(self.rates))
-        if len(self._ends) != 2:
+        ends = self.rates if isinstance(self.rates, tuple) else (self.rates,) * 2
+        if len(ends) != 2:
             raise ValueError(
                 f"rates must be a number, or a pair (first head, last head), got {self.rates!r}"
             )
-        for rate in self._ends:
+        for rate in ends:
             check_number("rates", rate, 0, math.inf, open_low=True)
-
-    @property
-    def _ends(self) -> tuple[float, float]:
-        """The factors of the first and of the last head."""
-        return self.rates if isinstance(self.rates, tuple) else (self.rates, self.rates)
 
     def A_log(self, num_heads: int, head_dim: int, like: Tensor) -> Tensor:  # (H p, n), as `like`
         """Mamba's initial A_log, log(1 .. n), plus the logarithm of each head's factor."""
-        first, last = map(math.log, self._ends)
+        ends = self.rates if isinstance(self.rates, tuple) else (self.rates, self.rates)
+        first, last = map(math.log, ends)
         shifts = torch.linspace(first, last, num_heads, device=like.device)
         states = torch.arange(1, like.shape[1] + 1, device=like.device)
         return states.log() + shifts.repeat_interleave(head_dim).unsqueeze(1)
 
 
 def check_initialization(value: object, decay: str) -> Initialization:
-    """`value`, or for None the usual initial values. Raises TypeError for another type, ValueError
-    for rates that the decay does not have."""
+    """`value`, or for None the usual initial values; an error for one that does not fit."""
     if value is None:
         return Initialization()
     if not isinstance(value, Initialization):
@@ -102,43 +87,23 @@ def check_initialization(value: object, decay: str) -> Initialization:
     return value
 
 
-def griffin_omega(like: Tensor) -> Tensor:  # any shape -> as `like`
-    """Random omega for which the decay at Delta = 1, exp(-8 softplus(omega)), is uniform in
-    [0.9, 0.999]."""
-    decay = torch.empty_like(like).uniform_(*GRIFFIN_RANGE)
-    return inverse_softplus(-decay.log() / GRIFFIN_SHARPNESS)
-
-
 def split_feedback_weight(
-    weight: Tensor,  # (s + p, p) or (H, s + p, p): the s rows of `feedback` and, last, of the gate
-    feedback: tuple[str, ...],
-    sizes: dict[str, int],
-    p: int,
-) -> tuple[Tensor | None, Tensor]:
-    """W^y of the loop (f, p) or (H, f, p) and W^y of the gate (p, p) or (H, p, p).
-
-    `sizes` are those of all components, in the order of the raw values. The f rows are those of the
-    components up to the last one with feedback, zero for the components in between without. The
-    first is None if `feedback` names components of size 0 alone.
-    """
+    weight: Tensor, feedback: tuple[str, ...], sizes: dict[str, int], p: int
+) -> tuple[Tensor | None, Tensor]:  # (s + p, p) or (H, s + p, p): rows of `feedback`, then the gate
+    """W^y of the loop (f, p) or (H, f, p), None if `feedback` names components of size 0 alone, and
+    of the gate (p, p) or (H, p, p). `sizes` are those of all components, in the order of the raw
+    values; the f rows end with the last component with feedback, and are zero for those without."""
     fed = [sizes[name] for name in feedback]
     if not any(fed):
         return None, weight
     # the gradient of one split is one concatenation
     loop, gate = weight.split([sum(fed), p], -2)
-    names = tuple(sizes)
-    first = names[: names.index(feedback[-1]) + 1]
+    first = tuple(sizes)[: list(sizes).index(feedback[-1]) + 1]
     if feedback == first:
         return loop, gate
-    rows = dict(zip(feedback, loop.split(fed, -2), strict=True))
-    heads = gate.shape[:-2]
-    blocks = [
-        rows[name] if name in rows else gate.new_zeros(*heads, sizes[name], p) for name in first
-    ]
+    rows, heads = dict(zip(feedback, loop.split(fed, -2), strict=True)), gate.shape[:-2]
+    blocks = [rows.get(name, gate.new_zeros(*heads, sizes[name], p)) for name in first]
     return torch.cat(blocks, -2), gate
-
-
-# -- sizes and names
 
 
 def inner_size(expand: float, d_model: int) -> int:
@@ -146,21 +111,19 @@ def inner_size(expand: float, d_model: int) -> int:
     check_number("expand", expand, 0, 1e3, open_low=True)
     d = round(expand * d_model)
     if d < 1 or not math.isclose(d, expand * d_model, rel_tol=1e-9):
-        near = max(d, 1)
+        found, near = f"{expand} * {d_model} = {expand * d_model:.6g}", max(d, 1)
         raise ValueError(
-            f"expand * d_model must be a whole number of channels, at least 1, got {expand} * "
-            f"{d_model} = {expand * d_model:.6g}: for {near} use expand={near} / {d_model}"
+            "expand * d_model must be a whole number of channels, at least 1, got "
+            f"{found}: for {near} use expand={near} / {d_model}"
         )
     return d
 
 
 def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
     """H: `num_heads`, or for None as few heads of 32 to 128 channels as divide d_inner, for which
-    there are kernels; 1 if there is no such divisor. Heads of 128 learn A5 better than smaller
-    ones, and copying better than one head (examples/results/heads).
-
-    Raises TypeError for a value that is no int, ValueError for one that does not divide d_inner.
-    """
+    there are kernels, else 1. Heads of 128 learn A5 better than smaller ones, and copying better
+    than one head (examples/results/heads). Raises TypeError for a value that is no int, ValueError
+    for one that does not divide d_inner."""
     if num_heads is None:
         sizes = range(min(MOST_HEAD, d_inner), LEAST_HEAD - 1, -1)
         return next((d_inner // p for p in sizes if d_inner % p == 0), 1)
@@ -176,8 +139,7 @@ def choose_num_heads(num_heads: int | None, d_inner: int) -> int:
 def ordered_subset(
     name: str, values: Collection[str], valid: tuple[str, ...], absent: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The names in `values` in the order of `valid`. Raises ValueError for any other name, with the
-    reason for a name that is `absent`."""
+    """The names in `values` in the order of `valid`; ValueError for another, with its reason."""
     is_collection = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
     # a list, because an iterator can be read only once
     names = list(values) if is_collection else [None]
@@ -188,17 +150,11 @@ def ordered_subset(
     return tuple(v for v in valid if v in names)
 
 
-# -- mixers
-
-
 def make_mixer(
     mixer: ChannelMixer | None, num_householder: int | None, beta_max: float | None
 ) -> ChannelMixer:
-    """`mixer`, or if it is None a HouseholderProduct, by default with 2 reflections and beta_max 1,
-    which for 0 reflections is NoMixing.
-
-    Raises ValueError if both are given, TypeError if `mixer` is not a ChannelMixer.
-    """
+    """`mixer`, or for None a HouseholderProduct, which without reflections is NoMixing. Raises
+    ValueError if both are given, TypeError if `mixer` is not a ChannelMixer."""
     if mixer is None:
         k = 2 if num_householder is None else num_householder
         if k == 0 and not isinstance(k, bool):
@@ -219,34 +175,10 @@ def make_mixer(
     return mixer
 
 
-def check_raw_size(layer: Any, mixer: ChannelMixer) -> None:
-    """Raise ValueError unless the layer's projections have the raw values of another mixer."""
-    size, made = mixer.raw_size(layer.head_dim), layer._sizes["mixer"]
-    if size != made:
-        raise ValueError(
-            f"mixer must have {made} raw values a token and head, for which the layer's "
-            f"projections were made, got {mixer} with {size}: make a new layer, "
-            f"{type(layer).__name__}(..., mixer=...)"
-        )
-
-
-def check_device(mixer: nn.Module, device: torch.device) -> None:
-    """Raise ValueError unless the mixer's parameters are on the layer's device."""
-    for name, parameter in mixer.named_parameters():
-        if parameter.device != device:
-            raise ValueError(
-                f"mixer must be on the layer's device {device}, got {name} on {parameter.device}: "
-                "make it there, or move the whole layer with to(device) once it is made"
-            )
-
-
 def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: InputScale) -> None:
-    """Issue a UserWarning, for the caller of a layer's constructor, if the layer's local systems
-    I - (B . C) diag(s) (I - Q) can become singular because s = Delta is unbounded.
-
-    |B . C| <= 1 and, for k reflections, |I - Q| <= k beta_max. They are therefore invertible as
-    long as Delta < 1 / (k beta_max), and nothing is said if that is at least `LARGE_DELTA`.
-    """
+    """Issue a UserWarning, for the caller of a layer's constructor, if the local systems I - (B .
+    C) diag(s) (I - Q) can become singular because s = Delta is unbounded: |B . C| <= 1 and |I - Q|
+    <= k beta_max, so they are invertible while Delta < 1 / (k beta_max)."""
     if input_scale != "delta" or decay != "mamba":
         return
     # NoMixing is the product of no reflections; a subclass may compute another Q
@@ -265,16 +197,9 @@ def warn_of_singular_systems(mixer: ChannelMixer, decay: str, input_scale: Input
     )
 
 
-# -- solves
-
-
 def choose_solver(solver: Solver | str, is_structured: bool) -> Solver:
     """`solver`, or for "auto" Direct if the mixer has the form (e, U, M) and Picard otherwise.
-
-    The choice depends on neither b, t nor the device: Direct was faster than Jacobi on H100s with
-    feedback (16 iterations at 64 x 256, forward and backward: 23 ms, Direct 11.8) and without it
-    (forward at 8 x 4096: 8.9 ms, Direct 6.3; examples/results/benchmark).
-    """
+    Direct is faster than Jacobi with feedback and without it (examples/results/benchmark)."""
     if solver == "auto":
         return Direct() if is_structured else Picard()
     if not isinstance(solver, Solver):
@@ -303,14 +228,10 @@ SetT = TypeVar("SetT")
 
 
 class SolveOption(Generic[GetT, SetT]):
-    """A field of a layer's `solve_options` as a settable attribute of the layer.
+    """A field of a layer's `solve_options` as a settable attribute of the layer. convert: from the
+    layer and what is set, the value of the field."""
 
-    convert: from the layer and what is set, the value of the field.
-    """
-
-    def __init__(
-        self, field: str, convert: Callable[[Any, SetT], Any] = lambda layer, value: value
-    ) -> None:
+    def __init__(self, field: str, convert: Callable[[Any, SetT], Any] = lambda _, v: v) -> None:
         self.field, self.convert = field, convert
 
     def __get__(self, layer: Any, owner: type | None = None) -> GetT:
@@ -319,5 +240,5 @@ class SolveOption(Generic[GetT, SetT]):
 
     def __set__(self, layer: Any, value: SetT) -> None:
         changes: dict[str, Any] = {self.field: self.convert(layer, value)}
-        options = replace(layer.solve_options, **changes)
-        layer.solve_options = check_structure(layer.mixer, layer.head_dim, options)
+        changed = replace(layer.solve_options, **changes)
+        layer.solve_options = check_structure(layer.mixer, layer.head_dim, changed)

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.backend import (
-    autocast_dtype,
-    choose_backend,
-    is_recomputation,
-    without_autocast,
-)
+from bedouin.kernels import backend
 from bedouin.kernels.heads import fold, per_sample, unfold
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.linear import apply_weight, padding
@@ -29,11 +24,10 @@ from bedouin.layers.mixers import HouseholderProduct
 from bedouin.packing import Packing, last_token, tokens_before
 from bedouin.solvers.reporting import Caller, Outcome
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, check_state, zero_state
+from bedouin.state import BedouinState
 from bedouin.wrapped import calls_norm, is_plain, is_untouched, norm_parameters, tell_of_hooks
 
-Layer = Any
-"""A FixedPointLayer, whose module imports this one."""
+Layer = Any  # a FixedPointLayer, whose module imports this one
 
 
 class Projected(NamedTuple):
@@ -48,29 +42,19 @@ class Projected(NamedTuple):
     window: Tensor | None  # (b, w - 1, d), of the convolution after the last token
 
 
-def state_before(
-    layer: Layer,
-    x: Tensor,  # (b, t, m)
-    state: BedouinState | None,
-    packing: Packing,
-) -> BedouinState | None:
-    """The state of the folded samples before the first token; None: zeros.
-    Raises TypeError or ValueError for a state that does not fit."""
+def state_before(layer: Layer, state: BedouinState | None, packing: Packing) -> BedouinState | None:
+    """The state of the folded samples before the first token; None: zeros."""
     if state is None:
         return None
-    size, dtype = layer.state_size, accumulator(x.dtype)
-    state = check_state(state, packing.num_states, size, x.new_empty(0, dtype=dtype))
+    state = layer.checked_state(state, packing.num_states)
     if packing.first is not None:
-        state = packing.before(state, zero_state(1, size, dtype, x.device))
+        state = packing.before(state, layer.init_state(1))
     return fold_state(state, layer.num_heads)
 
 
 def project(
-    layer: Layer,
-    u: Tensor,  # (b, t, m)
-    before: BedouinState | None,  # of folded samples
-    lengths: Tensor | None,  # (b,), tokens before the padding; None: t
-) -> Projected:
+    layer: Layer, u: Tensor, before: BedouinState | None, lengths: Tensor | None
+) -> Projected:  # u: (b, t, m), before: of folded samples, lengths: (b,)
     """x, z = in_proj(u), raw = W^x x_t and the map F with its feedback W^y norm(y_{t-1})."""
     layer.deferred.flush()
     if isinstance(layer.mixer, HouseholderProduct) and not is_untouched(layer.mixer):
@@ -83,13 +67,19 @@ def project(
         x, window = layer.conv(x, window, lengths)
         x = F.silu(x)
     x, *z = (fold(v, H) for v in (x, *z))
-    low = autocast_dtype(x) or layer.D.dtype
+    low = backend.autocast_dtype(x) or layer.D.dtype
     product, (r, p) = _project_x(layer, x), (layer.raw_size, layer.head_dim)
     raw, gate, _ = product.split([r, p, product.shape[-1] - r - p], -1)
     if lengths is not None:
         lengths = lengths.repeat(H)
-        raw = _hold_memory(layer, raw, lengths)
-    with without_autocast(u.device):
+        # Delta is 0 in the padding: the decay is then 1 and the input scale 0, so that the memory
+        # passes, and no gradient reaches the other raw values. One split, because its gradient is
+        # one concatenation.
+        delta, rest = raw.split([p, r - p], -1)
+        closed = CLOSED if layer.activation == "softplus_of_minus" else -CLOSED
+        padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
+        raw = torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
+    with backend.without_autocast(u.device):
         W_y, W_gate = layer._feedback_weights(low)
         A = by_head(layer._A().to(dtype), H)
         start = (None, None) if before is None else (before.ssm, before.y)
@@ -100,13 +90,10 @@ def project(
     return Projected(f, x, z[0] if z else None, gate, W_gate, low, window)
 
 
-def _project_x(
-    layer: Layer,
-    x: Tensor,  # (b', t, p)
-) -> Tensor:  # (b', t, r + p), or with more columns, which nothing may read
-    """W^x x with its bias, which begins with that of Delta and ends with the gate's."""
+def _project_x(layer: Layer, x: Tensor) -> Tensor:  # (b', t, p) -> (b', t, r + p), or more columns
+    """W^x x with its bias, from that of Delta to that of the gate, behind which none may read."""
     bias, spare, is_matrix = by_head(layer.dt_bias, layer.num_heads), 0, is_plain(layer.x_proj)
-    if is_matrix and choose_backend(layer.backend, x.device, x.dtype) == "triton":
+    if is_matrix and backend.choose_backend(layer.backend, x.device, x.dtype) == "triton":
         # kernels and cuBLAS read rows fast that begin at aligned addresses
         spare = padding(layer.raw_size + layer.head_dim)
     if layer.raw_bias is None:
@@ -126,28 +113,7 @@ def _project_x(
     return (product + rows).to(product.dtype)
 
 
-def _hold_memory(
-    layer: Layer,
-    raw: Tensor,  # (b', t, r)
-    lengths: Tensor,  # (b',)
-) -> Tensor:  # (b', t, r)
-    """Raw values for which Delta is 0 in the padding.
-
-    The decay is then 1 and the input scale 0, in every parameterization: the memory passes, and
-    no gradient reaches the other raw values.
-    """
-    closed = CLOSED if layer.activation == "softplus_of_minus" else -CLOSED
-    padded = ~tokens_before(lengths, raw.shape[1]).unsqueeze(-1)
-    # one split, because its gradient is one concatenation
-    delta, rest = raw.split([layer.head_dim, raw.shape[-1] - layer.head_dim], -1)
-    return torch.cat([delta.masked_fill(padded, closed_value(closed, raw.dtype)), rest], -1)
-
-
-def solving(
-    layer: Layer,
-    f: FixedPointMap,
-    options: SolveOptions,
-) -> tuple[Tensor, Caller]:
+def solving(layer: Layer, f: FixedPointMap, options: SolveOptions) -> tuple[Tensor, Caller]:
     """What `SolveOptions.solve` takes beside the map: the start (b', t, p) and the caller."""
     x, dtype = f.operands.x, f.operands.A.dtype
     # an exact solve does not read where it starts
@@ -165,7 +131,7 @@ def solving(
 
 def _keep_outcome(layer: Layer, outcome: Outcome) -> None:
     # A recomputation keeps those of an earlier call with a graph, which get stats.backward.
-    if is_recomputation() and layer._stats_have_graph:
+    if backend.is_recomputation() and layer._stats_have_graph:
         return
     # The flag is read itself: in torch 2.11 is_exporting() is also True under torch.compile.
     if not torch.compiler._is_exporting_flag:
@@ -174,41 +140,32 @@ def _keep_outcome(layer: Layer, outcome: Outcome) -> None:
         layer.__dict__["_stats_have_graph"] = torch.is_grad_enabled()
 
 
-def state_after(
-    layer: Layer,
-    projected: Projected,
-    y: Tensor,  # (b', t, p), the fixed point
-) -> BedouinState:
+def state_after(layer: Layer, projected: Projected, y: Tensor) -> BedouinState:  # y: as in `gated`
     """The state after the last token, in memory of its own."""
     f = projected.f
     if not y.shape[1]:
         h, last = f.wide.start()
-    elif f.lengths is None:
-        h, last = f.memory(y), y[:, -1]
     else:
-        h, last = f.memory(y), last_token(y, f.lengths, f.operands.y0)
+        h, last = f.memory(y), y[:, -1]
+        if f.lengths is not None:
+            last = last_token(y, f.lengths, f.operands.y0)
     return unfold_state(BedouinState(h, last, projected.window), layer.num_heads)
 
 
-def gated(
-    layer: Layer,
-    projected: Projected,
-    y: Tensor,  # (b', t, p), the fixed point
-) -> Tensor:  # (b, t, d)
+def gated(layer: Layer, projected: Projected, y: Tensor) -> Tensor:  # y: (b', t, p) -> (b, t, d)
     """SiLU(gate + z) * norm(y + D x), or the paper's gate * SiLU(y + D x), where the gate
     includes its feedback W^y norm(y_{t-1})."""
     f, x, z, gate, W_gate, dtype, _ = projected
-    H, backend, fed = layer.num_heads, layer.backend, None
+    H, kind, fed = layer.num_heads, layer.backend, None
     if W_gate is not None and y.shape[1]:
         low = W_gate.dtype
-        normed = shifted_norm(y, f.operands.y0, layer.feedback_norm_eps, dtype=low, backend=backend)
+        normed = shifted_norm(y, f.operands.y0, layer.feedback_norm_eps, dtype=low, backend=kind)
         fed = apply_weight(normed, W_gate)
     weight, eps = norm_parameters(layer.norm)
     if calls_norm(layer.norm):
         return _gated_by_module(layer, projected, y, fed)
-    weight = None if weight is None else by_head(weight, H)
-    D = by_head(layer.D, H)
-    hidden = gated_output(y, x, D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=backend)
+    D, weight = by_head(layer.D, H), None if weight is None else by_head(weight, H)
+    hidden = gated_output(y, x, D, gate, fed, z, weight, eps=eps, dtype=dtype, backend=kind)
     if not hidden.numel():
         # Solves and kernels leave out what has no entries, while data-parallel training waits
         # for a gradient of every parameter.
@@ -217,13 +174,8 @@ def gated(
     return hidden
 
 
-def _gated_by_module(
-    layer: Layer,
-    projected: Projected,
-    y: Tensor,  # (b', t, p), the fixed point
-    fed: Tensor | None,  # (b', t, p), the gate's feedback
-) -> Tensor:  # (b, t, d)
-    """`gated` where the norm is called, since it has hooks."""
+def _gated_by_module(layer: Layer, projected: Projected, y: Tensor, fed: Tensor | None) -> Tensor:
+    """`gated` where the norm is called, for its hooks; fed: (b', t, p), the gate's feedback."""
     norm: Any = layer.norm
     if layer.num_heads > 1 and not isinstance(norm, HeadNorm):
         raise TypeError(

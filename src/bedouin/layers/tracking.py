@@ -2,12 +2,12 @@
 
 Letters: b batch, t time, m d_model, h heads of the memory, p key channels and v value channels of a
 head, H trackers, c channels of a tracker, n states of a channel, w convolution width, r read_size.
-Between the projections a tracker has H b folded samples, each one head of one sample
-(kernels/heads.py).
+Between the projections a tracker has H b folded samples, each a head (kernels/heads.py).
 """
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,47 +23,26 @@ from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
-from bedouin.layers.common import (
-    RecurrentLayer,
-    StateShapes,
-    at_least_float32,
-    factory_options,
-    mark,
-    positive_number,
-    reset_dt_bias,
-)
+from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
 from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
 from bedouin.layers.options import FEEDBACK_NORM_EPS
-from bedouin.noise import draws_noise
 from bedouin.packing import find_packing, last_token, tokens_before
-from bedouin.state import BedouinState, RecurrentState
+from bedouin.state import BedouinState, RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
 
-FEEDBACK_INIT = 0.1
-"""Factor on the usual initial values of W_y: with 1 the untrained recurrence is chaotic."""
-
+FEEDBACK_INIT = 0.1  # factor on W_y's usual initial values: with 1 the recurrence is chaotic
+# beta^e begins near 0.05: from 0.5 recall is learned less well (examples/results/history).
 ERASE_BIAS = -3.0
-"""The initial bias of beta^e, which then begins near 0.05 erase: with 0, recall is learned less
-well (examples/results/history)."""
-
-WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256
-"""States of a channel unless they are given: from a d_model of WIDE_FROM on, and below it."""
-
+WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256  # a channel's states, by d_model
 MAP = Parameterization(
     RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", FEEDBACK_NORM_EPS, feeds_x=True
 )
 """The recurrence of a tracker as a map without mixing, whose exact sweep the kernels compute."""
 
 
-class _TrackerFields(NamedTuple):
-    conv: Tensor
-    ssm: Tensor
-    y: Tensor
-
-
-class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
+class TrackerState(RecurrentState, namedtuple("_TrackerState", "conv ssm y")):  # type: ignore[misc]
     """conv: (b, w - 1, H (c + 2 n)), the last inputs of the convolution; ssm: (b, H c, n), the
     memory h; y: (b, H c), the output of the recurrence at the last token; at least float32."""
 
@@ -71,7 +50,7 @@ class TrackerState(RecurrentState, _TrackerFields):  # type: ignore[misc]
     axes = (2, 2, 1)
 
 
-class Tracker(RecurrentLayer[TrackerState]):
+class Tracker(common.RecurrentLayer[TrackerState]):
     """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
 
         x, B, C = SiLU(conv(W u));   Delta, beta^e, gate = W u
@@ -85,8 +64,7 @@ class Tracker(RecurrentLayer[TrackerState]):
     head. Each of the H trackers reads its own output alone. W_r begins at zero.
 
     Args:
-        num_trackers: H.
-        tracker_dim: c, the channels of a tracker.
+        num_trackers, tracker_dim: H, and c, the channels of a tracker.
         tracker_state: n, the states of a channel; None: 128 from a d_model of 256 on, else 64.
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         feedback_noise: standard deviation of the noise on x^ and on the raw Delta in training calls
@@ -102,6 +80,7 @@ class Tracker(RecurrentLayer[TrackerState]):
 
     state_type = TrackerState
     saved_options = ("norm_eps",)
+    shown_options = ("num_trackers", "tracker_dim", "tracker_state", "read_size", "feedback_noise")
     none_for_zeros = ("ssm", "y")
     captures_step = True
 
@@ -131,21 +110,19 @@ class Tracker(RecurrentLayer[TrackerState]):
         check_number("feedback_noise", feedback_noise, 0, 1e3, open_low=False)
         check_backend(backend)
         self.feedback_noise, self.backend = float(feedback_noise), backend
-        self.read_size = 0
-        if read_size != 0 or isinstance(read_size, bool):
-            self.read_size = positive_int("read_size", read_size, " or 0")
-        self.norm_eps = positive_number("norm_eps", norm_eps)
+        is_zero = read_size == 0 and not isinstance(read_size, bool)
+        self.read_size = 0 if is_zero else positive_int("read_size", read_size, " or 0")
+        self.norm_eps = common.positive_number("norm_eps", norm_eps)
         self.layer_idx = check_layer_idx(layer_idx)
 
-        factory = factory_options(device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.projected_sizes = {"x": H * c, "B": H * n, "C": H * n}
         self.projected_sizes |= {"delta": H * c, "erase": H, "gate": H * c}
         self.in_proj = nn.Linear(d_model, sum(self.projected_sizes.values()), bias=False, **factory)
         self.conv = ShortConvolution(H * (c + 2 * n), d_conv, bias=False, **factory)
         self.read_proj = None
         if self.read_size:
-            from_zero = ((..., 0.0),)
-            self.read_proj = make_linear(1, self.read_size, 2 * H * c, from_zero, **factory)
+            self.read_proj = make_linear(1, read_size, 2 * H * c, ((..., 0.0),), **factory)
         self.y_proj = make_linear(H, c, 3 * c, ((..., FEEDBACK_INIT),), **factory)
         self.A_log = nn.Parameter(torch.empty(H * c, n, **factory))
         self.dt_bias = nn.Parameter(torch.empty(H * c, **factory))
@@ -156,22 +133,19 @@ class Tracker(RecurrentLayer[TrackerState]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for module in (self.in_proj, self.conv, self.read_proj, self.y_proj, self.out_proj):
-            if module is not None:
-                module.reset_parameters()
+        super().reset_parameters()
         with torch.no_grad():
             states = torch.arange(1, self.tracker_state + 1, device=self.A_log.device)
             self.A_log.copy_(states.log().expand_as(self.A_log))
-        reset_dt_bias(self.dt_bias)
-        nn.init.constant_(self.erase_bias, ERASE_BIAS)
-        nn.init.ones_(self.D)
-        nn.init.ones_(self.norm_weight)
+            self.erase_bias.fill_(ERASE_BIAS)
+            self.D.fill_(1.0)
+            self.norm_weight.fill_(1.0)
+        common.reset_dt_bias(self.dt_bias)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        for name in ("A_log", "dt_bias", "erase_bias", "D"):
-            mark(self._parameters.get(name), "_no_weight_decay")
-        mark(self._parameters.get("dt_bias"), "_no_reinit")
+        common.mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
+        common.mark(self, "_no_reinit", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
         d = self.num_trackers * self.tracker_dim
@@ -185,46 +159,34 @@ class Tracker(RecurrentLayer[TrackerState]):
         *,
         read: Tensor | None = None,  # (b, t, r)
         mask: Tensor | None = None,  # (b, t)
-        cu_seqlens: Tensor | None = None,  # (documents + 1,)
-        seq_idx: Tensor | None = None,  # (b, t)
+        **documents: Tensor | None,
     ) -> Any:
-        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState).
-
-        read: what the tracker reads at the same token, in the dtype of x; needed with a read_size,
-        and only then. The other arguments and errors are those of `Bedouin`.
-        """
+        """(b, t, m) -> (b, t, m), or with `return_state` the pair (output, TrackerState). read:
+        what the tracker reads at the same token, in the dtype of x; needed with a read_size, and
+        only then. The other arguments and errors are those of `Bedouin`."""
         self.check_input(x, 3)
-        packing = find_packing(x, mask, cu_seqlens, seq_idx)
+        packing = find_packing(x, mask, **documents)
         return self._call(self._joined(x, read), state, return_state, packing)
 
     def step(
-        self,
-        x_t: Tensor,  # (b, m)
-        state: TrackerState,
-        *,
-        read: Tensor | None = None,  # (b, r)
-    ) -> tuple[Tensor, TrackerState]:  # (b, m)
+        self, x_t: Tensor, state: TrackerState, *, read: Tensor | None = None
+    ) -> tuple[Tensor, TrackerState]:  # (b, m), (b, r) -> (b, m)
         """One token, without noise. Raises as `forward` does, and TypeError for no state."""
         self.check_input(x_t, 2)
         return self._step(self._joined(x_t, read), state)
 
-    def _joined(
-        self,
-        x: Tensor,  # (..., m)
-        read: Tensor | None,  # (..., r)
-    ) -> Tensor:  # (..., m + r)
+    def _joined(self, x: Tensor, read: Tensor | None) -> Tensor:  # (..., m), (..., r)
         """x with `read` beside it; TypeError or ValueError for one that does not fit."""
-        shape = (*x.shape[:-1], self.read_size)
-        if read is None and not self.read_size:
-            return x
-        if read is None or not self.read_size:
+        if (read is None) == bool(self.read_size):
             got = "None" if read is None else f"one of {type(read).__name__}"
             raise ValueError(
                 f"read must be given for a tracker with read_size > 0, and only then, got {got} "
                 f"with read_size={self.read_size}"
             )
+        if read is None:
+            return x
         check_tensor("read", read, "(b, t, read_size)")
-        if read.shape != shape:
+        if read.shape != (shape := (*x.shape[:-1], self.read_size)):
             raise ValueError(f"read must have shape {shape}, got {tuple(read.shape)}")
         if read.dtype != x.dtype or read.device != x.device:
             raise ValueError(
@@ -234,21 +196,14 @@ class Tracker(RecurrentLayer[TrackerState]):
         return torch.cat([x, read], -1)
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m + r)
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        self, x: Tensor, state: TrackerState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m + r), (b,) -> (b, t, m)
         u, read = x.split([self.d_model, self.read_size], -1)
-        return self.track(u, read if self.read_size else None, state, lengths)
+        return self.track(u, read, state, lengths)
 
     def track(
-        self,
-        u: Tensor,  # (b, t, m)
-        read: Tensor | None,  # (b, t, r)
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,), tokens before the padding; None: t
-    ) -> tuple[Tensor, TrackerState]:  # (b, t, m)
+        self, u: Tensor, read: Tensor, state: TrackerState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackerState]:  # (b, t, m), (b, t, r), (b,) -> (b, t, m)
         """The outputs, and the state after the last token."""
         H, c, n = self.num_trackers, self.tracker_dim, self.tracker_state
         sizes = [self.conv.channels, H * c, H, H * c]
@@ -258,49 +213,41 @@ class Tracker(RecurrentLayer[TrackerState]):
         if self.read_proj is not None:
             of_x, of_delta = self.read_proj(read).chunk(2, -1)
             delta = delta + of_delta
-        acted, window = self.conv.activated(
-            projected, state.conv, lengths, of_x, backend=self.backend
-        )
+        before = state.conv, lengths, of_x
+        acted, window = self.conv.activated(projected, *before, backend=self.backend)
         # The skip is without what is read: the memory that is read has an output of its own, and
         # with a second one through D associative recall is learned late, if at all.
-        sizes = [H * c, H * n, H * n, acted.shape[-1] - self.conv.channels]
-        skip, B, C, x = acted.split(sizes, -1)
-        x = skip if of_x is None else x
+        skip, B, C, fed = acted.split([H * c, H * n, H * n, acted.shape[-1] - H * (c + 2 * n)], -1)
+        x = skip if of_x is None else fed
         with without_autocast(u.device):
             inputs = self._inputs((x, B, C, delta, erase, gate, skip), state, lengths)
             if choose_track(inputs, self.backend) == "triton":
                 found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
             else:
                 found = self._by_sweep(inputs)
-            if lengths is None:
-                last = found.y[:, -1]
-            else:
-                last = last_token(found.y, lengths, state.y)
+            y = found.y
+            last = y[:, -1] if lengths is None else last_token(y, lengths, state.y)
         output: Tensor = self.out_proj(found.hidden)
         return output, TrackerState(window, found.h, last)
 
     def _inputs(
-        self,
-        rows: tuple[Tensor, ...],  # (b, t, ...), of `TrackInputs`
-        state: TrackerState,
-        lengths: Tensor | None,  # (b,)
+        self, rows: tuple[Tensor, ...], state: TrackerState, lengths: Tensor | None
     ) -> TrackInputs:
-        """What the recurrence takes: with noise, and with closed padding, where Delta and beta^e
-        are so low that the memory passes and no gradient reaches the other values."""
+        """The recurrence's inputs of the rows (b, t, ...), with noise and closed padding."""
         H, c = self.num_trackers, self.tracker_dim
         x, B, C, delta, erase, gate, skip = rows
-        if draws_noise(self):
+        if common.draws_noise(self):
             drawn = torch.randn(2, *x.shape, dtype=x.dtype, device=x.device)
             of_x, of_delta = (self.feedback_noise * drawn).unbind()
             x, delta = x + of_x, delta + of_delta
         if lengths is not None:
             padded = ~tokens_before(lengths, x.shape[1]).unsqueeze(-1)
-            delta = delta.masked_fill(padded, closed_value(-CLOSED, delta.dtype))
-            erase = erase.masked_fill(padded, closed_value(-CLOSED, erase.dtype))
+            delta, erase = (
+                v.masked_fill(padded, closed_value(-CLOSED, v.dtype)) for v in (delta, erase)
+            )
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
-        rows = x, B, C, delta, erase, gate, skip
         parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
-        return TrackInputs(*rows, *parameters, state.ssm, state.y)
+        return TrackInputs(x, B, C, delta, erase, gate, skip, *parameters, state.ssm, state.y)
 
     def _by_sweep(self, inputs: TrackInputs) -> Tracked:
         """`track` by the general sweep, which no transform of torch.func stops."""
@@ -316,37 +263,18 @@ class Tracker(RecurrentLayer[TrackerState]):
             before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
             h0, y0 = before.ssm, before.y
         folded = torch.cat(raw, -1)[..., :r]
-        A = -torch.exp(at_least_float32(inputs.A_log))
+        A = -torch.exp(common.at_least_float32(inputs.A_log))
         operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
         y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
-        hidden = gated_output(
-            y,
-            fold(inputs.skip, H),
-            by_head(inputs.D, H),
-            fold(inputs.gate, H),
-            z=apply_weight(normed, W_gate),
-            weight=by_head(inputs.weight, H),
-            eps=self.norm_eps,
-            dtype=low,
-            backend=self.backend,
-        )
+        D, weight = (by_head(v, H) for v in (inputs.D, inputs.weight))
+        parts = fold(inputs.skip, H), D, fold(inputs.gate, H), None, apply_weight(normed, W_gate)
+        options: dict[str, Any] = {"eps": self.norm_eps, "dtype": low, "backend": self.backend}
+        hidden = gated_output(y, *parts, weight, **options)
         return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, num_trackers={self.num_trackers}, tracker_dim={self.tracker_dim}, "
-            f"tracker_state={self.tracker_state}, read_size={self.read_size}, "
-            f"feedback_noise={self.feedback_noise}"
-        )
 
-
-class _TrackingFields(NamedTuple):
-    memory_conv: Tensor
-    memory: Tensor
-    tracker_conv: Tensor
-    ssm: Tensor
-    y: Tensor
+_TrackingFields = namedtuple("_TrackingFields", "memory_conv memory tracker_conv ssm y")
 
 
 class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]
@@ -357,23 +285,23 @@ class TrackingState(RecurrentState, _TrackingFields):  # type: ignore[misc]
     axes = (2, 3, 2, 2, 1)
 
 
-class TrackingDeltaNet(RecurrentLayer[TrackingState]):
+class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
     """A layer that tracks a state and recalls what a sequence contains, (b, t, m) -> (b, t, m).
 
         layer = TrackingDeltaNet(d_model)
         out, state = layer(u, return_state=True)          # continue with layer(later, state)
         out_t, state = layer.step(u_t, state)             # one token, (b, m) -> (b, m)
 
-    It is Gated DeltaNet, read at the same token by a small recurrence with feedback:
+    It is Gated DeltaNet, read at the same token by a small recurrence with feedback. Nothing in it
+    is implicit: it has no solver and no statistics.
 
         memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t
         tracker  h_t = lambda_t * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T,
                  y_t = h_t C_t; x^_t and Delta_t depend on the input, on o_t and on y_{t-1}
         output   that of the memory + that of the tracker
 
-    `memory` is a `GatedDeltaNet` of h heads, which the input alone writes and reads. `tracker` is a
-    `Tracker`, which reads what the memory recalls at the same token, without a norm, so that what
-    is not found is small. Nothing in the layer is implicit: it has no solver and no statistics.
+    `memory` is a `GatedDeltaNet`, which the input alone writes and reads; `tracker` is a `Tracker`,
+    which reads what the memory recalls, without a norm, so that what is not found is small.
 
     Size:
         d_model: m, the width of input and output.
@@ -382,8 +310,7 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
 
     Recurrence:
         d_conv: width of both short convolutions; None: no convolution, SiLU stays.
-        feedback_noise: standard deviation of the noise that training calls of `forward` add to what
-            the tracker is fed, as in `Tracker`.
+        feedback_noise: of training calls of `forward`, as in `Tracker`.
 
     Precision:
         dtype, device: of the parameters; the state is at least float32.
@@ -421,50 +348,27 @@ class TrackingDeltaNet(RecurrentLayer[TrackingState]):
     ) -> None:
         super().__init__(d_model, dtype)
         self.layer_idx, self.backend = check_layer_idx(layer_idx), backend
-        self.memory = GatedDeltaNet(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            d_conv=d_conv,
-            norm_eps=norm_eps,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
-        self.tracker = Tracker(
-            d_model,
-            num_trackers=num_trackers,
-            tracker_dim=tracker_dim,
-            tracker_state=tracker_state,
-            d_conv=d_conv,
-            feedback_noise=feedback_noise,
-            read_size=self.memory.num_heads * self.memory.value_dim,
-            norm_eps=norm_eps,
-            backend=kernel_backend(backend),
-            device=device,
-            dtype=dtype,
-        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        shared: dict[str, Any] = {"d_conv": d_conv, "norm_eps": norm_eps, **factory}
+        sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "expand_v": expand_v}
+        self.memory = GatedDeltaNet(d_model, **sizes, backend=backend, **shared)
+        sizes = {"num_trackers": num_trackers, "tracker_dim": tracker_dim}
+        sizes |= {"tracker_state": tracker_state, "feedback_noise": feedback_noise}
+        sizes |= {"read_size": self.memory.num_heads * self.memory.value_dim}
+        self.tracker = Tracker(d_model, **sizes, backend=kernel_backend(backend), **shared)
 
     @property
     def out_proj(self) -> nn.Linear:  # type: ignore[override]
         """That of the memory."""
         return self.memory.out_proj
 
-    def reset_parameters(self) -> None:
-        self.memory.reset_parameters()
-        self.tracker.reset_parameters()
-
     def _state_sizes(self) -> StateShapes:
         parts = *self.memory._state_sizes().values(), *self.tracker._state_sizes().values()
         return dict(zip(TrackingState._fields, parts, strict=True))
 
     def _run(
-        self,
-        x: Tensor,  # (b, t, m)
-        state: TrackingState,
-        lengths: Tensor | None,  # (b,)
-    ) -> tuple[Tensor, TrackingState]:  # (b, t, m)
+        self, x: Tensor, state: TrackingState, lengths: Tensor | None
+    ) -> tuple[Tensor, TrackingState]:  # (b, t, m), (b,) -> (b, t, m)
         of_memory = DeltaState(state.memory_conv, state.memory)
         of_tracker = TrackerState(state.tracker_conv, state.ssm, state.y)
         x = x.to(autocast_dtype(x) or x.dtype)  # once for all projections

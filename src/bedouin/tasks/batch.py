@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.tasks.checks import whole_number
-from bedouin.tasks.streams import Split, resolve_split
+from bedouin.tasks.streams import Split, resolve_split, whole_number
 
 IGNORE: Final = -100
 """The label of positions that losses and accuracies ignore (`ignore_index` of `cross_entropy`)."""
@@ -62,11 +61,10 @@ class Task:
                 distribution over all rows, or from `split`.
             device: the device of the result; None: the generator's.
             length: of every row, in the unit of the field `length`; None: as the fields say.
-            split: None: the stream's own. Another one than the stream's raises an error.
+            split: None or the stream's own.
 
         Returns tokens and labels (b, t), t the largest length in tokens. Raises ValueError for a
-        number out of its range and a split that is not the stream's, and TypeError for a number
-        that is not an int and a generator that is not one.
+        number out of its range and another split, and TypeError for another type.
         """
         b = whole_number("batch_size", batch_size, 0)
         return self._draw(b, length, resolve_split(generator, split), generator).to(device)

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import whole_number
 from bedouin.tasks.group import Group, check_group
-from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash, whole_number
 
 NUM_NAMES: Final = 26
 _USE, _REBIND = 0.8, 0.1
@@ -33,21 +32,19 @@ class BoundPermutations(Task):
 
     A blank stands for `IGNORE`. Token ids: names 0 to 25, element g is 26 + g, then `!` 26 + n, `?`
     27 + n, `.` 28 + n, and padding 29 + n. Products are those of `WordProblem`; names of a row are
-    distinct and drawn uniformly, as are elements.
+    distinct and drawn uniformly, as are elements, m and L.
 
-    Protocol. m and L are uniform over their ranges. Train with at most 4 operations first and more
-    later (`dataclasses.replace(task, max_operations=8)`). The element of the last definition keeps
-    the row in its stream's split (see `bedouin.tasks.streams`). Report the accuracy of products and
-    of answers separately (`products`, `answers`).
+    Protocol. Train with at most 4 operations first and more later (`dataclasses.replace(task,
+    max_operations=8)`). The element of the last definition keeps the row in its stream's split (see
+    `bedouin.tasks.streams`). Report `products` and `answers` separately.
 
     Args:
         group: the group, for instance `Group.from_name("S3")`.
         min_definitions, max_definitions: the range of m, at most 26.
         min_operations, max_operations: the range of L.
 
-    Raises:
-        ValueError: a field out of its range, or a group of one element.
-        TypeError: a group that is no `Group`, a number that is no int.
+    Raises ValueError for a field out of its range or a group of one element, TypeError for a group
+    that is no `Group` and a number that is no int.
     """
 
     group: Group = Group.from_name("A5")
@@ -72,7 +69,6 @@ class BoundPermutations(Task):
 
     @property
     def output_size(self) -> int:
-        """Number of classes, the elements."""
         return self.group.order
 
     def sample(  # type: ignore[override]
@@ -86,10 +82,8 @@ class BoundPermutations(Task):
         split: Split | None = None,
     ) -> Batch:
         """Draw rows of `definitions` and `operations`, m and L; None: drawn from their ranges.
-
         Returns tokens and labels (b, t), t = 2 m + 3 L with the largest m and L. The other
-        arguments and the errors are those of `WordProblem.sample`.
-        """
+        arguments and the errors are those of `WordProblem.sample`."""
         task = self
         if definitions is not None:
             m = whole_number("definitions", definitions, 1, NUM_NAMES + 1)

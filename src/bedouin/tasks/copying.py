@@ -5,16 +5,15 @@ Letters: b batch, t time, v vocabulary; J strings packed into a row, L letters i
 
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, Task, as_text
-from bedouin.tasks.checks import one_of, whole_number
 from bedouin.tasks.metrics import sequence_accuracy, token_accuracy
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, integers, one_of, row_hash, whole_number
 
 Protocol = Literal["plain", "official"]
 
@@ -37,13 +36,13 @@ class Copying(Task):
 
     Protocol (Repeat After Me, arXiv 2402.01032, and Fixed-Point RNNs, arXiv 2503.10799). Lengths
     are uniform in [min_length, max_length], letters uniform and independent. Predictions are
-    teacher-forced argmaxes, *not* generated: after a wrong letter the model reads the right one.
-    The final `.` counts in the loss but in neither accuracy. The last letter keeps a string in its
-    stream's split (see `bedouin.tasks.streams`); the official code has no such split.
+    teacher-forced argmaxes, *not* generated. The final `.` counts in the loss but in neither
+    accuracy. The last letter keeps a string in its stream's split (see `bedouin.tasks.streams`);
+    the official code has no such split.
 
     `protocol="official"` fills evaluation rows with `.` up to `context_len`, as the code of
-    Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they cost
-    time but do not change the result. The official script also omits the longest evaluation length.
+    Fixed-Point RNNs does (copy_exp). These positions are ignored; with a causal model they do not
+    change the result. The official script also omits the longest evaluation length.
 
     Args:
         context_len: tokens in a training row; at least one whole sample, 2·max_length + 3.
@@ -89,26 +88,16 @@ class Copying(Task):
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing a letter."""
         return 1 / self.num_letters
 
     def sample_eval(
-        self,
-        batch_size: int,
-        length: int,
-        generator: torch.Generator,
-        *,
-        device: torch.device | str | None = None,
-        split: Split | None = None,
+        self, batch_size: int, length: int, generator: torch.Generator, **options: Any
     ) -> Batch:
-        """Evaluation rows, each one string of exactly `length` letters, 1 or more.
-
-        They have 2·length + 3 tokens, padded to `context_len` in the official protocol. The other
-        arguments and the errors are those of `sample`, which draws packed training rows of
-        `context_len` tokens and, with `length`, evaluation rows too.
-        """
+        """Evaluation rows, each one string of exactly `length` letters, 1 or more: 2·length + 3
+        tokens, padded to `context_len` in the official protocol. The options and the errors are
+        those of `sample`, which draws packed training rows, and with `length` these."""
         whole_number("length", length, 1)
-        return self.sample(batch_size, generator, device=device, length=length, split=split)
+        return self.sample(batch_size, generator, length=length, **options)
 
     def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """`token_accuracy` of the letters: the fraction of answer letters that are right."""
@@ -139,13 +128,8 @@ class Copying(Task):
         return Batch(filled, pad(labels, (0, missing), value=IGNORE))
 
     def _rows(
-        self,
-        lengths: Tensor,  # (b, J)
-        width: int,
-        row_len: int,
-        split: Split,
-        rng: torch.Generator,
-    ) -> Batch:
+        self, lengths: Tensor, width: int, row_len: int, split: Split, rng: torch.Generator
+    ) -> Batch:  # (b, J)
         """Rows of `$string|string.` J times, cut off at their ends, with strings of `split`."""
         letters = integers(0, self.num_letters, (*lengths.shape, width), rng)  # (b, J, width)
         last = lengths.unsqueeze(-1) - 1

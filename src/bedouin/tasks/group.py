@@ -14,13 +14,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from bedouin.tasks.checks import whole_number
+from bedouin.tasks.streams import whole_number
 
 Permutation = tuple[int, ...]
 
 MAX_ORDER: Final = 1024
 """The largest order of a group; its multiplication table has order² entries (S6 has order 720)."""
-
 _MAX_TRIES: Final = 1000
 _FORMS: Final = "S5, A5, Z60, D8 or a product such as A4xZ5"
 
@@ -35,8 +34,8 @@ class Group:
     followed by 102 maps 0 -> 0 -> 1, 1 -> 2 -> 2 and 2 -> 1 -> 0, which is 120.
 
     generators: permutations of 0 … degree - 1, each the tuple of its images. Raises ValueError for
-    no generator, one that is not a permutation, different degrees, or more than 1024 elements, and
-    TypeError for generators that are not tuples of ints.
+    no generator, one that is not a permutation, or more than 1024 elements, TypeError for
+    generators that are not tuples of ints.
     """
 
     name: str
@@ -45,9 +44,9 @@ class Group:
     def __post_init__(self) -> None:
         # a group is a key of the cache of tables and must be hashable
         nested = isinstance(self.generators, tuple) and all(
-            isinstance(g, tuple) for g in self.generators
+            isinstance(g, tuple) and all(type(image) is int for image in g) for g in self.generators
         )
-        if not nested or any(type(image) is not int for g in self.generators for image in g):
+        if not nested:
             raise TypeError(
                 f"generators must be a tuple of tuples of ints, got {self.generators!r}"
             )
@@ -104,10 +103,6 @@ class Group:
                     found.append(product)
         return torch.stack([columns[p] for p in self.permutations], dim=-1)
 
-    def table_on(self, device: torch.device) -> Tensor:
-        """`table` on a device, which keeps its copy."""
-        return on_device(self, "table", device)
-
     @cached_property
     def num_moved(self) -> tuple[int, ...]:
         """The number of points that each element moves (2 for a transposition)."""
@@ -117,7 +112,7 @@ class Group:
         """Running products g_0 · g_1 · … · g_t, a parallel scan of about log2(t) table look-ups."""
         if elements.dtype != torch.int64:
             raise TypeError(f"elements must be of dtype torch.int64, got {elements.dtype}")
-        table, span, products = self.table_on(elements.device), 1, elements
+        table, span, products = on_device(self, "table", elements.device), 1, elements
         while span < elements.shape[-1]:
             longer = table[products[..., :-span], products[..., span:]]
             products = torch.cat([products[..., :span], longer], dim=-1)
@@ -131,9 +126,7 @@ class Group:
     @classmethod
     def from_name(cls, name: str) -> "Group":
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.
-
-        Raises ValueError for another name, and what the constructors raise.
-        """
+        Raises ValueError for another name, and what the constructors raise."""
         if not isinstance(name, str):
             raise TypeError(f"group name must be a string such as {_FORMS}, got {name!r}")
         factor = r"([SAZD])(\d{1,5})"
@@ -150,12 +143,9 @@ def compose(first: Permutation, second: Permutation) -> Permutation:
 
 @lru_cache(maxsize=64)
 def generating_set(group: Group, size: int, seed: int) -> tuple[int, ...]:
-    """Numbers of `size` elements, the identity excluded, that generate the group, ascending.
-
-    Drawn uniformly among all such sets; the same (group, size, seed) gives the same set on every
-    machine. Raises ValueError for a size outside of [2, order), a seed below 0, or if 1000 draws
-    give no such set, and TypeError for a number that is no int.
-    """
+    """Numbers of `size` elements, the identity excluded, that generate the group, ascending. Drawn
+    uniformly among all such sets; the same arguments give the same set on every machine. Raises
+    ValueError for a number out of range or if 1000 draws fail, TypeError for one that is no int."""
     whole_number("size", size, 2, group.order)
     draws = random.Random(whole_number("seed", seed, 0))
     for _ in range(_MAX_TRIES):

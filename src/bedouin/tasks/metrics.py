@@ -14,27 +14,19 @@ Accuracy = TypeVar("Accuracy", float, Tensor)
 
 
 def token_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the labels that are predicted correctly.
-
-    Args:
-        prediction: logits (b, t, v), whose argmax is the predicted class, or class ids (b, t). A
-            position at which any logit is NaN counts as wrong.
-        labels: (b, t) integers; positions with `IGNORE` do not count.
-
-    Returns a float32 scalar (), NaN if every label is `IGNORE`. Raises ValueError for shapes that
-    do not fit and v = 0, and TypeError for labels or class ids that are not integers and logits
-    that are not real numbers.
-    """
+    """Fraction of the labels that are predicted correctly, a float32 scalar (); NaN without labels.
+    prediction: logits (b, t, v), whose argmax is the predicted class, or class ids (b, t). A
+    position at which any logit is NaN counts as wrong. labels: (b, t) integers; positions with
+    `IGNORE` do not count. Raises ValueError for shapes that do not fit and v = 0, and TypeError for
+    labels or class ids that are not integers and logits that are not real numbers."""
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) & counted
     return correct.sum().float() / counted.sum().float()
 
 
 def sequence_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the rows in which *every* label is predicted correctly.
-
-    Arguments, result and errors are those of `token_accuracy`. Rows without labels do not count.
-    """
+    """Fraction of the rows in which *every* label is predicted correctly; rows without labels do
+    not count. Arguments, result and errors are those of `token_accuracy`."""
     counted = labels != IGNORE
     correct = (_classes(prediction, labels) == labels) | ~counted
     rows = counted.any(dim=-1)
@@ -42,21 +34,15 @@ def sequence_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def last_position_accuracy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """Fraction of the rows whose last label other than `IGNORE` is predicted correctly.
-
-    Arguments, result and errors are those of `token_accuracy`. Rows without labels do not count.
-    """
+    """Fraction of the rows whose last label other than `IGNORE` is predicted correctly; rows
+    without labels do not count. Arguments, result and errors are those of `token_accuracy`."""
     remaining = (labels != IGNORE).flip(-1).cumsum(-1).flip(-1)  # labels from a position on
     return token_accuracy(prediction, labels.masked_fill(remaining > 1, IGNORE))
 
 
 def scale_accuracy(accuracy: Accuracy, chance: float) -> Accuracy:
-    """(accuracy - chance) / (1 - chance): 0 for guessing, 1 for no error, negative below chance.
-
-    Args:
-        accuracy: a number or a tensor of any shape, which the result has too.
-        chance: accuracy of guessing, in [0, 1), else ValueError: 1/2 for parity, 1/m modulo m.
-    """
+    """(accuracy - chance) / (1 - chance): 0 for guessing, 1 for no error, for a number or a tensor.
+    chance: accuracy of guessing, in [0, 1), else ValueError: 1/2 for parity, 1/m modulo m."""
     if not 0 <= chance < 1:
         raise ValueError(f"chance must be in [0, 1), got {chance}")
     return (accuracy - chance) / (1 - chance)
@@ -67,10 +53,7 @@ def scaled_accuracy(prediction: Tensor, labels: Tensor, *, chance: float) -> Ten
     return scale_accuracy(token_accuracy(prediction, labels), chance)
 
 
-def _classes(
-    prediction: Tensor,  # (b, t, v) or (b, t)
-    labels: Tensor,  # (b, t)
-) -> Tensor:  # (b, t)
+def _classes(prediction: Tensor, labels: Tensor) -> Tensor:  # (b, t, v) or (b, t), (b, t)
     """Predicted class ids; IGNORE, which counts as wrong, where a logit is NaN."""
     _check_ids("labels", labels)
     if prediction.shape == labels.shape:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import whole_number
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, integers, row_hash, whole_number
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class MQAR(Task):
         length: t, even. num_pairs: r.
         power: of the distribution of distances; 1 is uniform.
 
-    Raises ValueError for a field out of its range or a length that 4 r exceeds and TypeError for a
-    number that is no int.
+    Raises ValueError for a field out of range or a length below 4 r, TypeError for no int.
     """
 
     vocab_size: int = 8192

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from bedouin.tasks import streams
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import one_of, whole_number
-from bedouin.tasks.streams import Split, draw_last, draw_lengths, integers, row_hash
+from bedouin.tasks.streams import Split
 
 LabelAt = Literal["last", "every"]
 
@@ -31,16 +31,14 @@ class Parity(Task):
         labels  1 1 0 1 1 0     1 0 1 1 . .
 
     Protocol. Bits are uniform and independent, except that the last one keeps the row in its
-    stream's split (see `bedouin.tasks.streams`): of the two rows that differ in the last bit only,
-    one is a train row and one is a test row. Published (xLSTM, arXiv 2405.04517; arXiv 2411.12537):
-    a label at the last position, lengths uniform from 3 to 40 in training and from 40 to 256 in the
-    test (`min_length=3, length=40`, then `min_length=40, length=256`), scaled accuracy. The lengths
-    of their code count the answer, which is no token here.
+    stream's split (see `bedouin.tasks.streams`). Published (xLSTM, arXiv 2405.04517; arXiv
+    2411.12537): a label at the last position, lengths uniform from 3 to 40 in training and from 40
+    to 256 in the test, scaled accuracy. The lengths of their code count the answer, no token here.
 
     Args:
         length: number of bits in a row, the largest one if `min_length` is given.
-        min_length: draw the number of bits of every row uniformly from `min_length` to `length`,
-            both included, and fill rows with padding up to `length`. None: every row has `length`.
+        min_length: draw the number of bits of every row uniformly from `min_length` to `length` and
+            fill rows with padding up to `length`. None: every row has `length`.
         label_at: `"last"`: at the last bit; `"every"`: at every bit, the parity up to it.
 
     Raises ValueError for a field out of its range and TypeError for a number that is no int.
@@ -54,20 +52,20 @@ class Parity(Task):
     label_at: LabelAt = "last"
 
     def __post_init__(self) -> None:
-        whole_number("length", self.length, 1)
+        streams.whole_number("length", self.length, 1)
         if self.min_length is not None:
-            whole_number("min_length", self.min_length, 1, self.length + 1)
-        one_of("label_at", self.label_at, get_args(LabelAt))
+            streams.whole_number("min_length", self.min_length, 1, self.length + 1)
+        streams.one_of("label_at", self.label_at, get_args(LabelAt))
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         if length is not None:
             return replace(self, length=length, min_length=None)._draw(b, None, split, rng)
         most = self.length
-        lengths = draw_lengths(b, range(self.min_length or most, most + 1), rng)  # (b, 1)
-        bits = integers(0, 2, (b, most), rng)
+        lengths = streams.draw_lengths(b, range(self.min_length or most, most + 1), rng)  # (b, 1)
+        bits = streams.integers(0, 2, (b, most), rng)
         position = torch.arange(most, device=rng.device)
         bits = bits.masked_fill(position >= lengths - 1, 0)
-        last = draw_last(row_hash(bits), 2, split, rng)
+        last = streams.draw_last(streams.row_hash(bits), 2, split, rng)
         bits = bits.scatter(-1, lengths - 1, last.unsqueeze(-1))
         labeled = position < lengths if self.label_at == "every" else position == lengths - 1
         return Batch(

@@ -1,25 +1,20 @@
 """Random streams with a split, and the rule that keeps training and test data disjoint.
 
-Two independent rules:
-
 1. *Seeds.* Training streams have even seeds and test streams odd ones, and the map from
    (seed, rank) to the generator's seed is one to one, also in the lower 32 bits, which are all that
    torch's CPU generator reads.
 2. *Sequences.* A hash of all elements but the last selects max(1, n // 16) of the n possible last
-   elements for the test split; the others belong to the training split. Every sequence is therefore
-   in exactly one split, and each split is the uniform distribution over its own sequences. There is
-   no rejection sampling, so a draw takes constant time and does not synchronize with the device.
-
-The splits are disjoint for sequences of *equal length*; a long test sequence may begin with a short
-training sequence.
+   elements for the test split; the others belong to the training split. Every sequence of a length
+   is therefore in exactly one split, and each split is the uniform distribution over its own
+   sequences, without rejection sampling and synchronization. A long test sequence may begin with a
+   short training sequence.
 """
 
+from numbers import Integral
 from typing import Any, Final, Literal, Self, get_args
 
 import torch
 from torch import Tensor
-
-from bedouin.tasks.checks import one_of, whole_number
 
 Split = Literal["train", "test", "all"]
 
@@ -28,28 +23,38 @@ MAX_RANK: Final = 2**11
 _HELD_OUT: Final = 16
 
 
+def whole_number(name: str, value: int, low: int, high: int | None = None) -> int:
+    """`value`, an integer of Python or NumPy in [low, high), as an int; TypeError for anything else
+    and for a bool, ValueError outside of the range."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value >= high):
+        wanted = f"at least {low}" if high is None else f"in [{low}, {high})"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return int(value)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
 class Stream(torch.Generator):
-    """A `torch.Generator` with a split; made by `stream`.
+    """A `torch.Generator` with a split; made by `stream`. All copies have the same split. The
+    tensor that `get_state` returns has no split, so `set_state` and `graphsafe_set_state` raise
+    ValueError if its seed belongs to the other one. `manual_seed` and `seed` accept any seed, which
+    breaks the first rule above but not the second one."""
 
-    All copies have the same split: copy, deepcopy, pickle, `torch.save`, `clone_state` and
-    `graphsafe_get_state`. The tensor that `get_state` returns has no split, so `set_state` and
-    `graphsafe_set_state` raise ValueError if its seed belongs to the other one. `manual_seed` and
-    `seed` accept any seed, which breaks the first rule above but not the second one.
-    """
-
-    _split: Split
+    split: Split
+    """The split that every sample comes from."""
 
     def __new__(cls, device: torch.device | str = "cpu", split: Split = "all") -> Self:
         # torch.Generator reads the device in __new__, although its stub declares it in __init__
         made = super().__new__(cls, device)  # type: ignore[call-arg]
         one_of("split", split, get_args(Split))
-        made._split = split
+        made.split = split
         return made
-
-    @property
-    def split(self) -> Split:
-        """The split that every sample comes from."""
-        return self._split
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch.Generator.__reduce__ names its own class, which would lose the split
@@ -85,8 +90,7 @@ class Stream(torch.Generator):
         return self
 
     def _check_split(self, name: str, seed: int) -> None:
-        """Raise ValueError for a seed of the other split, unless it is this stream's own, which
-        `manual_seed` may have set."""
+        """Raise ValueError for a seed of the other split, unless `manual_seed` has set it here."""
         own = self.split == "all" or seed % 2 == (self.split == "test")
         if own or seed == self.initial_seed():
             return
@@ -99,21 +103,17 @@ class Stream(torch.Generator):
 
 def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank: int = 0) -> Stream:
     """A random stream of a split: `sample(batch_size, stream)` draws from that split only.
-
-    Checkpoint it with `get_state` and `set_state`.
-
-    Args:
-        split: `"train"`, `"test"`, or `"all"` for the distribution over all sequences.
-        seed: 0 <= seed < 2**20.
-        device: the device of the stream and of the batches drawn with it.
-        rank: 0 <= rank < 2**11, for processes that must draw different data with the same seed.
-
-    Raises ValueError for a value out of its range and TypeError for a number that is not an int.
-    """
+    Checkpoint it with `get_state` and `set_state`. split: `"train"`, `"test"`, or `"all"` for the
+    distribution over all sequences. seed: 0 <= seed < 2**20. rank: 0 <= rank < 2**11, for processes
+    that must draw different data with the same seed. Raises ValueError for a value out of its range
+    and TypeError for a number that is not an int."""
     number = whole_number("seed", seed, 0, MAX_SEED) * MAX_RANK
     number += whole_number("rank", rank, 0, MAX_RANK)
+    # a one-to-one map on [0, 2**31): odd multipliers and xor-shifts are both invertible
+    for factor in (0x45D9F3B, 0x2C1B3C6D):
+        number = ((number ^ (number >> 16)) * factor) & (2**31 - 1)
     generator = Stream(device, split)
-    generator.manual_seed(2 * _mix31(number) + (split == "test"))
+    generator.manual_seed(2 * (number ^ (number >> 16)) + (split == "test"))
     return generator
 
 
@@ -137,11 +137,8 @@ def resolve_split(generator: torch.Generator, split: Split | None) -> Split:
 
 
 def draw_last(
-    prefix_hash: Tensor,  # (...) int64, the `row_hash` of the elements before
-    num_values: int,
-    split: Split,
-    generator: torch.Generator,
-) -> Tensor:  # (...) int64
+    prefix_hash: Tensor, num_values: int, split: Split, generator: torch.Generator
+) -> Tensor:  # (...) int64, the `row_hash` of the elements before -> (...) int64
     """Draw the last elements of sequences, uniform over those that the split allows."""
     held_out = max(1, num_values // _HELD_OUT)
     low = held_out if split == "train" else 0
@@ -163,8 +160,7 @@ def integers(low: int, high: int, shape: tuple[int, ...], generator: torch.Gener
 
 
 def row_hash(tokens: Tensor) -> Tensor:  # (..., t) int64 -> (...) int64
-    """A hash in [0, 2**31) of each row: a sum modulo 2**64 with a pseudorandom weight for each
-    position, mixed at the end. Zeros appended to a row do not change it."""
+    """A hash in [0, 2**31) of each row, which zeros appended to a row do not change."""
     weights = _mix64(torch.arange(1, tokens.shape[-1] + 1, device=tokens.device))
     return _mix64((tokens * weights).sum(dim=-1)) & 0x7FFF_FFFF
 
@@ -174,11 +170,3 @@ def _mix64(x: Tensor) -> Tensor:  # (...) int64
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
     return x ^ ((x >> 31) & (2**33 - 1))
-
-
-def _mix31(x: int) -> int:
-    """A one-to-one map on [0, 2**31): odd multipliers and xor-shifts are both invertible."""
-    mask = 2**31 - 1
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & mask
-    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & mask
-    return x ^ (x >> 16)

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bedouin.tasks.batch import IGNORE, Batch, Task
-from bedouin.tasks.checks import one_of, whole_number
 from bedouin.tasks.group import Group, check_group, generating_set, on_device
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash
+from bedouin.tasks.streams import Split, draw_last, integers, one_of, row_hash, whole_number
 
 Elements = Literal["all", "swaps", "3-permutations"]
 Protocol = Literal["plain", "official"]
@@ -64,16 +63,14 @@ class WordProblem(Task):
         length: number of group elements in a row.
         elements: what is drawn. `"all"`; `"swaps"`: transpositions only; `"3-permutations"`:
             elements that move two or three points. Labels still range over the whole group.
-        tokens_per_transition: r; every element is followed by r - 1 filler tokens, which give a
-            layer more steps for each product.
+        tokens_per_transition: r; every element is followed by r - 1 filler tokens.
         protocol: `"plain"` or `"official"`.
         include_identity: whether `"swaps"` and `"3-permutations"` draw the identity too.
         label_at: `"transition"`: a label at the last token of every element; `"every"`: at the
-            fillers too, where the label of a product comes r - 1 tokens after its element;
-            `"last"`: at the last token of the row only.
-        generators: draw from a random set of this many elements that generates the group (see
-            `bedouin.tasks.generating_set`); None: from all.
-        generator_seed: which of these sets.
+            fillers too, where a product's comes r - 1 tokens after its element; `"last"`: at the
+            last token of the row only.
+        generators, generator_seed: draw from a random set of this many elements that generates the
+            group, and which one (`bedouin.tasks.generating_set`); None: from all.
 
     Raises ValueError for a field out of its range, fields that exclude each other and fewer than
     two elements to draw from, and TypeError for another type of a field.
@@ -101,6 +98,11 @@ class WordProblem(Task):
                 'include_identity=True needs elements="swaps" or "3-permutations": '
                 'elements="all" draws the identity anyway'
             )
+        if self.generators is None and self.generator_seed != 0:
+            raise ValueError(
+                f"generator_seed must be 0 without generators, got {self.generator_seed}: "
+                "it chooses the set of generators"
+            )
         if self.generators is not None:
             whole_number("generators", self.generators, 2, self.group.order)
             whole_number("generator_seed", self.generator_seed, 0)
@@ -109,11 +111,6 @@ class WordProblem(Task):
                     f'generators needs elements="all", got {self.elements!r}: both restrict what '
                     "is drawn"
                 )
-        elif self.generator_seed != 0:
-            raise ValueError(
-                f"generator_seed must be 0 without generators, got {self.generator_seed}: "
-                "it chooses the set of generators"
-            )
         if len(self.alphabet) < 2:
             raise ValueError(
                 f"elements={self.elements!r} must leave at least two elements of {self.group.name} "
@@ -152,7 +149,6 @@ class WordProblem(Task):
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing an element."""
         return 1 / self.group.order
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
@@ -163,11 +159,7 @@ class WordProblem(Task):
         elements = alphabet[torch.cat([prefix, last.unsqueeze(-1)], dim=-1)]
         return self._add_specials(elements, self.group.prefix_products(elements))
 
-    def _add_specials(
-        self,
-        tokens: Tensor,  # (b, t)
-        labels: Tensor,  # (b, t)
-    ) -> Batch:
+    def _add_specials(self, tokens: Tensor, labels: Tensor) -> Batch:  # (b, t), (b, t)
         """Add BOS (official protocol) or fillers, if there are any."""
         if self.protocol == "official":
             bos = self.group.order + _BOS

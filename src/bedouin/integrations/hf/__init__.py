@@ -5,11 +5,11 @@
     model.generate(ids, max_new_tokens=20)
 
     BedouinConfig.preset("130m")                                           # "60m", "130m", "370m"
+    BedouinConfig.preset("130m", layer="rnn")             # "bedouin", "paper", "rnn" or "tracking"
     BedouinConfig.preset("130m", attn_layers=[3, 7], attn={"num_heads": 12})            # a hybrid
 
 The import registers them with AutoConfig, AutoModel, AutoModelForCausalLM and the Auto classes for
-the classification of sequences and tokens. A process that has imported transformers alone loads a
-folder, and EleutherAI's lm_eval evaluates one that its tokenizer is in, too, by:
+the classification of sequences and tokens. A process without it, as lm_eval, loads a folder by:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     lm_eval --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks lambada_openai

@@ -15,11 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from bedouin.state import RecurrentState
 
+# transformers 5.24 has changed the name of the cache in outputs and in what `generate` passes.
 _IS_RENAMED = "cache" in [field.name for field in fields(BaseModelOutputWithPast)]
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
-"""The name of the cache in outputs and in what `generate` passes, which transformers 5.24 has
-changed. `forward` takes both."""
-
 LAYER_TYPE = "bedouin"
 
 
@@ -27,9 +25,7 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
     """The state of one layer in a `Cache`, whose tensors are the recurrent states, in their order.
 
     `DynamicCache(config=model.config)` consists of these layers, and of transformers' own for
-    layers of attention. Unlike transformers' layers of linear attention it counts its tokens, which
-    chunked prefill and continued generation need, and gradients flow through it from one call to
-    the next. It is not compiled, and cannot be cropped.
+    layers of attention. It counts its tokens, gradients flow through it, and it cannot be cropped.
 
     seen: (b, num_tokens) bool, which tokens so far attention in later calls sees: the real ones of
         a row's last document. None: all.
@@ -50,9 +46,8 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
     @property
     def state(self) -> RecurrentState | None:
         """The state after the tokens so far; None before the first one."""
-        if not self.has_previous_state[0]:
-            return None
-        return self._kind._make(self.recurrent_states.values())
+        found = self.recurrent_states.values()
+        return self._kind._make(found) if self.has_previous_state[0] else None
 
     def write(self, state: RecurrentState, num_tokens: int) -> None:
         """Keep `state`, that after `num_tokens` more tokens."""
@@ -69,12 +64,11 @@ class BedouinCacheLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[
 
     def reset(self) -> None:
         self.has_previous_state = dict.fromkeys(self.recurrent_states, False)
-        self.num_tokens = 0
-        self.seen = None
+        self.num_tokens, self.seen = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing, for 0 tokens. A positive number is that of the tokens to keep, as before
-        transformers 5.24. Raises ValueError where tokens would be removed."""
+        """Nothing, for 0 tokens; before transformers 5.24 a positive number is that of the tokens
+        to keep. Raises ValueError where tokens would be removed."""
         kept = tokens_to_remove if tokens_to_remove > 0 else self.num_tokens + tokens_to_remove
         if kept < self.num_tokens:
             raise ValueError(

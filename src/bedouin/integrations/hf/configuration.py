@@ -1,4 +1,8 @@
-"""The configuration of Bedouin's models for transformers."""
+"""The configuration of Bedouin's models for transformers.
+
+Solvers, adjoints, caps, mixers and initializations are entries of a file of JSON, such as
+{"type": "Picard", "rtol": 1e-4}. A class of a user is saved by its module's name.
+"""
 
 import inspect
 from dataclasses import fields
@@ -10,9 +14,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from bedouin.checks import one_of
-from bedouin.integrations.described import describe, restore
 from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE
-from bedouin.integrations.layers import LAYERS, make_layer
+from bedouin.integrations.layers import layer_name, layer_options, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.kernels.checks import check_count, check_number, unknown_option
 from bedouin.layers.bedouin import Bedouin
@@ -21,50 +24,98 @@ from bedouin.layers.mixers import ChannelMixer
 from bedouin.layers.options import Initialization, choose_num_heads
 from bedouin.solvers import Adjoint, Cap, Solver
 
+# The options of a layer, all of which are fields of `BedouinConfig`, or other names of them.
 _OPTIONS = [
     name
     for name in inspect.signature(Bedouin).parameters
     if name not in ("d_model", "layer_idx", "device", "dtype")
 ]
-"""The options of a layer, all of which are fields of `BedouinConfig`, or other names of them."""
-
+# The options of a layer that are no entries of `layer`.
 _OF_ALL = ("d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size")
-"""The options of a layer that are no entries of `layer`."""
-
+# Those that may be objects, and are dicts in a configuration.
 _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
-"""Those that may be objects, and are dicts in a configuration."""
-
+# Fields of earlier configurations, and those of `Initialization` that have taken their place.
 _EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
-"""Fields of earlier configurations, and those of `Initialization` that have taken their place."""
-
+# Fields of configurations of version 0.2.0, and entries of their `initialization`, that have been
+# removed. Every file of that version has them; only with these values is there still such a layer.
 _REMOVED: dict[str, Any] = {
     **{"erase": 0.0, "projection": "inner", "output": "norm", "bias": True},
     **{"feedback_scope": "head", "feedback_heads": None, "num_groups": None},
     **{"bounded_x": False, "feedback_noise": 0.0},
 }
 _REMOVED_INITIALIZATION = {"memory_heads": 0, "memory_rates": None, "memory_delta": 1.0}
-"""Fields of configurations of version 0.2.0, and entries of their `initialization`, that have been
-removed. Every file of that version has them; only with these values is there still such a layer."""
-
 _FUSED: Any = (False, True, "auto", *get_args(Kernel))
-
+# Names that transformers gives to configurations without a field for them.
 _OF_TRANSFORMERS = {
     *GenerationConfig().to_dict(),
     *("attn_implementation", "experts_implementation", "per_layer_config"),
     *("auto_map", "quantization_config", "tokenizer_class"),
 }
-"""Names that transformers gives to configurations without a field for them."""
-
+# hidden_size, num_hidden_layers and intermediate_size of the presets.
 _SIZES = {"60m": (512, 6, 1984), "130m": (768, 8, 2624), "370m": (1024, 16, 3456)}
-"""hidden_size, num_hidden_layers and intermediate_size of the presets."""
-
+# The options of attention that need not be given, and their defaults.
 _ATTENTION = {"num_kv_heads": None, "window": None, "rope_theta": 1e4}
-"""The options of attention that need not be given, and their defaults."""
-
 _REMOTE = "modeling_bedouin"
 _REMOTE_CODE = """# transformers runs this with trust_remote_code=True; the import registers models.
 from bedouin.integrations.hf import BedouinConfig  # noqa: F401
 """
+
+# What is described by its type and the arguments of its constructor, which are all attributes.
+Described = Adjoint | Cap | ChannelMixer | Initialization | Solver
+
+
+def describe(name: str, value: Any) -> Any:
+    """An object as {"type": ..., and all options}, a tuple as a list; any other value as it is. A
+    dict is checked and completed. Raises TypeError for a type that a file cannot name or an option
+    that is no attribute, and what the type raises for its options."""
+    value = restore(name, value)
+    if not isinstance(value, Described):
+        return list(value) if isinstance(value, tuple) else value
+    kind, options = type(value), inspect.signature(type(value)).parameters
+    if _types().get(_name(kind)) is not kind:
+        raise TypeError(
+            f"{name} must be one of {', '.join(_types())} to be saved, got {kind.__qualname__}: "
+            f"define that class at the top level of a module, or set {name} of the layers once the "
+            "model is made"
+        )
+    for option in options:
+        if not hasattr(value, option):
+            raise TypeError(
+                f"{name} must have its options as attributes to be saved, got {kind.__qualname__} "
+                f"without {option}: write self.{option} = {option} in its __init__"
+            )
+    found = {option: describe(f"{name}.{option}", getattr(value, option)) for option in options}
+    return {"type": _name(kind), **found}
+
+
+def restore(name: str, value: Any) -> Any:
+    """The inverse of `describe`. Raises TypeError for an unknown type, and what the type raises."""
+    if not isinstance(value, dict):
+        return value
+    options = {option: restore(f"{name}.{option}", v) for option, v in value.items()}
+    kind, types = options.pop("type", None), _types()
+    if not isinstance(kind, str) or kind not in types:
+        raise TypeError(
+            f"{name} must be an object or a dict whose 'type' is one of {', '.join(types)}, got "
+            f"{value!r}: import the module of another class before its file is read"
+        )
+    return types[kind](**options)
+
+
+def _types() -> dict[str, type]:
+    """The classes that a file can name: those at the top level of the modules imported so far."""
+    found, kinds = {}, list(get_args(Described))
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if not inspect.isabstract(kind) and "<locals>" not in kind.__qualname__:
+            found[_name(kind)] = kind
+    return found
+
+
+def _name(kind: type) -> str:
+    """The name of a class in a file: alone for this library's, else behind its module's."""
+    own = kind.__module__.partition(".")[0] == "bedouin"
+    return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @strict
@@ -76,28 +127,27 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     Args:
         vocab_size, hidden_size, num_hidden_layers: v, m, and the number of blocks.
         intermediate_size: hidden width of a gated MLP after every mixer; None for no MLP.
-        layer: the layer that the mixers are, "Bedouin", whose options are the fields here, or the
-            name of another one, "TrackingDeltaNet", "GatedDeltaNet" or "Tracker", by itself or with
-            options as {"type": "TrackingDeltaNet", "num_trackers": 2}. It becomes such a dict with
-            all options, which is saved; the options of `Bedouin` are then their defaults.
+        layer: the layer that the mixers are: "bedouin", whose options are the fields here, or
+            "paper" (`Bedouin.from_paper`), "rnn" (`FixedPointRNN`), "tracking"
+            (`TrackingDeltaNet`), "GatedDeltaNet" or "Tracker", by itself or with options as
+            {"type": "tracking", "num_trackers": 2}. It becomes such a dict with the layer's own
+            name and all options, which is saved; the fields of `Bedouin` must then have their
+            defaults. "bedouin" becomes "Bedouin".
         state_size, expand, num_heads, num_householder, beta_max, decay, input_scale, eigenvalues,
-            feedback, feedback_norm, feedback_init: options of `bedouin.Bedouin`, where state_size
-            is called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1.
-        mixer, solver, adjoint, max_steps, initialization, backend, on_unconverged: options of
-            `bedouin.Bedouin`, too. Objects become dicts such as {"type": "Picard", "rtol": 1e-4,
-            ...}, which are saved; a class of your own must be at the top level of a module, which
-            is imported before a file is read, and keep its options as attributes. With a mixer,
-            num_householder and beta_max are their defaults.
+            feedback, feedback_norm, feedback_init, mixer, solver, adjoint, max_steps,
+            initialization, backend, on_unconverged: options of `bedouin.Bedouin`, where state_size
+            is called d_state. With num_householder 0 the mixer is `NoMixing`, and beta_max is 1;
+            with a mixer both are their defaults. Objects become dicts such as {"type": "Picard",
+            "rtol": 1e-4, ...}, which are saved; a class of your own must be at the top level of a
+            module, which is imported before a file is read, and keep its options as attributes.
         conv_kernel: width of the convolution in each mixer, d_conv; None for no convolution.
         attn_layers: indices of the layers whose mixer is causal attention, at most all but one.
         attn: their options, {"num_heads": 8, "num_kv_heads": 2, "window": None, "rope_theta": 1e4}:
             query heads, heads of keys and values (by default as many), how many tokens a token
-            sees, itself among them (None: all), and the base of the rotary positions. It is
-            computed by `attn_implementation`, "sdpa" or "eager". In a window, padding between
-            tokens counts as tokens; padding on the left does not.
+            sees, itself and padding between tokens among them (None: all), and the base of the
+            rotary positions. `attn_implementation`, "sdpa" or "eager", computes it.
         rms_norm_eps: epsilon of every norm.
-        initializer_range: standard deviation of the initial embedding, MLPs and head; the mixers
-            have their own initialization.
+        initializer_range: standard deviation of the initial embedding, MLPs and head.
         rescale_prenorm_residual: whether the initial output projections of mixers and MLPs are
             divided by the root of their number, as in GPT-2 and Mamba.
         tie_word_embeddings: whether the head shares the embedding's weight.
@@ -108,12 +158,10 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             first of liger, fla and torch that can run, which a warning names.
 
     The names that mamba-ssm, `bedouin.Bedouin` and transformers' Mamba have for these are taken,
-    too. What a file contains beyond them are attributes, as in every configuration of transformers;
-    another name in a call raises TypeError. A value of another type raises transformers'
-    StrictDataclassError. A layer with another name or unknown options, and attn_layers and attn
-    that do not fit, raise ValueError or TypeError at once, what the mixers cannot take when a model
-    is made. A process that has imported transformers alone loads a folder of `save_pretrained` with
-    trust_remote_code=True.
+    too. Other names in a file are attributes, as in every configuration of transformers; in a call
+    they raise TypeError, a value of another type transformers' StrictDataclassError. A layer with
+    another name or unknown options, and attn_layers and attn that do not fit, raise ValueError or
+    TypeError at once, what the mixers cannot take when a model is made.
     """
 
     # A new option of Bedouin is a field here, whose default is what it means to be absent from a
@@ -182,11 +230,9 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         if earlier:
             self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
-        if from_file:
-            of_convolved = others.pop("use_conv_bias", None) is not None
-            if of_convolved and self.conv_kernel is not None:
-                got = f"conv_kernel={self.conv_kernel!r}"
-                raise convolved_error("conv_kernel must be None in a file of version 0.1.0", got)
+        if from_file and others.pop("use_conv_bias", None) is not None and self.conv_kernel:
+            got = f"conv_kernel={self.conv_kernel!r}"
+            raise convolved_error("conv_kernel must be None in a file of version 0.1.0", got)
         others = _without_removed("", others, _REMOVED)
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
@@ -210,7 +256,8 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
             self.attn = _check_attention(self)
         if from_file and self.layer == "Bedouin" and self.num_heads is None:
             # files of versions up to 0.2.0 leave the number out where it was that of their rule
-            self.num_heads = _heads_of_0_2(self._inner_size)
+            d = self._inner_size
+            self.num_heads = d // 128 if d >= 512 and d % 128 == 0 else 1
         super().__post_init__(**others)
 
     @property
@@ -226,35 +273,43 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "layer":
-            value = _describe_layer(value)
+            # the name of Bedouin, whose options are fields, or another type and all of its options
+            given: dict[str, Any] = dict(value) if isinstance(value, dict) else {"type": value}
+            kind, valid = layer_name(given.pop("type", None)), {}
+            if kind != "Bedouin":
+                valid = {n: v for n, v in layer_options(kind).items() if n not in _OF_ALL}
+            for option in given:
+                if option not in valid:
+                    raise TypeError(unknown_option(f"layer {kind}", option, list(valid)))
+            valid |= given
+            of_kind = {option: describe(f"layer.{option}", v) for option, v in valid.items()}
+            value = {"type": kind, **of_kind} if valid else kind
         if name == "initialization" and isinstance(value, dict):
             value = _without_removed("initialization.", value, _REMOVED_INITIALIZATION)
         super().__setattr__(name, describe(name, value) if name in _OBJECTS else value)
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """A configuration of a usual size, whose mixers are a `TrackingDeltaNet`, or those of the
-        kind `layer`.
+        """A configuration of a usual size of the kind `layer`, by default "tracking".
 
         Every mixer is followed by a gated MLP; the embedding is tied, and
-        rescale_prenorm_residual is True. With the default vocabulary of 50,280:
+        rescale_prenorm_residual is True. Parameters in millions, with the default vocabulary of
+        50,280, for each layer:
 
-        | name | hidden_size | layers | intermediate_size | parameters |
-        |---|---|---|---|---|
-        | "60m" | 512 | 6 | 1984 | 59.2 M |
-        | "130m" | 768 | 8 | 2624 | 129.8 M |
-        | "370m" | 1024 | 16 | 3456 | 369.1 M |
+        | name | hidden_size | layers | intermediate_size | tracking | bedouin | paper | rnn |
+        |---|---|---|---|---|---|---|---|
+        | "60m" | 512 | 6 | 1984 | 59.2 | 60.3 | 82.3 | 59.8 |
+        | "130m" | 768 | 8 | 2624 | 129.8 | 129.0 | 201.3 | 128.0 |
+        | "370m" | 1024 | 16 | 3456 | 369.1 | 358.6 | 626.8 | 355.9 |
 
         options: fields, which replace those of the preset. Raises ValueError for another name.
         """
         if name not in _SIZES:
             raise ValueError(f"name must be one of {', '.join(_SIZES)}, got {name!r}")
-        names = cls.attribute_map
-        hidden, layers, intermediate = _SIZES[name]
-        chosen: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
-        chosen |= {"intermediate_size": intermediate, "rescale_prenorm_residual": True}
-        chosen["layer"] = "TrackingDeltaNet"
-        chosen |= {names.get(option, option): value for option, value in options.items()}
+        sizes = "hidden_size", "num_hidden_layers", "intermediate_size"
+        chosen: dict[str, Any] = dict(zip(sizes, _SIZES[name], strict=True))
+        chosen |= {"layer": "TrackingDeltaNet", "rescale_prenorm_residual": True}
+        chosen |= {cls.attribute_map.get(option, option): v for option, v in options.items()}
         return cls(**chosen)
 
     @property
@@ -284,10 +339,19 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
         """Nothing: transformers would admit its own types of layers only."""
 
     def make_mixer(self, layer_idx: int) -> Any:
-        """The layer that the options describe. Raises ValueError for options without effect, and
-        what the layer raises."""
+        """The layer that the options describe; ValueError for options without effect."""
         if isinstance(self.layer, dict):
-            return self._make_other(**self.layer, layer_idx=layer_idx)
+            layer = {n: restore(f"layer.{n}", v) for n, v in self.layer.items()}
+            kind, usual = layer.pop("type"), BedouinConfig()
+            for name in (self.attribute_map.get(n, n) for n in _OPTIONS if n not in _OF_ALL):
+                value, default = getattr(self, name), getattr(usual, name)
+                if value != default:
+                    raise ValueError(
+                        f"{name} must be {default!r} beside layer={kind!r}, got {value!r}: options "
+                        f"of that layer are entries of layer={{'type': {kind!r}, ...}}"
+                    )
+            layer |= {"norm_eps": self.rms_norm_eps, "layer_idx": layer_idx}
+            return make_layer(kind, self.hidden_size, **layer)
         options = {name: restore(name, getattr(self, name)) for name in _OPTIONS}
         unread, beside = [], ""
         if self.mixer is not None:
@@ -302,23 +366,6 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
                 )
         return make_layer("Bedouin", self.hidden_size, layer_idx=layer_idx, **options)
 
-    def _make_other(self, type: str, **options: Any) -> Any:
-        """The layer of this type, of which no option of `Bedouin` is one."""
-        usual = BedouinConfig()
-        for name in (self.attribute_map.get(n, n) for n in _OPTIONS if n not in _OF_ALL):
-            value, default = getattr(self, name), getattr(usual, name)
-            if value != default:
-                raise ValueError(
-                    f"{name} must be {default!r} beside layer={type!r}, got {value!r}: options of "
-                    f"that layer are entries of layer={{'type': {type!r}, ...}}"
-                )
-        return make_layer(type, self.hidden_size, norm_eps=self.rms_norm_eps, **options)
-
-
-def _heads_of_0_2(d_inner: int) -> int:
-    """The default number of heads up to version 0.2.0."""
-    return d_inner // 128 if d_inner >= 512 and d_inner % 128 == 0 else 1
-
 
 def _without_removed(
     prefix: str, options: dict[str, Any], removed: dict[str, Any]
@@ -330,24 +377,8 @@ def _without_removed(
     return {name: value for name, value in options.items() if name not in removed}
 
 
-def _describe_layer(layer: str | dict[str, Any]) -> str | dict[str, Any]:
-    """The name of `Bedouin`, whose options are fields, or the type of another layer and all of its
-    options. Raises ValueError for another name, TypeError for an unknown option."""
-    given: dict[str, Any] = dict(layer) if isinstance(layer, dict) else {"type": layer}
-    kind: str = one_of("layer", given.pop("type", None), tuple(LAYERS))
-    valid: dict[str, Any] = {}
-    if kind != "Bedouin":
-        parameters = inspect.signature(LAYERS[kind]).parameters.items()
-        valid = {name: option.default for name, option in parameters if name not in _OF_ALL}
-    for name in given:
-        if name not in valid:
-            raise TypeError(unknown_option(f"layer {kind}", name, list(valid)))
-    return {"type": kind, **valid, **given} if valid else kind
-
-
 def _check_attention(config: BedouinConfig) -> dict[str, Any]:
-    """The options of the attention layers, completed. Raises ValueError for those that do not fit,
-    and for layers that the model does not have."""
+    """The options of the attention layers, completed; ValueError for those that do not fit."""
     layers, n, m = config.attn_layers, config.num_hidden_layers, config.hidden_size
     if not set() < set(layers) < set(range(n)) or len(set(layers)) != len(layers):
         raise ValueError(

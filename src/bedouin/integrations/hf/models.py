@@ -1,6 +1,6 @@
 """Backbone and models of Bedouin layers, and of attention, for transformers.
 
-Letters: b batch, t time, m hidden_size, v vocab_size.
+Letters: b batch, t time, s tokens before these, m hidden_size, v vocab_size.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.initialization import normal_
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -19,36 +20,102 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRotaryEmbedding
 from transformers.utils import can_return_tuple, logging
 
-from bedouin.integrations.hf.attention import (
-    BedouinAttention,
-    attention_config,
-    attention_options,
-)
-from bedouin.integrations.hf.cache import CACHE_NAME, cache_layer, one_cache
+from bedouin.integrations.hf.cache import CACHE_NAME, LAYER_TYPE, cache_layer, one_cache
 from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.layers import mix, row_mask
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.kernels.checks import unknown_option
-from bedouin.layers.common import RecurrentLayer
+from bedouin.layers.common import RecurrentLayer, without_noise
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import ResidualBlock
-from bedouin.noise import without_noise
-from bedouin.packing import check_bounds
+from bedouin.packing import INDICES, check_bounds, check_rows, document_begins
 from bedouin.wrapped import is_untouched
 
 _LOGGER: Any = logging.get_logger(__name__)
 
+# What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q.
 _LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What DataCollatorWithFlattening also adds to a batch, and which follows from cu_seq_lens_q."""
-
-_OF_DOCUMENTS = ("seq_idx", "position_ids", "cu_seq_lens_q")
-"""The arguments that say where documents of a prompt are."""
-
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+def attention_config(config: BedouinConfig) -> MistralConfig:
+    """Mistral's configuration of the attention layers."""
+    options: Any = config.attn
+    return MistralConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=options["num_heads"],
+        num_key_value_heads=options["num_kv_heads"],
+        sliding_window=options["window"],
+        rope_parameters={"rope_type": "default", "rope_theta": options["rope_theta"]},
+    )
+
+
+class BedouinAttention(MistralAttention):  # type: ignore[misc]
+    """Causal grouped-query attention with rotary positions: Mistral's, which has no biases."""
+
+    def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
+        super().__init__(attention_config(config), layer_idx)
+        # the model's, in which set_attn_implementation sets the function that computes it
+        self.config = config
+
+
+def attention_options(
+    config: BedouinConfig,
+    rotary: MistralRotaryEmbedding,
+    x: Tensor,  # (b, t, m)
+    mask: Tensor | None,  # (b, t) bool
+    seq_idx: Tensor | None,  # (b, t)
+    cache: Cache | None,
+) -> dict[str, Any]:
+    """What every attention layer of one call is given: its mask and the rotary embedding. Positions
+    count the real tokens of a document; which tokens before are real, and in a row's last document,
+    is kept in the cache of the first Bedouin layer. Raises for a cache that does not fit."""
+    first = config.attn_layers[0]
+    kept = None if cache is None else cache_layer(cache, config.layer_types.index(LAYER_TYPE))
+    s, seen = (0, None) if kept is None else (kept.num_tokens, kept.seen)
+    if seen is not None and len(seen) != len(x):
+        raise ValueError(
+            f"past_key_values must be of {len(x)} rows, as the ids, got {len(seen)}: use its "
+            "batch_select_indices or batch_repeat_interleave"
+        )
+    options: dict[str, Any] = {"attention_mask": None, "layer_idx": first, CACHE_NAME: cache}
+    # a static layer has empty places, which transformers expects in a wholly static cache alone
+    options["allow_is_causal_skip"] = cache is None or not cache.layers[first].is_compileable
+    if mask is None and seq_idx is None and seen is None:
+        positions = torch.arange(s, s + x.shape[1], device=x.device).unsqueeze(0)
+    else:
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
+        seen = x.new_ones(x.shape[0], s, dtype=torch.bool) if seen is None else seen
+        options["attention_mask"] = torch.cat([seen, real], 1)
+        within = seen.sum(1, keepdim=True) + real.cumsum(1)
+        if seq_idx is not None:
+            check_rows("seq_idx", seq_idx, x, INDICES)
+            begins = document_begins(seq_idx, mask)
+            within = within - torch.where(begins, within - real.long(), 0).cummax(1).values
+            document = begins.cumsum(1)  # the first one is that of the tokens before
+            last = document[:, -1:]
+            seen, real = seen & (last == 0), real & (document == last)
+            of_places = torch.cat([document.new_zeros(seen.shape), document], 1)
+
+            def same_document(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                # a static cache has places after the last token
+                return of_places[b, q] == of_places[b, k.clamp(max=of_places.shape[1] - 1)]
+
+            options["and_mask_function"] = same_document
+        positions = (within - 1).clamp(min=0)
+        if kept is not None:
+            kept.seen = torch.cat([seen, real], 1)
+    windowed = config.sliding_window is not None
+    make_mask = create_sliding_window_causal_mask if windowed else create_causal_mask
+    return {
+        "attention_mask": make_mask(config=config, inputs_embeds=x, **options),
+        "position_embeddings": rotary(x, positions),
+    }
 
 
 class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[misc]
@@ -56,16 +123,16 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
 
     def __init__(self, config: BedouinConfig, layer_idx: int) -> None:
         m, hidden = config.hidden_size, config.intermediate_size
-        expand = None if hidden is None else hidden / m
         attends = layer_idx in config.attn_layers
         mixer = (BedouinAttention if attends else BedouinConfig.make_mixer)(config, layer_idx)
-        ResidualBlock.__init__(self, m, mixer, expand, norm_eps=config.rms_norm_eps)
+        expand = None if hidden is None else hidden / m
+        ResidualBlock.__init__(self, m, mixer, expand, config.rms_norm_eps)
         self.layer_idx = layer_idx
         # known by a mark, since transformers initializes no module without parameters of its own
-        ends: list[Any] = [mixer.o_proj] if attends else []
-        ends += [] if self.mlp is None else [self.mlp[1].out_proj]
-        for projection in ends:
-            projection.ends_branch = True
+        if attends:
+            mixer.o_proj.ends_branch = True
+        if self.mlp is not None:
+            self.mlp[1].out_proj.ends_branch = True  # type: ignore[union-attr]
 
     def forward(
         self,
@@ -78,24 +145,13 @@ class BedouinBlock(GradientCheckpointingLayer, ResidualBlock):  # type: ignore[m
         normed = self.norm(x)
         if isinstance(self.mixer, BedouinAttention):
             mixed, _ = self.mixer(normed, **(attention or {}), **{CACHE_NAME: past_key_values})
+        elif past_key_values is None:
+            mixed = self.mixer(normed, mask=mask, seq_idx=seq_idx)
         else:
-            mixed = self._mix(normed, past_key_values, mask, seq_idx)
+            kept = cache_layer(past_key_values, self.layer_idx)
+            mixed, state = mix(self.mixer, normed, kept.state, mask, seq_idx=seq_idx)
+            kept.write(state, x.shape[1])
         return self._residual(x, mixed)
-
-    def _mix(
-        self,
-        x: Tensor,  # (b, t, m)
-        cache: Cache | None,
-        mask: Tensor | None,  # (b, t)
-        seq_idx: Tensor | None,  # (b, t)
-    ) -> Tensor:  # (b, t, m)
-        if cache is None:
-            output: Tensor = self.mixer(x, mask=mask, seq_idx=seq_idx)
-            return output
-        kept = cache_layer(cache, self.layer_idx)
-        output, state = mix(self.mixer, x, kept.state, mask, seq_idx=seq_idx)
-        kept.write(state, x.shape[1])
-        return output
 
 
 class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
@@ -174,54 +230,63 @@ class BedouinModel(BedouinPreTrainedModel):
 
         attention_mask: True or 1 for real tokens, padding anywhere; with a cache it may also cover
             the tokens before, as generate's does.
-        past_key_values, cache: `DynamicCache(config=model.config)` by one of its names, which is
-            updated in place; None: a new one if use_cache. In training, use_cache is False unless
-            it is given.
+        past_key_values, cache: `DynamicCache(config=model.config)` by one of its names, updated in
+            place; None: a new one if use_cache, which is False in training unless it is given.
         seq_idx, cu_seq_lens_q, position_ids: packed documents, as DataCollatorWithFlattening
             describes them, the first that is given counting. A document starts where seq_idx
-            changes or position_ids is 0. The cache holds the state after a row's last document,
-            whose keys alone later tokens see; attention counts its positions in each document.
-            Padding by attention_mask belongs to no document. Beside that mask position_ids do not
-            describe documents, as in transformers, whose generate passes both.
+            changes or position_ids is 0; padding belongs to none. The cache holds the state after
+            a row's last document, whose keys alone later tokens see. Beside attention_mask
+            position_ids do not describe documents, as in transformers, whose generate passes both.
 
         Raises TypeError for unknown names, ValueError for ids and embeddings both or neither, for
         two caches, for attention_mask of another shape, and what the layers raise.
         """
-        _check_names(lengths)
-        if self._choose(output_attentions, "output_attentions"):
+        for name in lengths:
+            if name not in _LENGTHS:
+                own = list(inspect.signature(BedouinModel.forward).parameters)
+                raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
+        config = self.config
+        if config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions must be False: no attention weights are returned")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = row_mask(attention_mask, x)
-        seq_idx = _documents(x, mask, seq_idx, cu_seq_lens_q, position_ids)
-        cache = self._cache(one_cache(past_key_values, cache), use_cache)
+        b, t = x.shape[:2]
+        # seq_idx (b, t): the index of each token's document; None for one document a row
+        if seq_idx is None and cu_seq_lens_q is not None:
+            if b != 1:
+                raise ValueError(
+                    f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
+                )
+            check_bounds("cu_seq_lens_q", cu_seq_lens_q.tolist(), t)
+            tokens = torch.arange(t, device=x.device)
+            seq_idx = torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
+        elif seq_idx is None and position_ids is not None and mask is None:
+            seq_idx = (position_ids == 0).cumsum(-1).expand(b, t)
+        cache = one_cache(past_key_values, cache)
+        if use_cache is None:
+            use_cache = cache is not None or (config.use_cache and not self.training)
+        if self.gradient_checkpointing and self.training:
+            # the recomputation of a block would continue from the state after it
+            if cache is not None:
+                raise ValueError(
+                    "past_key_values must be None under gradient checkpointing in training: call "
+                    "model.gradient_checkpointing_disable() or model.eval()"
+                )
+        elif use_cache and cache is None:
+            cache = DynamicCache(config=config)
         attention = None
-        if self.config.attn_layers:
-            attention = attention_options(self.config, self.rotary_emb, x, mask, seq_idx, cache)
-        wants_hidden = self._choose(output_hidden_states, "output_hidden_states")
+        if config.attn_layers:
+            attention = attention_options(config, self.rotary_emb, x, mask, seq_idx, cache)
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
         hidden: list[Tensor] = []
         for layer in self.layers:
             hidden.append(x)
             x = layer(x, cache, mask, seq_idx, attention)
         x = self.norm(x)
-        return BaseModelOutputWithPast(x, cache, (*hidden, x) if wants_hidden else None)
-
-    def _cache(self, past: Cache | None, use_cache: bool | None) -> Cache | None:
-        if use_cache is None:
-            use_cache = past is not None or (self.config.use_cache and not self.training)
-        if self.gradient_checkpointing and self.training:
-            # the recomputation of a block would continue from the state after it
-            if past is not None:
-                raise ValueError(
-                    "past_key_values must be None under gradient checkpointing in training: call "
-                    "model.gradient_checkpointing_disable() or model.eval()"
-                )
-            return None
-        return DynamicCache(config=self.config) if use_cache and past is None else past
-
-    def _choose(self, value: bool | None, name: str) -> bool:
-        return bool(getattr(self.config, name) if value is None else value)
+        return BaseModelOutputWithPast(x, cache, (*hidden, x) if output_hidden_states else None)
 
 
 class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -259,15 +324,13 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         labels: input_ids themselves; the loss shifts them. logits_to_keep: the number of last
             tokens, or the indices of tokens, whose logits (b, kept, v) are computed; 0 for all.
         skip_logits: whether head and loss are computed together, as fuse_linear_cross_entropy says,
-            and logits are None, as in Liger Kernel; None: in training with labels, unless lm_head
-            has hooks, which run in calls alone. If all labels are ignored that loss is 0, where
-            transformers' is NaN.
+            and logits are None; None: in training with labels, unless lm_head has hooks. If all
+            labels are ignored that loss is 0, where transformers' is NaN.
         Other arguments are those of `BedouinModel.forward` and of transformers' loss. `Trainer`
         drops the columns of a data set that have no name here.
 
         Raises what `BedouinModel.forward` and `linear_cross_entropy` raise, and ValueError for
-        skip_logits without labels or with fuse_linear_cross_entropy=False, and for a head or a loss
-        that cannot be fused.
+        skip_logits without labels or fuse_linear_cross_entropy, or where it cannot be.
         """
         fused, skips = self.config.fuse_linear_cross_entropy, skip_logits
         if skips is None:
@@ -280,19 +343,11 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
                 f"{fused} and {'no ' if labels is None else ''}labels: see BedouinConfig"
             )
         for_loss = {name: others.pop(name) for name in _OF_THE_LOSS if name in others}
-        found = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=one_cache(past_key_values, cache),
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            seq_idx=seq_idx,
-            position_ids=position_ids,
-            cu_seq_lens_q=cu_seq_lens_q,
-            **others,
-        )
+        given: dict[str, Any] = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        given |= {"use_cache": use_cache, "output_hidden_states": output_hidden_states}
+        given |= {"seq_idx": seq_idx, "position_ids": position_ids, "return_dict": True}
+        given |= {"past_key_values": one_cache(past_key_values, cache)}
+        found = self.model(input_ids, **given, cu_seq_lens_q=cu_seq_lens_q, **others)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         x = found.last_hidden_state[:, kept]
         logits = None if skips else self.lm_head(x)
@@ -300,15 +355,12 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         if skips:
             loss = self._fused_loss(x, labels, **for_loss)
         elif labels is not None:
-            size = self.config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **for_loss)
+            for_loss["vocab_size"] = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, **for_loss)
         return CausalLMOutputWithPast(loss, logits, getattr(found, CACHE_NAME), found.hidden_states)
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """What `generate` of transformers' GenerationMixin takes, returns and raises.
-
-        No call in it has the noise of feedback_noise, also in training mode.
-        """
+        """`generate` of transformers' GenerationMixin, without the noise of feedback_noise."""
         with without_noise():
             return super().generate(*args, **options)
 
@@ -350,15 +402,14 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The arguments of `forward` for the next call of `generate`, which reads from the names
-        here that embeddings and, by `kwargs`, the arguments of `forward` are admitted."""
+        """The arguments of `forward` for the next call of `generate`, by these names."""
         given = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         inputs = super().prepare_inputs_for_generation(input_ids, **given, **kwargs)
         # transformers 5.16 does not say of chunks of a prompt that they are the first iteration
         decodes = not is_first_iteration and kwargs.get("next_sequence_length") is not None
         if kwargs.get(CACHE_NAME) is not None and decodes:
             # a token after the prompt is real and in its last document: `step` decodes it
-            for name in ("attention_mask", *_OF_DOCUMENTS):
+            for name in ("attention_mask", "seq_idx", "position_ids", "cu_seq_lens_q"):
                 inputs.pop(name, None)
         return inputs
 
@@ -367,9 +418,8 @@ class BedouinForCausalLM(BedouinPreTrainedModel, GenerationMixin):  # type: igno
 
 
 class BedouinForSequenceClassification(GenericForSequenceClassification, BedouinPreTrainedModel):  # type: ignore[misc]
-    """`BedouinModel` with transformers' head for a row, read at its last token that is no padding.
-
-    config.num_labels classes, and config.pad_token_id for more than one row."""
+    """`BedouinModel` with transformers' head for a row of config.num_labels classes, read at the
+    last token that is not config.pad_token_id."""
 
     accepts_loss_kwargs = False
 
@@ -378,36 +428,3 @@ class BedouinForTokenClassification(GenericForTokenClassification, BedouinPreTra
     """`BedouinModel` with transformers' head for every token, of config.num_labels classes."""
 
     accepts_loss_kwargs = False
-
-
-def _check_names(given: dict[str, Any]) -> None:
-    """Raise TypeError for names that `BedouinModel.forward` neither has nor may ignore."""
-    for name in given:
-        if name not in _LENGTHS:
-            own = list(inspect.signature(BedouinModel.forward).parameters)
-            raise TypeError(unknown_option("forward", name, [*own[1:-1], *_LENGTHS]))
-
-
-def _documents(
-    x: Tensor,  # (b, t, m)
-    mask: Tensor | None,  # (b, t)
-    seq_idx: Tensor | None,  # (b, t)
-    cu_seq_lens_q: Tensor | None,  # (documents + 1,)
-    position_ids: Tensor | None,  # (b, t)
-) -> Tensor | None:  # (b, t)
-    """The index of each token's document; None for one document a row."""
-    if seq_idx is not None:
-        return seq_idx
-    if cu_seq_lens_q is not None:
-        b, t = x.shape[:2]
-        if b != 1:
-            raise ValueError(
-                f"cu_seq_lens_q needs a single row of documents, got {b} rows: use seq_idx"
-            )
-        ends: list[int] = cu_seq_lens_q.tolist()
-        check_bounds("cu_seq_lens_q", ends, t)
-        tokens = torch.arange(t, device=x.device)
-        return torch.searchsorted(cu_seq_lens_q[1:].long(), tokens, right=True).unsqueeze(0)
-    if position_ids is None or mask is not None:
-        return None
-    return (position_ids == 0).cumsum(-1).expand(x.shape[:2])

@@ -1,0 +1,255 @@
+"""W^y of a head in the tiles of its products, which the kernels of heads hold in shared memory.
+
+Letters: d channels of a head, n state per channel, k reflections.
+"""
+
+import triton
+import triton.language as tl
+
+from bedouin.kernels.direct.device import columns_of, join_rows, small_rows
+from bedouin.kernels.direct.limits import REVERSE_ALPHA
+from bedouin.kernels.direct.parts import part_of
+from bedouin.kernels.direct.triton_blocks import join_blocks
+
+BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
+
+
+@triton.jit
+def load_weight_tile(
+    W_ptr, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    SELECTIVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr,
+    DOT: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Tile i of W^y of a head: Delta, u_1 .. u_k (d, d), [B | C | alpha] (BLOCK_S, d), and alpha
+    (ALPHA, d) if ALPHA is not 0."""
+    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
+    SMALL: tl.constexpr = 2 if JOINED else K + 1
+    cols = tl.arange(0, BLOCK_D)
+    if i == SMALL:
+        rows = tl.arange(0, BLOCK_S)
+        given, numbers = rows < STATES + K, small_rows(rows, d, n, K, SELECTIVE)
+    elif i > SMALL:
+        rows = tl.arange(0, ALPHA)
+        given, numbers = rows < K, d + STATES + K * d + rows
+    elif i == 0:
+        numbers = tl.arange(0, BLOCK_D)
+        given = numbers < d
+    elif JOINED:
+        rows = tl.arange(0, K * BLOCK_D)
+        given, numbers = rows // K < d, d + STATES + rows % K * d + rows // K
+    else:
+        rows = tl.arange(0, BLOCK_D)
+        given, numbers = rows < d, d + STATES + (i - 1) * d + rows
+    inside = given[:, None] & (cols < d)[None, :]
+    at = numbers[:, None] * d + cols[None, :]
+    return tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
+def load_weight_tiles(
+    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """All tiles of `load_weight_tile`."""
+    tiles = ()
+    for i in tl.static_range((2 if JOINED else K + 1) + (2 if ALPHA > 0 else 1)):
+        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def state_columns(first, block, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Of the columns of `sum_channels` for B and C of a block of N states: where these are, from
+    the `first` one on, and whether there are such."""
+    return _columns_at(tl.arange(0, max(2 * N, min(32, D))), first, block, n, N)
+
+
+@triton.jit
+def _columns_at(at, first, block, n: tl.constexpr, N: tl.constexpr):
+    state = block * N + at % N
+    return first + at // N * n + state, (at < 2 * N) & (state < n)
+
+
+@triton.jit
+def load_weight_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Columns (d, .) of (W^y)^T by their numbers, zeros where none is given."""
+    cols = tl.arange(0, BLOCK_D)[:, None]
+    within = (cols < d) & given[None, :]
+    return tl.load(W_ptr + numbers[None, :] * d + cols, mask=within, other=0.0)
+
+
+@triton.jit
+def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """The numbers of the raw values B, C and alpha, interleaved, and whether there are such."""
+    i = at // 2
+    even = at % 2 == 0
+    numbers = tl.where(even, d + i // N * n + i % N, d + 2 * n + K * d + i)
+    return numbers, (even & (i < 2 * N) & (i % N < n)) | ((at % 2 == 1) & (i < K))
+
+
+@triton.jit
+def _columns_of_tile(
+    at, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    SELECTIVE: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The numbers of columns `at` of tile i of (W^y)^T, in the order of `in_tiles`, and whether
+    there are such.
+
+    Their numbers are computed, not joined as the rows are: with a tl.join before a product the
+    compiler chooses another layout of its factors, which takes more instructions.
+    """
+    u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
+    FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
+    BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
+    if i >= FIRST:
+        if i - FIRST < K // 2:
+            numbers, given = u_at + (2 * (i - FIRST) + at % 2) * d + at // 2, at // 2 < d
+        else:
+            numbers, given = u_at + (K - 1) * d + at, at < d
+    elif FIRST == 1:
+        numbers, given = small_columns(at // 2, d, n, K, N)
+        numbers = tl.where(at % 2 == 0, at // 2, numbers)
+        given = ((at % 2 == 0) & (at // 2 < d)) | ((at % 2 == 1) & given)
+    elif i == 0:
+        numbers, given = at, at < d
+    elif SELECTIVE and FIRST == 2:
+        numbers, given = small_columns(at, d, n, K, N)
+    elif SELECTIVE and i == 1:
+        numbers, given = _columns_at(at // BLOCKS, d, at % BLOCKS, n, N)
+    else:
+        numbers, given = u_at + K * d + at, at < K
+    return numbers, given
+
+
+@triton.constexpr_function
+def tiles_before_reflections(n, selective, N, block_d, D):
+    """Tiles of Delta, B, C and alpha: one of all, if B, C and alpha together are as wide as Delta;
+    one of Delta and one of the others, if B and C are as wide as alpha; else three."""
+    width = _width_of_states(n, selective, N, D)
+    if width != REVERSE_ALPHA:
+        return 3 if selective else 2
+    return 1 if 2 * REVERSE_ALPHA == block_d else 2
+
+
+@triton.constexpr_function
+def _width_of_states(n, selective, N, D):
+    """Columns of B and C of all blocks of N states."""
+    blocks = triton.next_power_of_2((n + N - 1) // N)
+    return max(2 * N, min(32, D)) * blocks if selective else 0
+
+
+@triton.constexpr_function
+def width_of_tile(i, n, K, selective, N, block_d, D):
+    first = tiles_before_reflections(n, selective, N, block_d, D)
+    if i >= first:
+        return 2 * block_d if i - first < K // 2 else block_d
+    if i == 0:
+        return 2 * block_d if first == 1 else block_d
+    if selective and first == 3 and i == 1:
+        return _width_of_states(n, selective, N, D)
+    return 2 * REVERSE_ALPHA if selective and first == 2 else REVERSE_ALPHA
+
+
+@triton.jit
+def load_transposed_weights(
+    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(W^y)^T of a head in tiles of columns, those of `in_tiles`."""
+    FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
+    tiles = ()
+    for i in tl.static_range(FIRST + (K + 1) // 2):
+        at = tl.arange(0, width_of_tile(i, n, K, SELECTIVE, N, BLOCK_D, D))
+        numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
+        tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+    return tiles
+
+
+@triton.jit
+def in_tiles(
+    delta, u,  # rows (s, d)
+    states,  # of each block, (s, .)
+    alpha,  # (s, .)
+    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
+):  # fmt: skip
+    """The raw values of a token in tiles, each a factor of one product.
+
+    Rows of one width are interleaved, since a change of layout for each product takes two barriers,
+    but no more than two of d channels, since a product is one chain of accumulations.
+    """
+    ROWS: tl.constexpr = delta.shape[0]
+    D: tl.constexpr = delta.shape[1]
+    alpha = part_of(alpha, PARTS)
+    if SELECTIVE:
+        states = part_of(join_blocks(states, ROWS), PARTS)
+    tiles = ()
+    if SELECTIVE and states.shape[1] == alpha.shape[1]:
+        small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
+        if small.shape[1] == D:
+            tiles = (join_rows((delta, small), ROWS, 2, D),)
+        else:
+            tiles = (delta, small)
+    elif SELECTIVE:
+        tiles = (delta, states, alpha)
+    else:
+        tiles = (delta, alpha)
+    for i in tl.static_range(0, K // 2):
+        tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], ROWS, 2, D),)
+    if K % 2 == 1:
+        tiles = tiles + (u[K - 1],)
+    return tiles
+
+
+@triton.jit
+def transposed_product(
+    W, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(W^y)^T times the cotangents of the raw values, (d, COLUMNS).
+
+    Differences, because the compiler turns a sum of products into one chain of accumulations, in
+    which every step waits for the one before it.
+    """
+    v = columns_of(grads[0].to(DOT), S, W[0].shape[1], COLUMNS)
+    total = tl.dot(W[0], v, input_precision=PRECISION)
+    for i in tl.static_range(1, len(W)):
+        v = columns_of(-grads[i].to(DOT), S, W[i].shape[1], COLUMNS)
+        total -= tl.dot(W[i], v, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _product_of_tile(
+    W_ptr, grads, i: tl.constexpr, S: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, DOT: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+    SELECTIVE: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Tile i of (W^y)^T times its part of the cotangents, no more than BLOCK_D columns at once."""
+    WIDTH: tl.constexpr = width_of_tile(i, n, K, SELECTIVE, N, BLOCK_D, D)
+    PARTS: tl.constexpr = max(1, WIDTH // BLOCK_D)
+    parts = (columns_of(grads.to(DOT), S, WIDTH, COLUMNS),)
+    if PARTS == 2:
+        parts = tl.split(tl.permute(tl.reshape(parts[0], [BLOCK_D, 2, COLUMNS]), (0, 2, 1)))
+    total = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    for j in tl.static_range(PARTS):
+        at = PARTS * tl.arange(0, WIDTH // PARTS) + j
+        numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
+        W = load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT)
+        total += tl.dot(W, parts[j], input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def streamed_product(
+    W_ptr, grads, S: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
+    N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`transposed_product` with W^y from global memory."""
+    total = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    for i in tl.static_range(len(grads)):
+        total += _product_of_tile(
+            W_ptr, grads[i], i, S, COLUMNS, PRECISION, DOT, d, n, K, SELECTIVE, N, BLOCK_D, D
+        )
+    return total

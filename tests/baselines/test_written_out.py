@@ -1,0 +1,314 @@
+"""Each baseline against its definition written out, its kernels, and what is its own."""
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.baselines.kinds import assert_written_out
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from bedouin.baselines import (
+    LSTM,
+    Attention,
+    AttentionState,
+    DeltaNet,
+    DeltaProduct,
+    DeltaState,
+    LSTMState,
+    Mamba,
+    MambaState,
+    PaddedAttentionState,
+)
+from bedouin.testing import assert_close
+
+
+def lstm(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
+    """The outputs (b, t, m) of inputs (b, t, m), token by token; so are the other functions."""
+    W, U, b, b_U = layer.lstm.parameters()
+    x = x if layer.conv.width is None else F.silu(layer.conv(x, state.conv)[0])
+    h, c = state.h, state.c
+    outputs = []
+    for x_t in x.unbind(1):
+        i, f, g, o = (x_t @ W.T + b + h @ U.T + b_U).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        outputs.append(h @ layer.out_proj.weight.T)
+    return torch.stack(outputs, dim=1)
+
+
+def turned(x: Tensor, position: int, base: float | None) -> Tensor:
+    """The rotary position applied to x (b, h, p) as complex numbers."""
+    if base is None:
+        return x
+    first, second = x.chunk(2, -1)
+    i = torch.arange(first.shape[-1], dtype=x.dtype)
+    angle = position * base ** (-i / first.shape[-1])
+    z = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], -1)
+
+
+def attention(layer: Attention, x: Tensor, state: None) -> Tensor:
+    h, p = layer.num_heads, layer.head_dim
+    window = layer.init_state(x.shape[0]).conv
+    q, k, v = layer.conv(layer.in_proj(x), window)[0].unflatten(-1, (3, h, p)).unbind(2)
+    keys = [turned(k[:, s], s, layer.rope_base) for s in range(x.shape[1])]
+    outputs = []
+    for t in range(x.shape[1]):
+        query = turned(q[:, t], t, layer.rope_base)
+        scores = torch.stack([(query * key).sum(-1) for key in keys[: t + 1]], -1) / math.sqrt(p)
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        o = torch.einsum("bhs,bshp->bhp", weights, v[:, : t + 1])
+        outputs.append(layer.out_proj(o.flatten(1)))
+    return torch.stack(outputs, dim=1)
+
+
+def delta_product(layer: DeltaProduct, x: Tensor, state: DeltaState) -> Tensor:
+    """Head by head."""
+    k, h, p, v = layer.num_householder, layer.num_heads, layer.head_dim, layer.value_dim
+    window, outputs = state.conv, []
+    memories = list(state.memory.unbind(1))
+    for x_t in x.unbind(1):
+        raw = torch.cat([layer.q_proj(x_t), layer.k_proj(x_t), layer.v_proj(x_t)], -1)
+        if layer.conv.weight is not None:
+            window = torch.cat([window, raw.unsqueeze(1)], dim=1)
+            raw, window = (window * layer.conv.weight.T).sum(1), window[:, 1:]
+        q, key, value = F.silu(raw).split([h * p, k * h * p, k * h * v], -1)
+        key, value = key.unflatten(-1, (k, h, p)), value.unflatten(-1, (k, h, v))
+        beta = torch.sigmoid(layer.b_proj(x_t)).unflatten(-1, (k, h))
+        beta = 2 * beta if layer.eigenvalues == "full" else beta
+        heads = []
+        for i in range(h):
+            S = memories[i]
+            if layer.a_proj is not None:
+                dt = F.softplus(layer.a_proj(x_t)[:, i] + layer.dt_bias[i])
+                S = S * torch.exp(-layer.A_log[i].exp() * dt)[:, None, None]
+            for j in range(k):
+                u = F.normalize(key[:, j, i], dim=-1).unsqueeze(-1)
+                b = beta[:, j, i, None, None]
+                S = S - b * u @ (u.mT @ S) + b * u @ value[:, j, i].unsqueeze(-2)
+            memories[i] = S
+            unit = F.normalize(q.unflatten(-1, (h, p))[:, i], dim=-1)
+            o = (S.mT @ unit.unsqueeze(-1)).squeeze(-1) / p**0.5
+            o = o / (o.square().mean(-1, keepdim=True) + layer.norm_eps).sqrt()
+            heads.append(o * layer.norm_weight)
+        o = torch.cat(heads, -1)
+        if layer.g_proj is not None:
+            o = o * F.silu(layer.g_proj(x_t))
+        outputs.append(layer.out_proj(o))
+    return torch.stack(outputs, dim=1)
+
+
+def mamba(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
+    window, h, outputs = state.conv, state.ssm, []
+    r, n = layer.dt_rank, layer.d_state
+    weight, bias = layer.conv.weight, layer.conv.bias
+    for u_t in u.unbind(1):
+        x, z = layer.in_proj(u_t).chunk(2, -1)
+        if weight is not None and bias is not None:
+            window = torch.cat([window, x.unsqueeze(1)], dim=1)
+            x = (window * weight.T).sum(1) + bias
+            window = window[:, 1:]
+        x = F.silu(x)
+        dt, B, C = layer.x_proj(x).split([r, n, n], -1)
+        delta = F.softplus(layer.dt_proj(dt)).unsqueeze(-1)
+        decay = torch.exp(-torch.exp(layer.A_log) * delta)
+        decay = 2 * decay - 1 if layer.eigenvalues == "full" else decay
+        h = decay * h + delta * x.unsqueeze(-1) * B.unsqueeze(1)
+        y = (h * C.unsqueeze(1)).sum(-1) + layer.D * x
+        outputs.append(layer.out_proj(y * F.silu(z)))
+    return torch.stack(outputs, dim=1)
+
+
+WRITTEN_OUT: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "lstm": (partial(LSTM, expand=1.5, d_conv=None), lstm),
+    "lstm_conv": (partial(LSTM, expand=1.5, d_conv=3), lstm),
+    "attention": (partial(Attention, num_heads=2, rope_base=100.0, d_conv=None), attention),
+    "attention_conv": (partial(Attention, num_heads=2, rope_base=None, d_conv=3), attention),
+    "mamba": (partial(Mamba, d_state=3, d_conv=4), mamba),
+    "mamba_full": (partial(Mamba, d_state=3, d_conv=None, eigenvalues="full"), mamba),
+    "delta_net": (partial(DeltaNet, num_heads=2), delta_product),
+    "delta_net_gated": (
+        partial(DeltaNet, num_heads=2, gated=True, eigenvalues="full"),
+        delta_product,
+    ),
+    "delta_product": (
+        partial(DeltaProduct, num_heads=2, d_conv=None, eigenvalues="positive"),
+        delta_product,
+    ),
+    "delta_product_gated": (
+        partial(DeltaProduct, num_heads=2, gated=True, num_householder=3, head_dim=3, expand_v=1.5),
+        delta_product,
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+def test_equals_the_definition(
+    make: Callable[..., Any], expected: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # F.normalize has no eps under the root
+    monkeypatch.setattr("bedouin.layers.delta_net.FLA_UNIT_EPS", 1e-30)
+    tolerance = 1e-8 if expected is delta_product else 1e-9
+    assert_written_out(make(8, dtype=torch.float64), expected, (2, 6, 8), tolerance)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "mamba": partial(Mamba, d_state=2),
+    "delta_net": partial(DeltaNet, num_heads=2, head_dim=32, expand_v=0.5),
+    "gated_delta_product": partial(
+        DeltaProduct, num_heads=2, head_dim=32, expand_v=0.5, gated=True, num_householder=3
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "autocast"), [*((name, False) for name in KERNELS), ("mamba", True)]
+)
+def test_triton_equals_plain_torch(name: str, device: str, autocast: bool) -> None:
+    """Outputs, state and gradients, through a second chunk."""
+    pair = [KERNELS[name](8, device=device, backend="triton") for _ in range(2)]
+    pair[1].backend = "reference" if name == "mamba" else "torch"
+    pair[1].load_state_dict(pair[0].state_dict())
+    x, results = torch.randn(2, 9, 8, device=device), []
+    for layer in pair:
+        u = x.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            first, state = layer(u[:, :5], return_state=True)
+            y, state = layer(u[:, 5:], state, return_state=True)
+        found = (first, y, *state.tensors)
+        loss = torch.stack([v.float().square().sum() for v in found]).sum()
+        results.append((*found, *torch.autograd.grad(loss, [u, *layer.parameters()])))
+    # on a GPU the reference's products may be in TensorFloat32
+    tolerance = 2e-2 if autocast else 2e-5 if device == "cpu" else 1e-3
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_defaults_and_initial_values_are_the_authors() -> None:
+    plain, gated, product = DeltaNet(16), DeltaNet(16, gated=True), DeltaProduct(16)
+    assert (plain.num_householder, plain.head_dim, plain.value_dim, plain.g_proj) == (1, 4, 4, None)
+    assert (gated.value_dim, gated.eigenvalues) == (8, "positive") and gated.g_proj is not None
+    assert (product.num_householder, product.value_dim, product.eigenvalues) == (2, 8, "full")
+    rate = gated.A_log.exp()
+    assert (rate > 0).all() and (rate <= 16).all()
+    layer = Mamba(64)
+    assert layer.dt_rank == 4 and layer.d_inner == 128
+    torch.testing.assert_close(layer.A_log.exp()[7], torch.arange(1.0, 17.0))
+    dt = F.softplus(layer.dt_proj.bias)
+    assert 9e-4 < dt.min() < 5e-3 and 0.03 < dt.max() < 0.11
+    assert layer.A_log._no_weight_decay and layer.dt_proj.bias._no_reinit  # type: ignore[attr-defined]
+
+
+def test_fla_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.FLA_IS_INSTALLED", False)
+    with pytest.raises(ValueError, match="backend='fla' needs the package flash-linear-attention"):
+        DeltaNet(8, backend="fla")
+
+
+def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP puts gathered weights in the place of others, and gathers into the same memory again."""
+    moved: list[torch.nn.LSTM] = []
+    monkeypatch.setattr(torch.nn.LSTM, "flatten_parameters", lambda self: moved.append(self))
+    layer, x = LSTM(4), torch.randn(2, 3, 4)
+    other, moves = LSTM(4), len(moved)
+    assert moves
+    layer.lstm.weight_hh_l0 = other.lstm.weight_hh_l0
+    y = layer(x)
+    torch.func.functional_call(layer, dict(other.named_parameters()), x)
+    assert len(moved) == moves
+    torch.testing.assert_close(y, lstm(layer, x, layer.init_state(2)))
+    layer.double()
+    assert len(moved) > moves
+
+
+def test_cache_of_unequal_lengths() -> None:
+    state = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
+    with pytest.raises(ValueError, match="state.keys and state.values must have one shape, got"):
+        Attention(8)(torch.randn(2, 3, 8), state)
+
+
+def test_states_of_different_lengths_join() -> None:
+    layer = Attention(8, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    states = [layer(x[i : i + 1, : 2 + i], return_state=True)[1] for i in range(2)]
+    joined = AttentionState.cat(states)
+    assert isinstance(joined, PaddedAttentionState) and joined.lengths.tolist() == [2, 3]
+    x_t = torch.randn(2, 8, dtype=torch.float64)
+    steps = [layer.step(x_t[i : i + 1], state)[0] for i, state in enumerate(states)]
+    assert_close("step", layer.step(x_t, joined)[0], torch.cat(steps), 1e-12)
+    singles = PaddedAttentionState.stack([joined[1], joined[0]])
+    assert_close("stack", layer.step(x_t, singles[[1, 0]])[0], torch.cat(steps), 1e-12)
+    half = joined.to(torch.float16)
+    assert half.keys.dtype == torch.float16 and half.lengths.dtype == torch.int64
+    with pytest.raises(ValueError, match=r"state.lengths must be int64 of shape \(2,\), got "):
+        layer.step(x_t, joined._replace(lengths=joined.lengths[:1]))
+
+
+class Adapted(nn.Module):
+    """base(x) + x A, as of an adapter that is not merged, with the base's weight as PEFT's have."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.A = nn.Parameter(torch.randn(base.in_features, base.out_features).to(base.weight))
+
+    @property
+    def weight(self) -> Any:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + x @ self.A
+
+
+def test_adapters_of_every_projection_train_and_merge() -> None:
+    layer = Mamba(4, dtype=torch.float64)
+    u = torch.randn(2, 3, 4, dtype=torch.float64)
+    names = "in_proj", "x_proj", "dt_proj", "out_proj"
+    merged = copy.deepcopy(layer)
+    for name in names:
+        adapted = Adapted(getattr(layer, name))
+        setattr(layer, name, adapted)
+        with torch.no_grad():
+            getattr(merged, name).weight.add_(adapted.A.T)
+    y = layer(u)
+    torch.testing.assert_close(y, merged(u))
+    y.square().sum().backward()
+    assert all(getattr(layer, name).A.grad.any() for name in names)
+
+
+@pytest.mark.parametrize("change", ["parametrization", "hook", "forward"])
+def test_a_changed_projection_to_delta_is_called(change: str) -> None:
+    """And adds its bias itself, in its own dtype; otherwise the bias is added in float32."""
+    layer = Mamba(64, dtype=torch.bfloat16)
+    proj: Any = layer.dt_proj
+    dt = torch.randn(2, 5, layer.dt_rank, dtype=torch.bfloat16)
+    seen: list[Tensor] = []
+    raw, bias = layer._project_dt(dt)
+    assert bias is proj.bias and torch.equal(raw, F.linear(dt, proj.weight))
+    if change == "hook":
+        proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    elif change == "forward":
+        plain = proj.forward
+
+        def forward(v: Tensor) -> Any:
+            seen.append(plain(v))
+            return seen[-1]
+
+        proj.forward = forward
+    else:
+        parametrize.register_parametrization(proj, "weight", nn.Identity())
+    raw, bias = layer._project_dt(dt)
+    assert bias is None and torch.equal(raw, F.linear(dt, proj.weight, proj.bias))
+    assert len(seen) == (change != "parametrization")

@@ -1,0 +1,398 @@
+"""A table of the operations of the kernels: how each is called and what it has to compute.
+
+`test_operations.py` tests every row in the same way. Here are scan, output and convolution.
+Letters: b batch, t time, d channels, n states, H heads, c channels of a convolution, w width.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from tests.kernels.rows_memory import CHUNK_RULE, RATE, SWEEP, TOKEN_RULE, TRACK
+from tests.kernels.table import (
+    BF16,
+    F16,
+    F32,
+    Call,
+    Options,
+    Row,
+    Tensors,
+    each,
+    normal,
+    of_samples,
+    sizes,
+    times,
+)
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from bedouin.kernels.convolution import Groups, short_convolution
+from bedouin.kernels.output import gated_norm, gated_output, shifted_norm
+from bedouin.kernels.scan import selective_scan
+
+# -- scan
+
+
+def scan(
+    b: int = 1,
+    t: int = 17,
+    d: int = 3,
+    n: int = 2,
+    *,
+    heads: int = 0,
+    skip: bool = True,
+    starts: bool = True,
+    low_state: bool = True,
+    dtype: torch.dtype = F32,
+    **options: Any,
+) -> Call:
+    """b samples of each head."""
+    b, axis = b * max(heads, 1), (heads,) if heads else ()
+    tensors: Tensors = {"x": normal(b, t, d), "delta": softplus(normal(b, t, d))}
+    tensors |= {"A": -normal(*axis, d, n).exp(), "B": normal(b, t, n), "C": normal(b, t, n)}
+    tensors |= {"h0": normal(b, d, n) if starts else None, "D": normal(*axis, d) if skip else None}
+    low = set(tensors) if low_state else {"x", "delta", "B", "C"}
+    wide = torch.promote_types(dtype, F32)
+
+    def run(*given: Tensor, backend: Any) -> Any:
+        return selective_scan(*given, **options, backend=backend)
+
+    def exact(*given: Any) -> Any:
+        return scan_by_hand(*given, **options)
+
+    return Call(run, exact, tensors, low, (dtype, dtype if starts and low_state else wide))
+
+
+def scan_by_hand(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None,
+    D: Tensor | None,
+    input_scale: str = "delta",
+    eigenvalues: str = "positive",
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of the paper, with every (b, t, d, n) tensor in memory."""
+    if A.dim() == 3:
+        A = of_samples(A, len(x)).unsqueeze(1)
+        D = None if D is None else of_samples(D, len(x)).unsqueeze(1)
+    decay = torch.exp(delta[..., None] * A)
+    gain = {
+        "delta": delta[..., None].expand_as(decay),
+        "bounded_delta": (delta / (1 + delta))[..., None].expand_as(decay),
+        "one_minus_decay": 1 - decay,
+    }[input_scale]
+    if eigenvalues == "full":
+        decay = 2 * decay - 1
+        if input_scale == "one_minus_decay":
+            gain = 1 - decay.abs()
+    h = x.new_zeros(len(x), *A.shape[-2:]) if h0 is None else h0
+    reads = [torch.zeros_like(x[:, :0])]
+    written = torch.einsum("btdn,btd,btn->btdn", gain, x, B)
+    for i in range(x.shape[1]):
+        kept = decay[:, i] * h
+        h = kept + written[:, i]
+        reads.append(torch.einsum("bdn,bn->bd", kept if exclusive else h, C[:, i])[:, None])
+    return torch.cat(reads, 1) + (0 if D is None else D * x), h
+
+
+SCANS = times(
+    each("input_scale", "delta", "bounded_delta", "one_minus_decay"),
+    each("eigenvalues", "positive", "full"),
+    each("exclusive", False, True),
+)
+FEW = [SCANS[0], SCANS[4], SCANS[11]]
+SCAN = Row(
+    scan,
+    {torch.float64: 1e-12, F32: 2e-5, F16: 2e-3, BF16: 1e-2},
+    {
+        "": {"eigenvalues": "full"},
+        "without a skip": {"skip": False},
+        "without a state": {"starts": False, "b": 2},
+        "of heads": {"heads": 2, "eigenvalues": "full", "input_scale": "one_minus_decay"},
+    },
+    [
+        *(o | {"t": 17 if o in FEW else 3, "d": 5, "n": 3} for o in SCANS),
+        *times(each("t", 1, 16, 33), FEW),
+        *({"t": 17, "d": 4, "n": 3, "dtype": dtype} | SCANS[5] for dtype in (F16, BF16)),
+        {"t": 17, "d": 4, "n": 3, "dtype": BF16, "low_state": False} | SCANS[5],
+        # blocks of channels and states
+        *(
+            {"t": 3, "patch": {"bedouin.kernels.scan.registered.WARP": 32}} | size
+            for size in sizes("bdn", (1, 1, 1), (2, 20, 1), (1, 17, 16), (1, 3, 33))
+        ),
+        *({"heads": 3, "t": 3, "dtype": dtype} | SCANS[10] for dtype in (F32, BF16)),
+    ],
+    times(each("t", 0, 1, 63, 64, 100), SCANS, each("n", 4)),
+    [
+        *times(
+            each("t", 1, 63, 64, 100),
+            SCANS,
+            each("dtype", F32, F16, BF16),
+            [{"b": 3, "d": 65, "n": 16}],
+        ),
+        *times(
+            sizes("btdn", (1, 1, 63, 5), (100, 63, 64, 16), (1, 1000, 100, 16)),
+            each("dtype", F32, BF16),
+            [SCANS[4]],
+        ),
+        *times(
+            [{"heads": 8, "b": 3, "t": 300, "d": 65}, {"heads": 2, "t": 100, "d": 128}],
+            each("dtype", F32, BF16),
+            [SCANS[10] | {"n": 16}],
+        ),
+    ],
+    [
+        ({}, {"x": (2, 3)}, "x must have shape (b, t, d), got (2, 3)"),
+        ({}, {"delta": (1, 17, 4)}, "delta must have shape (1, 17, 3), got (1, 17, 4)"),
+        ({}, {"A": (4, 4)}, "A must have shape (d, n) = (3, n) or (H, d, n), got (4, 4)"),
+        ({}, {"A": (3,)}, "A must have shape (d, n) = (3, n) or (H, d, n), got (3,)"),
+        ({}, {"B": (1, 17, 3)}, "B must have shape (1, 17, 2), got (1, 17, 3)"),
+        ({}, {"C": (1, 4, 2)}, "C must have shape (1, 17, 2), got (1, 4, 2)"),
+        ({}, {"h0": (2, 3, 2)}, "h0 must have shape (1, 3, 2), got (2, 3, 2)"),
+        ({}, {"D": (1,)}, "D must have shape (3,), got (1,)"),
+        ({"heads": 2, "b": 2}, {"A": (3, 3, 2)}, "A has 3 heads, got 4"),
+        ({"heads": 2}, {"A": (0, 3, 2)}, "A must have at least one"),
+        ({"heads": 2}, {"A": (2, 4, 2)}, "A must have shape (d, n) = (3, n) or (H, d, n), got (2"),
+        ({"heads": 2}, {"D": (3,)}, "D must have shape (2, 3), got (3,)"),
+    ],
+    [
+        ({"input_scale": "dleta"}, "input_scale must be one of ('delta', 'bounded_delta', "),
+        ({"eigenvalues": "both"}, "eigenvalues must be one of ('positive', 'full')"),
+        ({"backend": "cuda"}, "backend must be one of"),
+        ({"backend": "triton", "dtype": torch.float64}, "does not support torch.float64"),
+    ],
+    ("b", "t", "d"),
+    spares=True,
+)
+
+
+# -- output
+
+
+def output(
+    b: int = 2,
+    t: int = 3,
+    d: int = 5,
+    *,
+    heads: int = 0,
+    norm: bool = True,
+    fed: bool = True,
+    wide: Collection[str] = (),
+    dtype: torch.dtype = F32,
+) -> Call:
+    """b samples of each head; y and the tensors `wide` have at least float32."""
+    b, axis = b * max(heads, 1), (heads,) if heads else ()
+    tensors: Tensors = {"y": normal(b, t, d), "x": normal(b, t, d), "D": normal(*axis, d)}
+    tensors |= {"gate": normal(b, t, d), "fed": normal(b, t, d) if fed else None}
+    more = {"z": normal(b, t, d), "weight": normal(*axis, d)}
+    tensors |= more if norm else dict.fromkeys(more)
+
+    def run(*given: Any, backend: Any) -> Tensor:
+        return gated_output(*given, dtype=dtype, backend=backend)
+
+    return Call(run, output_by_hand, tensors, set(tensors) - {"y", *wide}, (dtype,))
+
+
+def output_by_hand(
+    y: Tensor,
+    x: Tensor,
+    D: Tensor,
+    gate: Tensor,
+    fed: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor | None,
+) -> Tensor:
+    """The definition, with the heads of a sample side by side."""
+    heads = len(D) if D.dim() == 2 else 1
+
+    def rows(v: Tensor) -> Tensor:
+        return of_samples(v.view(heads, -1), len(y)).unsqueeze(1)
+
+    v, gate = y + rows(D) * x, gate if fed is None else gate + fed
+    if z is None or weight is None:
+        out = gate * v * torch.sigmoid(v)
+    else:
+        normed = v / torch.sqrt(v.square().mean(-1, keepdim=True) + 1e-5)
+        out = (gate + z) * torch.sigmoid(gate + z) * normed * rows(weight)
+    return torch.cat(out.chunk(heads), -1) if len(out) else out.repeat(1, 1, heads)
+
+
+def shifted(
+    b: int = 2, t: int = 5, d: int = 3, *, eps: float | None = 1e-5, dtype: torch.dtype = F32
+) -> Call:
+    def run(y: Tensor, y0: Tensor, backend: Any) -> Tensor:
+        return shifted_norm(y, y0, eps, dtype=dtype, backend=backend)
+
+    def exact(y: Tensor, y0: Tensor) -> Tensor:
+        before = torch.cat([y0[:, None], y], 1)[:, :t]
+        if eps is None:
+            return before
+        return before / torch.sqrt(before.square().mean(-1, keepdim=True) + eps)
+
+    return Call(run, exact, {"y": normal(b, t, d), "y0": normal(b, d)}, (), (dtype,))
+
+
+PARTS = times(each("norm", True, False), each("fed", True, False))
+IN_MANY = {"patch": {"bedouin.kernels.output.registered.PROGRAMS": 3}, "tolerance": 2e-6}
+WIDTHS = [{"b": 3, "d": d, "t": 700 if d < 4096 else 7} for d in (1, 63, 512, 1024, 2048, 4096)]
+WIDTHS += [{"b": 3, "t": 7, "d": 16384}]
+OUTPUT = Row(
+    output,
+    SCAN.tolerance,
+    {"": {}, "of heads": {"heads": 2}, "of the paper": {"norm": False, "fed": False}},
+    [
+        *times(sizes("btd", (2, 3, 5), (1, 1, 1), (3, 7, 64), (1, 2, 1025)), PARTS),
+        *times(each("dtype", F16, BF16), PARTS, sizes("btd", (2, 5, 40))),
+        {"d": 8, "dtype": BF16, "wide": ("gate", "D")},
+        *times(
+            sizes("btd", (2, 3, 5), (3, 5, 5), (1, 4, 5)),
+            each("norm", True, False),
+            each("heads", 1, 3),
+            each("dtype", F32, BF16),
+        ),
+        # a program takes many tokens
+        *times(each("norm", True, False), [{"b": 3, "t": 67, "d": 65} | IN_MANY]),
+        {"heads": 2, "b": 3, "t": 7, "d": 65} | IN_MANY,
+    ],
+    [],
+    [
+        *times(WIDTHS, each("norm", True, False), each("dtype", F32, F16, BF16)),
+        {"heads": 8, "b": 3, "t": 300, "d": 65},
+        {"heads": 2, "b": 1, "t": 100, "d": 128, "dtype": BF16},
+    ],
+    [
+        ({"heads": 2}, {"D": (3, 5), "weight": (3, 5)}, "D has 3 heads, got 4"),
+        ({"heads": 2}, {"D": (2, 4)}, "D must have shape (H, d) = (2, 5), got (2, 4)"),
+        ({"heads": 2}, {"weight": (5,)}, "weight must have shape (H, d) = (2, 5), got (5,)"),
+        ({}, {"x": (2, 3, 4)}, "x must have shape (b, t, d) = (2, 3, 5), got (2, 3, 4)"),
+    ],
+    [({"backend": "triton", "d": 16385}, "does not support 16385 channels (at most 16384)")],
+    ("b", "t", "d"),
+)
+SHIFTED = Row(
+    shifted,
+    SCAN.tolerance,
+    {"": {}, "as it is": {"eps": None}},
+    times(
+        [*sizes("btd", (1, 1, 1), (3, 4, 64), (1, 2, 1025)), *each("dtype", F16, BF16)],
+        each("eps", None, 1e-5),
+    ),
+    [],
+    times(WIDTHS, each("dtype", F32, F16, BF16)),
+    [({}, {"y0": (2, 4)}, "y0 must have shape (b, d) = (2, 3), got (2, 4)")],
+    [],
+    ("b", "t", "d"),
+)
+
+
+# -- gated norm
+
+
+def norm(b: int = 2, t: int = 3, h: int = 2, v: int = 16, *, dtype: torch.dtype = F32) -> Call:
+    tensors: Tensors = {"o": normal(b, t, h, v), "gate": normal(b, t, h * v), "weight": normal(v)}
+
+    def run(o: Tensor, gate: Tensor, weight: Tensor, backend: Any) -> Tensor:
+        return gated_norm(o, gate, weight, 1e-5, backend=backend)
+
+    def exact(o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        normed = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-5) * weight
+        return normed.flatten(-2) * gate * torch.sigmoid(gate)
+
+    return Call(run, exact, tensors, ("o", "gate"), (dtype,))
+
+
+NORMS = sizes("bthv", (1, 1, 1, 3), (2, 70, 3, 40), (1, 5, 1, 300))
+NORM = Row(
+    norm,
+    {torch.float64: 1e-12, F32: 1e-5, BF16: 1e-2},
+    {"": {}},
+    [*NORMS, {"dtype": BF16}],
+    [],
+    times(NORMS, [{"dtype": BF16}]),
+    [
+        ({}, {"gate": (2, 2, 32)}, "gate must have shape (b, t, h v)"),
+        ({}, {"weight": (15,)}, "weight must have shape (v,)"),
+    ],
+)
+
+
+# -- convolution
+
+
+def convolution(
+    b: int = 2,
+    t: int = 9,
+    c: int = 24,
+    w: int = 4,
+    *,
+    adds: int = 0,
+    groups: Groups | None = None,
+    dtype: torch.dtype = F32,
+) -> Call:
+    tensors: Tensors = {"x": normal(b, t, c), "weight": normal(c, w), "window": normal(b, w - 1, c)}
+    tensors |= {"added": normal(b, t, adds) if adds else None}
+
+    def run(x: Tensor, weight: Tensor, *rest: Any, backend: Any) -> Any:
+        return short_convolution(x, weight, rest[0], rest[1], groups, backend=backend)
+
+    def exact(x: Tensor, weight: Tensor, window: Tensor, added: Tensor | None) -> Any:
+        rows, number, size = torch.cat([window, x], 1), 0, 0
+        windows = rows.unfold(1, w, 1) if t else rows.new_zeros(b, 0, c, w)
+        v = torch.einsum("btcw,cw->btc", windows, weight)
+        more = [] if added is None else [silu(v[..., :adds] + added)]
+        v, parts = silu(v), []
+        if groups is not None:
+            number, size = groups.number, groups.size
+            for part in v[..., : number * size].split(size, -1):
+                length = torch.sqrt(part.square().sum(-1, keepdim=True) + groups.eps)
+                parts.append(part / length)
+        return torch.cat([*parts, v[..., number * size :], *more], -1), rows[:, t:]
+
+    wide = torch.promote_types(dtype, F32)
+    return Call(run, exact, tensors, ("x", "added"), (dtype, wide))
+
+
+def silu(v: Tensor) -> Tensor:
+    return v * torch.sigmoid(v)
+
+
+CONVOLUTIONS: list[Options] = [
+    {"adds": 8},
+    {"b": 1, "t": 1, "c": 8, "groups": Groups(1, 8, 1e-6)},
+    {"t": 70, "c": 40, "groups": Groups(3, 8, 1e-6)},
+    {"b": 3, "t": 2, "c": 20, "adds": 20, "groups": Groups(2, 10, 1e-6)},
+    {"t": 130, "c": 36, "w": 3, "groups": Groups(2, 16, 1e-6)},
+    {"b": 1, "t": 5, "c": 100, "w": 1, "adds": 3},
+]
+CONVOLUTION = Row(
+    convolution,
+    # the cotangent of the convolution's result is stored in the dtype of x
+    {torch.float64: 1e-12, F32: 1e-5, BF16: 2e-2},
+    {"": {"adds": 8, "groups": Groups(2, 8, 1e-6)}, "alone": {}},
+    [*CONVOLUTIONS, {"adds": 8, "dtype": BF16}],
+    [],
+    times(CONVOLUTIONS, [{"dtype": BF16}]),
+    [
+        ({}, {"window": (2, 2, 24)}, "window must have shape (b, w - 1, c)"),
+        ({"adds": 8}, {"added": (2, 8, 8)}, "added must have shape (b, t, a)"),
+    ],
+    [({"groups": Groups(4, 8, 0.0)}, "groups and added must have at most the 24 channels of x")],
+)
+
+
+ROWS: dict[str, Row] = {
+    "scan": SCAN,
+    "output": OUTPUT,
+    "shifted norm": SHIFTED,
+    "gated norm": NORM,
+    "convolution": CONVOLUTION,
+    "rule by tokens": TOKEN_RULE,
+    "rule in chunks": CHUNK_RULE,
+    "rates": RATE,
+    "tracker": TRACK,
+    "sweep": SWEEP,
+}

@@ -1,0 +1,296 @@
+"""Kernels as they are compiled for a GPU, without one: registers, barriers, the order of sums."""
+
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tests.kernels.compiled import adds_in_a_fixed_order, compile_kernel, stack_size
+from tests.kernels.table import BF16, F16, F32
+from triton.compiler import CompiledKernel
+
+import bedouin.kernels.delta_rule.triton_chunks_backward as chunks_backward
+import bedouin.kernels.direct.launch as launch
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.coalescing import without_coalescing
+from bedouin.kernels.convolution import triton_kernels as of_convolution
+from bedouin.kernels.delta_rule import triton_chunks
+from bedouin.kernels.delta_rule.registered import constants, value_block
+from bedouin.kernels.direct.limits import head_blocks
+from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
+from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
+from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.operands import Parameterization, RawLayout
+from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
+from bedouin.kernels.scan.types import SCAN_CHUNK
+from bedouin.kernels.track.limits import Sizes
+from bedouin.kernels.track.registered import FLAGS, options
+from bedouin.kernels.track.triton_gradients import gradients_kernel
+from bedouin.kernels.track.triton_output import output_backward_kernel, output_kernel
+from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
+from bedouin.kernels.track.triton_sweep import sweep_kernel
+from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
+
+pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
+
+SHARED_MEMORY = 232448
+"""Bytes that a program on sm_90 can have."""
+
+WIDE_OF_SCAN = set("start kept work A D grad_A grad_D grad_B grad_C end grad_end grad_h0".split())
+WIDE_OF_RULE = {"BETA", "DECAY", "GBETA", "GDECAY", "S0", "S_LAST", "GS_LAST", "GS0"}
+WIDE_OF_TRACK = set("scalars A_log W D weight dt_bias erase_bias h0 y0 h y states inverse".split())
+WIDE_OF_TRACK |= set("last H edges grad_y grad_y0 unit_B unit_C grad_A_log sums".split())
+"""Pointers to float32; all others are to the dtype of x or of products."""
+
+
+def by_kernel(kernel: Any) -> str:
+    return str(kernel.__name__)
+
+
+def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
+    """Triton's type of a parameter; only those of pointers end with _ptr."""
+    if not name.endswith("_ptr"):
+        return "i32"
+    return "*fp32" if name.removesuffix("_ptr") in wide else f"*{low}"
+
+
+@pytest.mark.parametrize("input_scale", ["bounded_delta", "one_minus_decay"])
+@pytest.mark.parametrize(
+    "kernel", [triton_forward.forward_kernel, triton_backward.backward_kernel], ids=by_kernel
+)
+def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
+    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False, "FAST": True, "KEEP": True}
+    known |= {"EXCLUSIVE": False, "HEADS": True, "HAS_D": True, "CHUNK": SCAN_CHUNK}
+    known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
+    made = compile_kernel(
+        kernel, known, lambda name: pointer(name, WIDE_OF_SCAN), multiples=("d", "n")
+    )
+    assert adds_in_a_fixed_order(made)
+    # the coupled scale of all states beside their decays
+    assert stack_size(made) <= (64 if input_scale == "one_minus_decay" else 0)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", ["convolution_kernel", "cotangent_kernel", "input_kernel"])
+def test_the_convolution_adds_in_a_fixed_order(name: str, adds: bool, norms: bool) -> None:
+    known = {"EPS": 1e-6, "WIDTH": 4, "ADDS": adds, "NORMS": norms}
+    known |= {"TOKENS": 32, "SIZE": 128, "BLOCK": 128}
+    wide = {"sums"} if name == "input_kernel" else set()
+    kernel = getattr(of_convolution, name)
+    made = compile_kernel(kernel, known, lambda name: pointer(name, wide))
+    assert adds_in_a_fixed_order(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("t", "p", "v", "dtype"),
+    [(1000, 128, 256, BF16), (16, 40, 64, BF16), (1000, 256, 64, F32)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *(triton_chunks.prepare_kernel, triton_chunks.sweep_kernel),
+        *(chunks_backward.reverse_kernel, chunks_backward.gradients_kernel),
+    ],
+    ids=by_kernel,
+)
+def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
+    kernel: Any, t: int, p: int, v: int, dtype: torch.dtype
+) -> None:
+    """With a decay, a memory, and all that can be wanted."""
+    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), True)
+    known |= dict.fromkeys(("STARTED", "ENDED", "WANTED", "KEEP"), True)
+    known |= {"V_SIZE": v, "V_BLOCK": value_block(p, v, dtype)}
+    low = "fp32" if dtype == F32 else "bf16"
+    rows = [name for name in kernel.arg_names if name.endswith("_ROW")]
+
+    def kind_of(name: str) -> str:
+        is_number = name in ("t", "H", "N") or name in rows
+        return "i32" if is_number else "*fp32" if name in WIDE_OF_RULE else f"*{low}"
+
+    made = compile_kernel(kernel, known, kind_of, multiples=rows)
+    products = re.findall(r"warp_group_dot %\S+, .*? : (\S+?)<", made.asm["ttgir"])
+    is_first = kernel is triton_chunks.prepare_kernel
+    assert set(products) <= {"!ttg.memdesc"}
+    assert bool(products) is (dtype == BF16 and (t >= 64 or not is_first))
+    assert made.metadata.shared <= SHARED_MEMORY
+    assert adds_in_a_fixed_order(made)
+
+
+# -- tracker, of whose time on a token's chain a barrier takes as much as a tenth of its arithmetic
+
+SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
+PAIRS = ("B_ptr", "C_ptr", "rows_ptr", "adjoint_ptr", "memory_ptr", "slopes_ptr", "past_ptr")
+
+
+def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
+    """The kernel with all that a call may have, for sm_90."""
+    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), dtype, (1e-5, 1e-5), FLAGS)
+    low = {BF16: "bf16", F16: "fp16", F32: "fp32"}[dtype]
+
+    def kind_of(name: str) -> str:
+        if name in PAIRS:
+            return "*i32" if kernel is prepare_kernel else "*i64"
+        if name in ("fed_ptr", "factors_ptr"):
+            return "*i32" if dtype == BF16 else "*i64"
+        return pointer(name, WIDE_OF_TRACK, low)
+
+    with without_coalescing() if kernel in SEQUENTIAL else nullcontext():
+        return compile_kernel(kernel, known, kind_of)
+
+
+@pytest.mark.parametrize("n", [64, 128])
+@pytest.mark.parametrize(("kernel", "barriers"), [(sweep_kernel, 4), (reverse_kernel, 2)])
+def test_barriers_and_registers_of_the_trackers_chains(kernel: Any, barriers: int, n: int) -> None:
+    """One exchange between warps a token, before and after which they wait; the sweep computes two
+    tokens at each pass."""
+    found = compiled_tracker(kernel, 64, n, BF16)
+    assert found.asm["ptx"].count("bar.sync") <= barriers
+    assert stack_size(found) <= 96
+
+
+@pytest.mark.parametrize(("c", "n", "dtype"), [(40, 100, BF16), (64, 128, F32), (3, 128, F16)])
+@pytest.mark.parametrize(
+    "kernel",
+    [*SEQUENTIAL, prepare_kernel, finish_kernel, output_kernel, output_backward_kernel],
+    ids=by_kernel,
+)
+def test_every_kernel_of_the_tracker_adds_in_a_fixed_order(
+    kernel: Any, c: int, n: int, dtype: torch.dtype
+) -> None:
+    made = compiled_tracker(kernel, c, n, dtype)
+    assert adds_in_a_fixed_order(made)
+    assert made.metadata.shared <= SHARED_MEMORY
+
+
+# -- sweep of heads of p channels with n states and k reflections
+
+HEADS = SWEEP, REVERSE
+
+SM_80, SM_89, SM_90 = (80, 166912), (89, 101376), (90, SHARED_MEMORY)
+"""Compute capabilities, and bytes of shared memory that one program can have."""
+
+WEIGHTS_OF_HEADS = ("W_ptr", "first_ptr", "fed_ptr")
+"""Pointers to the dtype of W^y."""
+
+LOW_OF_HEADS = ("x_ptr", "raw_ptr", "grad_x_ptr", "grad_raw_ptr")
+"""Pointers to the dtype of x; all others are to float32."""
+
+
+def compiled_head(
+    kernel: Any,
+    p: int,
+    n: int,
+    k: int,
+    input_scale: InputScale = "bounded_delta",
+    dtype: str = "bf16",
+    weights: torch.dtype | None = None,
+    target: tuple[int, int] = SM_90,
+) -> CompiledKernel:
+    """A kernel as the launches of few samples choose it, without feedback or with W^y in the dtype
+    `weights`, for a GPU with that compute capability and shared memory of a program."""
+    layout = RawLayout("softplus", True, k, 1.0)
+    options = Parameterization(layout, input_scale, "positive", 1e-5)
+    samples = 1 if weights is None else 2
+    parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
+    given = (2, n, p), weights, options, (samples, parts), False, 16, target[1]
+    constants = launch.head_constants(kernel, *given)
+
+    def kind_of(name: str) -> str:
+        if not name.endswith("_ptr"):
+            return "i32"
+        if name in LOW_OF_HEADS:
+            return f"*{dtype}"
+        return "*bf16" if name in WEIGHTS_OF_HEADS and weights == torch.bfloat16 else "*fp32"
+
+    return compile_kernel(kernel, constants | {"d": p, "n": n}, kind_of, capability=target[0])
+
+
+@pytest.mark.parametrize("kernel", HEADS, ids=by_kernel)
+@pytest.mark.parametrize(
+    ("p", "n", "k", "input_scale", "dtype"),
+    [
+        (64, 16, 0, "bounded_delta", "bf16"),
+        (128, 16, 1, "bounded_delta", "bf16"),
+        (64, 16, 2, "delta", "fp32"),
+        (100, 1, 4, "one_minus_decay", "bf16"),
+    ],
+)
+def test_a_token_of_a_head_fits_the_registers(
+    kernel: Any, p: int, n: int, k: int, input_scale: InputScale, dtype: str
+) -> None:
+    found = compiled_head(kernel, p, n, k, input_scale, dtype)
+    assert stack_size(found) == 0
+    # no W^y: only what is exchanged between the warps of a sample
+    assert found.metadata.shared <= 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", HEADS, ids=by_kernel)
+@pytest.mark.parametrize(
+    ("target", "weights", "k", "streamed"),
+    [
+        (SM_90, torch.bfloat16, 4, False),
+        (SM_90, torch.float32, 2, True),
+        (SM_80, torch.bfloat16, 2, False),
+        (SM_80, torch.bfloat16, 4, True),
+        (SM_89, torch.float32, 4, True),
+        (SM_89, torch.bfloat16, 2, True),
+    ],
+)
+def test_weights_fit_the_shared_memory(
+    kernel: Any,
+    target: tuple[int, int],
+    weights: torch.dtype,
+    k: int,
+    streamed: bool,
+) -> None:
+    blocks = head_blocks(128, 16, RawLayout("softplus", True, k, 1.0))
+    assert blocks.streams(weights.itemsize, target[1]) == streamed
+    dtype = "bf16" if weights == torch.bfloat16 else "fp32"
+    found = compiled_head(kernel, 128, 16, k, dtype=dtype, weights=weights, target=target)
+    assert found.metadata.shared <= target[1]
+
+
+@pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 384)])
+@pytest.mark.parametrize("kernel", HEADS, ids=by_kernel)
+def test_many_states_of_a_head(kernel: Any, n: int, most: int) -> None:
+    assert stack_size(compiled_head(kernel, 128, n, 2)) <= (most if kernel is REVERSE else 0)
+
+
+@pytest.mark.parametrize(("k", "barriers"), [(0, 1), (2, 4)])
+def test_warps_of_a_sample_wait_for_each_other_once_for_reflections(k: int, barriers: int) -> None:
+    """With reflections one exchange of sums a token and one more after the last one, and a barrier
+    for B, C and alpha."""
+    assert compiled_head(SWEEP, 64, 16, k).asm["ptx"].count("bar.sync") <= barriers
+
+
+# -- the pass that the compilation of some kernels leaves out
+
+
+@triton.jit
+def copy_kernel(from_ptr, to_ptr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 1024)
+    tl.store(to_ptr + at, tl.load(from_ptr + at))
+
+
+def values_of_a_thread() -> str:
+    """In the layout of the kernel: four next to each other with the pass."""
+    made = compile_kernel(copy_kernel, {"num_warps": 1}, lambda name: "*fp32")
+    return str(made.asm["ttgir"]).split("sizePerThread = ")[1].split(",")[0]
+
+
+def test_the_pass_is_left_out_within_the_context_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    for _ in range(2):
+        assert values_of_a_thread() == "[4]"
+        with without_coalescing():
+            assert values_of_a_thread() == "[1]"
+    with pytest.raises(KeyError), without_coalescing():
+        raise KeyError
+    assert values_of_a_thread() == "[4]"
