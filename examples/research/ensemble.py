@@ -113,9 +113,8 @@ class Training:
         }
         accuracy = {name: self.ensemble.accuracy(point) for name, point in points.items()}
         seeds, history = range(self.config.seeds), self.history
-        boards = {}
-        if isinstance(self.data.task, Chess):
-            boards = {"boards": {n: self.ensemble.board(int(n)) for n in points}}
+        is_chess = isinstance(self.data.task, Chess)
+        boards = {"boards": {n: self.ensemble.board(int(n)) for n in points}} if is_chess else {}
         pivots = [[h["conditioning"][i] for h in history] for i in seeds]
         # the history may end before the last step
         skipped = [
@@ -138,12 +137,10 @@ class Training:
 
 def state_size(model: SequenceModel) -> int:
     """The numbers that the layers keep of a sample before its first token."""
-    return sum(
-        sum(v.numel() for v in mixer.init_state(1).tensors)
-        if hasattr(mixer, "init_state")
-        else mixer.state_size
-        for mixer in model.mixers
-    )
+    mixers: list[Any] = model.mixers
+    states = [mixer.init_state(1).tensors for mixer in mixers if hasattr(mixer, "init_state")]
+    rivals: int = sum(getattr(mixer, "state_size", 0) for mixer in mixers)
+    return rivals + sum(v.numel() for tensors in states for v in tensors)
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ TOKENS, PROMOTIONS = 3, 5
 """Tokens of a move, and values of the third: nothing, or a knight, a bishop, a rook or a queen."""
 
 START = [NAMES.index(name) for name in f"RNBQKBNR{'P' * 8}{'.' * 32}{'p' * 8}rnbqkbnr"]
-_PAWN, _ROOK, _KING, _BLACK = 1, 4, 6, 6
+_PAWN, _ROOK, _KING, _BLACK = 1, 4, 6, 6  # classes, and the first of Black less one
 
 
 @dataclass(frozen=True)
@@ -56,32 +57,22 @@ class Chess(Task):
     path: Path
     length: int = 60
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of input ids: squares left, squares entered, promotions."""
-        return 2 * SQUARES + PROMOTIONS
-
-    @property
-    def output_size(self) -> int:
-        """Logits of a token: of every square one for each class."""
-        return SQUARES * len(NAMES)
+    vocab_size: ClassVar[int] = 2 * SQUARES + PROMOTIONS
+    output_size: ClassVar[int] = SQUARES * len(NAMES)
 
     def by_square(self, logits: Tensor) -> Tensor:  # (b, 3 t, 64 * 13) -> (b, t, 64, 13)
         """The logits of a label each, those at the last token of a move."""
-        return logits[:, TOKENS - 1 :: TOKENS].unflatten(-1, (SQUARES, len(NAMES)))
+        last: Tensor = logits[:, TOKENS - 1 :: TOKENS].unflatten(-1, (SQUARES, len(NAMES)))
+        return last
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         t = self.length if length is None else length
         games = games_of(self.path, "test" if split == "test" else "train", rng.device)
         if not 1 <= t <= games.shape[1]:
             raise ValueError(f"length must be in [1, {games.shape[1]}] of {self.path}, got {t}")
-        return rows_of(games[integers(0, len(games), (b,), rng), :t].long())
-
-
-def rows_of(moves: Tensor) -> Batch:  # (b, t, 3) int64
-    """The tokens (b, 3 t) and the labels (b, t, 64) of games."""
-    first = torch.tensor([0, SQUARES, 2 * SQUARES], device=moves.device)
-    return Batch((moves + first).flatten(1), boards_after(moves))
+        moves = games[integers(0, len(games), (b,), rng), :t].long()
+        first = torch.tensor([0, SQUARES, 2 * SQUARES], device=moves.device)
+        return Batch((moves + first).flatten(1), boards_after(moves))
 
 
 @lru_cache(maxsize=8)
@@ -149,7 +140,7 @@ def main(
 ) -> None:
     """Write a file with the arrays "train" and "test", of so many games and plies, by so many
     processes, None: one a core."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     with get_context("spawn").Pool(processes) as pool:
         for split, (number, plies) in (("train", train), ("test", test)):
             one = partial(play, split=split, plies=plies, seed=seed)

@@ -1,21 +1,22 @@
 """Further training from states that begin as zero, as another sequence's last state, or with noise.
 
-Each row of a further step begins with the state after a row of the step before, as Understanding
-and Improving Length Generalization in Recurrent Models (arXiv 2507.02782) has it. There the labels
-are those of the row alone; here, where a state stands for a product, they go on with the product of
-the row before, and noise is added to such a state, because after noise alone no product is right.
+A row of a step begins with the state after a row of the step before, as in Understanding and
+Improving Length Generalization in Recurrent Models (arXiv 2507.02782). There labels are those of
+the row alone; here they go on with the product of the row before, for which its state stands, and
+noise is added to such a state, because after noise alone no product is right.
 
-Letters: b batch, t time.
+Letters: s seeds, b batch, t time, v classes.
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from bedouin.tasks import WordProblem
-from research.stack import Ensemble, Params
+from research.stack import Ensemble
 from research.study import Start
 
 STEPS, RATE = 500, 0.1
@@ -41,24 +42,25 @@ class Continued(Ensemble):
         self.kind, self.table = kind, task.group.table.to(self.device)
         self.states: list[Any] = [None] * len(self.models)
         self.products = torch.zeros(self.tokens.shape[:2], dtype=torch.int64, device=self.device)
+        self.goes_on = torch.zeros_like(self.products, dtype=torch.bool)  # (s, b)
+        if kind != "zero":
+            self.trained = [partial(self._continue, i) for i in range(len(self.models))]
 
-    def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
-        if self.kind == "zero":
-            return super()._gradient(i)
-        model, state = self.models[i], self.states[i]
-        goes_on = torch.rand(self.products.shape[1], device=self.device) >= RESTARTS
-        self.products[i] *= goes_on  # 0 is the identity
+    def refill(self) -> None:
+        super().refill()
+        if self.kind != "zero":
+            self.goes_on = torch.rand(self.products.shape, device=self.device) >= RESTARTS
+            before = self.products * self.goes_on  # 0 is the identity
+            self.labels.copy_(self.table[before.unsqueeze(-1), self.labels])
+            self.products = self.labels[..., -1].clone()
+
+    def _continue(self, i: int, tokens: Tensor) -> Tensor:  # (b, t) -> (b, t, v)
+        state = self.states[i]
         if state is not None:
-            state = tuple(self._begun(layer, goes_on) for layer in state)
-        with torch.autocast(self.device.type, torch.bfloat16, self.config.autocast == "bf16"):
-            logits, after = model(self.tokens[i], state, True)
+            state = tuple(self._begun(layer, self.goes_on[i]) for layer in state)
+        logits, after = self.models[i](tokens, state, True)
         self.states[i] = tuple(layer.detach() for layer in after)
-        labels = self.table[self.products[i, :, None], self.labels[i]]  # (b, t)
-        self.products[i] = labels[:, -1]
-        loss, correct, pivot = self._loss(logits.float(), labels, model)
-        params = dict(model.named_parameters())
-        grads = torch.autograd.grad(loss, list(params.values()))
-        return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
+        return cast(Tensor, logits)
 
     def _begun(self, state: Any, goes_on: Tensor) -> Any:  # (b,)
         """A layer's state with noise where it is asked for, and zeros where rows begin anew; the

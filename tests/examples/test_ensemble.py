@@ -165,33 +165,29 @@ def test_a_layer_by_name_learns_something(tmp_path: Path, name: str) -> None:
     assert last < first and row["parameters"] > 0 and row["smallest_conditioning"] == [None]
 
 
-STATES = "zero", "carried", "noise"
-
-
 @pytest.mark.parametrize("name", ["tracking", "lstm_l1"])
 def test_further_steps_begin_with_states_of_other_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their labels go on with the products of the rows before; the trained model stays."""
     monkeypatch.setattr(length, "STEPS", 4)
-    seen: dict[str, list[tuple[Tensor, Tensor]]] = {kind: [] for kind in STATES}
-    loss = length.Continued._loss
-
-    def watched(one: length.Continued, logits: Tensor, labels: Tensor, model: Any) -> Any:
-        seen[one.kind].append((one.tokens[0].clone(), labels.clone()))
-        return loss(one, logits, labels, model)
-
-    monkeypatch.setattr(length.Continued, "_loss", watched)
     monkeypatch.setattr(length, "RESTARTS", 0.0)
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {"zero": [], "carried": [], "noise": []}
+    step = length.Continued.step
+
+    def watched(one: length.Continued) -> None:
+        seen[one.kind].append((one.tokens[0].clone(), one.labels[0].clone()))
+        step(one)
+
+    monkeypatch.setattr(length.Continued, "step", watched)
     options: dict[str, Any] = {"steps": (2,), "batch_size": (3,), "eval_rows": 4, "seeds": 1}
-    config = small(model=name, d_model=256, states=STATES, out=tmp_path, **options)
+    config = small(model=name, d_model=256, states=tuple(seen), out=tmp_path, **options)
     ensemble.main(config)
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["point"].get("states") for row in rows] == [None, *STATES]
-    assert rows[0]["history"][-1]["step"] == 2 and rows[3]["history"][-1]["step"] == 4
+    assert [row["point"].get("states") for row in rows] == [None, *seen]
+    assert [row["history"][-1]["step"] for row in rows] == [2, 4, 4, 4]
     table = Group.from_name("A5").table
     for kind, pairs in seen.items():
-        assert len(pairs) == 4
         product = torch.zeros(3, dtype=torch.int64)
         for tokens, labels in pairs:
             product *= kind != "zero"
@@ -199,8 +195,7 @@ def test_further_steps_begin_with_states_of_other_rows(
                 product = table[product, token]
                 assert torch.equal(label, product)
     with pytest.raises(ValueError, match="--states must be empty for a task other than word"):
-        other = small(task="parity", states=("zero",), model=name, d_model=256, seeds=1)
-        ensemble.main(dataclasses.replace(other, out=tmp_path, overwrite=True, steps=(1,)))
+        length.Continued(stack.Ensemble(small(), POINT, make_data(task="parity"), CPU), "zero")
 
 
 def test_lengths_of_a_curriculum_end_and_those_that_passed_are_known() -> None:

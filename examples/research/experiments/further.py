@@ -77,19 +77,13 @@ def tuned(name: str, question: str, options: Mapping[str, str], results: Path) -
 
 def further(results: Path) -> list[Experiment]:
     """All of them; length takes rates from the tuning of the table, or 2e-3."""
-    runs, length, width = read_runs(results / TUNED), [], {}
+    runs, length = read_runs(results / TUNED), []
     for task in ("a5", "s5"):
         for model, form in (("tracking", "tracking"), ("lstm_l1", "lstm_l1_forget")):
             _, rate = chosen(runs, task, model) or (form, 2e-3)
             options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
             length += [Run(f"{task}-{model}", options)]
             length += [Run(f"{task}-from64-{model}", joined(options, "--length 64"))]
-    for task in ("a5", "copy", "bound_a5"):
-        for model in ("tracking", "lstm_l1"):
-            form, _ = chosen(runs, task, model) or (model, None)
-            width[f"{task}-{model}"] = joined(
-                TASKS[task], RECIPE, "--d-model 512", layer_flags(form)
-            )
     games = {
         f"chess-{size}-{name}": joined(CHESS, RECIPE, sizes[i])
         for i, size in enumerate(("1m", "4m"))
@@ -109,5 +103,4 @@ def further(results: Path) -> list[Experiment]:
         *tuned("chess", "Which layer knows the board after 60 to 200 plies?", games, results),
         *tuned("bedouin", "What are reflections and feedback for?", layers, results),
         Experiment("picard", "What does the training of Fixed-Point RNNs reach?", tuple(how)),
-        *tuned("width", "Does a layer of width 512 lose a task?", width, results),
     ]

@@ -16,11 +16,8 @@ from bedouin.kernels.backend import without_autocast
 from bedouin.layers.common import at_least_float32, mark, reset_dt_bias
 from bedouin.layers.convolution import ShortConvolution
 
-CHUNK = 16
-"""Tokens of a chunk; the products of all its pairs are p numbers each."""
-
-A_RANGE, NORM_EPS = (1.0, 16.0), 1e-5
-"""Initial values of exp(A_log), and the epsilon of the norm."""
+CHUNK = 16  # tokens, of which all pairs have p numbers
+NORM_EPS = 1e-5
 
 
 class GatedDeltaNet2(nn.Module):
@@ -50,8 +47,8 @@ class GatedDeltaNet2(nn.Module):
         self.low_proj = nn.Linear(d_model, 2 * p, bias=False)
         self.f_proj = nn.Linear(p, d, bias=False)
         self.g_proj = nn.Linear(p, d)
-        rates = torch.empty(num_heads).uniform_(*A_RANGE)
-        self.A_log = nn.Parameter(torch.log(rate_scale * rates))
+        rates = rate_scale * torch.empty(num_heads).uniform_(1, 16)
+        self.A_log = nn.Parameter(rates.log())
         self.dt_bias = nn.Parameter(torch.empty(d))
         self.norm_weight = nn.Parameter(torch.ones(p))
         self.out_proj = nn.Linear(d, d_model, bias=False)
@@ -100,16 +97,9 @@ class KimiDeltaAttention(GatedDeltaNet2):
         return beta, beta
 
 
-def key_decay_rule(
-    query: Tensor,  # (b, t, h, p)
-    key: Tensor,  # (b, t, h, p)
-    erased: Tensor,  # (b, t, h, p), the key times the strength of erasing
-    value: Tensor,  # (b, t, h, p), times the strength of writing
-    log_decay: Tensor,  # (b, t, h, p), <= 0
-    *,
-    chunk: int = CHUNK,
-) -> Tensor:  # (b, t, h, p)
-    """S^T q of every token, in chunks.
+def key_decay_rule(*inputs: Tensor, chunk: int = CHUNK) -> Tensor:  # (b, t, h, p) all
+    """S^T q of every token, in chunks, from queries, keys, erased (keys times the strength of
+    erasing), values times the strength of writing, and logarithms of decays.
 
     With G_i (p,) the decay from the start of a chunk to its token i, S_i = G_i S_0 + sum_{j <= i}
     (G_i / G_j * k_j) e_j^T, where the e_j solve the unit lower triangular system
@@ -119,8 +109,8 @@ def key_decay_rule(
     It is solved for all chunks at once with S_0 unknown; then one product a chunk gives the next
     S_0. All ratios G_i / G_j are at most 1, so that none overflows.
     """
-    t = query.shape[1]
-    parts = (F.pad(v, (0, 0, 0, 0, 0, -t % chunk)) for v in (query, key, erased, value, log_decay))
+    t = inputs[0].shape[1]
+    parts = (F.pad(v, (0, 0, 0, 0, 0, -t % chunk)) for v in inputs)
     q, k, a, v, decay = (rearrange(u, "b (n c) h p -> b h n c p", c=chunk) for u in parts)
     G = decay.cumsum(-2)  # logarithms
     token = torch.arange(chunk, device=q.device)

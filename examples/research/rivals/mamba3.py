@@ -14,11 +14,8 @@ from torch.nn import functional as F
 from bedouin.kernels.backend import without_autocast
 from bedouin.layers.common import at_least_float32, expanded, mark, reset_dt_bias
 
-CHUNK = 64
-"""Tokens of a chunk."""
-
-SLOWEST = 1e-4
-"""The smallest -A, as in the published code."""
+CHUNK = 64  # tokens
+SLOWEST = 1e-4  # the smallest -A, as in the published code
 
 
 class Mamba3(nn.Module):
@@ -80,14 +77,10 @@ def rotated(v: Tensor, angle: Tensor) -> Tensor:  # (b, t, h, n), (b, t, h, a) -
 
 
 def trapezoidal_scan(
-    x: Tensor,  # (b, t, h, p)
-    B: Tensor,  # (b, t, h, n)
-    C: Tensor,  # (b, t, h, n)
-    decay: Tensor,  # (b, t, h), a logarithm
-    earlier: Tensor,  # (b, t, h), the weight of the token before
-    own: Tensor,  # (b, t, h), the weight of a token
+    x: Tensor, B: Tensor, C: Tensor, decay: Tensor, earlier: Tensor, own: Tensor
 ) -> Tensor:  # (b, t, h, p)
-    """h_t^T C_t of every token, in chunks."""
+    """h_t^T C_t of every token, in chunks: x (b, t, h, p), B and C (b, t, h, n), logarithms of
+    decays, and the weights of the token before and of a token itself (b, t, h)."""
     # the next token writes a token again, before it decays the memory
     again = F.pad(earlier[:, 1:], (0, 0, 0, 1))
     memory, outputs = x.new_zeros(x.shape[0], *B.shape[2:], x.shape[-1]), []
