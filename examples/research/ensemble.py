@@ -66,7 +66,8 @@ def further(training: "Training", kind: Start) -> dict[str, Any]:
     """The row of further steps from states of a kind, which leave `training` as it is."""
     other, started = copy(training), time.perf_counter()
     other.ensemble, other.history = Continued(training.ensemble, kind), []
-    other.run, other.point = other.ensemble.step, other.ensemble.point
+    # on the stream on which the copies were made
+    other.run, other.point, other.stream = other.ensemble.step, other.ensemble.point, None
     for step in range(other.point["steps"]):
         other.advance(step)
     return other.row(time.perf_counter() - started)
@@ -139,8 +140,8 @@ def state_size(model: SequenceModel) -> int:
     """The numbers that the layers keep of a sample before its first token."""
     mixers: list[Any] = model.mixers
     states = [mixer.init_state(1).tensors for mixer in mixers if hasattr(mixer, "init_state")]
-    rivals: int = sum(getattr(mixer, "state_size", 0) for mixer in mixers)
-    return rivals + sum(v.numel() for tensors in states for v in tensors)
+    size: int = sum(getattr(mixer, "state_size", 0) for mixer in mixers)
+    return size + sum(int(v.numel()) for tensors in states for v in tensors)
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:

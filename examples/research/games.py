@@ -5,10 +5,9 @@
 
 A move is three tokens: the square that it leaves, the one that it enters, and what a pawn becomes.
 At the third a label for each square says what stands there. Every move is drawn uniformly from the
-legal ones; a game that ends before it has the number of plies is replaced by another one, and draws
-by rule do not end a game. A game depends on --seed, its split and its number alone. The published
-benchmark (Chess-World-Model, arXiv 2605.30100) trains on games of people, tests on random ones
-besides, and has 75 labels a position; here all games are random, with 64 labels.
+legal ones; a game that ends early is replaced by another one, and draws by rule do not end a game.
+A game depends on --seed, split and number alone. The published benchmark (Chess-World-Model, arXiv
+2605.30100) trains on games of people and has 75 labels a position; here there are 64.
 
 Letters: b games, t moves.
 """
@@ -35,13 +34,10 @@ from flags import UsageError
 
 SQUARES = 64
 """a1, b1, ..., h1, a2, ..., h8, as python-chess numbers them."""
-
 NAMES = ".PNBRQKpnbrqk"
 """The classes of a square: empty, then the pieces of White and of Black, in the notation of FEN."""
-
 TOKENS, PROMOTIONS = 3, 5
 """Tokens of a move, and values of the third: nothing, or a knight, a bishop, a rook or a queen."""
-
 START = [NAMES.index(name) for name in f"RNBQKBNR{'P' * 8}{'.' * 32}{'p' * 8}rnbqkbnr"]
 _PAWN, _ROOK, _KING, _BLACK = 1, 4, 6, 6  # classes, and the first of Black less one
 

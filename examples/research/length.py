@@ -23,8 +23,8 @@ STEPS, RATE = 500, 0.1
 """Further steps, and their learning rate as a multiple of that of the training."""
 
 RESTARTS, NOISE = 0.02, 0.3
-"""The share of rows that begin with zeros and the identity in every step, so that none goes on for
-ever, and the standard deviation of noise, relative to the root mean square of a state's tensor."""
+"""The share of rows that begin anew in every step, so that none goes on for ever, and the standard
+deviation of noise, relative to the root mean square of a state's tensor."""
 
 
 class Continued(Ensemble):
@@ -69,5 +69,5 @@ class Continued(Ensemble):
         for name, v in zip(state._fields, state, strict=True):
             if self.kind == "noise" and not name.endswith("conv"):
                 v = v + NOISE * v.square().mean().sqrt() * torch.randn_like(v)
-            found.append(v * goes_on.view(-1, *[1] * (v.dim() - 1)))
+            found.append(torch.where(goes_on.view(-1, *[1] * (v.dim() - 1)), v, 0))
         return type(state)(*found)

@@ -363,12 +363,13 @@ def test_forms_of_rivals_begin_as_their_names_say() -> None:
     (i, f, *others), (_, recurrent, *_) = biases
     assert torch.equal(f + recurrent, torch.ones_like(f))
     assert max(bias.abs().max() for bias in (i, *others)) <= len(f) ** -0.5
-    (usual,), (slow,) = MODELS["gated_deltanet_l1_large"], MODELS["gated_deltanet_l1_slow"]
-    rates = []
-    for make in (usual, slow):
-        torch.manual_seed(0)
-        rates.append(make(256).get_parameter("A_log").exp())
-    torch.testing.assert_close(rates[1], rates[0] / 100)
+    pairs = {"gated_deltanet_l1_large": "gated_deltanet_l1_slow", "gdn2_l1": "gdn2_l1_slow"}
+    for names in pairs.items():
+        rates = []
+        for (make,) in map(MODELS.__getitem__, names):
+            torch.manual_seed(0)
+            rates.append(make(256).get_parameter("A_log").exp())
+        torch.testing.assert_close(rates[1], rates[0] / 100)
     for make in MODELS["attention_l2_nope"]:
         layer = make(256)
         assert isinstance(layer, Attention) and layer.rope_base is None

@@ -53,7 +53,7 @@ class GatedDeltaNet2(nn.Module):
         self.norm_weight = nn.Parameter(torch.ones(p))
         self.out_proj = nn.Linear(d, d_model, bias=False)
         reset_dt_bias(self.dt_bias)
-        mark(self, "_no_weight_decay", "A_log", "dt_bias")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias", "norm_weight")
 
     def _num_strengths(self) -> int:
         return 2 * self.num_heads * self.head_dim

@@ -46,7 +46,7 @@ class M2RNN(nn.Module):
         self.norm_weight = nn.Parameter(torch.ones(h, v))
         self.out_proj = nn.Linear(h * v, d_model, bias=False)
         reset_dt_bias(self.dt_bias)
-        mark(self, "_no_weight_decay", "A_log", "dt_bias", "D")
+        mark(self, "_no_weight_decay", "A_log", "dt_bias", "D", "norm_weight")
 
     def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         qkv, _ = self.conv(self.qkv_proj(x), x.new_zeros(len(x), *self.conv.window_size))

@@ -46,7 +46,7 @@ class Mamba3(nn.Module):
         self.D = nn.Parameter(torch.ones(h))
         self.out_proj = nn.Linear(d, d_model, bias=False)
         reset_dt_bias(self.dt_bias)
-        mark(self, "_no_weight_decay", "dt_bias", "D")
+        mark(self, "_no_weight_decay", "dt_bias", "D", "norm_weights")
 
     def forward(self, u: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         projected = self.in_proj(u)
