@@ -215,6 +215,14 @@ def test_layers_with_random_options(
     check_documents(layer, row, every, ends, of_documents, 1e-12 * growth)
 
 
+@places
+@torch.no_grad()
+def test_a_state_keeps_no_memory_of_other_tokens(name: str, place: Place) -> None:
+    layer, x, before = on_places(name, place, 2, 5)
+    _, state = layer(x, before, return_state=True)
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.tensors)
+
+
 @layers_and_solves
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -183,8 +183,9 @@ def test_rates_and_biases_do_not_decay() -> None:
     layer = TrackingDeltaNet(16, **TRACKER)
     decayed, kept = (group["params"] for group in param_groups(layer, weight_decay=0.1))
     names = {id(p): name for name, p in layer.named_parameters()}
-    for name in ("memory.A_log", "memory.dt_bias", "tracker.A_log", "tracker.D", "tracker.dt_bias"):
-        assert name in {names[id(p)] for p in kept}
+    of_tracker = "A_log", "D", "dt_bias", "erase_bias", "norm_weight"
+    expected = {"memory.A_log", "memory.dt_bias", "memory.norm_weight"}
+    assert {names[id(p)] for p in kept} == expected | {f"tracker.{name}" for name in of_tracker}
     assert "tracker.y_proj.weight" in {names[id(p)] for p in decayed}
 
 

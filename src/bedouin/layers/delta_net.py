@@ -142,7 +142,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        common.mark(self, "_no_weight_decay", "A_log", "dt_bias")
+        common.mark(self, "_no_weight_decay", "A_log", "dt_bias", "norm_weight")
 
     def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim

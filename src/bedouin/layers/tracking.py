@@ -144,7 +144,8 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        common.mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
+        undecayed = "A_log", "dt_bias", "erase_bias", "D", "norm_weight"
+        common.mark(self, "_no_weight_decay", *undecayed)
         common.mark(self, "_no_reinit", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
@@ -226,7 +227,8 @@ class Tracker(common.RecurrentLayer[TrackerState]):
             else:
                 found = self._by_sweep(inputs)
             y = found.y
-            last = y[:, -1] if lengths is None else last_token(y, lengths, state.y)
+            # a copy, since a view would keep the outputs of all tokens with the state
+            last = y[:, -1].clone() if lengths is None else last_token(y, lengths, state.y)
         output: Tensor = self.out_proj(found.hidden)
         return output, TrackerState(window, found.h, last)
 
