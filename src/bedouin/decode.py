@@ -253,7 +253,7 @@ def _load(buffers: list[RecurrentState], states: list[RecurrentState]) -> None:
     pairs = list(zip(to, of, strict=True))
     small = [pair for pair in pairs if pair[0].numel() <= MOST_TOGETHER]
     if small:
-        torch._foreach_copy_(*map(list, zip(*small, strict=True)))
+        torch._foreach_copy_([buffer for buffer, _ in small], [v for _, v in small])
     for buffer, v in pairs:
         if buffer.numel() > MOST_TOGETHER:
             buffer.copy_(v)
