@@ -12,7 +12,6 @@ from torch.autograd.function import FunctionCtx
 
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.reference import Sweep, memory_of, sweep_tokens
 from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_sweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
@@ -40,7 +39,7 @@ class _LoopSweep(torch.autograd.Function):
         *tensors: Any,  # the six operands, then the bind parameters, of any shapes
     ) -> tuple[Tensor, ...]:
         operands = Operands(*tensors[:6])
-        options = parameterization, bind, tensors[6:], CHUNK
+        options = parameterization, bind, tensors[6:]
         if y_star is None:
             swept, kept = sweep_tokens(operands, *options)
             y, h, defect, scale, magnitude, pivot, *_ = swept
@@ -78,7 +77,7 @@ class _LoopSweep(torch.autograd.Function):
             grad_y = torch.zeros_like(y) if grad_y is None else grad_y
             grad_h = torch.zeros_like(operands.start()[0]) if grad_h is None else grad_h
             solved = SolvedSweep.of(y, operands, parameterization, bind, tuple(parameters))
-            grads = reverse_sweep(grad_y, grad_h, kept, CHUNK, solved, ctx.report)
+            grads = reverse_sweep(grad_y, grad_h, kept, solved, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *parameters]
         return (None, None, None, None, *refuse_second_derivative(grads, sources))
 

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.layout import activate_delta, activation_slope, state_major
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.feedback import (
     add_feedback,
     fed_cotangent,
@@ -257,25 +258,24 @@ class Equations:
 
 
 def cpu_sweep(
-    operands: Operands, parameterization: Parameterization, keep_every: int
+    operands: Operands, parameterization: Parameterization
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (b, t, d), the last h (b, d, n), the h before tokens 0, keep_every, 2 keep_every, ...
-    (b, ceil(t / keep_every), n, d), and the statistics (4, b, t): defect, scale, magnitude and
-    pivot."""
+    """y (b, t, d), the last h (b, n, d), the h before tokens 0, CHUNK, 2 CHUNK, ...
+    (b, ceil(t / CHUNK), n, d), and the statistics (4, b, t): defect, scale, magnitude and pivot."""
     x, raw, W_y, A, h0, y0 = wide = operands.wide()
     assert h0 is not None and y0 is not None
-    (b, t_end, d), slots = x.shape, -(-x.shape[1] // keep_every)
+    (b, t_end, d), slots = x.shape, -(-x.shape[1] // CHUNK)
     ys, kept = x.new_empty(b, t_end, d), x.new_empty(b, slots, *A.mT.shape[-2:])
     statistics, h = x.new_empty(4, b, t_end), state_major(h0)
     if not x.numel():
-        return ys, h.mT, kept, statistics
+        return ys, h, kept, statistics
     # all tokens of a chunk at once, unless they have feedback
-    count = b if W_y is not None else b * min(keep_every, t_end)
+    count = b if W_y is not None else b * min(CHUNK, t_end)
     equations = Equations(wide, parameterization, count)
     y, memories = y0.unsqueeze(1), (h, torch.empty_like(h))
-    for start in range(0, t_end, keep_every):
-        kept[:, start // keep_every] = h
-        tokens = slice(start, min(start + keep_every, t_end))
+    for start in range(0, t_end, CHUNK):
+        kept[:, start // CHUNK] = h
+        tokens = slice(start, min(start + CHUNK, t_end))
         x_rows, raw_rows = rows_of(x, tokens), rows_of(raw, tokens)
         each = [] if W_y is not None else split_tokens(equations.rows(raw_rows), b)
         solved = []
@@ -295,7 +295,7 @@ def cpu_sweep(
         ys[:, tokens] = of_samples(y_rows, b)
         found = equations.statistics(tuple(given), x_rows, p, y_rows)
         statistics[..., tokens] = found.unflatten(1, (-1, b)).mT
-    return ys, h.mT, kept, statistics
+    return ys, h, kept, statistics
 
 
 class Reverse(Equations):
@@ -428,16 +428,15 @@ def cpu_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
     y: Tensor,  # (b, t, d)
-    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
+    kept: Tensor,  # (b, ceil(t / CHUNK), n, d)
     operands: Operands,
     parameterization: Parameterization,
-    keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, raw, W_y, A, h0 and y0, and the statistics (2, b, t) of the adjoint equation:
     defect and scale."""
     x, raw, W_y, A, _, y0 = wide = operands.wide()
     assert y0 is not None
-    (b, t_end, _), c = x.shape, min(keep_every, x.shape[1])
+    (b, t_end, _), c = x.shape, min(CHUNK, x.shape[1])
     H = x.new_zeros(b, *A.mT.shape[-2:])
     if grad_h is not None:
         H.copy_(grad_h.mT)
@@ -447,13 +446,13 @@ def cpu_reverse(
     statistics, of_feedback = x.new_empty(2, b, t_end), torch.zeros_like(y0).unsqueeze(1)
     eps, feeds_x = parameterization.feedback_norm_eps, parameterization.feeds_x
     past = before.unsqueeze(2).unbind(1)
-    for start in reversed(range(0, t_end if b else 0, keep_every)):
-        tokens = slice(start, min(start + keep_every, t_end))
+    for start in reversed(range(0, t_end if b else 0, CHUNK)):
+        tokens = slice(start, min(start + CHUNK, t_end))
         x_rows, raw_rows, y_rows, g_rows = (rows_of(v, tokens) for v in given)
         rows = reverse.rows(raw_rows)
         known = reverse.known(rows, raw_rows, x_rows, y_rows)
         each = list(zip(split_tokens(rows, b), split_tokens(known, b), strict=True))
-        reverse.remember(each, kept[:, start // keep_every])
+        reverse.remember(each, kept[:, start // CHUNK])
         found, gs = [], g_rows.split(b)
         for j in reversed(range(len(each))):
             token = reverse.token(j, *each[j], gs[j] + of_feedback)

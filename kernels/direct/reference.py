@@ -28,6 +28,7 @@ from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize, selective_scan_reference
+from bedouin.kernels.scan.registered import triton_scan
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
@@ -172,7 +173,7 @@ def direct_sweep_reference(
     """
     operands.check(parameterization.feeds_x)
     bind = choose_bind(bind, parameterization, operands.A)
-    return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters, CHUNK)[0]
+    return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters)[0]
 
 
 def sweep_tokens(
@@ -180,15 +181,14 @@ def sweep_tokens(
     parameterization: Parameterization,
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-    keep_every: int,
 ) -> tuple[Sweep, Tensor]:
-    """The sweep, and h before tokens 0, keep_every, 2 keep_every, and so on, (b, slots, n, d)."""
+    """The sweep, and h before tokens 0, CHUNK, 2 CHUNK, and so on, (b, slots, n, d)."""
     x, raw, W_y, A, h, y = operands
     assert h is not None and y is not None
     ys, defects, scales, sizes, kept = [], [], [], [], []
     pivot = x.new_full(x.shape[:1], torch.inf)
     for t in range(x.shape[1]):
-        if t % keep_every == 0:
+        if t % CHUNK == 0:
             kept.append(h.mT)
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
@@ -218,18 +218,23 @@ def memory_of(
     parameterization: Parameterization,
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-    keep_every: int,
+    *,
+    by_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """For a known y and without erase, the last h (b, d, n), and the memories that `sweep_tokens`
-    would keep, (b, slots, n, d)."""
+    would keep, (b, slots, n, d); `by_kernel`: from the scan's kernel, which keeps the same ones."""
     x, raw = with_feedback(y, operands, parameterization)
     delta, B, C, e, U, M, _ = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     mixed, kept = mix_channels(x, y, parameterization.diagonal(e), U, M), []
     scale, eigenvalues = parameterization.input_scale, parameterization.eigenvalues
     A, h = operands.A, operands.start()[0]
-    for start in range(0, x.shape[1], keep_every):
+    if by_kernel and mixed.numel():
+        flat = mixed, delta, A, B, C, h, None, scale, eigenvalues, False, True
+        _, h, of_scan = triton_scan(*flat)
+        return h, of_scan.mT.contiguous()
+    for start in range(0, x.shape[1], CHUNK):
         kept.append(h.mT)
-        tokens = slice(start, start + keep_every)
+        tokens = slice(start, start + CHUNK)
         part, delta_t, B_t, C_t = (v[:, tokens] for v in (mixed, delta, B, C))
         _, h = selective_scan_reference(
             *(part, delta_t, A, B_t, C_t, h),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import solve_local_transposed
 from bedouin.kernels.direct.reference import LocalEquation
 from bedouin.kernels.feedback import (
@@ -86,8 +87,7 @@ def _vjp(
 def reverse_sweep(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n)
-    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
-    keep_every: int,
+    kept: Tensor,  # (b, ceil(t / CHUNK), n, d)
     solved: SolvedSweep,
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
@@ -113,9 +113,9 @@ def reverse_sweep(
     totals = [torch.zeros_like(v) for v in (A, *solved.bind_parameters)]
     # of each token, from the last to the first: the gradients of x and raw, defect and scale
     found: list[tuple[Tensor, ...]] = []
-    for start in reversed(range(0, t_end, keep_every)):
-        h, tokens = kept[:, start // keep_every].mT, []
-        for t in range(start, min(start + keep_every, t_end)):
+    for start in reversed(range(0, t_end, CHUNK)):
+        h, tokens = kept[:, start // CHUNK].mT, []
+        for t in range(start, min(start + CHUNK, t_end)):
             given = x[:, t], raw[:, t], h
             how = options, solved.bind, solved.bind_parameters
             equation = LocalEquation.of(*given, A, *how)

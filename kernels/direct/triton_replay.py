@@ -16,55 +16,6 @@ from bedouin.kernels.direct.triton_blocks import discretize_block
 
 
 @triton.jit
-def kept_memory(
-    h0_row, kept_row,  # pointers (s,) to h before token 0, and before token KEEP
-    chunk, d: tl.constexpr, n: tl.constexpr,
-):  # fmt: skip
-    """Pointers (s,) to h before a chunk."""
-    row = kept_row + (chunk - 1).to(tl.int64) * (n * d)
-    if chunk == 0:
-        row = h0_row
-    return row
-
-
-@triton.jit
-def memory_before(
-    h0_row, kept_row, replayed_row,  # pointers (s,) to h before token 0, and before others
-    chunk, in_chunk, d: tl.constexpr, n: tl.constexpr,
-):  # fmt: skip
-    """Pointers (s,) to h before a token by its number in its chunk."""
-    row = replayed_row + (in_chunk - 1) * (n * d)
-    if in_chunk == 0:
-        row = kept_memory(h0_row, kept_row, chunk, d, n)
-    return row
-
-
-@triton.jit
-def _fetch(row, at, FAST: tl.constexpr):
-    """Prefetch what is at row (s,) + at (s, .) into the L2 cache."""
-    if FAST:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(row[:, None] + at).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def fetch_values(
-    row,  # pointers (s,)
-    SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Prefetch SIZE consecutive float32 of each sample into the L2 cache."""
-    LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
-    lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
-    _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)
-
-
-@triton.jit
 def fetch_tokens(
     row,  # pointers (s,) to the row of token 0
     first, stride,  # of the tokens that are prefetched, and between two of them
@@ -76,27 +27,16 @@ def fetch_tokens(
     COUNT: tl.constexpr = max(PARTS, triton.next_power_of_2(KEEP * LINES))
     lines = columns_of_rows(row.shape[0], PARTS, COUNT // PARTS)
     token = tl.minimum(first + lines // LINES, t_end - 1).to(tl.int64)
-    _fetch(row, token * stride + tl.minimum(lines % LINES * EACH, SIZE - 1), FAST)
-
-
-@triton.jit
-def fetch_chunk(
-    from_row,  # pointers (s,) to h before the first token
-    mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
-    raw_stride, fed_stride,  # between tokens
-    d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
-    PARTS: tl.constexpr, FEEDBACK: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Prefetch what `replay_tokens` will read for KEEP tokens with LOCAL scalars each into the
-    second-level cache: it would otherwise wait for device memory in every block of states."""
-    fetch_values(from_row, n * d, PARTS, FAST)
-    fetch_values(mixed_row, KEEP * d, PARTS, FAST)
-    fetch_values(local_row, KEEP * LOCAL, PARTS, FAST)
-    tokens = tl.arange(0, triton.next_power_of_2(KEEP))
-    tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
-    _fetch(raw_row, tokens * raw_stride, FAST)
-    if FEEDBACK:
-        _fetch(fed_row, tokens * fed_stride, FAST)
+    at = row[:, None] + (token * stride + tl.minimum(lines % LINES * EACH, SIZE - 1))
+    if FAST:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [at.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

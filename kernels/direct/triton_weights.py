@@ -17,20 +17,16 @@ BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 @triton.jit
 def load_weight_tile(
     W_ptr, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
-    SELECTIVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr,
-    DOT: tl.constexpr, JOINED: tl.constexpr,
+    SELECTIVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Tile i of W^y of a head: Delta, u_1 .. u_k (d, d), [B | C | alpha] (BLOCK_S, d), and alpha
-    (ALPHA, d) if ALPHA is not 0."""
+    """Tile i of W^y of a head: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d)."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     SMALL: tl.constexpr = 2 if JOINED else K + 1
     cols = tl.arange(0, BLOCK_D)
     if i == SMALL:
         rows = tl.arange(0, BLOCK_S)
         given, numbers = rows < STATES + K, small_rows(rows, d, n, K, SELECTIVE)
-    elif i > SMALL:
-        rows = tl.arange(0, ALPHA)
-        given, numbers = rows < K, d + STATES + K * d + rows
     elif i == 0:
         numbers = tl.arange(0, BLOCK_D)
         given = numbers < d
@@ -48,13 +44,12 @@ def load_weight_tile(
 @triton.jit
 def load_weight_tiles(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
-    JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """All tiles of `load_weight_tile`."""
     tiles = ()
-    for i in tl.static_range((2 if JOINED else K + 1) + (2 if ALPHA > 0 else 1)):
-        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+    for i in tl.static_range(3 if JOINED else K + 2):
+        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
         tiles = tiles + (tile,)
     return tiles
 
