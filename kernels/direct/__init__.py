@@ -72,7 +72,7 @@ def direct_sweep(
 
     `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
     None: the layout of the parameterization describes it. With `y_star`, a fixed point found
-    elsewhere without erase, nothing is solved: the result is y_star with that gradient (the
+    elsewhere, nothing is solved: the result is y_star with that gradient (the
     statistics are then zero). `report` gets defect and scale of the adjoint equation, but not under
     torch.compile, whose graphs call no Python functions. There the sweep is one operation if the
     parameterization has a layout, else it runs outside of the graph; torch.export writes a single
@@ -84,10 +84,8 @@ def direct_sweep(
     under transforms of torch.func, the backward is autograd through one chunk of tokens after the
     other.
     """
-    operands.check(parameterization.feeds_x)
+    operands.check()
     layout = parameterization.layout
-    if y_star is not None and layout is not None and layout.erase:
-        raise ValueError(f"y_star must be None with erase, got erase={layout.erase}: solve it here")
     call = backend, operands, parameterization, bind_parameters
     plain = choose_sweep(*call) == "reference"
     if plain:

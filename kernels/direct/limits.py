@@ -102,8 +102,6 @@ def _unsupported(
     if A.dtype != torch.float32 or torch.float64 in dtypes:
         found = ", ".join(map(str, dtypes))
         return f"x, raw and A of {found} (A must be float32, x and raw at most that)"
-    if parameterization.plain_only is not None:
-        return parameterization.plain_only
     if parameterization.eigenvalues == "full":
         return "eigenvalues='full' in a sweep (only 'positive')"
     d, n = A.shape[-2:]

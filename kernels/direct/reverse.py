@@ -25,7 +25,6 @@ from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import solve_local_transposed
 from bedouin.kernels.direct.reference import LocalEquation
 from bedouin.kernels.feedback import (
-    fed_cotangent,
     feedback_weight_gradient,
     normalize_feedback,
     project_feedback,
@@ -44,7 +43,6 @@ class SolvedSweep(NamedTuple):
     """A fixed point with all inputs of its solve, as the reverse sweep reads them."""
 
     y: Tensor  # (b, t, d)
-    full_x: Tensor  # (b, t, d), x with its feedback
     full_raw: Tensor  # (b, t, r), raw^x + W^y norm(y_{t-1})
     operands: Operands
     parameterization: Parameterization
@@ -60,7 +58,7 @@ class SolvedSweep(NamedTuple):
         bind_parameters: tuple[Tensor, ...],  # any shapes
     ) -> "SolvedSweep":
         full = with_feedback(y, operands, parameterization)
-        return SolvedSweep(y, *full, operands, parameterization, bind, bind_parameters)
+        return SolvedSweep(y, full, operands, parameterization, bind, bind_parameters)
 
 
 def _vjp(
@@ -92,8 +90,8 @@ def reverse_sweep(
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters; None without W_y."""
-    x, raw, options = solved.full_x, solved.full_raw, solved.parameterization
-    _, _, W_y, A, _, y0 = solved.operands
+    raw, options = solved.full_raw, solved.parameterization
+    x, _, W_y, A, _, y0 = solved.operands
     assert y0 is not None
     t_end, before, eps = x.shape[1], shifted(solved.y, y0), options.feedback_norm_eps
 
@@ -133,7 +131,8 @@ def reverse_sweep(
             norms = (v.abs().amax(-1) for v in (applied - w, applied))
             found.append((to_x, to_raw, *norms))
             if W_y is not None:
-                fed = fed_cotangent(to_x, to_raw, W_y.shape[-2], options.feeds_x)
+                # not an index, which batched cotangents refuse where it takes everything
+                fed = to_raw.narrow(-1, 0, W_y.shape[-2])
                 _, pull = _vjp(partial(project_feedback, W_y=W_y, eps=eps), before[:, t])
                 (grad_before,) = pull(fed)
     if not found:
@@ -147,6 +146,6 @@ def reverse_sweep(
         report(defect, scale)
     grad_W_y = None
     if W_y is not None:
-        fed = fed_cotangent(to_x, to_raw, W_y.shape[-2], options.feeds_x)
+        fed = to_raw.narrow(-1, 0, W_y.shape[-2])
         grad_W_y = feedback_weight_gradient(fed, normalize_feedback(before, eps), W_y)
     return to_x, to_raw, grad_W_y, totals[0], H, grad_before, *totals[1:]
