@@ -46,9 +46,6 @@ LANES = 32
 MEMORIES = 16384
 """Most values of h of all samples of a program; of more, most would be spilled in every token."""
 
-BLOCK_STATES = 16
-"""Most states that a sweep takes at once: the values of more would not fit registers."""
-
 MOST_HELD = 1024
 """Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
 
@@ -208,7 +205,7 @@ def head_constants(
         "BLOCK_D": blocks.channels,
         "BLOCK_S": blocks.small,
         "BLOCK_L": next_power_of_two(local_width(k, A[1])),
-        "N": min(BLOCK_STATES, blocks.states),
+        "N": blocks.states,
         "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
         "STREAMED": streamed,
         # one product for all reflections, whose rows are then interleaved

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.norms import inverse_norm, max_norm
 from bedouin.kernels.device.reflections import (
     combine,
@@ -29,12 +28,10 @@ from bedouin.kernels.device.reflections import (
     scale,
     scale_symmetric,
     subtract,
-    sums,
-    total_of,
     upper_times,
     wy_upper,
 )
-from bedouin.kernels.direct import device, triton_blocks
+from bedouin.kernels.direct import device
 from bedouin.kernels.direct.parts import columns_of_rows, over_channels_of_parts
 from bedouin.kernels.direct.triton_replay import fetch_tokens
 from bedouin.kernels.direct.triton_weights import load_weight_tile, load_weight_tiles
@@ -58,30 +55,16 @@ def load_raw_token(
 @triton.jit
 def both_of(
     row,  # pointers (s,) to B n and C n
-    block: tl.constexpr, n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    SELECTIVE: tl.constexpr,
+    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
-    """B and C of a block of N states, (s, d, N), 1 if they are not SELECTIVE."""
+    """B and C (s, d, N), 1 if they are not SELECTIVE."""
     if SELECTIVE:
-        B, C = triton_blocks.load_both(row, block, n, S, D, N)
+        B, C = device.load_both(row, n, S, D, N)
     else:
-        ones = tl.where(block * N + tl.arange(0, N) < n, 1.0, 0.0)
+        ones = tl.where(tl.arange(0, N) < n, 1.0, 0.0)
         B = device.spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
         C = B
     return B, C
-
-
-@triton.jit
-def inner_products(
-    row,  # pointers (s,) to B n and C n
-    n: tl.constexpr, STATES: tl.constexpr,
-):  # fmt: skip
-    """B B, C C and B C, (s, 1) each: by the threads of a warp, not by each of them, which would
-    take three instructions for each state."""
-    lanes = tl.arange(0, max(32, triton.next_power_of_2(STATES)))[None, :]
-    B = tl.load(row[:, None] + lanes, mask=lanes < n, other=0.0)
-    C = tl.load(row[:, None] + n + lanes, mask=lanes < n, other=0.0)
-    return device.as_columns(sums((B * B, C * C, B * C), 1), 3)
 
 
 @triton.jit
@@ -95,25 +78,6 @@ def largest_gap(
     mixing = scale(upper_times(T, scale(dots, inv, K), K), inv, K)
     gaps = subtract(device.as_columns(mixing, K), factors, K)
     return max_norm(sigma * combine(gaps, u, K), 1)
-
-
-@triton.jit
-def write_memory(
-    decayed, written,  # of each block of states, and s x~ / |B|, a row
-    held,  # of each block of states, B or ()
-    B_row,  # pointers (s,) to B if it is not given
-    n: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, SELECTIVE: tl.constexpr,
-):  # fmt: skip
-    """h_t."""
-    written = device.spread(written, ROWS, D, N)
-    h = ()
-    for i in tl.static_range(len(decayed)):
-        if len(held) > 0:
-            B = held[i]
-        else:
-            B, _ = both_of(B_row, i, n, ROWS, D, N, SELECTIVE)
-        h = h + (decayed[i] + written * B,)
-    return h
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
@@ -171,23 +135,19 @@ def sweep_kernel(
     u_at: tl.constexpr = d + STATES
     in_row = cols < d
     inside = here[:, None] & in_row
-    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
             W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
         v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
-    BLOCKS: tl.constexpr = (n + N - 1) // N
-    HOLD_A: tl.constexpr = BLOCKS * N * D <= 1024
-    # B of more states is read again where it is needed
-    HOLD_B: tl.constexpr = BLOCKS == 1
+    HOLD_A: tl.constexpr = N * D <= 1024
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = triton_blocks.load_head_blocks(A_at, in_row, d, n, N)
+        A = device.load_head_states(A_at, in_row, d, n, N)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
-    h = triton_blocks.load_head_blocks(h_at, in_row, d, n, N)
+    decayed = device.load_head_states(h_at, in_row, d, n, N)
     row_of = device.rows_of_statistics(per_head, t_end, S)
     part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (4 * row_of)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
@@ -206,13 +166,10 @@ def sweep_kernel(
     zero = tl.zeros([ROWS, D], tl.float32)
     none = tl.zeros([ROWS], tl.float32)
     pivot = none + (1.0 if K == 0 else 0.0)
-    memory = h, zero, (device.spread(zero, ROWS, D, N),) if HOLD_B else ()
+    written = zero
+    B = device.spread(zero, ROWS, D, N)
     mixing = zero, (zero,) * K, (none,) * K, (none,) * PAIRS, device.as_columns((none,) * K, K)
     offset, maxima = zero, (none, none)  # y - x, scale and magnitude
-    if not HOLD_B:
-        no_small = tl.zeros([ROWS, BLOCK_S // PARTS], tl.float32)
-        tl.store((cell + BLOCK_S)[:, None] + small, no_small)
-        tl.debug_barrier()
     if not FEEDBACK:
         fetch_tokens(x_row, 0, x_stride_t, t_end, d, KEEP, PARTS, FAST)
         fetch_tokens(raw_row, 0, raw_stride_t, t_end, RAW, KEEP, PARTS, FAST)
@@ -234,11 +191,11 @@ def sweep_kernel(
                 else:
                     W_i = W[i]
                 fed = fed + (tl.dot(W_i, columns, input_precision=PRECISION).to(ROUND),)
-        h = write_memory(*memory, later, n, N, ROWS, D, SELECTIVE)
+        h = decayed + device.spread(written, ROWS, D, N) * B
         if t % KEEP == 0:
             slot = sample * slots + t // KEEP
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
-            triton_blocks.store_head_blocks(kept_at, h, inside, d, n, N)
+            device.store_head_states(kept_at, h, inside, d, n, N)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         delta = next_rows[0].to(tl.float32)
@@ -271,38 +228,23 @@ def sweep_kernel(
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * activate(tl.load(now + STATES + i), "sigmoid", FAST),)
         delta = activate(delta, ACTIVATION, FAST)
-        s = input_scale(delta, INPUT_SCALE, FAST)
-        held = ()
-        decayed = ()
-        reads = ()
-        for i in tl.static_range(BLOCKS):
-            B, C = both_of(now, i, n, ROWS, D, N, SELECTIVE)
-            A_block = A[i] if HOLD_A else triton_blocks.load_head_block(A_at, i, in_row, d, n, N)
-            decay, s = triton_blocks.discretize_block(A_block, delta, s, ROWS, D, N, COUPLED, FAST)
-            decayed = decayed + (decay * h[i],)
-            reads = reads + (device.sum_states(decayed[i] * C, ROWS, D, N),)
-            if HOLD_B:
-                held = held + (B,)
+        B, C = both_of(now, n, ROWS, D, N, SELECTIVE)
+        A_t = A if HOLD_A else device.load_head_states(A_at, in_row, d, n, N)
+        decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
+        decayed = decay * h
+        p = device.sum_states(decayed * C, ROWS, D, N)
         if SELECTIVE:
             # (s, d), the same for all channels
-            if HOLD_B:
-                B_B, C_C = (
-                    device.sum_states(B * B, ROWS, D, N),
-                    device.sum_states(C * C, ROWS, D, N),
-                )
-                B_C = device.sum_states(B * C, ROWS, D, N)
-            else:
-                B_B, C_C, B_C = inner_products(now, n, BLOCKS * N)
-            inv_B = inverse_norm(zero + B_B, n * EPS)
-            inv_C = inverse_norm(zero + C_C, n * EPS)
-            B_C = B_C * inv_B * inv_C
+            inv_B = inverse_norm(zero + device.sum_states(B * B, ROWS, D, N), n * EPS)
+            inv_C = inverse_norm(zero + device.sum_states(C * C, ROWS, D, N), n * EPS)
+            B_C = device.sum_states(B * C, ROWS, D, N) * inv_B * inv_C
         else:
             inv_B = zero + 1.0
             inv_C = inv_B
             B_C = zero + n
         sigma = s * B_C
         # p_t + sigma_t x_t, and the inner products that the local equation needs
-        p = total_of(reads) * inv_C
+        p *= inv_C
         rest = p + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
@@ -343,10 +285,10 @@ def sweep_kernel(
             v = v.to(ROUND)
         whole = device.as_columns((gap,) + maxima + (last_pivot,), 4)
         device.store_statistics(part_at + token - 1, whole, row_of, here & (t > 0), ROWS)
-        memory = decayed, s * mixed * inv_B, held
+        written = s * mixed * inv_B
         maxima = max_norm(y, 1), max_norm((tl.abs(x) + tl.abs(mixed)) * s, 1)
         tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
-    h = write_memory(*memory, cell + (t_end + 1) % 2 * BLOCK_S, n, N, ROWS, D, SELECTIVE)
+    h = decayed + device.spread(written, ROWS, D, N) * B
     gap = none
     if K > 0:
         dots = over_channels_of_parts(rows_times(mixing[1], offset, K), ROWS, PARTS, D)
@@ -354,4 +296,4 @@ def sweep_kernel(
     whole = device.as_columns((gap,) + maxima + (pivot,), 4)
     last = sample * t_end + t_end - 1
     device.store_statistics(part_at + last, whole, row_of, here, ROWS)
-    triton_blocks.store_head_blocks(h_at, h, inside, d, n, N)
+    device.store_head_states(h_at, h, inside, d, n, N)

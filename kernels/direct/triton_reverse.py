@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate, activate_vjp
-from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
@@ -22,14 +21,10 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     square_times,
     symmetric_times,
-    total_of,
     upper_transposed_times,
 )
-from bedouin.kernels.direct import device, parts, triton_blocks, triton_replay, triton_weights
+from bedouin.kernels.direct import device, parts, triton_replay, triton_weights
 from bedouin.kernels.direct.triton_prepare import local_place, local_width
-
-AHEAD = tl.constexpr(3)
-"""Blocks of h that are loaded before they are needed, if not all of them are."""
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
@@ -107,31 +102,30 @@ def reverse_kernel(
     AT_B: tl.constexpr = local_place(K, 6)
     WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    BLOCKS: tl.constexpr = (n + N - 1) // N
     alphas = tl.arange(0, triton_weights.BLOCK_ALPHA)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
-        A = triton_blocks.load_head_blocks(A_at, in_row, d, n, N)
+        A = device.load_head_states(A_at, in_row, d, n, N)
+    no_states = tl.zeros([ROWS, max(2 * N, min(32, D))], ROUND)
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
             W = triton_weights.load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
         # no token after the last one
         no_rows = tl.zeros([ROWS, D], ROUND)
-        no_states = tl.zeros([ROWS, max(2 * N, min(32, D))], ROUND)
         no_alpha = tl.zeros([ROWS, triton_weights.BLOCK_ALPHA], ROUND)
         grads = triton_weights.in_tiles(
-            no_rows, (no_rows,) * K, (no_states,) * (BLOCKS if SELECTIVE else 0), no_alpha, K,
+            no_rows, (no_rows,) * K, no_states, no_alpha, K,
             PARTS, SELECTIVE,
         )  # fmt: skip
     slots = tl.cdiv(t_end, KEEP)
     kept_row = kept_ptr + sample * slots * (n * d)
     triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
-    H = triton_blocks.load_head_blocks(H_ptr + at, in_row, d, n, N)
-    grad_A = (tl.zeros([ROWS, D, N], tl.float32),) * BLOCKS
+    H = device.load_head_states(H_ptr + at, in_row, d, n, N)
+    grad_A = tl.zeros([ROWS, D, N], tl.float32)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -193,7 +187,7 @@ def reverse_kernel(
         if in_chunk == 0:
             h_row = kept_row + chunk * (n * d)
         h_at = h_row[:, None] + cols
-        h = triton_blocks.load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
+        h = device.load_head_states(h_at, in_row, d, n, N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         if FEEDBACK:
             if STREAMED:
@@ -218,16 +212,11 @@ def reverse_kernel(
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, ROWS, D)
-        s = input_scale(delta, INPUT_SCALE, FAST)
-        held, reads = (), ()
-        for i in tl.static_range(BLOCKS):
-            B, C = triton_blocks.load_both(row + AT_B, i, n, ROWS, D, N)
-            if HOLD:
-                decay, s = triton_blocks.discretize_block(A[i], delta, s, ROWS, D, N, COUPLED, FAST)
-                held = held + ((A[i], B, C, decay),)
-            reads = reads + (device.sum_states(H[i] * B, ROWS, D, N),)
+        B, C = device.load_both(row + AT_B, n, ROWS, D, N)
+        A_t = A if HOLD else device.load_head_states(A_at, in_row, d, n, N)
+        decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         # the cotangent of s x~, without w
-        to_written = total_of(reads)
+        to_written = device.sum_states(H * B, ROWS, D, N)
         from_memory = s * to_written
         sigma = s * BC
         written = device.spread(s * mixed, ROWS, D, N)
@@ -285,12 +274,9 @@ def reverse_kernel(
             T_v = own[:K]
             along_u, grad_alpha = reflections_vjp(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
-        units = ()
-        for i in tl.static_range(BLOCKS):
-            states_at, given = triton_weights.state_columns(AT_B, i, n, N, D)
-            unit_at = row[:, None] + states_at[None, :]
-            units = units + (tl.load(unit_at, mask=given[None, :], other=0.0),)
-        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, units[0].shape[1])
+        states_at, given = triton_weights.state_columns(AT_B, n, N, D)
+        unit = tl.load(row[:, None] + states_at[None, :], mask=given[None, :], other=0.0)
+        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, unit.shape[1])
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
@@ -314,38 +300,26 @@ def reverse_kernel(
         x_at = grad_x_ptr + token[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
+        if not HOLD:
+            # computed again, since it would not fit the registers
+            B, C = device.load_both(row + AT_B, n, ROWS, D, N)
+            A_t = device.load_head_states(A_at, in_row, d, n, N)
+            decay, _ = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         w_states = device.spread(w, ROWS, D, N)
-        states = ()
-        through = ()
-        for i in tl.static_range(BLOCKS):
-            h_block = h[i]
-            if HOLD:
-                A_block, B, C, decay = held[i]
-            else:
-                # without it the compiler loads the values of all blocks first, and spills them
-                triton_blocks.keep_order(FAST)
-                if i + AHEAD < BLOCKS:
-                    h = h + (triton_blocks.load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
-                A_block = triton_blocks.load_head_block(A_at, i, in_row, d, n, N)
-                B, C = triton_blocks.load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, s = triton_blocks.discretize_block(
-                    A_block, delta, s, ROWS, D, N, COUPLED, FAST
-                )
-            reach = decay * h_block
-            total = H[i] + w_states * C
-            to_exponent = total * reach
-            if COUPLED:
-                # s is 1 - decay
-                to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
-            through = through + (device.sum_states(to_exponent * A_block, ROWS, D, N),)
-            if SELECTIVE:
-                to_C = (reach + written * B) * w_states
-                both = device.concatenated_states(total * written, to_C, ROWS, D, N)
-                states = states + (device.sum_channels(both, ROWS, D, 2 * N),)
-            to_A = grad_A[i] + to_exponent * device.spread(delta, ROWS, D, N)
-            grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
-            H = H[:i] + (total * decay,) + H[i + 1 :]
-        to_delta = LN2 * total_of(through)
+        reach = decay * h
+        total = H + w_states * C
+        to_exponent = total * reach
+        if COUPLED:
+            # s is 1 - decay
+            to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
+        to_delta = LN2 * device.sum_states(to_exponent * A_t, ROWS, D, N)
+        states = no_states
+        if SELECTIVE:
+            to_C = (reach + written * B) * w_states
+            both = device.concatenated_states(total * written, to_C, ROWS, D, N)
+            states = device.sum_channels(both, ROWS, D, 2 * N)
+        grad_A += to_exponent * device.spread(delta, ROWS, D, N)
+        H = total * decay
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
@@ -354,29 +328,21 @@ def reverse_kernel(
         to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols, to_delta, mask=inside)
         if SELECTIVE:
-            if PARTS > 1:
-                states = triton_blocks.in_blocks(
-                    parts.sum_of_parts(triton_blocks.join_blocks(states, ROWS), PARTS), ROWS, BLOCKS
-                )
-            along = units[0] * states[0]
-            for i in tl.static_range(1, BLOCKS):
-                along += units[i] * states[i]
+            states = parts.sum_of_parts(states, PARTS)
+            along = unit * states
             GROUPS: tl.constexpr = along.shape[1] // N
             sums_of = tl.sum(tl.reshape(along, [ROWS, GROUPS, N]), axis=2)[:, :, None]
             along = tl.reshape(tl.broadcast_to(sums_of, [ROWS, GROUPS, N]), along.shape)
-            rounded = ()
-            for i in tl.static_range(BLOCKS):
-                states_at, given = triton_weights.state_columns(d, i, n, N, D)
-                inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
-                to_states = (inv * (states[i] - units[i] * along)).to(kind)
-                in_states = is_first_part[:, None] & given[None, :]
-                tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
-                rounded = rounded + (to_states.to(ROUND),)
-            states = rounded
+            states_at, given = triton_weights.state_columns(d, n, N, D)
+            inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
+            to_states = (inv * (states - unit * along)).to(kind)
+            in_states = is_first_part[:, None] & given[None, :]
+            tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
+            states = to_states.to(ROUND)
         if FEEDBACK:
             grads = triton_weights.in_tiles(
                 to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
             )  # fmt: skip
     at = sample[:, None] * (n * d) + cols
-    triton_blocks.store_head_blocks(H_ptr + at, H, inside, d, n, N)
-    triton_blocks.store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
+    device.store_head_states(H_ptr + at, H, inside, d, n, N)
+    device.store_head_states(grad_A_ptr + at, grad_A, inside, d, n, N)

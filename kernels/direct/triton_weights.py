@@ -9,7 +9,6 @@ import triton.language as tl
 from bedouin.kernels.direct.device import columns_of, join_rows, small_rows
 from bedouin.kernels.direct.limits import REVERSE_ALPHA
 from bedouin.kernels.direct.parts import part_of
-from bedouin.kernels.direct.triton_blocks import join_blocks
 
 BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
 
@@ -55,16 +54,15 @@ def load_weight_tiles(
 
 
 @triton.jit
-def state_columns(first, block, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """Of the columns of `sum_channels` for B and C of a block of N states: where these are, from
-    the `first` one on, and whether there are such."""
-    return _columns_at(tl.arange(0, max(2 * N, min(32, D))), first, block, n, N)
+def state_columns(first, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Of the columns of `sum_channels` for B and C: where these are, from the `first` one on, and
+    whether there are such."""
+    return _columns_at(tl.arange(0, max(2 * N, min(32, D))), first, n, N)
 
 
 @triton.jit
-def _columns_at(at, first, block, n: tl.constexpr, N: tl.constexpr):
-    state = block * N + at % N
-    return first + at // N * n + state, (at < 2 * N) & (state < n)
+def _columns_at(at, first, n: tl.constexpr, N: tl.constexpr):
+    return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
 
 
 @triton.jit
@@ -97,7 +95,6 @@ def _columns_of_tile(
     """
     u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
     FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
-    BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
     if i >= FIRST:
         if i - FIRST < K // 2:
             numbers, given = u_at + (2 * (i - FIRST) + at % 2) * d + at // 2, at // 2 < d
@@ -112,7 +109,7 @@ def _columns_of_tile(
     elif SELECTIVE and FIRST == 2:
         numbers, given = small_columns(at, d, n, K, N)
     elif SELECTIVE and i == 1:
-        numbers, given = _columns_at(at // BLOCKS, d, at % BLOCKS, n, N)
+        numbers, given = _columns_at(at, d, n, N)
     else:
         numbers, given = u_at + K * d + at, at < K
     return numbers, given
@@ -130,9 +127,8 @@ def tiles_before_reflections(n, selective, N, block_d, D):
 
 @triton.constexpr_function
 def _width_of_states(n, selective, N, D):
-    """Columns of B and C of all blocks of N states."""
-    blocks = triton.next_power_of_2((n + N - 1) // N)
-    return max(2 * N, min(32, D)) * blocks if selective else 0
+    """Columns of B and C."""
+    return max(2 * N, min(32, D)) if selective else 0
 
 
 @triton.constexpr_function
@@ -165,7 +161,7 @@ def load_transposed_weights(
 @triton.jit
 def in_tiles(
     delta, u,  # rows (s, d)
-    states,  # of each block, (s, .)
+    states,  # B and C (s, .)
     alpha,  # (s, .)
     K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +174,7 @@ def in_tiles(
     D: tl.constexpr = delta.shape[1]
     alpha = part_of(alpha, PARTS)
     if SELECTIVE:
-        states = part_of(join_blocks(states, ROWS), PARTS)
+        states = part_of(states, PARTS)
     tiles = ()
     if SELECTIVE and states.shape[1] == alpha.shape[1]:
         small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
