@@ -306,15 +306,15 @@ def lanes_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """v (s, d), the same for all channels, as (s, 32)."""
-    if BLOCK_D < 32:
-        return in_lanes(concatenated(v, v, S, BLOCK_D), S, 2 * BLOCK_D)
-    elif BLOCK_D == 32:
+def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr):
+    """v (s, d), the same for all channels, as (s, L)."""
+    if BLOCK_D < L:
+        return in_lanes(concatenated(v, v, S, BLOCK_D), S, 2 * BLOCK_D, L)
+    elif BLOCK_D == L:
         return v
     else:
         even, _ = tl.split(tl.reshape(v, [S, BLOCK_D // 2, 2]))
-        return in_lanes(even, S, BLOCK_D // 2)
+        return in_lanes(even, S, BLOCK_D // 2, L)
 
 
 @triton.jit

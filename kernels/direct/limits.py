@@ -33,9 +33,6 @@ MAX_REFLECTIONS = 4
 SCRATCH = 8192
 """Bytes of shared memory that a sweep may need beside W^y, which stays there if it fits."""
 
-REVERSE_ALPHA = 32
-"""Rows of W^y for alpha in the reverse sweep: every thread of a warp holds one of its values."""
-
 CHUNK = SCAN_CHUNK
 """Tokens between two kept h, as many as of a scan. The reverse sweep's workspace is this many
 tensors (b, n, d)."""
@@ -64,9 +61,8 @@ def head_blocks(d: int, n: int, layout: RawLayout) -> HeadBlocks:
     channels, states = max(16, next_power_of_two(d)), next_power_of_two(n)
     k, both = layout.num_householder, 2 * n if layout.selective else 0
     small = max(16, next_power_of_two(both + k))
-    reverse = REVERSE_ALPHA
-    if layout.selective:
-        reverse += max(2 * states, min(32, channels))
+    # B and C, and as many for alpha, at least one for each thread of a warp
+    reverse = 2 * max(2 * states, min(32, channels))
     rows = (k + 1) * channels + max(small, reverse)
     return HeadBlocks(channels, states, small, rows, max(channels, small, reverse))
 

@@ -102,24 +102,21 @@ def reverse_kernel(
     AT_B: tl.constexpr = local_place(K, 6)
     WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    alphas = tl.arange(0, triton_weights.BLOCK_ALPHA)
+    SMALL: tl.constexpr = triton_weights.small_width(N, D)
+    alphas = tl.arange(0, SMALL)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
         A = device.load_head_states(A_at, in_row, d, n, N)
-    no_states = tl.zeros([ROWS, max(2 * N, min(32, D))], ROUND)
+    no_small = tl.zeros([ROWS, SMALL], ROUND)
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
             W = triton_weights.load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
         # no token after the last one
         no_rows = tl.zeros([ROWS, D], ROUND)
-        no_alpha = tl.zeros([ROWS, triton_weights.BLOCK_ALPHA], ROUND)
-        grads = triton_weights.in_tiles(
-            no_rows, (no_rows,) * K, no_states, no_alpha, K,
-            PARTS, SELECTIVE,
-        )  # fmt: skip
+        grads = triton_weights.in_tiles(no_rows, (no_rows,) * K, no_small, no_small, K, PARTS)
     slots = tl.cdiv(t_end, KEEP)
     kept_row = kept_ptr + sample * slots * (n * d)
     triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, PARTS, FAST)
@@ -274,14 +271,14 @@ def reverse_kernel(
             T_v = own[:K]
             along_u, grad_alpha = reflections_vjp(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
-        states_at, given = triton_weights.state_columns(AT_B, n, N, D)
+        states_at, given = triton_weights.state_columns(alphas, AT_B, n, N)
         unit = tl.load(row[:, None] + states_at[None, :], mask=given[None, :], other=0.0)
         _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, unit.shape[1])
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
         rows = ()
-        to_alpha = tl.zeros([ROWS, triton_weights.BLOCK_ALPHA], tl.float32)
+        to_alpha = tl.zeros([ROWS, SMALL], tl.float32)
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
@@ -290,7 +287,7 @@ def reverse_kernel(
             grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along_u[i] * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols, grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            one = device.in_lanes(grad_alpha[i], ROWS, D)
+            one = device.in_lanes(grad_alpha[i], ROWS, D, SMALL)
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
@@ -313,7 +310,7 @@ def reverse_kernel(
             # s is 1 - decay
             to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
         to_delta = LN2 * device.sum_states(to_exponent * A_t, ROWS, D, N)
-        states = no_states
+        states = no_small
         if SELECTIVE:
             to_C = (reach + written * B) * w_states
             both = device.concatenated_states(total * written, to_C, ROWS, D, N)
@@ -333,7 +330,7 @@ def reverse_kernel(
             GROUPS: tl.constexpr = along.shape[1] // N
             sums_of = tl.sum(tl.reshape(along, [ROWS, GROUPS, N]), axis=2)[:, :, None]
             along = tl.reshape(tl.broadcast_to(sums_of, [ROWS, GROUPS, N]), along.shape)
-            states_at, given = triton_weights.state_columns(d, n, N, D)
+            states_at, given = triton_weights.state_columns(alphas, d, n, N)
             inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
             to_states = (inv * (states - unit * along)).to(kind)
             in_states = is_first_part[:, None] & given[None, :]
@@ -341,8 +338,8 @@ def reverse_kernel(
             states = to_states.to(ROUND)
         if FEEDBACK:
             grads = triton_weights.in_tiles(
-                to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
-            )  # fmt: skip
+                to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS
+            )
     at = sample[:, None] * (n * d) + cols
     device.store_head_states(H_ptr + at, H, inside, d, n, N)
     device.store_head_states(grad_A_ptr + at, grad_A, inside, d, n, N)
