@@ -96,12 +96,8 @@ def launch_reverse(
     """The gradients: of W_y empty without feedback, of y0 without a y0."""
     grad_y, grad_h = last_axis_contiguous(cotangents[0]), cotangents[1]
     x, raw, W_y, A, _, y0 = operands
-    x, raw, y, exponents = (
-        last_axis_contiguous(x),
-        last_axis_contiguous(raw),
-        y.contiguous(),
-        _exponents(A),
-    )
+    x, raw, y = last_axis_contiguous(x), last_axis_contiguous(raw), y.contiguous()
+    exponents = _exponents(A)
     (b, t_end, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     H = A.new_zeros(b, n, d) if grad_h is None else state_major(grad_h)
     grad_x, grad_A = x.new_empty(x.shape), torch.zeros_like(H)
@@ -119,16 +115,22 @@ def launch_reverse(
     samples, parts = choose_rows(b, exponents, W_y)
     statistics = A.new_empty(parts, 2, b, t_end)
     if y.numel():
-        mixed, local = _prepare((x, y, raw, fed, exponents), options, feedback=W_y is not None)
-        constants = _of_heads(reverse_kernel, exponents, W_y, options, (samples, parts))
+        how = exponents, W_y, options, (samples, parts)
+        x_strides, strides = _input_strides(x, A), (*raw.stride()[:2], *fed.stride()[:2])
+        mixed = A.new_empty(b, t_end, d)
+        local = A.new_empty(b, t_end, local_width(options.known_layout().num_householder, n))
+        tokens = x, y, raw, fed, exponents, mixed, local
+        # one warp, within which channels are summed
+        constants = {**_of_heads(prepare_kernel, *how), "num_warps": 1}
+        sizes = b // len(A), d, n
+        prepare_kernel[(b * t_end,)](*tokens, t_end, *sizes, *x_strides, *strides, **constants)
+        constants = _of_heads(reverse_kernel, *how)
         replayed, programs = A.new_empty(b, CHUNK - 1, n, d), _programs(b, A, samples)
         scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
         read = grad_y, x, y, raw, fed, W, exponents, mixed, local, kept, replayed
-        strides = *raw.stride()[:2], *fed.stride()[:2], W.stride(0)
-        integers = t_end, b // len(A), d, n, grad_raw.shape[-1]
         reverse_kernel[(programs,)](
-            *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, *integers),
-            *(*grad_y.stride()[:2], *_input_strides(x, A), *strides),
+            *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, *sizes),
+            *(grad_raw.shape[-1], *grad_y.stride()[:2], *x_strides, *strides, W.stride(0)),
             **constants,
         )
     if W_y is not None:
@@ -143,39 +145,6 @@ def launch_reverse(
     return grad_x, grad_raw[..., :r], grad_W_y, grad_A, H.mT, grad_y0, statistics.amax(0)
 
 
-def _prepare(
-    tensors: tuple[Tensor, ...],  # x, y, raw, fed and log2(e) A, as `prepare_kernel` reads them
-    options: Parameterization,
-    *,
-    feedback: bool,
-) -> tuple[Tensor, Tensor]:
-    """x~ (b, t, d) and the scalars of the local systems (b, t, WIDTH)."""
-    x, y, raw, fed, A = tensors
-    (b, t_end, d), n = y.shape, A.shape[1]
-    mixed = A.new_empty(b, t_end, d)
-    local = A.new_empty(b, t_end, local_width(options.known_layout().num_householder, n))
-    strides = *raw.stride()[:2], *fed.stride()[:2]
-    prepare_kernel[(b * t_end,)](
-        *(*tensors, mixed, local, t_end, b // len(A), d, n, *_input_strides(x, A), *strides),
-        **token_constants(prepare_kernel, A.shape, options, strides, feedback),
-    )
-    return mixed, local
-
-
-@lru_cache(maxsize=1024)
-def token_constants(
-    kernel: Any,  # of Triton
-    A: tuple[int, ...],  # (H, n, d)
-    options: Parameterization,
-    strides: tuple[int, ...],  # between rows of raw values
-    feedback: bool,
-) -> dict[str, Any]:
-    """The constants and launch options of a kernel of known tokens. Not to be changed."""
-    # a power of two, at most 8, that divides all strides; channels are summed within one warp
-    own = {"ALIGNED": math.gcd(8, *strides), "FEEDBACK": feedback, "num_warps": 1}
-    return arguments_of(kernel, _map_constants(A, options) | own)
-
-
 @lru_cache(maxsize=1024)
 def head_constants(
     kernel: Any,  # of Triton
@@ -187,17 +156,25 @@ def head_constants(
     keep_every: int,
     shared_memory: int,  # bytes of a program
 ) -> dict[str, Any]:
-    """The constants and launch options of the sweep and the reverse sweep. Not to be changed."""
-    (samples, parts), layout = rows, options.known_layout()
+    """The constants and launch options of a kernel. Not to be changed."""
+    (samples, parts), layout, eps = rows, options.known_layout(), options.feedback_norm_eps
     k, blocks = layout.num_householder, head_blocks(A[2], A[1], layout)
     streamed = dtype is not None and blocks.streams(dtype.itemsize, shared_memory)
-    kind, every = dtype or torch.float32, _map_constants(A, options)
-    every |= {
+    kind = dtype or torch.float32
+    every = {
+        "ACTIVATION": layout.activation,
+        "SELECTIVE": layout.selective,
+        "INPUT_SCALE": options.input_scale,
+        "EPS": UNIT_EPS,
+        "FAST": not interpreter_is_on(),
+        "K": k,
+        "BETA_MAX": layout.beta_max,
         "ROUND": getattr(tl, str(kind).removeprefix("torch.")),
         "DOT": dtype_of_factors(kind),
         "PRECISION": "tf32" if tf32 else "ieee",
         "FEEDBACK": dtype is not None,
-        "NORM": dtype is not None and options.feedback_norm_eps is not None,
+        "NORM": dtype is not None and eps is not None,
+        "NORM_EPS": 0.0 if eps is None else eps,
         "KEEP": keep_every,
         "S": samples,
         "PARTS": parts,
@@ -205,6 +182,7 @@ def head_constants(
         "BLOCK_D": blocks.channels,
         "BLOCK_S": blocks.small,
         "BLOCK_L": next_power_of_two(local_width(k, A[1])),
+        "BLOCK_N": blocks.states,
         "N": blocks.states,
         "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
         "STREAMED": streamed,
@@ -215,26 +193,6 @@ def head_constants(
         "maxnreg": MAX_REGISTERS,
     }
     return arguments_of(kernel, every)
-
-
-def _map_constants(
-    A: tuple[int, ...],  # (H, n, d)
-    options: Parameterization,
-) -> dict[str, Any]:
-    """Those that sizes and options determine."""
-    layout, eps = options.known_layout(), options.feedback_norm_eps
-    return {
-        "BLOCK_D": next_power_of_two(A[2]),
-        "BLOCK_N": next_power_of_two(A[1]),
-        "ACTIVATION": layout.activation,
-        "SELECTIVE": layout.selective,
-        "INPUT_SCALE": options.input_scale,
-        "EPS": UNIT_EPS,
-        "FAST": not interpreter_is_on(),
-        "NORM_EPS": 0.0 if eps is None else eps,
-        "K": layout.num_householder,
-        "BETA_MAX": layout.beta_max,
-    }
 
 
 def _of_heads(
@@ -259,29 +217,23 @@ def choose_rows(
     A: Tensor,  # (H, n, d)
     W_y: Tensor | None,  # (H, ., d)
 ) -> tuple[int, int]:
-    """Samples of a program and parts of each, a warp for every part. Without W^y samples share
-    nothing, and fewer warps wait for each other in a program of one."""
-    samples = 1 if W_y is None else choose_samples(b, A)
-    return samples, choose_parts(max(16, next_power_of_two(A.shape[2])), samples)
+    """Samples of a program and parts of each, a warp for every part.
 
-
-def choose_samples(
-    b: int,
-    A: Tensor,  # (H, n, d)
-) -> int:
-    """Samples of a program: as many as leave a program for every second multiprocessor, at least 2
-    and at most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow.
-
-    A token takes a program about as long for one sample as for several, up to that.
+    With W^y as many samples as leave a program for every second multiprocessor, at least 2 and at
+    most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow: a token
+    takes a program about as long for one sample as for several, up to that. Without W^y samples
+    share nothing, and fewer warps wait for each other in a program of one.
     """
     heads, n, d = A.shape
-    most = WARPS if d <= 64 else WARPS // 2
-    most = min(most, MEMORIES // (next_power_of_two(n) * next_power_of_two(d)))
-    units = Device.of(A.device).programs or 4
-    samples = 2
-    while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
-        samples *= 2
-    return min(samples, most, next_power_of_two(b // heads))
+    channels, samples = next_power_of_two(d), 1
+    if W_y is not None:
+        most = WARPS if d <= 64 else WARPS // 2
+        most = min(most, MEMORIES // (next_power_of_two(n) * channels))
+        units, samples = Device.of(A.device).programs or 4, 2
+        while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
+            samples *= 2
+        samples = min(samples, most, next_power_of_two(b // heads))
+    return samples, choose_parts(max(16, channels), samples)
 
 
 def choose_parts(channels: int, samples: int) -> int:

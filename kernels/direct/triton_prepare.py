@@ -57,13 +57,6 @@ def _store_group(row, values, K: tl.constexpr, GROUP: tl.constexpr):
     store_tuple(row + local_place(K, GROUP), values, len(values))
 
 
-@triton.jit
-def _row(ptr, sample, t, stride_b, stride_t, ALIGNED: tl.constexpr):
-    """Pointer to the entries of token t of (b, t, width), at an offset that ALIGNED divides, so
-    that loads are wide."""
-    return ptr + tl.multiple_of(sample * stride_b + t * stride_t, ALIGNED)
-
-
 @triton.jit(do_not_specialize=["t_end", "per_head"])
 def prepare_kernel(
     x_ptr,  # (H, b / H, t, d)
@@ -94,7 +87,6 @@ def prepare_kernel(
     INPUT_SCALE: tl.constexpr,
     NORM_EPS: tl.constexpr,
     EPS: tl.constexpr,
-    ALIGNED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """x~ and the scalars of the local system of every token, a program each:
@@ -107,8 +99,8 @@ def prepare_kernel(
     rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_n, in_d = rows < n, cols < d
     u_at = d + (2 * n if SELECTIVE else 0)
-    raw = _row(raw_ptr, sample, t, raw_stride_b, raw_stride_t, ALIGNED)
-    fed = _row(fed_ptr, sample, t, fed_stride_b, fed_stride_t, ALIGNED)
+    raw = raw_ptr + sample * raw_stride_b + t * raw_stride_t
+    fed = fed_ptr + sample * fed_stride_b + t * fed_stride_t
     head = sample // per_head
     x_row = x_ptr + head * x_stride_h + sample % per_head * x_stride_b
     x_row += t * x_stride_t
