@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 
-from bedouin.kernels.heads import check_heads, count_heads, per_sample
+from bedouin.kernels.heads import check_heads, count_heads
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
@@ -75,11 +75,6 @@ class Operands(NamedTuple):
             return self
         W_y = None if self.W_y is None else self.W_y.unsqueeze(0)
         return self._replace(W_y=W_y, A=self.A.unsqueeze(0))
-
-    def A_rows(self) -> Tensor:
-        """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
-        rows = self.A.mT.contiguous()
-        return rows if rows.dim() == 2 else per_sample(rows, self.x.shape[0])
 
     def wide(self) -> "Operands":
         """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors."""

@@ -52,7 +52,7 @@ from bedouin.kernels.feedback import (
     shifted,
     with_feedback,
 )
-from bedouin.kernels.heads import count_heads, sum_samples
+from bedouin.kernels.heads import count_heads, per_sample, sum_samples
 from bedouin.kernels.householder import unit_and_factor, unit_vjp, wy_factor_of
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -144,8 +144,9 @@ class Equations:
     def __init__(self, operands: Operands, options: Parameterization, count: int) -> None:
         """`operands` as `Operands.wide` gives them, `count` the most rows at once."""
         self.options, self.layout = options, options.known_layout()
-        A = operands.A_rows()
-        self.A = A if A.dim() == 3 else A.unsqueeze(0)  # (b or 1, n, d)
+        A = operands.A.mT.contiguous()
+        # (b or 1, n, d)
+        self.A = per_sample(A, len(operands.x)) if A.dim() == 3 else A.unsqueeze(0)
         self.exponents, self.k = self.A * LOG2E, self.layout.num_householder
         self.n, self.d = A.shape[-2:]
         self.is_full = options.eigenvalues == "full"

@@ -2,8 +2,8 @@
 
 A program holds the memory of its samples in registers and W^y of its head in shared memory, so that
 no program waits for another one. A warp holds a row: a sample, whose sums over channels are then
-sums over the warp's lanes, or a part of a sample (`parts.py`). The equations are those of
-`../triton_forward.py`.
+sums over the warp's lanes, or a part of a sample (`parts.py`). The local equation of a token is
+that of local.py, in terms of e as in cpu.py.
 
 The memory that a token leaves is computed beside the next one's product with W^y, and its defect
 after the next one's exchange between warps. Without feedback B, C and alpha are stored one token

@@ -2,7 +2,7 @@
 
 It takes tokens back, the last first, from what `prepare_kernel` computed for all of them at once.
 A program first computes the memories in a chunk of them and stores them where they remain in the
-second-level cache. Equations and scalars are those of `../triton_reverse.py` and triton_prepare.py.
+second-level cache. The equations are those of cpu.py, the scalars those of triton_prepare.py.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
