@@ -214,7 +214,7 @@ def memory_of(
     A, h = operands.A, operands.start()[0]
     if by_kernel and mixed.numel():
         flat = mixed, delta, A, B, C, h, None, scale, eigenvalues, False, True
-        _, h, of_scan = triton_scan(*flat)
+        _, h, of_scan = triton_scan.function(*flat)
         return h, of_scan.mT.contiguous()
     for start in range(0, x.shape[1], CHUNK):
         kept.append(h.mT)
