@@ -15,8 +15,8 @@ from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import UNIT_EPS
-from bedouin.kernels.launch import ceil_div, dtype_of_factors, last_axis_contiguous
-from bedouin.kernels.operation import operation
+from bedouin.kernels.launch import accumulator, ceil_div, dtype_of_factors, last_axis_contiguous
+from bedouin.kernels.operation import operation, plain_operation
 from bedouin.kernels.track.limits import (
     CHUNK,
     GRADIENT_STATES,
@@ -26,7 +26,8 @@ from bedouin.kernels.track.limits import (
     TOKENS,
     Sizes,
 )
-from bedouin.kernels.track.types import ROWS, Gradients, Kept, TrackInputs
+from bedouin.kernels.track.reference import track_reference
+from bedouin.kernels.track.types import ROWS, Gradients, Kept, Tracked, TrackInputs
 
 INPUTS = (
     "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor gate, Tensor skip, "
@@ -265,3 +266,21 @@ def _gradients(
 
 
 track_operation.register_autograd(_gradients, setup_context=_save)
+
+
+def _plain(*flat: Any) -> Tracked:
+    return track_reference(TrackInputs(*flat[:COUNT]), *flat[COUNT:])
+
+
+def _plain_fake(*flat: Any) -> Tracked:
+    inputs = TrackInputs(*flat[:COUNT])
+    b, t, H, c, n = inputs.sizes
+    dtype = accumulator(*[v.dtype for v in inputs if v is not None])
+    h, y = (inputs.x.new_empty(shape, dtype=dtype) for shape in ((b, H * c, n), (b, t, H * c)))
+    return Tracked(inputs.x.new_empty(y.shape), h, y)
+
+
+_TENSORS, _, _ = INPUTS.partition(", float")
+plain_track = plain_operation(
+    "plain_track", _TENSORS, "float feedback_eps, float eps", _plain, _plain_fake, results=3
+)

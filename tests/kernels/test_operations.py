@@ -417,7 +417,7 @@ def test_no_operation_in_triton_is_missing_here() -> None:
         with recorded() as found:
             differentiated(*prepared(name, "cpu"))
         seen |= {operation.overload.name() for operation, _, _ in found}
-    plain = {"plain_scan", "plain_delta_rule"}
+    plain = set(OF_GRAPHS)
     plain |= {f"{name}_backward" for name in plain}
     assert {name.removeprefix("bedouin::") for name in OPERATIONS} - plain == {
         name.removeprefix("bedouin::").removesuffix(".default") for name in seen
@@ -427,6 +427,7 @@ def test_no_operation_in_triton_is_missing_here() -> None:
 OF_GRAPHS: dict[str, Callable[[], list[Any]]] = {
     "plain_scan": lambda: [*list(scan().tensors.values())[:6], "delta", "positive", False],
     "plain_delta_rule": lambda: list(ROWS["rule by tokens"].make(t=5, k=2).tensors.values()),
+    "plain_track": lambda: [*ROWS["tracker"].make(t=5).tensors.values(), 1e-5, 1e-4],
 }
 
 
