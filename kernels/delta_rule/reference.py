@@ -149,3 +149,16 @@ def _share(
     wide = accumulator(key.dtype)
     exact, found = (v.to(wide).square().sum(-1) for v in (key, low))
     return torch.where(found > 0, exact / found, 1)
+
+
+def steps_as_tokens(inputs: DeltaInputs) -> DeltaInputs:
+    """The same rule with a token for each Householder step: k t tokens of one step, with a decay,
+    of which every k-th, the last step of a token of `inputs`, has a query and the others zeros."""
+    query, key, value, beta, log_decay = inputs
+    k = key.shape[2]
+    decay = torch.zeros_like(beta[:, :, 0]) if log_decay is None else log_decay
+    if k > 1:
+        query = F.pad(query.unsqueeze(2), (0, 0, 0, 0, k - 1, 0)).flatten(1, 2)
+        decay = F.pad(decay.unsqueeze(2), (0, 0, 0, k - 1)).flatten(1, 2)
+        key, value, beta = (v.flatten(1, 2).unsqueeze(2) for v in (key, value, beta))
+    return DeltaInputs(query, key, value, beta, decay)

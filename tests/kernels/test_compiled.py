@@ -103,8 +103,8 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
     kernel: Any, t: int, p: int, v: int, dtype: torch.dtype
 ) -> None:
     """With a decay, a memory, and all that can be wanted."""
-    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), True)
-    known |= dict.fromkeys(("STARTED", "ENDED", "WANTED", "KEEP"), True)
+    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"))
+    known |= dict.fromkeys(("STARTED", "ENDED", "KEEP"), True)
     known |= {"V_SIZE": v, "V_BLOCK": value_block(p, v, dtype)}
     low = "fp32" if dtype == F32 else "bf16"
     rows = [name for name in kernel.arg_names if name.endswith("_ROW")]

@@ -426,7 +426,7 @@ def test_no_operation_in_triton_is_missing_here() -> None:
 
 OF_GRAPHS: dict[str, Callable[[], list[Any]]] = {
     "plain_scan": lambda: [*list(scan().tensors.values())[:6], "delta", "positive", False],
-    "plain_delta_rule": lambda: list(ROWS["rule by tokens"].make(t=5, k=2).tensors.values()),
+    "plain_delta_rule": lambda: list(ROWS["rule of steps"].make(t=5, k=2).tensors.values()),
 }
 
 
