@@ -96,7 +96,8 @@ def delta_rule(
             [v is not None and v.requires_grad for v in (*by_steps, memory)]
         )
         o, last, *_ = chunk_kernels(*by_steps, memory, keep)
-        return o[:, k - 1 :: k].to(inputs.value.dtype), last
+        o = o if k == 1 else o[:, k - 1 :: k]
+        return o.to(inputs.value.dtype), last
     memory = _or_zeros(memory, inputs)
     # a graph of torch.compile would otherwise have the operations of all chunks
     if torch.compiler.is_compiling():

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import LOG2E, exp2, log1p_of_fraction
-from bedouin.kernels.device.norms import inverse_norm
 
 
 @triton.jit
@@ -111,12 +110,6 @@ def slope_of(delta):
 def load_rounded(ptr, mask, dtype: tl.constexpr):
     """Parameters as a product in `dtype` takes them, in float32."""
     return tl.load(ptr, mask=mask, other=0.0).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def norm_of(v, c: tl.constexpr, EPS: tl.constexpr):
-    """1 / rms of the rows (tokens, P) of v, (tokens, 1)."""
-    return inverse_norm(tl.sum(v * v, 1) / c, EPS)[:, None]
 
 
 @triton.jit

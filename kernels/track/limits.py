@@ -29,12 +29,8 @@ GRADIENT_CHUNKS, GRADIENT_PARTS = 8, 256
 """Chunks of such a program, at least, and how many parts of the gradient of A there then are for
 the folded samples together, about."""
 
-TOKENS, OUTPUT_TOKENS = 16, 32
-"""Tokens of a program of the preparation, and of the output and of what ends the backward."""
-
-WORKSPACE = 2**28
-"""Bytes of the decayed memories of all tokens that the backward holds at the same time; a longer
-call is computed in segments, each with launches of its own."""
+TOKENS, FINISH_TOKENS = 16, 32
+"""Tokens of a program of the preparation, and of what ends the backward."""
 
 
 def unfit(c: int, n: int) -> str | None:
@@ -76,20 +72,9 @@ class Sizes(NamedTuple):
         return torch.bfloat16 if self.V == 4 else torch.float32
 
     @property
-    def blocks(self) -> int:
-        """Programs of OUTPUT_TOKENS tokens of a head, of t + 1 for each sample."""
-        return ceil_div(self.b * (self.t + 1), OUTPUT_TOKENS)
-
-    @property
-    def segment(self) -> int:
-        """Chunks of a segment of the backward."""
-        chunk = self.f * self.P * self.N * self.low.itemsize * CHUNK
-        return max(1, min(self.chunks, WORKSPACE // chunk))
-
-    @property
     def per_part(self) -> int:
         """Chunks of a program of the gradients of A, B and C."""
-        return min(self.segment, max(GRADIENT_CHUNKS, self.f * self.chunks // GRADIENT_PARTS))
+        return min(self.chunks, max(GRADIENT_CHUNKS, self.f * self.chunks // GRADIENT_PARTS))
 
     def lanes(self, states: int) -> int:
         """Lanes of a warp that share the states of a channel, if a thread has so many of them."""

@@ -48,7 +48,7 @@ def _load_replayed(
     return x, row, fed, tl.load(at), tl.load(at + 1), B, C
 
 
-@triton.jit(do_not_specialize=["t_end", "H", "start", "tokens"])
+@triton.jit(do_not_specialize=["t_end", "H"])
 def replay_kernel(
     x_ptr,  # (b, t, H c)
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
@@ -58,14 +58,12 @@ def replay_kernel(
     C_ptr,  # likewise
     A_log_ptr,  # (H, c, n)
     states_ptr,  # (f, chunks, N, P)
-    memory_ptr,  # (f, tokens, N P / V), written: words of q
-    factors_ptr,  # (f, tokens, P), written: g and read, coupled
-    slopes_ptr,  # (f, tokens, P), written: pairs of Delta and its slope
+    memory_ptr,  # (f, t, N P / V), written: words of q
+    factors_ptr,  # (f, t, P), written: g and read, coupled
+    slopes_ptr,  # (f, t, P), written: pairs of Delta and its slope
     read_ptr,  # (f, t, P), written: a B
     t_end,
     H,
-    start,  # the first token of the segment, of a chunk
-    tokens,  # of the segment
     x_stride_b,
     x_stride_t,
     c: tl.constexpr,
@@ -82,7 +80,7 @@ def replay_kernel(
     SIZE: tl.constexpr = P * N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
-    chunk = start // CHUNK + tl.program_id(1)
+    chunk = tl.program_id(1)
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, t_end)
     p, channels, places = (
@@ -128,17 +126,17 @@ def replay_kernel(
         slope = device.slope_of(delta)
         g = slope * (mixed - beta * LN2 * device.over_states(q_B))
         read = B_C * g + slope * LN2 * device.over_states(q_C)
-        place = f * tokens + (t - start)
+        place = token + t
         device.store_words(memory_ptr + place * (SIZE // V), places, device.pack(products, V))
         device.put(factors_ptr + place * P, device.couple(g, read, V, FAST), channels, P, P, NL)
         device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
         erased = device.over_states(r).to(read_ptr.dtype.element_ty)
-        device.put(read_ptr + (token + t) * P, erased, channels, P, P, NL)
+        device.put(read_ptr + place * P, erased, channels, P, P, NL)
 
 
 @triton.jit
 def _load_transposed(
-    ptr,  # (3 c, c)
+    ptr,  # (2 c, c)
     dtype: tl.constexpr, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     """W_y of Delta and x by outputs, (P / NL, 4, P, NL) for output jr NL + jl of input p, and zeros
@@ -153,26 +151,24 @@ def _load_transposed(
 
 @triton.jit
 def _load_token(
-    first,  # pointers to the rows of slopes, factors, past, B, C, scalars, inverse, q, zeros,
-    # and fed
-    step,  # of the segment
-    row,  # of the sample
-    places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+    first,  # pointers to the rows of slopes, factors, fed, past, B, C, scalars, q, and of grad_y,
+    # before which are zeros
+    grad_stride, step, places,
+    c: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
     WORDS: tl.constexpr = N // V
     slopes = device.load_vector(first[0] + step * P, P, P)
-    factors, fed = (
-        device.load_vector(first[1] + step * P, P, P),
-        device.load_vector(first[9] + row * P, P, P),
-    )
-    past = device.load_vector(first[2] + row * P, P, P)
-    at = first[5] + row * 2 + first[8]
-    scalars = tl.load(at), tl.load(at + 1), tl.load(first[6] + row + first[8])
-    B = device.load_row(first[3] + row * WORDS, WORDS, NL)
-    C = device.load_row(first[4] + row * WORDS, WORDS, NL)
+    factors = device.load_vector(first[1] + step * P, P, P)
+    fed = device.load_vector(first[2] + step * P, P, P)
+    past = device.load_vector(first[3] + step * P, P, P)
+    grad_past = device.load_vector(first[9] + tl.maximum(step - 1, 0) * grad_stride, c, P)
+    B = device.load_row(first[4] + step * WORDS, WORDS, NL)
+    C = device.load_row(first[5] + step * WORDS, WORDS, NL)
+    at = first[6] + step * 2 + first[8]
+    scalars = tl.load(at), tl.load(at + 1)
     q = device.load_words(first[7] + step * (P * WORDS), places)
-    return slopes, factors, past, scalars, B, C, q, fed
+    return slopes, factors, fed, past, grad_past, scalars, B, C, q
 
 
 @triton.jit
@@ -187,31 +183,27 @@ def _with_memory(H, B_words, q_words, V: tl.constexpr):
     return device.over_states(H_B), device.over_states(H_q)
 
 
-@triton.jit(do_not_specialize=["t_end", "H_heads", "start", "tokens"])
+@triton.jit(do_not_specialize=["t_end", "H_heads"])
 def reverse_kernel(
-    slopes_ptr,  # (f, tokens, P): pairs of Delta and its slope
-    factors_ptr,  # (f, tokens, P): g and read, coupled
+    slopes_ptr,  # (f, t, P): pairs of Delta and its slope
+    factors_ptr,  # (f, t, P): g and read, coupled
     fed_ptr,  # (f, t, P): what was fed back, coupled
-    memory_ptr,  # (f, tokens, N P / V), words of q
-    # (f, t + 1, P): pairs of the cotangent of y_s and -norm(y_s) / c, s from -1 on; the first of
-    # the one before `start` is replaced by w
-    past_ptr,
-    inverse_ptr,  # (f, t + 1): 1 / rms of y_s
+    memory_ptr,  # (f, t, N P / V), words of q
+    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
+    grad_y_ptr,  # (b, t, H c)
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     A_log_ptr,  # (H, c, n)
-    W_ptr,  # (H, 3 c, c)
+    W_ptr,  # (H, 2 c, c)
     last_ptr,  # (f, c, n), with LAST: H after the last token, else zeros
-    H_ptr,  # (f, c, n), written: H before the first token
+    H_ptr,  # (f, c, n), written with STARTED: H before the first token
     edges_ptr,  # (f, chunks, N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (f, t, P), written: pairs of w and written_
-    grad_fed_ptr,  # (b, t, H, 3, c), of which the first is written: raw_
-    grad_y0_ptr,  # (f, c), written: w before `start`
+    grad_fed_ptr,  # (b, t, H, 2, c), of which the first is written: raw_
+    grad_y0_ptr,  # (f, c), written with STARTED: w before the first token
     t_end,
     H_heads,
-    start,
-    tokens,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -219,10 +211,11 @@ def reverse_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
+    STARTED: tl.constexpr,
     LAST: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """The tokens of a segment of a head of a sample, from the last one to the first."""
+    """The tokens of a head of a sample, from the last one to the first."""
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     f = tl.program_id(0).to(tl.int64)
@@ -233,41 +226,43 @@ def reverse_kernel(
         device.places_of_words(P, N, NL, V),
     )
     A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
-    W = _load_transposed(W_ptr + head * (3 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
+    W = _load_transposed(W_ptr + head * (2 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
     slot = tl.arange(0, 4)[None, :, None, None]
     if LAST:
         H = device.load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
     else:
         H = device.zeros_like(A, V)
     chunks = tl.cdiv(t_end, CHUNK)
-    sample = f * t_end + start
-    past = past_ptr + (f * (t_end + 1) + start) * P
+    sample = f * t_end
+    grad_y, grad_stride = grad_y_ptr + (b * t_end * H_heads + head) * c, H_heads * c
     first = (
-        slopes_ptr + f * tokens * P,
-        factors_ptr + f * tokens * P,
-        past,
+        slopes_ptr + sample * P,
+        factors_ptr + sample * P,
+        fed_ptr + sample * P,
+        past_ptr + sample * P,
         B_ptr + sample * WORDS,
         C_ptr + sample * WORDS,
         scalars_ptr + sample * 2,
-        inverse_ptr + f * (t_end + 1) + start,
-        memory_ptr + f * tokens * (P * WORDS),
+        memory_ptr + sample * (P * WORDS),
         device.unknown_zeros(p, t_end, P),
-        fed_ptr + sample * P,
+        grad_y,
     )
-    step = (tokens - 1).to(tl.int64)
-    loaded = _load_token(first, step, step, places, P, N, NL, V)
-    w = device.unpack(device.load_vector(past + tokens.to(tl.int64) * P, P, P), 2)[0]
+    step = (t_end - 1).to(tl.int64)
+    loaded = _load_token(first, grad_stride, step, places, c, P, N, NL, V)
+    w = device.load_vector(grad_y + step * grad_stride, c, P).to(tl.float32)
     part = tl.arange(0, 32)
     A, H = device.wait_for(A, V), device.wait_for(H, V)
-    H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
-    for passed in range(0, tokens):
-        step = (tokens - 1 - passed).to(tl.int64)
+    H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
+    for passed in range(0, t_end):
+        step = (t_end - 1 - passed).to(tl.int64)
         earlier = tl.maximum(step - 1, 0)
-        slopes, factor_words, past_words, scalars, B_words, C_words, _, fed = loaded
-        loaded = _load_token(first, earlier, earlier, places, P, N, NL, V)
-        B_C, beta, inverse = scalars
+        slopes, factor_words, fed, past, grad_past, scalars, B_words, C_words, _ = loaded
+        loaded = _load_token(first, grad_stride, earlier, places, c, P, N, NL, V)
+        B_C, beta = scalars
         delta, slope = device.unpack(slopes, 2)
-        grad_past, along = device.unpack(past_words, 2)
+        y_past, inverse = device.unpack(past, 2)
+        along = y_past * inverse * (-1.0 / c)
+        grad_past = tl.where(step > 0, grad_past.to(tl.float32), 0.0)
         g, read = device.decouple(factor_words, V)
         fed_delta, fed_x = device.decouple(fed, V)
         # on the chain, from here
@@ -280,8 +275,8 @@ def reverse_kernel(
         factor = tl.where(slot < 2, W, along[None, None, :, None])
         w_before = grad_past + inverse * device.over_inputs(factor * rows, 4 * P // NL, P, NL)
         # to here; beside this product
-        if (step + 1 == tokens) | ((start + step + 1) % CHUNK == 0):
-            chunk = f * chunks + (start + step) // CHUNK
+        if (step + 1 == t_end) | ((step + 1) % CHUNK == 0):
+            chunk = f * chunks + step // CHUNK
             device.store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
         B, C = device.unpack(B_words, V), device.unpack(C_words, V)
         after = ()
@@ -293,13 +288,13 @@ def reverse_kernel(
         device.put(
             adjoint_ptr + (sample + step) * P, device.pair(w, grad_written), channels, P, P, NL
         )
-        to = grad_fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
+        to = grad_fed_ptr + ((b * t_end + step) * H_heads + head) * (2 * c)
         device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
         ahead = tl.maximum(step - CHUNK, 0)
         memory = first[7] + ahead * (P * WORDS)
         device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
-        H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
+        H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
         w = w_before
-    device.put(past, device.pair(w, w), channels, P, P, NL)
-    device.put(grad_y0_ptr + f * c, w, channels, c, P, NL)
-    device.store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)
+    if STARTED:
+        device.put(grad_y0_ptr + f * c, w, channels, c, P, NL)
+        device.store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)

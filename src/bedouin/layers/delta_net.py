@@ -73,7 +73,8 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
             most 256, without second derivatives, in chunks, too; "fla": the kernels of
             flash-linear-attention, on a GPU in bfloat16 or float16, except on Hopper with Triton
-            from 3.4 to before 3.7.1, which miscompiles its backward pass; "auto": "triton" on a GPU where it can, else "torch".
+            from 3.4 to before 3.7.1, which miscompiles its backward pass; "auto": "triton" on a
+            GPU where it can, else "torch".
     """
 
     state_type = DeltaState

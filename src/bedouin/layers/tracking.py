@@ -18,11 +18,10 @@ from bedouin.kernels.checks import check_number, positive_int
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
 from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.heads import fold, unfold
-from bedouin.kernels.linear import apply_weight, padding
+from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
-from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED, closed_value
-from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
+from bedouin.kernels.track import Tracked, TrackInputs, choose_track, hidden_of, track
 from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
@@ -257,21 +256,18 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         r = sum(v.shape[-1] for v in raw)
         # spare columns, so that the rows that kernels read begin at aligned addresses
         raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
-        W_y, W_gate = inputs.W_y.to(low).squeeze(0).split([2 * c, c], -2)
+        W_y = inputs.W_y[:, : 2 * c].to(low)
         h0 = y0 = None
         if inputs.h0 is not None and inputs.y0 is not None:
             before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
             h0, y0 = before.ssm, before.y
         folded = torch.cat(raw, -1)[..., :r]
         A = -torch.exp(common.at_least_float32(inputs.A_log))
-        operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
-        y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
-        normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
-        D, weight = (by_head(v, H) for v in (inputs.D, inputs.weight))
-        parts = fold(inputs.skip, H), D, fold(inputs.gate, H), None, apply_weight(normed, W_gate)
-        options: dict[str, Any] = {"eps": self.norm_eps, "dtype": low, "backend": self.backend}
-        hidden = gated_output(y, *parts, weight, **options)
-        return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
+        operands = Operands(fold(inputs.x, H), folded, W_y.squeeze(0), by_head(A, H), h0, y0)
+        found, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
+        h, y = unfold_state(BedouinState(h, found[:, -1]), H).ssm, unfold(found, H)
+        epsilons = FEEDBACK_NORM_EPS, self.norm_eps
+        return Tracked(hidden_of(inputs, y, *epsilons, backend=self.backend), h, y)
 
 
 _TrackingFields = namedtuple("_TrackingFields", "memory_conv memory tracker_conv ssm y")
