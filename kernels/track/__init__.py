@@ -47,15 +47,19 @@ def track(
         h0, y0 = (inputs.A_log.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
         given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
         inputs = inputs._replace(h0=given[0], y0=given[1])
-    read = Recurrence.of(inputs)
+    c = inputs.W_y.shape[-1]
+    W, W_gate = inputs.W_y.split([2 * c, c], 1)
+    parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, W
+    read = Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
     keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in read])
     y, h, *_ = track_operation(*read, feedback_eps, keep)
-    return Tracked(hidden_of(inputs, y, feedback_eps, eps, backend=backend), h, y)
+    return Tracked(hidden_of(inputs, y, W_gate, feedback_eps, eps, backend=backend), h, y)
 
 
 def hidden_of(
     inputs: TrackInputs,
     y: Tensor,  # (b, t, H c)
+    W_gate: Tensor,  # (H, c, c), the last rows of W_y
     feedback_eps: float,
     eps: float,
     *,
@@ -66,7 +70,7 @@ def hidden_of(
     low, axis = inputs.x.dtype, (H,) if H > 1 else ()
     y, skip, gate = (fold(v, H) for v in (y, inputs.skip, inputs.gate))
     y0 = None if inputs.y0 is None else fold(inputs.y0, H)
-    W_gate = inputs.W_y[:, 2 * c :].to(low).view(*axis, c, c)
+    W_gate = W_gate.to(low).view(*axis, c, c)
     D, weight = (v.view(*axis, c) for v in (inputs.D, inputs.weight))
     normed = shifted_norm(y, y0, feedback_eps, dtype=low, backend=backend)
     parts = y, skip, D, gate, None, apply_weight(normed, W_gate), weight

@@ -63,12 +63,6 @@ class Recurrence(NamedTuple):
     h0: Tensor | None  # (b, H c, n)
     y0: Tensor | None  # (b, H c)
 
-    @staticmethod
-    def of(inputs: TrackInputs) -> "Recurrence":
-        c = inputs.W_y.shape[-1]
-        parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, inputs.W_y[:, : 2 * c]
-        return Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
-
     @property
     def sizes(self) -> Sizes:
         b, t, H = self.erase.shape

@@ -256,7 +256,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         r = sum(v.shape[-1] for v in raw)
         # spare columns, so that the rows that kernels read begin at aligned addresses
         raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
-        W_y = inputs.W_y[:, : 2 * c].to(low)
+        W_y, W_gate = inputs.W_y.to(low).split([2 * c, c], 1)
         h0 = y0 = None
         if inputs.h0 is not None and inputs.y0 is not None:
             before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
@@ -266,8 +266,8 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         operands = Operands(fold(inputs.x, H), folded, W_y.squeeze(0), by_head(A, H), h0, y0)
         found, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         h, y = unfold_state(BedouinState(h, found[:, -1]), H).ssm, unfold(found, H)
-        epsilons = FEEDBACK_NORM_EPS, self.norm_eps
-        return Tracked(hidden_of(inputs, y, *epsilons, backend=self.backend), h, y)
+        read = y, W_gate, FEEDBACK_NORM_EPS, self.norm_eps
+        return Tracked(hidden_of(inputs, *read, backend=self.backend), h, y)
 
 
 _TrackingFields = namedtuple("_TrackingFields", "memory_conv memory tracker_conv ssm y")
