@@ -33,8 +33,6 @@ def output_kernel(
     x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
     gate_ptr,  # (H, T, d)
-    fed_ptr,  # (H, T, d)
-    z_ptr,  # (H, T, d)
     weight_ptr,  # (H, d), or (d,) where BESIDE
     out_ptr,  # (T, H, d)
     T,
@@ -42,13 +40,9 @@ def output_kernel(
     y_stride,
     x_stride,
     gate_stride,
-    fed_stride,
-    z_stride,
     out_stride,
     BESIDE: tl.constexpr,
     SKIP: tl.constexpr,
-    FED: tl.constexpr,
-    Z: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -66,10 +60,6 @@ def output_kernel(
     gate = _load(gate_ptr, row * gate_stride + column, mask)
     if SKIP:
         v += _load(D_ptr, head * d + channel, in_d) * _load(x_ptr, row * x_stride + column, mask)
-    if FED:
-        gate += _load(fed_ptr, row * fed_stride + column, mask)
-    if Z:
-        gate += _load(z_ptr, row * z_stride + column, mask)
     if NORM:
         weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
@@ -86,25 +76,20 @@ def output_backward_kernel(
     x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
     gate_ptr,  # (H, T, d)
-    fed_ptr,  # (H, T, d)
-    z_ptr,  # (H, T, d)
     weight_ptr,  # (H, d), or (d,) where BESIDE
     grad_y_ptr,  # (H, T, d)
     grad_x_ptr,  # (H, T, d)
     grad_gate_ptr,  # (H, T, d)
-    sums_ptr,  # (P, SKIP + NORM, H, d), of D and weight
+    D_sums_ptr,  # (P, H, d), with SKIP
+    weight_sums_ptr,  # (P, H, d), with NORM
     T,
     d,
     y_stride,
     x_stride,
     gate_stride,
-    fed_stride,
-    z_stride,
     grad_stride,
     BESIDE: tl.constexpr,
     SKIP: tl.constexpr,
-    FED: tl.constexpr,
-    Z: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -132,10 +117,6 @@ def output_backward_kernel(
         if SKIP:
             x = _load(x_ptr, row * x_stride + column, mask)
             v += D * x
-        if FED:
-            gate += _load(fed_ptr, row * fed_stride + column, mask)
-        if Z:
-            gate += _load(z_ptr, row * z_stride + column, mask)
         if NORM:
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
@@ -158,11 +139,11 @@ def output_backward_kernel(
             _store(grad_x_ptr, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
-    at = program.to(tl.int64) * (SKIP + NORM) * size + head * d + channels
+    at = program.to(tl.int64) * size + head * d + channels
     if SKIP:
-        _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
+        _store(D_sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
     if NORM:
-        _store(sums_ptr, at + SKIP * size, tl.sum(weight_sum, axis=0), channels < d)
+        _store(weight_sums_ptr, at, tl.sum(weight_sum, axis=0), channels < d)
 
 
 @triton.jit
