@@ -14,7 +14,12 @@ from torch import Tensor
 
 from bedouin.kernels.delta_rule.reference import delta_rule_plain
 from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
-from bedouin.kernels.launch import ceil_div, dtype_of_factors, next_power_of_two
+from bedouin.kernels.launch import (
+    ceil_div,
+    dtype_of_factors,
+    evenly_spaced,
+    next_power_of_two,
+)
 from bedouin.kernels.operation import empty_like, operation, plain_operation
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor beta"
@@ -75,18 +80,9 @@ def _rows(
     beta: Tensor,  # (b, t, 1, h)
     log_decay: Tensor,  # (b, t, h)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels read, (b, t, h, p), (b, t, h, p), (b, t, h) and (b, t, h)."""
+    """What the kernels read: evenly spaced (b, t, h p) and (b, t, h p), (b, t, h) and (b, t, h)."""
     numbers = beta.squeeze(2).contiguous(), log_decay.contiguous()
-    return spaced_rows(query), spaced_rows(key.squeeze(2)), *numbers
-
-
-def spaced_rows(
-    v: Tensor,  # (b, t, h, p)
-) -> Tensor:  # (b, t, h, p)
-    """v, copied unless the b t rows of h p numbers are contiguous and evenly spaced in memory."""
-    (_, t, _, p), (to_sample, to_token, to_head, to_channel) = v.shape, v.stride()
-    spaced = to_channel == 1 and to_head == p and to_sample == t * to_token
-    return v if spaced else v.contiguous()
+    return evenly_spaced(query.flatten(2)), evenly_spaced(key.flatten(2)), *numbers
 
 
 def _part(p: int, dtype: torch.dtype) -> int:
@@ -135,17 +131,16 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
 
     query, key, value, beta, log_decay, memory, keep = given
     o, last, *kept = _fake(*given)
-    query, key, beta, decay = rows = _rows(query, key, beta, log_decay)
-    value = spaced_rows(value.squeeze(2))
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
     # what the sweep reads is there without `keep`, too
     squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
     n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
-    sizes = t, h, n, query.stride(1), key.stride(1)
+    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1)
     prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
     block = value_block(p, v, dtype)
     sweep_kernel[(b * h * ceil_div(v, block),)](
-        *(query, key, value, beta, decay, *squares),
+        *(*rows[:2], value, *rows[2:], *squares),
         *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
         *(*sizes, value.stride(1)),
         STARTED=memory is not None,
@@ -180,18 +175,14 @@ def _backward(
     """The gradients of query, key, value, beta, log_decay and, where there is one, memory."""
     from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
 
-    grad_o, kept, (query, key, value, beta, decay, memory) = (
-        spaced_rows(grad_o),
-        Kept(*given[:4]),
-        given[4:],
-    )
+    kept, (query, key, value, beta, decay, memory) = Kept(*given[:4]), given[4:]
     found = empty_like(query, key, value, beta, decay, memory)
     grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory = found
-    query, key, *_ = rows = _rows(query, key, beta, decay)
-    (b, t, h, p), v, dtype = query.shape, grad_v.shape[-1], query.dtype
+    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    rows, grad_o = _rows(query, key, beta, decay), evenly_spaced(grad_o.flatten(2))
     n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
     grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
-    sizes = t, h, n, query.stride(1), key.stride(1), grad_o.stride(1)
+    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1), grad_o.stride(1)
     common: dict[str, Any] = {"ENDED": grad_last is not None, "STARTED": memory is not None}
     common |= {"V_SIZE": v, "V_BLOCK": block} | constants(query)
     reverse_kernel[(b * h * ceil_div(v, block),)](

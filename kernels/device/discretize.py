@@ -52,3 +52,16 @@ def input_scale(delta, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr):
         return delta * reciprocal(1 + delta, FAST)
     else:
         return delta
+
+
+@triton.jit
+def discretize(
+    A_log2,  # log2(e) A, with a channel and a state axis
+    delta,  # with the axis of channels alone, and one of size 1
+    INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """lambda in the shape of A, and s, in that of A if coupled, else in that of delta."""
+    if INPUT_SCALE == "one_minus_decay":
+        return build_coupled(A_log2 * delta, FULL, FAST)
+    else:
+        return build_decay(A_log2 * delta, FULL, FAST), input_scale(delta, INPUT_SCALE, FAST)

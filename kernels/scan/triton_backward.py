@@ -12,24 +12,9 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import (
-    build_coupled,
-    build_decay,
-    coupled_reach,
-    input_scale,
-)
+from bedouin.kernels.device.discretize import coupled_reach, discretize
 from bedouin.kernels.device.elementary import LN2
 from bedouin.kernels.scan.triton_forward import load_exponent, load_row
-
-
-@triton.jit
-def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
-    """lambda (d, n) and s, (d, n) for the coupled scale, else (d, 1)."""
-    if INPUT_SCALE == "one_minus_decay":
-        return build_coupled(delta[:, None] * A_log2, FULL, FAST)
-    else:
-        decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
-        return decay, input_scale(delta, INPUT_SCALE, FAST)[:, None]
 
 
 @triton.jit(do_not_specialize=["head_samples"])
@@ -121,7 +106,7 @@ def backward_kernel(
             )
             B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
@@ -152,7 +137,7 @@ def backward_kernel(
             B_0 = load_row(B_ptr, batch, t_0, B_stride_b, B_stride_t, state, end_n)
             C_0 = load_row(C_ptr, batch, t_0, C_stride_b, C_stride_t, state, end_n)
 
-            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
             decayed = decay * before
             written = s * x[:, None]
             read = decayed if EXCLUSIVE else decayed + written * B[None, :]

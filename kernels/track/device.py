@@ -27,18 +27,6 @@ def high(word):
 
 
 @triton.jit
-def word_of_two(a, b, FAST: tl.constexpr):
-    """Two float32 rounded to bfloat16, as the lower and the upper half of an int32."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = (a.to(tl.int32, bitcast=True) + 32768) >> 16
-        return (low & 65535) | ((b.to(tl.int32, bitcast=True) + 32768) & -65536)
-
-
-@triton.jit
 def nearest_word(a, b):
     """An int32 whose lower half is a in bfloat16, and which is itself, as a float32, the nearest to
     b that this leaves: reading b takes no instruction."""
@@ -76,21 +64,6 @@ def unpack(word, V: tl.constexpr):
             high(low), low.to(tl.float32, bitcast=True),
             high(high_), high_.to(tl.float32, bitcast=True),
         )  # fmt: skip
-
-
-@triton.jit
-def couple(a, b, V: tl.constexpr, FAST: tl.constexpr):
-    """Two values in an int32, as bfloat16, if V = 4, else in an int64."""
-    return word_of_two(a, b, FAST) if V == 4 else pair(a, b)
-
-
-@triton.jit
-def decouple(word, V: tl.constexpr):
-    """The inverse of `couple`."""
-    if V == 4:
-        return high(word), (word & -65536).to(tl.float32, bitcast=True)
-    else:
-        return unpack(word, 2)
 
 
 @triton.jit

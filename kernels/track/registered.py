@@ -134,8 +134,8 @@ def _backward(
     found, grad_y = empty_like(*inputs), grad_y.contiguous()
     of_x, of_B, of_C, of_delta, of_erase, *_, of_h0, of_y0 = found
     normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
-    adjoint, edges, slopes = (torch.empty_like(v) for v in (kept.rows, kept.states, kept.rows))
-    factors, memory = torch.empty_like(kept.fed), kept.rows.new_empty(f, t, N * P // V)
+    adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
+    edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
     read = x.new_empty(f, t, P, dtype=sizes.low)
     unit_B, unit_C = grad_y.new_empty(2, f, t, N)
     words = kept.scalars, kept.B, kept.C

@@ -52,14 +52,14 @@ def _load_replayed(
 def replay_kernel(
     x_ptr,  # (b, t, H c)
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
-    fed_ptr,  # (f, t, P): what was fed back to Delta and x, coupled
+    fed_ptr,  # (f, t, P): pairs of what was fed back to Delta and x
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     A_log_ptr,  # (H, c, n)
     states_ptr,  # (f, chunks, N, P)
     memory_ptr,  # (f, t, N P / V), written: words of q
-    factors_ptr,  # (f, t, P), written: g and read, coupled
+    factors_ptr,  # (f, t, P), written: pairs of g and read
     slopes_ptr,  # (f, t, P), written: pairs of Delta and its slope
     read_ptr,  # (f, t, P), written: a B
     t_end,
@@ -106,7 +106,7 @@ def replay_kernel(
         x, row, fed, B_C, beta, B_words, C_words = loaded
         delta, written = device.unpack(row, 2)
         B, C = device.unpack(B_words, V), device.unpack(C_words, V)
-        mixed = x.to(tl.float32) + device.decouple(fed, V)[1]
+        mixed = x.to(tl.float32) + device.unpack(fed, 2)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
         loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
         products = ()
@@ -128,7 +128,7 @@ def replay_kernel(
         read = B_C * g + slope * LN2 * device.over_states(q_C)
         place = token + t
         device.store_words(memory_ptr + place * (SIZE // V), places, device.pack(products, V))
-        device.put(factors_ptr + place * P, device.couple(g, read, V, FAST), channels, P, P, NL)
+        device.put(factors_ptr + place * P, device.pair(g, read), channels, P, P, NL)
         device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
         erased = device.over_states(r).to(read_ptr.dtype.element_ty)
         device.put(read_ptr + place * P, erased, channels, P, P, NL)
@@ -186,8 +186,8 @@ def _with_memory(H, B_words, q_words, V: tl.constexpr):
 @triton.jit(do_not_specialize=["t_end", "H_heads"])
 def reverse_kernel(
     slopes_ptr,  # (f, t, P): pairs of Delta and its slope
-    factors_ptr,  # (f, t, P): g and read, coupled
-    fed_ptr,  # (f, t, P): what was fed back, coupled
+    factors_ptr,  # (f, t, P): pairs of g and read
+    fed_ptr,  # (f, t, P): pairs of what was fed back
     memory_ptr,  # (f, t, N P / V), words of q
     past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
     grad_y_ptr,  # (b, t, H c)
@@ -263,8 +263,8 @@ def reverse_kernel(
         y_past, inverse = device.unpack(past, 2)
         along = y_past * inverse * (-1.0 / c)
         grad_past = tl.where(step > 0, grad_past.to(tl.float32), 0.0)
-        g, read = device.decouple(factor_words, V)
-        fed_delta, fed_x = device.decouple(fed, V)
+        g, read = device.unpack(factor_words, 2)
+        fed_delta, fed_x = device.unpack(fed, 2)
         # on the chain, from here
         grad_written = H_B + B_C * w
         grad_raw = g * H_B + slope * H_q + read * w

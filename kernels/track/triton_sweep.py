@@ -87,7 +87,7 @@ def sweep_kernel(
     h_ptr,  # (f, c, n), written
     y_ptr,  # (b, t, H c), written
     rows_ptr,  # (f, t, P), written with KEEP: pairs of Delta and `written`
-    fed_ptr,  # (f, t, P), likewise: what is fed back to Delta and x, coupled
+    fed_ptr,  # (f, t, P), likewise: pairs of what is fed back to Delta and x
     past_ptr,  # (f, t, P), likewise: pairs of y_{t-1} and 1 / rms of it
     states_ptr,  # (f, chunks, N, P), likewise: h before each chunk
     t_end,
@@ -185,9 +185,7 @@ def sweep_kernel(
                 if KEEP:
                     at = (token + t) * P
                     device.put(rows_ptr + at, device.pair(delta, written), channels, P, P, NL)
-                    device.put(
-                        fed_ptr + at, device.couple(fed[0], fed[1], V, FAST), channels, P, P, NL
-                    )
+                    device.put(fed_ptr + at, device.pair(fed[0], fed[1]), channels, P, P, NL)
                     device.put(past_ptr + at, device.pair(before, fed[2]), channels, P, P, NL)
                 fed = fed_next
     device.store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)

@@ -76,7 +76,7 @@ class Kept(NamedTuple):
     C: Tensor  # likewise
     scalars: Tensor  # (f, t, 2): B C and beta
     rows: Tensor  # (f, t, P) int64: pairs of Delta and what is written
-    fed: Tensor  # (f, t, P): what is fed back to Delta and x, words of two, int32 or int64
+    fed: Tensor  # (f, t, P) int64: pairs of what is fed back to Delta and x
     past: Tensor  # (f, t, P) int64: pairs of y_{t-1} and 1 / rms of it
     states: Tensor  # (f, chunks, N, P): h before each chunk
 
@@ -89,8 +89,7 @@ class Kept(NamedTuple):
         f, t, P, N, words = sizes.f, sizes.t, sizes.P, sizes.N, sizes.N // sizes.V
         B, C = (like.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
         scalars = like.new_empty(f, t, 2, dtype=torch.float32)
-        kind = torch.int32 if sizes.V == 4 else torch.int64
-        shapes = [*[(f, t, P)] * 3, (f, sizes.chunks, N, P)] if keep else [(0,)] * 4
-        dtypes = torch.int64, kind, torch.int64, torch.float32
-        pairs = zip(shapes, dtypes, strict=True)
-        return Kept(B, C, scalars, *(like.new_empty(shape, dtype=dtype) for shape, dtype in pairs))
+        shape = (f, t, P) if keep else (0,)
+        rows = (like.new_empty(shape, dtype=torch.int64) for _ in range(3))
+        shape = (f, sizes.chunks, N, P) if keep else (0,)
+        return Kept(B, C, scalars, *rows, like.new_empty(shape, dtype=torch.float32))

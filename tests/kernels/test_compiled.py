@@ -124,7 +124,17 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
 # -- tracker, of whose time on a token's chain a barrier takes as much as a tenth of its arithmetic
 
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
-PAIRS = ("B_ptr", "C_ptr", "rows_ptr", "adjoint_ptr", "memory_ptr", "slopes_ptr", "past_ptr")
+PAIRS = (
+    "B_ptr",
+    "C_ptr",
+    "rows_ptr",
+    "adjoint_ptr",
+    "memory_ptr",
+    "slopes_ptr",
+    "past_ptr",
+    "fed_ptr",
+    "factors_ptr",
+)
 
 
 def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
@@ -135,8 +145,6 @@ def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> Compile
     def kind_of(name: str) -> str:
         if name in PAIRS:
             return "*i32" if kernel is prepare_kernel else "*i64"
-        if name in ("fed_ptr", "factors_ptr"):
-            return "*i32" if dtype == BF16 else "*i64"
         return pointer(name, WIDE_OF_TRACK, low)
 
     with without_coalescing() if kernel in SEQUENTIAL else nullcontext():
