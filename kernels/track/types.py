@@ -89,7 +89,7 @@ class Kept(NamedTuple):
         f, t, P, N, words = sizes.f, sizes.t, sizes.P, sizes.N, sizes.N // sizes.V
         B, C = (like.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
         scalars = like.new_empty(f, t, 2, dtype=torch.float32)
-        shape = (f, t, P) if keep else (0,)
-        rows = (like.new_empty(shape, dtype=torch.int64) for _ in range(3))
-        shape = (f, sizes.chunks, N, P) if keep else (0,)
-        return Kept(B, C, scalars, *rows, like.new_empty(shape, dtype=torch.float32))
+        chunks, tokens = (sizes.chunks, t) if keep else (0, 0)
+        rows, fed, past = (like.new_empty(f, tokens, P, dtype=torch.int64) for _ in range(3))
+        states = like.new_empty(f, chunks, N, P, dtype=torch.float32)
+        return Kept(B, C, scalars, rows, fed, past, states)
