@@ -14,13 +14,6 @@ from bedouin.kernels.device.elementary import LOG2E
 
 
 @triton.jit
-def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
-    """Entries `offsets` of token t; 0 from `end` on. Not converted, which would wait for them."""
-    row = pointer + batch * stride_b + t * stride_t + offsets
-    return tl.load(row, mask=offsets < end, other=0.0)
-
-
-@triton.jit
 def load_scan_rows(pointer, stride, left, channel, d):
     """x or delta of four tokens, the first at `pointer`; 0 where fewer than four are left.
 
