@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.launch import (
-    ceil_div,
-    evenly_spaced,
-    last_axis_contiguous,
-    next_power_of_two,
-)
+from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation
 from bedouin.kernels.output.reference import OutputOperands
 
@@ -121,10 +116,10 @@ def shifted_norm_operation(*given: Any) -> Tensor:
     from bedouin.kernels.output.triton_kernels import shifted_norm_kernel
 
     out = _norm_fake(*given)
-    y, first, strides, constants = _norm_arguments(*given[:3])
-    b, t, d = y.shape
+    b, t, d = out.shape
+    y, y0, constants = _norm_arguments(*given[:3])
     shifted_norm_kernel[(ceil_div(b * t, constants["TOKENS"]),)](
-        *(y, first, out, b * t, t, d, *strides), **constants
+        *(y, y0, out, b * t, t, d, y.stride(1)), **constants
     )
     return out
 
@@ -144,11 +139,10 @@ def _norm_backward(
     """Cotangents of y (b, t, d) and y0 (b, d), empty for None."""
     from bedouin.kernels.output.triton_kernels import shifted_norm_backward_kernel
 
-    grads, grad = empty_like(*given[:2]), last_axis_contiguous(grad)
-    y, first, strides, constants = _norm_arguments(*given[:3])
-    b, t, d = y.shape
+    grads, grad, (b, t, d) = empty_like(*given[:2]), evenly_spaced(grad), grad.shape
+    y, y0, constants = _norm_arguments(*given[:3])
     shifted_norm_backward_kernel[(ceil_div(b * (t + 1), constants["TOKENS"]),)](
-        *(grad, y, first, *grads, b * (t + 1), t, d, *grad.stride()[:2], *strides), **constants
+        *(grad, y, y0, *grads, b * (t + 1), t, d, grad.stride(1), y.stride(1)), **constants
     )
     return grads
 
@@ -161,11 +155,9 @@ def _norm_arguments(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
-) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Any]]:
-    """y and y0 as the kernels read them, y in the place of a y0 that is absent; the distances of
-    their rows; constants."""
-    y = last_axis_contiguous(y)
-    first = y if y0 is None else last_axis_contiguous(y0)
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """y and y0 as the kernels read them, y in the place of a y0 that is absent; constants."""
+    y = evenly_spaced(y)
     norm = {"START": y0 is not None, "NORM": eps is not None, "EPS": eps or 0.0}
-    constants = norm | _blocks(y.shape[:2].numel(), y.shape[2])
-    return y, first, (*y.stride()[:2], first.stride(0)), constants
+    y0 = y if y0 is None else y0.contiguous()
+    return y, y0, norm | _blocks(y.shape[:2].numel(), y.shape[2])

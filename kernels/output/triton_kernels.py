@@ -154,9 +154,7 @@ def shifted_norm_kernel(
     rows,
     t_end,
     d,
-    y_stride_b,
-    y_stride_t,
-    y0_stride,
+    y_stride,
     START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -167,9 +165,9 @@ def shifted_norm_kernel(
     channel = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
-    v = _load(y_ptr, b * y_stride_b + (t - 1) * y_stride_t + channel, mask & (t > 0))
+    v = _load(y_ptr, (row - 1) * y_stride + channel, mask & (t > 0))
     if START:
-        v += _load(y0_ptr, b * y0_stride + channel, mask & (t == 0))
+        v += _load(y0_ptr, b * d + channel, mask & (t == 0))
     if NORM:
         v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
     _store(out_ptr, row * d + channel, v, mask)
@@ -185,11 +183,8 @@ def shifted_norm_backward_kernel(
     rows,
     t_end,
     d,
-    grad_stride_b,
-    grad_stride_t,
-    y_stride_b,
-    y_stride_t,
-    y0_stride,
+    grad_stride,
+    y_stride,
     START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -201,18 +196,16 @@ def shifted_norm_backward_kernel(
     mask = (row < rows) & (channel < d)
     # t + 1 rows a sample: y0, then every y; no token sees the last one
     b, t = row // (t_end + 1), row % (t_end + 1)
-    first = mask & (t == 0)
-    later = mask & (t > 0)
-    at = b * grad_stride_b + t * grad_stride_t + channel
-    grad = _load(grad_ptr, at, mask & (t < t_end))
+    first, later, token = mask & (t == 0), mask & (t > 0), b * t_end + t
+    grad = _load(grad_ptr, token * grad_stride + channel, mask & (t < t_end))
     if NORM:
-        v = _load(y_ptr, b * y_stride_b + (t - 1) * y_stride_t + channel, later)
+        v = _load(y_ptr, (token - 1) * y_stride + channel, later)
         if START:
-            v += _load(y0_ptr, b * y0_stride + channel, first)
+            v += _load(y0_ptr, b * d + channel, first)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
-    _store(grad_y_ptr, (b * t_end + t - 1) * d + channel, grad, later)
+    _store(grad_y_ptr, (token - 1) * d + channel, grad, later)
     if START:
         _store(grad_y0_ptr, b * d + channel, grad, first)
