@@ -48,9 +48,8 @@ def _launch_arguments(
     D, weight = (y if v is None else v.contiguous() for v in (D, weight))
     # the stride of an axis of size 1 says nothing
     strides = [v.stride(1) if v.shape[1] > 1 else v.stride(0) for v in (y, x, gate, joined)]
-    constants = {"BESIDE": operands.D is None, "SKIP": operands.D is not None, "EPS": eps}
-    constants |= {"NORM": operands.weight is not None} | _blocks(tokens, d)
-    return [y, x, D, gate, weight], [tokens, d, *strides], constants
+    flags = {"BESIDE": operands.D is None, "NORM": operands.weight is not None, "EPS": eps}
+    return [y, x, D, gate, weight], [tokens, d, *strides], flags | _blocks(tokens, d)
 
 
 @operation("gated_output", f"({OPERANDS}, ScalarType dtype) -> Tensor")

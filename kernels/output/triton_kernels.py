@@ -4,8 +4,9 @@ One program takes a token, or several where channels are few, with all channels 
 gradients of D and of the norm's weight are sums over tokens: in the backward a program takes every
 P-th tile of tokens and writes its part of both sums, which are then added in a fixed order.
 With several heads, the second axis of a launch, T counts the tokens of one head. In the output the
-heads of a token are beside each other. So they are in all tensors where BESIDE, as in a memory;
-otherwise the tokens of a head follow those of the one before. Rows are evenly spaced.
+heads of a token are beside each other. So they are in all tensors where BESIDE, as in a memory,
+which has no x and no D; otherwise the tokens of a head follow those of the one before. Rows are
+evenly spaced.
 Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/heads.py).
 """
 
@@ -42,7 +43,6 @@ def output_kernel(
     gate_stride,
     out_stride,
     BESIDE: tl.constexpr,
-    SKIP: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -58,7 +58,7 @@ def output_kernel(
 
     v = _load(y_ptr, row * y_stride + column, mask)
     gate = _load(gate_ptr, row * gate_stride + column, mask)
-    if SKIP:
+    if not BESIDE:
         v += _load(D_ptr, head * d + channel, in_d) * _load(x_ptr, row * x_stride + column, mask)
     if NORM:
         weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
@@ -80,7 +80,7 @@ def output_backward_kernel(
     grad_y_ptr,  # (H, T, d)
     grad_x_ptr,  # (H, T, d)
     grad_gate_ptr,  # (H, T, d)
-    D_sums_ptr,  # (P, H, d), with SKIP
+    D_sums_ptr,  # (P, H, d), unless BESIDE
     weight_sums_ptr,  # (P, H, d), with NORM
     T,
     d,
@@ -89,7 +89,6 @@ def output_backward_kernel(
     gate_stride,
     grad_stride,
     BESIDE: tl.constexpr,
-    SKIP: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -100,7 +99,7 @@ def output_backward_kernel(
     in_d = channel < d
     column = head * d + channel if BESIDE else channel
     size = d * tl.num_programs(1)
-    if SKIP:
+    if not BESIDE:
         D = _load(D_ptr, head * d + channel, in_d)
         D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
     if NORM:
@@ -114,7 +113,7 @@ def output_backward_kernel(
         grad = _load(grad_ptr, token * grad_stride + head * d + channel, mask)
         v = _load(y_ptr, row * y_stride + column, mask)
         gate = _load(gate_ptr, row * gate_stride + column, mask)
-        if SKIP:
+        if not BESIDE:
             x = _load(x_ptr, row * x_stride + column, mask)
             v += D * x
         if NORM:
@@ -134,13 +133,13 @@ def output_backward_kernel(
         to = row * (size if BESIDE else d) + column
         _store(grad_y_ptr, to, grad_v, mask)
         _store(grad_gate_ptr, to, grad_gate, mask)
-        if SKIP:
+        if not BESIDE:
             D_sum += grad_v * x
             _store(grad_x_ptr, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
     at = program.to(tl.int64) * size + head * d + channels
-    if SKIP:
+    if not BESIDE:
         _store(D_sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
     if NORM:
         _store(weight_sums_ptr, at, tl.sum(weight_sum, axis=0), channels < d)

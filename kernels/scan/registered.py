@@ -59,14 +59,13 @@ def choose_block(
     return block if b * ceil_div(d, block) >= BACKWARD_PROGRAMS else min(max(warp, least), most)
 
 
-def _constants(options: ScanOptions, n: int, heads: int, block: int) -> dict[str, Any]:
+def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
     """What a program with a block of channels has at compile time, and its launch options."""
     block_n = next_power_of_two(n)
     return {
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
         "EXCLUSIVE": options.exclusive,
-        "HEADS": heads > 1,
         "FAST": not interpreter_is_on(),
         "CHUNK": SCAN_CHUNK,
         "BLOCK_D": block,
@@ -99,7 +98,7 @@ def launch_forward(
         *(y, last, last if kept is None else kept, t, d, n, 0, *_strides(*rows), b // heads),
         HAS_D=D is not None,
         KEEP=kept is not None,
-        **_constants(options, n, heads, block),
+        **_constants(options, n, block),
     )
 
 
@@ -170,7 +169,7 @@ def _scan_backward(
             b // heads,
         ),
         HAS_D=D is not None,
-        **_constants(ScanOptions(*flat[7:]), n, heads, block),
+        **_constants(ScanOptions(*flat[7:]), n, block),
     )
     of_A = sum_samples(grad_A, heads).view(A.shape).to(A.dtype)
     # One reduction for both. They are copied even without a cast, or they would share its memory.

@@ -61,7 +61,6 @@ def backward_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     FAST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -80,10 +79,9 @@ def backward_kernel(
     slot = tl.arange(0, BLOCK_D)[:, None] * BLOCK_N + state[None, :]
     slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
 
-    if HEADS:
-        head = batch // head_samples
-        A_ptr += head * size
-        D_ptr += head * d
+    head = batch // head_samples
+    A_ptr += head * size
+    D_ptr += head * d
     grad_y_ptr += batch * grad_y_stride_b
     x_ptr += batch * x_stride_b
     delta_ptr += batch * delta_stride_b

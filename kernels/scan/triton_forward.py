@@ -79,7 +79,6 @@ def forward_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     KEEP: tl.constexpr,
     FAST: tl.constexpr,
@@ -102,10 +101,9 @@ def forward_kernel(
     cell = state[:, None] + channel[None, :] * n
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
-    if HEADS:
-        head = batch // head_samples
-        A_ptr += head * size
-        D_ptr += head * d
+    head = batch // head_samples
+    A_ptr += head * size
+    D_ptr += head * d
     A_log2 = load_exponent(A_ptr + lanes, in_cell)
     h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:

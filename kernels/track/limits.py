@@ -16,11 +16,9 @@ MAX_CHANNELS, MAX_STATES = 64, 128
 CHUNK = 16
 """Tokens between two kept memories, which the backward computes again from them."""
 
-STATES_OF_SWEEP, STATES_OF_REVERSE = 32, 16
-"""Most states of a channel that a thread of the sweep and of the reverse sweep holds, where that
-takes no more than `MOST_LANES` lanes of a warp."""
-
-LEAST_LANES, MOST_LANES = 2, 4
+STATES, LEAST_LANES, MOST_LANES = 16, 2, 4
+"""Most states of a channel that a thread of the sweeps holds, and lanes of a warp that share those
+of a channel, of which there may be too few for that."""
 
 GRADIENT_STATES = 16
 """States of a program of the gradients of A, B and C, which is one warp."""
@@ -66,16 +64,10 @@ class Sizes(NamedTuple):
         return ceil_div(self.t, CHUNK)
 
     @property
-    def low(self) -> torch.dtype:
-        """The dtype of what only multiplies cotangents: gradients in bfloat16 are rounded anyway.
-        float16 has too small a range for that."""
-        return torch.bfloat16 if self.V == 4 else torch.float32
-
-    @property
     def per_part(self) -> int:
         """Chunks of a program of the gradients of A, B and C."""
         return min(self.chunks, max(GRADIENT_CHUNKS, self.f * self.chunks // GRADIENT_PARTS))
 
-    def lanes(self, states: int) -> int:
-        """Lanes of a warp that share the states of a channel, if a thread has so many of them."""
-        return max(LEAST_LANES, min(MOST_LANES, self.N // states))
+    @property
+    def lanes(self) -> int:
+        return max(LEAST_LANES, min(MOST_LANES, self.N // STATES))

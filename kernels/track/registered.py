@@ -20,8 +20,6 @@ from bedouin.kernels.track.limits import (
     CHUNK,
     FINISH_TOKENS,
     GRADIENT_STATES,
-    STATES_OF_REVERSE,
-    STATES_OF_SWEEP,
     TOKENS,
     Sizes,
 )
@@ -47,14 +45,16 @@ def options(kernel: Any, sizes: Sizes, eps: float, flags: tuple[str, ...]) -> di
     """What a kernel has at compile time, and its launch options; `flags` names the switches of the
     call that are on. Not to be changed."""
     name = kernel.__name__
-    lanes = sizes.lanes(STATES_OF_SWEEP if name == "sweep_kernel" else STATES_OF_REVERSE)
     warps = 1 if name == "gradients_kernel" else 4
     every: dict[str, Any] = {
-        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": lanes},
+        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": sizes.lanes},
         **{"CHUNK": CHUNK, "TOKENS": TOKENS if name == "prepare_kernel" else FINISH_TOKENS},
         **{"S": GRADIENT_STATES, "PL": 32 * sizes.V // GRADIENT_STATES},
         **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "FAST": not interpreter_is_on()},
-        **{"num_warps": sizes.P * lanes // 32 if name in SEQUENTIAL else warps, "num_stages": 1},
+        **{
+            "num_warps": sizes.P * sizes.lanes // 32 if name in SEQUENTIAL else warps,
+            "num_stages": 1,
+        },
         **{flag: flag in flags for flag in FLAGS},
     }
     return arguments_of(kernel, every)
@@ -136,8 +136,7 @@ def _backward(
     normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
     adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
     edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
-    read = x.new_empty(f, t, P, dtype=sizes.low)
-    unit_B, unit_C = grad_y.new_empty(2, f, t, N)
+    read, (unit_B, unit_C) = grad_y.new_empty(f, t, P), grad_y.new_empty(2, f, t, N)
     words = kept.scalars, kept.B, kept.C
     # what a kernel does not read has any tensor in its place
     last = grad_y if grad_h is None else grad_h.contiguous()

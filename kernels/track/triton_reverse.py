@@ -130,8 +130,7 @@ def replay_kernel(
         device.store_words(memory_ptr + place * (SIZE // V), places, device.pack(products, V))
         device.put(factors_ptr + place * P, device.pair(g, read), channels, P, P, NL)
         device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
-        erased = device.over_states(r).to(read_ptr.dtype.element_ty)
-        device.put(read_ptr + place * P, erased, channels, P, P, NL)
+        device.put(read_ptr + place * P, device.over_states(r), channels, P, P, NL)
 
 
 @triton.jit

@@ -148,7 +148,7 @@ def finish_kernel(
     _cast_store(grad_x_ptr + wide * c + p, grad_mixed, channels)
     y_past, inverse = unpack(tl.load(past_ptr + at, mask=channels, other=0), 2)
     _cast_store(normed_ptr + wide * c + p, y_past * inverse, channels)
-    read = tl.load(read_ptr + at, mask=channels, other=0.0).to(tl.float32)
+    read = tl.load(read_ptr + at, mask=channels, other=0.0)
     beta = tl.load(scalars_ptr + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
     _cast_store(grad_erase_ptr + token * H + head, grad_erase, here)
