@@ -89,16 +89,20 @@ def _output_backward(
     tensors, numbers, constants = _launch_arguments(operands, grad, eps)
     heads, (tokens, d) = operands.heads, numbers[:2]
     programs = min(ceil_div(tokens, constants["TOKENS"]), ceil_div(PROGRAMS, heads))
-    sums = [grad.new_empty(programs, heads, d, dtype=torch.float32) for _ in range(2)]
+    sums = grad.new_empty(programs, 2, heads, d, dtype=torch.float32)
     output_backward_kernel[(programs, heads)](
-        *(grad, *tensors, of_y, of_x, of_gate, *sums, *numbers), **constants
+        *(grad, *tensors, of_y, of_x, of_gate, sums, *numbers), **constants
     )
-    if operands.D is not None:
-        of_D = sums[0].sum(0).view_as(of_D).to(of_D.dtype)
-    if operands.weight is not None:
+    if operands.D is None:
         # of a memory, all heads have one weight
-        axes = (0, 1) if operands.D is None else 0
-        of_weight = sums[1].sum(axes).view_as(of_weight).to(of_weight.dtype)
+        of_weight = sums[:, 1].sum((0, 1)).to(of_weight.dtype)
+    elif operands.weight is None:
+        of_D = sums[:, 0].sum(0).view_as(of_D).to(of_D.dtype)
+    else:
+        total = sums.sum(0)
+        of_D = total[0].view_as(of_D).to(of_D.dtype)
+        # copied also without a cast, because an operation must not return two views of one tensor
+        of_weight = total[1].view_as(of_weight).to(of_weight.dtype, copy=True)
     return of_y, of_x, of_D, of_gate, of_weight
 
 

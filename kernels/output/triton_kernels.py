@@ -80,8 +80,7 @@ def output_backward_kernel(
     grad_y_ptr,  # (H, T, d)
     grad_x_ptr,  # (H, T, d)
     grad_gate_ptr,  # (H, T, d)
-    D_sums_ptr,  # (P, H, d), unless BESIDE
-    weight_sums_ptr,  # (P, H, d), with NORM
+    sums_ptr,  # (P, 2, H, d), of D unless BESIDE, and of weight with NORM
     T,
     d,
     y_stride,
@@ -138,11 +137,11 @@ def output_backward_kernel(
             _store(grad_x_ptr, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
-    at = program.to(tl.int64) * size + head * d + channels
+    at = program.to(tl.int64) * 2 * size + head * d + channels
     if not BESIDE:
-        _store(D_sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
+        _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
     if NORM:
-        _store(weight_sums_ptr, at, tl.sum(weight_sum, axis=0), channels < d)
+        _store(sums_ptr, at + size, tl.sum(weight_sum, axis=0), channels < d)
 
 
 @triton.jit

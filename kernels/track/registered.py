@@ -165,14 +165,15 @@ def _backward(
         **options(finish_kernel, *how),
     )
     rows, columns = fed.view(b * t, H, 2 * c), normed.view(b * t, H, c)
-    parameters = (
-        # two sums, because an operation must not return two views of one tensor
-        sums[:, :, 0].sum(0).view(-1),
-        sums[:, :, 1, 0].sum(0),
-        parts.view(b, H, -1, c, n).sum((0, 2)).view_as(A_log),
-        torch.bmm(rows.permute(1, 2, 0), columns.transpose(0, 1)),
+    of_dt, of_erase_bias = sums.sum(0).unbind(1)
+    of_A_log = parts.view(b, H, -1, c, n).sum((0, 2)).view_as(A_log)
+    of_W = torch.bmm(rows.permute(1, 2, 0), columns.transpose(0, 1))
+    parameters = of_dt.reshape(-1), of_erase_bias[:, 0], of_A_log, of_W
+    # copied also without a cast, because an operation must not return two views of one tensor
+    cast = (
+        of.to(v.dtype, copy=v is inputs.erase_bias)
+        for of, v in zip(parameters, inputs[5:9], strict=True)
     )
-    cast = (of.to(v.dtype) for of, v in zip(parameters, inputs[5:9], strict=True))
     return *found[:5], *cast, of_h0, of_y0
 
 
