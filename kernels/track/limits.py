@@ -23,9 +23,8 @@ of a channel, of which there may be too few for that."""
 GRADIENT_STATES = 16
 """States of a program of the gradients of A, B and C, which is one warp."""
 
-GRADIENT_CHUNKS, GRADIENT_PARTS = 8, 256
-"""Chunks of such a program, at least, and how many parts of the gradient of A there then are for
-the folded samples together, about."""
+PART = 8
+"""Chunks of such a program, whose part of the gradient of A is added to that of the others."""
 
 TOKENS, FINISH_TOKENS = 16, 32
 """Tokens of a program of the preparation, and of what ends the backward."""
@@ -62,11 +61,6 @@ class Sizes(NamedTuple):
     @property
     def chunks(self) -> int:
         return ceil_div(self.t, CHUNK)
-
-    @property
-    def per_part(self) -> int:
-        """Chunks of a program of the gradients of A, B and C."""
-        return min(self.chunks, max(GRADIENT_CHUNKS, self.f * self.chunks // GRADIENT_PARTS))
 
     @property
     def lanes(self) -> int:

@@ -20,6 +20,7 @@ from bedouin.kernels.track.limits import (
     CHUNK,
     FINISH_TOKENS,
     GRADIENT_STATES,
+    PART,
     TOKENS,
     Sizes,
 )
@@ -44,17 +45,16 @@ SEQUENTIAL = "sweep_kernel", "replay_kernel", "reverse_kernel"
 def options(kernel: Any, sizes: Sizes, eps: float, flags: tuple[str, ...]) -> dict[str, Any]:
     """What a kernel has at compile time, and its launch options; `flags` names the switches of the
     call that are on. Not to be changed."""
-    name = kernel.__name__
+    name, lanes = kernel.__name__, sizes.lanes
     warps = 1 if name == "gradients_kernel" else 4
+    if name in SEQUENTIAL:
+        warps = sizes.P * lanes // 32
+    tokens = TOKENS if name == "prepare_kernel" else FINISH_TOKENS
     every: dict[str, Any] = {
-        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": sizes.lanes},
-        **{"CHUNK": CHUNK, "TOKENS": TOKENS if name == "prepare_kernel" else FINISH_TOKENS},
+        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": lanes},
+        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens, "FAST": not interpreter_is_on()},
         **{"S": GRADIENT_STATES, "PL": 32 * sizes.V // GRADIENT_STATES},
-        **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "FAST": not interpreter_is_on()},
-        **{
-            "num_warps": sizes.P * sizes.lanes // 32 if name in SEQUENTIAL else warps,
-            "num_stages": 1,
-        },
+        **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
         **{flag: flag in flags for flag in FLAGS},
     }
     return arguments_of(kernel, every)
@@ -140,7 +140,7 @@ def _backward(
     words = kept.scalars, kept.B, kept.C
     # what a kernel does not read has any tensor in its place
     last = grad_y if grad_h is None else grad_h.contiguous()
-    parts = grad_y.new_empty(f, ceil_div(chunks, sizes.per_part), c, n)
+    parts = grad_y.new_empty(f, ceil_div(chunks, PART), c, n)
     sums = grad_y.new_empty(blocks, H, 2, c)
     with without_coalescing():
         replay_kernel[(f, chunks)](
@@ -154,8 +154,7 @@ def _backward(
             **options(reverse_kernel, *how),
         )
         gradients_kernel[(f * parts.shape[1] * (N // GRADIENT_STATES),)](
-            *(kept.rows, adjoint, *words, memory, A_log, edges, unit_B, unit_C, parts),
-            *(t, H, sizes.per_part, parts.shape[1]),
+            *(kept.rows, adjoint, *words, memory, A_log, edges, unit_B, unit_C, parts, t, H),
             **options(gradients_kernel, *how),
         )
     finish_kernel[(blocks, H)](

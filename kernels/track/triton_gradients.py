@@ -32,7 +32,7 @@ def _load_token(
     return row, adjoint, beta, B, C, tl.load(at)
 
 
-@triton.jit(do_not_specialize=["t_end", "heads", "per_part", "parts"])
+@triton.jit(do_not_specialize=["t_end", "heads"])
 def gradients_kernel(
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
     adjoint_ptr,  # (f, t, P): pairs of w and written_
@@ -47,8 +47,6 @@ def gradients_kernel(
     grad_A_log_ptr,  # (f, parts, c, n), written
     t_end,
     heads,
-    per_part,  # chunks
-    parts,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -58,6 +56,7 @@ def gradients_kernel(
     S: tl.constexpr,
     PL: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,  # chunks of a program
     FAST: tl.constexpr,
 ):
     PR: tl.constexpr = P // PL
@@ -66,8 +65,9 @@ def gradients_kernel(
     SIZE: tl.constexpr = P * N
     # programs of the same rows run at the same time, and find them in the L2 cache
     block, other = tl.program_id(0) % (N // S), tl.program_id(0) // (N // S)
+    chunks, parts = tl.cdiv(t_end, CHUNK), tl.cdiv(t_end, CHUNK * PART)
     part, f = other % parts, (other // parts).to(tl.int64)
-    head, chunks = f % heads, tl.cdiv(t_end, CHUNK)
+    head = f % heads
     pr, pl = tl.arange(0, PR), tl.arange(0, PL)
     vector = (pr * PL)[:, None] + pl[None, :]
     channel = (pr * PL)[:, None, None] + pl[None, None, :]
@@ -101,8 +101,8 @@ def gradients_kernel(
         memory_ptr + sample * (P * WORDS),
         unknown_zeros(pl, t_end, PL),
     )
-    begin = part * (per_part * CHUNK)
-    end = tl.minimum(begin + per_part * CHUNK, t_end)
+    begin = part * (PART * CHUNK)
+    end = tl.minimum(begin + PART * CHUNK, t_end)
     loaded = _load_token(rows, (end - 1).to(tl.int64), vector, word, places, P, N, V)
     for back in range(0, tl.cdiv(end - begin, CHUNK)):
         chunk_begin = begin + (tl.cdiv(end - begin, CHUNK) - 1 - back) * CHUNK

@@ -220,7 +220,7 @@ TRACK = Row(
             [{"H": 1, "t": 22}],
         ),
         *times(each("H", 1, 2), [{"b": 3, "c": 16, "n": 16}]),
-        {"t": 100, "H": 1, "patch": {"bedouin.kernels.track.limits.GRADIENT_CHUNKS": 2}},
+        {"t": 100, "H": 1, "patch": {"bedouin.kernels.track.registered.PART": 2}},
     ],
     wrong=[
         ({"b": 2}, {name: shape}, f"{name} must have shape")
