@@ -72,10 +72,11 @@ def _switches(inputs: Recurrence, **others: bool) -> tuple[str, ...]:
     return tuple(name for name, is_on in others.items() if is_on)
 
 
-@operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 9)})")
+@operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})")
 def track_operation(*given: Any) -> tuple[Tensor, ...]:
-    """y (b, t, H c), the last h (b, H c, n), and the fields of `Kept`, a part of them without
-    `keep`. h0 and y0 are both there or none is; no size may be 0."""
+    """y (b, t, H c), the last h (b, H c, n), norm(y_{t-1}) (b, t, H c) in the dtype of x, and the
+    fields of `Kept`, a part of them without `keep`. h0 and y0 are both there or none is; no size
+    may be 0."""
     from bedouin.kernels.track.triton_sweep import sweep_kernel
     from bedouin.kernels.track.triton_tokens import prepare_kernel
 
@@ -84,7 +85,7 @@ def track_operation(*given: Any) -> tuple[Tensor, ...]:
     sizes = inputs.sizes
     b, t, H = sizes[:3]
     how = sizes, eps, _switches(inputs, KEEP=keep)
-    y, h, *found = _fake(*given)
+    y, h, normed, *found = _fake(*given)
     kept = Kept(*found)
     words = kept.B.view(torch.int32), kept.C.view(torch.int32)
     prepare_kernel[(ceil_div(b * t, TOKENS), H)](
@@ -97,11 +98,11 @@ def track_operation(*given: Any) -> tuple[Tensor, ...]:
     with without_coalescing():
         sweep_kernel[(sizes.f,)](
             *(x, delta, kept.scalars, kept.B, kept.C),
-            *(inputs.dt_bias, inputs.A_log, inputs.W, *before, h, y, *kept[3:]),
+            *(inputs.dt_bias, inputs.A_log, inputs.W, *before, h, y, normed, *kept[3:]),
             *(t, H, *x.stride()[:2], *delta.stride()[:2]),
             **options(sweep_kernel, *how),
         )
-    return y, h, *kept
+    return y, h, normed, *kept
 
 
 @track_operation.register_fake
@@ -109,16 +110,18 @@ def _fake(*given: Any) -> tuple[Tensor, ...]:
     x, sizes = given[0], Recurrence(*given[:COUNT]).sizes
     b, t, H, c, n = sizes[:5]
     y, h = (x.new_empty(size, dtype=torch.float32) for size in ((b, t, H * c), (b, H * c, n)))
-    return y, h, *Kept.empty(x, sizes, given[-1])
+    return y, h, x.new_empty(b, t, H * c), *Kept.empty(x, sizes, given[-1])
 
 
 @operation(
     "track_backward",
-    f"(Tensor grad_y, Tensor? grad_h, {KEPT}, {INPUTS}) -> ({', '.join(['Tensor'] * COUNT)})",
+    f"(Tensor grad_y, Tensor? grad_h, Tensor grad_normed, {KEPT}, {INPUTS}) "
+    f"-> ({', '.join(['Tensor'] * COUNT)})",
 )
 def _backward(
     grad_y: Tensor,  # (b, t, H c)
     grad_h: Tensor | None,  # (b, H c, n); None: zeros
+    grad_normed: Tensor,  # (b, t, H c)
     *given: Any,
 ) -> tuple[Tensor, ...]:
     """The gradients of the fields of `Recurrence`. No size may be 0."""
@@ -136,7 +139,8 @@ def _backward(
     normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
     adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
     edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
-    read, (unit_B, unit_C) = grad_y.new_empty(f, t, P), grad_y.new_empty(2, f, t, N)
+    read, grad_past = grad_y.new_empty(2, f, t, P)
+    unit_B, unit_C = grad_y.new_empty(2, f, t, N)
     words = kept.scalars, kept.B, kept.C
     # what a kernel does not read has any tensor in its place
     last = grad_y if grad_h is None else grad_h.contiguous()
@@ -144,13 +148,14 @@ def _backward(
     sums = grad_y.new_empty(blocks, H, 2, c)
     with without_coalescing():
         replay_kernel[(f, chunks)](
-            *(x, kept.rows, kept.fed, *words, A_log, kept.states),
-            *(memory, factors, slopes, read, t, H, *x.stride()[:2]),
+            *(x, kept.rows, kept.fed, *words, A_log, kept.states, kept.past, grad_y),
+            *(grad_normed.contiguous(), memory, factors, slopes, read, grad_past),
+            *(t, H, *x.stride()[:2]),
             **options(replay_kernel, *how),
         )
         reverse_kernel[(f,)](
-            *(slopes, factors, kept.fed, memory, kept.past, grad_y, *words, A_log, inputs.W),
-            *(last, of_h0, edges, adjoint, fed, of_y0, t, H),
+            *(slopes, factors, kept.fed, memory, kept.past, grad_past, grad_y, *words),
+            *(A_log, inputs.W, last, of_h0, edges, adjoint, fed, of_y0, t, H),
             **options(reverse_kernel, *how),
         )
         gradients_kernel[(f * parts.shape[1] * (N // GRADIENT_STATES),)](
@@ -176,5 +181,7 @@ def _backward(
     return *found[:5], *cast, of_h0, of_y0
 
 
-_backward.register_fake(lambda grad_y, grad_h, *given: empty_like(*given[7 : 7 + COUNT]))
+_backward.register_fake(
+    lambda grad_y, grad_h, grad_normed, *given: empty_like(*given[7 : 7 + COUNT])
+)
 track_operation.register_vjp(_backward, kept=7)

@@ -5,17 +5,19 @@ With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A a:
     written_ = H B + (B C) w                                      the cotangent of `written`
     raw_ = g H B + slope sum_n H q + read w                       that of raw Delta
     x_ = Delta written_
-    w_{t-1} = grad_{t-1} + the adjoint of norm of W_y^T (raw_, x_)
+    w_{t-1} = grad_{t-1} + the adjoint of norm of W_y^T (raw_, x_) + gate_
     H_{t-1} = exp(A Delta) * (H + w C^T - beta written_ B^T)
 
-The chain is H, w -> raw_, x_ -> one product with W_y -> w, and beside that product H -> the sums of
-H with B and q of the next earlier token. What it multiplies depends on the sweep alone and is
-computed for all chunks of tokens at once by `replay_kernel`, from their first h:
+with gate_ the cotangent of norm(y_{t-1}) that the gate sends. The chain is H, w -> raw_, x_ -> one
+product with W_y -> w, and beside that product H -> the sums of H with B and q of the next earlier
+token. What it multiplies depends on the sweep alone and is computed for all chunks of tokens at
+once by `replay_kernel`, from their first h:
 
     slope = Delta'(raw);  g = slope (x^ - beta sum_n q B);  read = (B C) g + slope sum_n q C
 
-and so is q itself. The gradients of A, B and C are computed afterwards, from w, written_ and H at
-the edges of chunks (`triton_gradients.py`), and that of x^ from written_ (`triton_tokens.py`).
+and so are q itself, and grad_{t-1} with what gate_ adds to it. The gradients of A, B and C are
+computed afterwards, from w, written_ and H at the edges of chunks (`triton_gradients.py`), and that
+of x^ from written_ (`triton_tokens.py`).
 The norm's adjoint subtracts norm(y) <v, norm(y)> / c for v = W_y^T (raw_, x_). That inner product
 is one of (raw_, x_) with W_y norm(y), which the sweep has kept: its terms are passed between the
 warps together with raw_ and x_, and added with the terms of v.
@@ -31,21 +33,23 @@ from bedouin.kernels.track import device
 
 @triton.jit
 def _load_replayed(
-    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, and
-    # zeros (P,)
+    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, zeros (P,),
+    # past, grad_y and grad_normed
     stride,  # of x
+    grad_stride,  # of grad_y and grad_normed
     step,
     c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     x = device.load_vector(first[0] + step * stride, c, P)
-    row, fed = (
-        device.load_vector(first[1] + step * P, P, P),
-        device.load_vector(first[2] + step * P, P, P),
-    )
+    row = device.load_vector(first[1] + step * P, P, P)
+    fed = device.load_vector(first[2] + step * P, P, P)
     at = first[3] + step * 2 + first[6]
     B = device.load_row(first[4] + step * WORDS, WORDS, NL)
     C = device.load_row(first[5] + step * WORDS, WORDS, NL)
-    return x, row, fed, tl.load(at), tl.load(at + 1), B, C
+    past = device.load_vector(first[7] + step * P, P, P)
+    grad_y = device.load_vector(first[8] + tl.maximum(step - 1, 0) * grad_stride, c, P)
+    grad_normed = device.load_vector(first[9] + step * grad_stride, c, P)
+    return x, row, fed, tl.load(at), tl.load(at + 1), B, C, past, grad_y, grad_normed
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
@@ -58,10 +62,14 @@ def replay_kernel(
     C_ptr,  # likewise
     A_log_ptr,  # (H, c, n)
     states_ptr,  # (f, chunks, N, P)
+    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
+    grad_y_ptr,  # (b, t, H c)
+    grad_normed_ptr,  # (b, t, H c), of norm(y_{t-1})
     memory_ptr,  # (f, t, N P / V), written: words of q
     factors_ptr,  # (f, t, P), written: pairs of g and read
     slopes_ptr,  # (f, t, P), written: pairs of Delta and its slope
     read_ptr,  # (f, t, P), written: a B
+    grad_past_ptr,  # (f, t, P), written: the cotangent of y_{t-1} but for the recurrence
     t_end,
     H,
     x_stride_b,
@@ -90,7 +98,7 @@ def replay_kernel(
     )
     A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
     h = device.load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
-    token = f * t_end
+    token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * c, H * c
     first = (
         x_ptr + b * x_stride_b + head * c,
         rows_ptr + token * P,
@@ -99,16 +107,20 @@ def replay_kernel(
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
         device.unknown_zeros(p, t_end, P),
+        past_ptr + token * P,
+        grad_y_ptr + row_of_head,
+        grad_normed_ptr + row_of_head,
     )
-    loaded = _load_replayed(first, x_stride_t, tl.cast(begin, tl.int64), c, P, WORDS, NL)
+    step = tl.cast(begin, tl.int64)
+    loaded = _load_replayed(first, x_stride_t, grad_stride, step, c, P, WORDS, NL)
     A, h = device.wait_for(A, V), device.wait_for(h, V)
     for t in range(begin, end):
-        x, row, fed, B_C, beta, B_words, C_words = loaded
+        x, row, fed, B_C, beta, B_words, C_words, past, grad_y, grad_normed = loaded
         delta, written = device.unpack(row, 2)
         B, C = device.unpack(B_words, V), device.unpack(C_words, V)
         mixed = x.to(tl.float32) + device.unpack(fed, 2)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
-        loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
+        loaded = _load_replayed(first, x_stride_t, grad_stride, step, c, P, WORDS, NL)
         products = ()
         after = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)
@@ -131,6 +143,11 @@ def replay_kernel(
         device.put(factors_ptr + place * P, device.pair(g, read), channels, P, P, NL)
         device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
         device.put(read_ptr + place * P, device.over_states(r), channels, P, P, NL)
+        y_past, inverse = device.unpack(past, 2)
+        grad_normed, normed = grad_normed.to(tl.float32), y_past * inverse
+        grad_past = inverse * (grad_normed - normed * (tl.sum(grad_normed * normed, 0) / c))
+        grad_past += tl.where(t > 0, grad_y.to(tl.float32), 0.0)
+        device.put(grad_past_ptr + place * P, grad_past, channels, P, P, NL)
 
 
 @triton.jit
@@ -150,10 +167,8 @@ def _load_transposed(
 
 @triton.jit
 def _load_token(
-    first,  # pointers to the rows of slopes, factors, fed, past, B, C, scalars, q, and of grad_y,
-    # before which are zeros
-    grad_stride, step, places,
-    c: tl.constexpr, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+    first,  # pointers to the rows of slopes, factors, fed, past, B, C, scalars, q, zeros, grad_past
+    step, places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
     WORDS: tl.constexpr = N // V
@@ -161,7 +176,7 @@ def _load_token(
     factors = device.load_vector(first[1] + step * P, P, P)
     fed = device.load_vector(first[2] + step * P, P, P)
     past = device.load_vector(first[3] + step * P, P, P)
-    grad_past = device.load_vector(first[9] + tl.maximum(step - 1, 0) * grad_stride, c, P)
+    grad_past = device.load_vector(first[9] + step * P, P, P)
     B = device.load_row(first[4] + step * WORDS, WORDS, NL)
     C = device.load_row(first[5] + step * WORDS, WORDS, NL)
     at = first[6] + step * 2 + first[8]
@@ -189,7 +204,8 @@ def reverse_kernel(
     fed_ptr,  # (f, t, P): pairs of what was fed back
     memory_ptr,  # (f, t, N P / V), words of q
     past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
-    grad_y_ptr,  # (b, t, H c)
+    grad_past_ptr,  # (f, t, P): the cotangent of y_{t-1} but for the recurrence
+    grad_y_ptr,  # (b, t, H c), of which the last token is read
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
@@ -233,7 +249,6 @@ def reverse_kernel(
         H = device.zeros_like(A, V)
     chunks = tl.cdiv(t_end, CHUNK)
     sample = f * t_end
-    grad_y, grad_stride = grad_y_ptr + (b * t_end * H_heads + head) * c, H_heads * c
     first = (
         slopes_ptr + sample * P,
         factors_ptr + sample * P,
@@ -244,11 +259,12 @@ def reverse_kernel(
         scalars_ptr + sample * 2,
         memory_ptr + sample * (P * WORDS),
         device.unknown_zeros(p, t_end, P),
-        grad_y,
+        grad_past_ptr + sample * P,
     )
     step = (t_end - 1).to(tl.int64)
-    loaded = _load_token(first, grad_stride, step, places, c, P, N, NL, V)
-    w = device.load_vector(grad_y + step * grad_stride, c, P).to(tl.float32)
+    loaded = _load_token(first, step, places, P, N, NL, V)
+    last_row = grad_y_ptr + ((b * t_end + step) * H_heads + head) * c
+    w = device.load_vector(last_row, c, P).to(tl.float32)
     part = tl.arange(0, 32)
     A, H = device.wait_for(A, V), device.wait_for(H, V)
     H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
@@ -256,12 +272,11 @@ def reverse_kernel(
         step = (t_end - 1 - passed).to(tl.int64)
         earlier = tl.maximum(step - 1, 0)
         slopes, factor_words, fed, past, grad_past, scalars, B_words, C_words, _ = loaded
-        loaded = _load_token(first, grad_stride, earlier, places, c, P, N, NL, V)
+        loaded = _load_token(first, earlier, places, P, N, NL, V)
         B_C, beta = scalars
         delta, slope = device.unpack(slopes, 2)
         y_past, inverse = device.unpack(past, 2)
         along = y_past * inverse * (-1.0 / c)
-        grad_past = tl.where(step > 0, grad_past.to(tl.float32), 0.0)
         g, read = device.unpack(factor_words, 2)
         fed_delta, fed_x = device.unpack(fed, 2)
         # on the chain, from here

@@ -86,6 +86,7 @@ def sweep_kernel(
     y0_ptr,  # (f, c), likewise
     h_ptr,  # (f, c, n), written
     y_ptr,  # (b, t, H c), written
+    normed_ptr,  # (b, t, H c), written: norm(y_{t-1})
     rows_ptr,  # (f, t, P), written with KEEP: pairs of Delta and `written`
     fed_ptr,  # (f, t, P), likewise: pairs of what is fed back to Delta and x
     past_ptr,  # (f, t, P), likewise: pairs of y_{t-1} and 1 / rms of it
@@ -177,7 +178,10 @@ def sweep_kernel(
                 y = device.over_states(q) + B_C * written
                 # the next token depends on this product, and on nothing below but h
                 fed_next = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
-                device.put(y_ptr + ((b * t_end + t) * H + head) * c, y, channels, c, P, NL)
+                at = ((b * t_end + t) * H + head) * c
+                device.put(y_ptr + at, y, channels, c, P, NL)
+                normed = (before * fed[2]).to(normed_ptr.dtype.element_ty)
+                device.put(normed_ptr + at, normed, channels, c, P, NL)
                 after = ()
                 for v in tl.static_range(V):
                     after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)

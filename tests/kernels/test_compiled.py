@@ -40,7 +40,7 @@ SHARED_MEMORY = 232448
 
 WIDE_OF_SCAN = set("start kept work A D grad_A grad_D grad_B grad_C end grad_end grad_h0".split())
 WIDE_OF_RULE = {"BETA", "DECAY", "GBETA", "GDECAY", "S0", "S_LAST", "GS_LAST", "GS0"}
-WIDE_OF_TRACK = set("scalars A_log W dt_bias erase_bias h0 y0 h y states read".split())
+WIDE_OF_TRACK = set("scalars A_log W dt_bias erase_bias h0 y0 h y states read grad_past".split())
 WIDE_OF_TRACK |= set("last H edges grad_y grad_y0 unit_B unit_C grad_A_log sums".split())
 """Pointers to float32; all others are to the dtype of x or of products."""
 

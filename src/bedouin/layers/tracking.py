@@ -20,6 +20,7 @@ from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.heads import fold, unfold
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.output import shifted_norm
 from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.kernels.track import Tracked, TrackInputs, choose_track, hidden_of, track
 from bedouin.layers import common
@@ -266,7 +267,8 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         operands = Operands(fold(inputs.x, H), folded, W_y.squeeze(0), by_head(A, H), h0, y0)
         found, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
         h, y = unfold_state(BedouinState(h, found[:, -1]), H).ssm, unfold(found, H)
-        read = y, W_gate, FEEDBACK_NORM_EPS, self.norm_eps
+        normed = shifted_norm(found, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
+        read = y, unfold(normed, H), W_gate, self.norm_eps
         return Tracked(hidden_of(inputs, *read, backend=self.backend), h, y)
 
 
