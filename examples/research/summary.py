@@ -165,7 +165,7 @@ def markdown(results: Path) -> str:
 
 def tuning_markdown(results: Path) -> str:
     """Every tuning run: a line for each form and learning rate, with "chosen" at the best of each
-    model, which its reported runs take."""
+    model, which its reported runs take unless the gate settles another rate."""
     runs, lines = read_runs(results / TUNED), []
     models = dict.fromkeys([*VARIANTS, *(m for of in summarize(results).values() for m in of)])
     for task, names in SHOWN.items():

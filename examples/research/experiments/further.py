@@ -14,9 +14,9 @@ The rivals of the table, `gdn2_l1`, `kda_l1` and `mamba3_l1`, are runs of "table
 from collections.abc import Mapping
 from pathlib import Path
 
+from research.experiments import table
 from research.experiments.plan import TUNING, Experiment, Run, joined
-from research.experiments.table import LANGUAGES, NARROW, RECIPE, TASKS, TUNED, chosen, layer_flags
-from research.experiments.table import score as score_of
+from research.experiments.table import LANGUAGES, NARROW, RECIPE, TASKS, layer_flags
 from research.runs import read_runs
 
 RATES = "5e-4 1e-3 2e-3"
@@ -70,7 +70,7 @@ def tuned(name: str, question: str, options: Mapping[str, str], results: Path) -
     for run, flags in options.items():
         tuning.append(Run(run, joined(flags, TUNING, f"--lr {RATES}")))
         if rows := made.get(run, {}).get("rows", ()):
-            best = max(rows, key=score_of)["point"]["lr"]
+            best = max(rows, key=table.score)["point"]["lr"]
             reported.append(Run(run, joined(flags, f"--seeds 3 --lr {best:g}")))
     return [
         Experiment(f"{name}-tuning", f"{question} Which learning rate?", tuple(tuning)),
@@ -79,11 +79,11 @@ def tuned(name: str, question: str, options: Mapping[str, str], results: Path) -
 
 
 def further(results: Path) -> list[Experiment]:
-    """All of them; length takes rates from the tuning of the table, or 2e-3."""
-    runs, length = read_runs(results / TUNED), []
+    """All of them; length takes the rates of the table, or 2e-3."""
+    runs, gate, length = read_runs(results / table.TUNED), read_runs(results / table.GATE), []
     for task in ("a5", "s5"):
         for model, form in (("tracking", "tracking"), ("lstm_l1", "lstm_l1_forget")):
-            form, rate = chosen(runs, task, model) or (form, 2e-3)
+            form, rate = table.settled(runs, gate, task, model) or (form, 2e-3)
             options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
             length.append(Run(f"{task}-{model}", options))
             if task == "a5":
