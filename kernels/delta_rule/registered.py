@@ -33,6 +33,9 @@ STATE_CELLS = 8192
 VALUE_BLOCK = 64
 """Most value channels of a program."""
 
+STEP_CELLS = 2048
+"""Most cells of S in a program of a single token: of fewer, more programs share its one read."""
+
 FLOAT32_PRODUCTS = "tf32x3"
 """Of float32 factors: three products on tensor cores, whose sum has nearly float32's precision.
 "ieee" has all of it, without tensor cores."""
@@ -133,6 +136,9 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     o, last, *kept = _fake(*given)
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
     rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
+    if t == 1 and not keep:
+        _step((*rows[:2], value, *rows[2:]), memory, (o, last))
+        return o, last, *kept
     # what the sweep reads is there without `keep`, too
     squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
     n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
@@ -150,6 +156,27 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
         **common,
     )
     return o, last, *kept
+
+
+def _step(
+    rows: tuple[Tensor, ...],  # those of `_rows`, with those of the values (b, 1, h v) third
+    memory: Tensor | None,  # (b, h, p, v); None: zeros
+    found: tuple[Tensor, Tensor],  # o and last, written
+) -> None:
+    from bedouin.kernels.delta_rule.triton_step import step_kernel
+
+    b, h, p, v = found[1].shape
+    P = next_power_of_two(p)
+    block = max(1, min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v)))
+    step_kernel[(b * h * ceil_div(v, block),)](
+        *(*rows, found[1] if memory is None else memory.contiguous(), *found),
+        *(h, *(row.stride(0) for row in rows[:3])),
+        STARTED=memory is not None,
+        P_SIZE=p,
+        V_SIZE=v,
+        P=P,
+        V_BLOCK=block,
+    )
 
 
 @chunk_kernels.register_fake

@@ -149,6 +149,27 @@ def test_a_rounded_key_does_not_make_the_memory_grow(device: str) -> None:
     torch.testing.assert_close(float(last.norm()), float(memory.norm()), rtol=0.05, atol=0)
 
 
+@kernels
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 1, 1), (3, 1, 63, 100), (2, 2, 64, 65), (1, 3, 130, 16)], ids=str
+)
+def test_a_token_without_gradient_equals_the_loop(
+    sizes: tuple[int, ...], dtype: torch.dtype, starts: bool, device: str
+) -> None:
+    """It has a kernel of its own."""
+    b, h, p, v = sizes
+    tensors = rule(b, 1, 1, h, p, v, gated=starts).given(dtype, device)
+    inputs, memory = inputs_of(tensors)
+    exact = DeltaInputs(*[None if w is None else w.double() for w in inputs])  # type: ignore[arg-type]
+    wanted = delta_rule_reference(exact, memory.double() * starts)
+    found = delta_rule(inputs, memory if starts else None, dtype, "triton")
+    assert [v.dtype for v in found] == [dtype, F32]
+    for name, ours, theirs in zip(("o", "last"), found, wanted, strict=True):
+        in_2_norm(name, ours.double(), theirs, 1e-2 if dtype == BF16 else 1e-5)
+
+
 def test_plain_torch_computes_in_at_least_float32() -> None:
     tensors = {k: None if v is None else v.to(BF16) for k, v in rule(1, 9).tensors.items()}
     inputs, _ = inputs_of(tensors)
