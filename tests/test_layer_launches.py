@@ -178,7 +178,7 @@ def test_the_number_of_launches(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, (22, 40)), ({"feedback": ("delta",)}, (26, 44))]
+    ("options", "most"), [({}, (22, 41)), ({"feedback": ("delta",)}, (26, 44))]
 )
 def test_the_number_of_launches_without_reflections(
     options: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch

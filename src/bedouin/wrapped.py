@@ -198,6 +198,8 @@ def side_by_side(
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     missing = padding(sum([len(w) for w in weights]))
     if missing and x.is_cuda:
-        # any rows serve, since nothing reads their results; new zeros would take a launch
-        weights.append(weights[0].detach()[:1].expand(missing, -1))
+        # any rows serve, since nothing reads their results: new zeros would take a launch, and one
+        # row many times a slower copy
+        most = max(weights, key=len).detach()
+        weights.append(most[:missing] if missing <= len(most) else most[:1].expand(missing, -1))
     return F.linear(x, torch.cat(weights))

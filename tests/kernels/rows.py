@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from tests.kernels.rows_memory import CHUNK_RULE, RATE, SWEEP, TOKEN_RULE, TRACK
+from tests.kernels.rows_memory import CHUNK_RULE, RATE, STEP_RULE, SWEEP, TRACK
 from tests.kernels.table import (
     BF16,
     F16,
@@ -194,7 +194,9 @@ def output(
     def run(*given: Any, backend: Any) -> Tensor:
         return gated_output(*given, dtype=dtype, backend=backend)
 
-    return Call(run, output_by_hand, tensors, set(tensors) - {"y", *wide}, (dtype,))
+    # z is rounded with the gate, and for one channel a gradient is one sum, of numbers that cancel
+    slack = {"weight": 4.0} if d == 1 else {}
+    return Call(run, output_by_hand, tensors, set(tensors) - {"y", *wide}, (dtype,), slack=slack)
 
 
 def output_by_hand(
@@ -390,7 +392,7 @@ ROWS: dict[str, Row] = {
     "shifted norm": SHIFTED,
     "gated norm": NORM,
     "convolution": CONVOLUTION,
-    "rule by tokens": TOKEN_RULE,
+    "rule of steps": STEP_RULE,
     "rule in chunks": CHUNK_RULE,
     "rates": RATE,
     "tracker": TRACK,

@@ -20,7 +20,6 @@ from tests.kernels.sweeps import (
 from tests.kernels.table import BF16, F32
 from torch import Tensor
 
-from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.feedback import padded_rows
 from bedouin.kernels.operands import Activation, Operands
 from bedouin.kernels.scan import Eigenvalues, InputScale
@@ -39,9 +38,6 @@ all_heads = pytest.mark.parametrize("heads", [1, 2])
 implementations = pytest.mark.parametrize(
     ("how", "low_rank"), [("loop", False), ("loop", True), ("buffers", False)]
 )
-erases_and_feeds_x = pytest.mark.parametrize(
-    "more", [{}, {"erase": 1.0, "feeds_x": True}], ids=["", "erase and x"]
-)
 
 
 def of_heads(heads: int, **options: Any) -> Case:
@@ -55,7 +51,6 @@ OPTIONS: dict[str, Any] = {
     "fed": st.sampled_from([None, 1, 4, 6]),
     "input_scale": st.sampled_from(SCALES),
     "eigenvalues": st.sampled_from(RANGES),
-    "feeds_x": st.booleans(),
 }
 
 
@@ -70,7 +65,6 @@ OPTIONS: dict[str, Any] = {
     selective=st.booleans(),
     beta_max=st.sampled_from([1.0, 1.5]),
     norm_eps=st.sampled_from([1e-5, None]),
-    erase=st.sampled_from([0.0, 1.0, 2.0]),
     **OPTIONS,
 )
 def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None:
@@ -79,7 +73,7 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     else:
         options["t"] = min(options["t"], 40)
     if options["low_rank"]:
-        options |= {"k": 2, "selective": True, "erase": 0.0, "feeds_x": False, "fed": None}
+        options |= {"k": 2, "selective": True, "fed": None}
     if not options["selective"]:
         options["n"] = 1
     case = of_heads(**options)
@@ -116,11 +110,10 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
 @pytest.mark.parametrize("low", [F32, BF16])
 @all_heads
 @pytest.mark.parametrize("feedback", [{}, {"feedback": False}, {"fed": 4}], ids=str)
-@erases_and_feeds_x
 def test_both_sweeps_round_products_in_the_same_way(
-    low: torch.dtype, heads: int, feedback: dict[str, Any], more: dict[str, Any]
+    low: torch.dtype, heads: int, feedback: dict[str, Any]
 ) -> None:
-    case = of_heads(heads, t=18, dtype=F32, **feedback, **more)
+    case = of_heads(heads, t=18, dtype=F32, **feedback)
     operands = case.operands()
     if operands.W_y is not None:
         operands = operands._replace(W_y=operands.W_y.to(low))
@@ -157,13 +150,6 @@ def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> 
     ours, theirs = (run(case, how, y_star=y_star) for how in ("buffers", "loop"))
     for name in (name for name in ours if name.startswith("gradient")):
         assert_close(name, ours[name], theirs[name], 1e-9, atol=1e-9)
-
-
-def test_a_given_fixed_point_with_erase_is_refused() -> None:
-    case = replace(ONE, erase=1.0)
-    y_star = torch.zeros_like(case.operands().x)
-    with pytest.raises(ValueError, match=r"y_star must be None with erase, got erase=1\.0"):
-        direct_sweep(case.operands(), case.options(), y_star=y_star)
 
 
 # -- feedback of a part of the raw values
