@@ -17,7 +17,6 @@ RESULTS = ROOT / "examples" / "results"
 sys.path.insert(0, str(ROOT / "examples"))
 
 # as the scripts of that folder import them
-from benchmarks.cases import SPEED  # noqa: E402
 from research.experiments.language_model import SCORE  # noqa: E402
 from research.experiments.table import RATES, VARIANTS  # noqa: E402
 from research.runs import read_runs  # noqa: E402
@@ -136,52 +135,70 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    shared = numbers("benchmark/h200_shared_keys")
-    earlier = numbers("benchmark/h100_recall")
-    layers = {("recall-n64", shape): earlier["recall-chosen", shape] for _, shape in earlier}
-    layers |= {key: n for key, n in shared.items() if key[0] == "recall-chosen"}
-    layers |= numbers("benchmark/h100_layers")
+    tracking, heads = numbers("benchmark/h200_tracking"), numbers("benchmark/h100_layers")
+    page = TEXTS["benchmark"].split("## Times of the layers")[1].split("\n## ")[0]
     starts = {
-        "direct": "d_model 512, 1 head",
-        "direct-heads8": "8 heads of 128",
-        "direct-heads16": "16 heads of 64",
-        "recall": "recall with n 64",
-        "recall-wide": "the same, feedback of all heads",
-        "recall-by-head": "recall_by_head",
-        "recall-chosen": "`Bedouin.recall`, 14 heads",
-        "recall-n64": "the same with 64 states",
-        "direct-no-feedback": "1 head, no feedback",
-        "lstm": "cuDNN LSTM",
+        "`TrackingDeltaNet`": (tracking, "tracking"),
+        "its memory alone": (tracking, "memory"),
+        "its tracker alone": (tracking, "tracker"),
+        "Mamba": (tracking, "mamba"),
+        "cuDNN LSTM there": (tracking, "lstm"),
+        "16 heads of 64": (heads, "direct-heads16"),
+        "8 heads of 128": (heads, "direct-heads8"),
+        "cuDNN LSTM, 512": (heads, "lstm"),
     }
     shapes = "128x16", "64x256", "16x1024", "8x4096"
-    page = TEXTS["benchmark"].split("## Times of the layers")[1].split("\n## ")[0]
-    for case, start in starts.items():
-        times = [layers[case, shape] for shape in shapes]
+    graph = {
+        start: [of[case, shape]["graph_both_ms"] for shape in shapes]
+        for start, (of, case) in starts.items()
+    }
+    for start, (of, case) in starts.items():
+        times = [of[case, shape] for shape in shapes]
         shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
         peaks = ", ".join(f"{n['peak_gib']:.3g}" for n in times)
         assert line(page, start)[1:] == [*shown, peaks]
-    heads = "direct-heads16", "direct-heads8", "direct"
     for shape in shapes:
-        times = [layers[c, shape] for c in (*heads, "recall-chosen", "lstm")]
+        columns = ("tracking", "lstm"), ("direct-heads16", "direct-heads8", "lstm")
+        times = [
+            of[case, shape]
+            for of, cases in zip((tracking, heads), columns, strict=True)
+            for case in cases
+        ]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
         assert line(README, f"{shape.replace('x', '×')} ")[1:6] == shown
-    graph = {key: n["graph_both_ms"] for key, n in layers.items()}
-    assert "Several heads are faster than the replayed LSTM from 16×1024 on, `recall` at" in PROSE
-    faster = {
-        case: [shape for shape in shapes if graph[case, shape] < graph["lstm", shape]]
-        for case in (*heads, "recall-chosen")
-    }
-    assert faster["direct-heads16"] == faster["direct-heads8"] == ["16x1024", "8x4096"]
-    assert faster["recall-chosen"] == ["8x4096"] and not faster["direct"]
-    there = [f"{shared['lstm', shape]['graph_both_ms']:.3g}" for shape in shapes]
-    assert f"where the LSTM takes {', '.join(there[:3])} and {there[3]}." in PROSE
+
+    def faster(layer: str, lstm: str) -> list[bool]:
+        return [a < b for a, b in zip(graph[layer], graph[lstm], strict=True)]
+
+    assert "`TrackingDeltaNet` is faster than the LSTM from 64×256 on, `Bedouin` from 16×" in PROSE
+    assert faster("`TrackingDeltaNet`", "cuDNN LSTM there") == [False, True, True, True]
+    for start in ("16 heads of 64", "8 heads of 128"):
+        assert faster(start, "cuDNN LSTM, 512") == [False, False, True, True]
+    wide = numbers("benchmark/h200_wide_head")
+    times = [wide["direct", shape]["graph_both_ms"] for shape in shapes]
+    ratio = times[2] / wide["direct-heads8", "16x1024"]["graph_both_ms"]
+    assert f"of 1,024 takes {ratio:.0f} times as long on a GPU as eight of 128" in PROSE
     recorded = speeds()
-    first = [row["first_call_s"] for row in recorded if row["layer"] != "lstm"]
+    first = [row["first_call_s"] for row in recorded if row["layer"] not in OTHERS]
     assert f"First calls compile for {min(first):.0f}–{max(first):.0f} s" in README
-    assert [row["graph_ms"] for row in recorded] == [
-        layers[case, shape]["graph_both_ms"] for case in starts for shape in shapes
-    ]
-    assert {row["layer"] for row in recorded} >= set(SPEED.values())
+    found: dict[str, list[float]] = {}
+    for row in recorded:
+        found.setdefault(row["layer"], []).append(row["graph_ms"])
+    assert found == {
+        "1 head": times,
+        "8 heads": graph["8 heads of 128"],
+        "16 heads": graph["16 heads of 64"],
+        "lstm": graph["cuDNN LSTM, 512"],
+        "tracking": graph["`TrackingDeltaNet`"],
+        "memory": graph["its memory alone"],
+        "tracker": graph["its tracker alone"],
+        "mamba": graph["Mamba"],
+        "lstm, H200": graph["cuDNN LSTM there"],
+    }
+
+
+OTHERS = "1 head", "lstm", "lstm, H200", "mamba"
+"""Rows of speed.json that are not counted with the first calls of this library's layers."""
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
@@ -322,9 +339,6 @@ def test_the_words_on_heads_are_those_of_the_raw_results() -> None:
     sizes = one["parameters"] / 1e6, eight["parameters"] / 1e6
     assert "and has {:.1f} M parameters instead of {:.1f} M.".format(*sizes) in PROSE
     assert abs(fmean(labels[id(equal)]) - fmean(labels[id(eight)])) < 0.05
-    ms = {(row["layer"], row["shape"]): row["graph_ms"] for row in speeds()}
-    ratio = ms["1 head", "16x1024"] / ms["8 heads", "16x1024"]
-    assert f"takes {ratio:.1f} times as long as eight heads" in PROSE
 
 
 def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
@@ -333,7 +347,9 @@ def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
     ms = {(row["layer"], row["shape"]): row["graph_ms"] for row in speeds()}
     iterated = numbers("benchmark/h100_benchmark")
     picard, lstm = (iterated[name, "64x256"]["graph_both_ms"] for name in ("picard", "lstm"))
-    heads = [ms["8 heads", shape] / ms["lstm", shape] for shape in ("64x256", "16x1024")]
+    shapes = "64x256", "16x1024"
+    heads = [ms["8 heads", shape] / ms["lstm", shape] for shape in shapes]
+    tracking = [ms["tracking", shape] / ms["lstm, H200", shape] for shape in shapes]
 
     def shown_ratio(value: float) -> str:
         return f"{value:.1f}" if value < 10 else f"{value:.0f}"
@@ -341,6 +357,7 @@ def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
     on_gpu = {
         "Bedouin": "; ".join(map(shown_ratio, heads)),
         "Bedouin.from_paper": f"{shown_ratio(picard / lstm)}; –",
+        "TrackingDeltaNet": "; ".join(map(shown_ratio, tracking)),
     }
     layers = [name.strip("`").removesuffix("(d_model)") for name in line(README, "| `")[1:]]
     assert layers == ["Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"]

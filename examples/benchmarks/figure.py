@@ -26,7 +26,6 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 LAYERS = {
     "tracking": ("TrackingDeltaNet", "C0"),
-    "chosen": ("recall of 0.2.0 (H200)", "C9"),
     "16 heads": ("Bedouin, 16 heads of 64", "C2"),
     "8 heads": ("Bedouin, 8 heads of 128", "C1"),
     "1 head": ("Bedouin, 1 head", "C4"),

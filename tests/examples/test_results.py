@@ -417,9 +417,6 @@ def test_targets_and_parts_of_the_benchmark_are_those_of_the_page() -> None:
     found = {(row[0], row[1]): row for row in table.target_rows(runs["h100_layers"]["rows"])}
     missed = {key: row for key, row in found.items() if row[verdict].startswith("missed")}
     times = {key: row for key, row in missed.items() if key[0].endswith("fwd + bwd, ms")}
-    fed = "feedback, fwd + bwd, ms", "64x256"
-    assert [key for key in times if key[0].startswith("feedback")] == [fed]
-    assert f"({times[fed][2]} of 12 ms)" in page
     over = [float(row[verdict][8:-2]) for key, row in times.items() if "heads" in key[0]]
     assert len(over) == 8 and f"by {min(over):.1f} to {max(over):.1f} times" in page
     peaks = [row for key, row in missed.items() if key[0].endswith("GiB")]
