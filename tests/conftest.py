@@ -172,9 +172,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "fuzz" not in config.option.markexpr:
-        # left out, not skipped: the default run has a short form of each of these tests
-        items[:] = [item for item in items if item.get_closest_marker("fuzz") is None]
     # first, so that no process waits for them at the end
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = {

@@ -5,6 +5,7 @@ Letters: b batch, t time, m d_model.
 """
 
 import io
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bedouin import (
@@ -23,6 +26,7 @@ from bedouin import (
     HouseholderProduct,
     Kronecker,
     LowRank,
+    Monarch,
     NoMixing,
     Tracker,
     TrackingDeltaNet,
@@ -31,6 +35,8 @@ from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
+    Broyden,
+    Direct,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -279,6 +285,30 @@ def saved(module: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
+RNGS = st.randoms(use_true_random=False)
+CASES = int(os.environ.get("FUZZ_CASES", "0"))
+
+
+def drawn(number: int, *strategies: Any) -> Callable[[Any], Any]:
+    """A test of so many random cases; of FUZZ_CASES, if those are more."""
+
+    def decorate(test: Any) -> Any:
+        return pytest.mark.fuzz(settings(max_examples=max(number, CASES))(given(*strategies)(test)))
+
+    return decorate
+
+
+def random_solve(rng: random.Random) -> dict[str, Any]:
+    """A solver and an adjoint of any kind that go together."""
+    kinds: list[Callable[..., Any]] = [Picard, Jacobi, Anderson, Broyden]
+    kinds += [partial(Picard, **of) for of in ({"damping": 0.7}, {"patience": 3})]
+    kinds += [lambda rtol: Direct(), partial(Picard, stop_rule="paper")]
+    solver, other = (rng.choice(kinds)(1e-6) for _ in range(2))
+    adjoints = [None, ImplicitAdjoint(other), OneStepAdjoint(), PhantomAdjoint()]
+    adjoints += [UnrolledAdjoint()] if solver.can_unroll else []
+    return {"solver": solver, "adjoint": rng.choice(adjoints), "max_steps": 150}
+
+
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
@@ -288,7 +318,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
     products = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
-    mixers = [NoMixing(), *products, *(LowRank(k) for k in (1, 2, 3))]
+    mixers = [NoMixing(), *products, *(LowRank(k) for k in (1, 2, 3)), Kronecker(), Monarch()]
     options: dict[str, Any] = {
         "d_model": rng.randint(1, 5),
         "expand": rng.choice((1, 2)),

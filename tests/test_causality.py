@@ -6,17 +6,14 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layer_cases import random_layer
+from tests.layer_cases import RNGS, drawn, random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, measure_growth, relative_error
-
-RNGS = st.randoms(use_true_random=False)
 
 BIT_FOR_BIT: list[Solver] = [
     Direct(),
@@ -58,8 +55,7 @@ def futures(x: Tensor, cut: int) -> list[Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("solver", BIT_FOR_BIT, ids=name)
-@settings(max_examples=12)
-@given(RNGS, st.integers(1, 3), st.integers(2, 9))
+@drawn(12, RNGS, st.integers(1, 3), st.integers(2, 9))
 def test_the_past_does_not_see_the_future(
     solver: Solver, rng: random.Random, b: int, t: int
 ) -> None:
@@ -97,8 +93,7 @@ def test_the_papers_stop_rule_is_not_causal_at_a_loose_tolerance() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("solver", [*BIT_FOR_BIT, *TO_TOLERANCE], ids=name)
-@settings(max_examples=6)
-@given(RNGS, st.integers(1, 8))
+@drawn(6, RNGS, st.integers(1, 8))
 def test_a_sample_does_not_see_its_batch(solver: Solver, rng: random.Random, t: int) -> None:
     layer, x = draw(rng, 8, t, solver=solver)
     together = layer(x)

@@ -3,6 +3,7 @@
 Letters: b batch, t time, m d_model.
 """
 
+import contextlib
 import copy
 import io
 import pickle
@@ -14,7 +15,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layer_cases import (
     BASELINES,
@@ -23,12 +23,14 @@ from tests.layer_cases import (
     GPU,
     LAYERS,
     MEMORIES,
+    RNGS,
     SOLVES,
     Place,
     assert_all_close,
     assert_owns_memory,
     check_alone,
     draw,
+    drawn,
     earlier_state,
     floats,
     gradients,
@@ -37,6 +39,7 @@ from tests.layer_cases import (
     make,
     places,
     random_layer,
+    random_solve,
     random_state,
     results,
     rows_of,
@@ -47,6 +50,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate, default_convert
 
 from bedouin import Bidirectional, Decoder
+from bedouin.solvers import ConvergenceError
 from bedouin.testing import assert_close, measure_growth
 
 
@@ -188,9 +192,9 @@ def test_indexed_documents_begin_anew(name: str, place: Place, padded: bool) -> 
     assert_all_close(gradients(found, inputs), gradients(expected, inputs), 10 * place.rtol)
 
 
-@settings(max_examples=40)
-@given(
-    st.randoms(use_true_random=False),
+@drawn(
+    40,
+    RNGS,
     st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=3),
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
 )
@@ -213,6 +217,35 @@ def test_layers_with_random_options(
     check_padding(layer, x, mask, before, 1e-12 * growth)
     every = torch.ones_like(row[..., 0], dtype=torch.bool)
     check_documents(layer, row, every, ends, of_documents, 1e-12 * growth)
+
+
+@drawn(40, RNGS, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_a_call_changes_nothing_and_says_what_failed(
+    rng: random.Random, dtype: torch.dtype
+) -> None:
+    """With any solver and adjoint: what has converged is finite, and so are its gradients; the same
+    call gives the same bits; only what has not converged is an error."""
+    layer = random_layer(rng, dtype=dtype, **random_solve(rng))
+    hypothesis.note(f"{layer} {layer.extra_repr()}")
+    x = (rng.choice((1.0, 1e-6, 1e2)) * torch.randn(3, 5, layer.d_model)).to(dtype)
+    incoming, kept = random_state(layer, 3), copy.deepcopy(layer.state_dict())
+    generator = torch.get_rng_state()
+    output, state = layer(x.requires_grad_(), incoming, return_state=True)
+    stats: Any = layer.stats
+    good = stats.converged
+    assert output[good].isfinite().all() and state.ssm[good].isfinite().all()
+    (output.double().sum() + state.ssm.double().sum()).backward()
+    if good.all() and (stats.backward is None or stats.backward.converged.all()):
+        grads = [v.grad for v in (x, *layer.parameters()) if v.grad is not None]
+        assert not any(grad.isnan().any() for grad in grads)
+    assert torch.equal(torch.get_rng_state(), generator)
+    after = layer.state_dict()
+    assert all(torch.equal(after[n], v) for n, v in kept.items() if n != "_extra_state")
+    first = layer(x)
+    assert torch.equal(layer(x)[layer.stats.converged], first[layer.stats.converged])
+    layer.on_unconverged, is_error = "raise", not layer.stats.converged.all()
+    with pytest.raises(ConvergenceError) if is_error else contextlib.nullcontext():
+        layer(x)
 
 
 @layers_and_solves

@@ -12,18 +12,15 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layer_cases import random_layer, random_state
+from tests.layer_cases import RNGS, drawn, random_layer, random_state
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, Kronecker, LowRank, Monarch
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Picard
 from bedouin.testing import assert_close, find_fixed_point, measure_growth
-
-RNGS = st.randoms(use_true_random=False)
 
 
 def unit(v: Tensor) -> Tensor:
@@ -37,6 +34,8 @@ def rms(v: Tensor, eps: float) -> Tensor:
 def dense_Q(layer: FixedPointLayer, raw: Tensor) -> Tensor:
     """Q (d, d) from the mixer's raw values: k vectors of length d, then k strengths."""
     d, mixer = layer.d_inner, layer.mixer
+    if isinstance(mixer, Kronecker | Monarch):
+        return mixer.dense(raw)  # whose definition is in test_mixers.py
     k = len(raw) // (d + 1)
     vectors = [unit(raw[i * d : (i + 1) * d]) for i in range(k)]
     strengths = torch.sigmoid(raw[k * d :])
@@ -205,8 +204,7 @@ def assert_oracle(layer: FixedPointLayer, b: int, t: int) -> None:
 
 
 @torch.no_grad()
-@settings(max_examples=40)
-@given(RNGS, st.integers(1, 3), st.integers(1, 5))
+@drawn(40, RNGS, st.integers(1, 3), st.integers(1, 5))
 def test_a_layer_is_what_its_equations_say(rng: random.Random, b: int, t: int) -> None:
     # the equations are those of one head; test_layer_heads.py reduces several heads to one
     layer = spread(random_layer(rng, solver=Direct(), num_heads=1, d_conv=None))

@@ -8,9 +8,17 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layer_cases import CPU, FIXED_POINTS, ITERATED, make, random_layer, random_state
+from tests.layer_cases import (
+    CPU,
+    FIXED_POINTS,
+    ITERATED,
+    RNGS,
+    drawn,
+    make,
+    random_layer,
+    random_state,
+)
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
@@ -140,8 +148,7 @@ def test_every_exact_adjoint_agrees(name: str, solver: Solver, adjoint: Adjoint)
     assert_gradients(actual, exact, 1e-6)
 
 
-@settings(max_examples=25)
-@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 7))
+@drawn(25, RNGS, st.integers(1, 3), st.integers(1, 7))
 def test_the_reverse_sweep_is_the_unrolled_sweep(rng: random.Random, b: int, t: int) -> None:
     layer = random_layer(rng, solver=Direct())
     hypothesis.note(f"{layer} {layer.extra_repr()}")

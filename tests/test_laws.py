@@ -5,9 +5,8 @@ import random
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layer_cases import random_layer, random_state
+from tests.layer_cases import RNGS, drawn, random_layer, random_state
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN
@@ -16,7 +15,6 @@ from bedouin.layers.mixers import StructuredMixer, WYForm
 from bedouin.solvers import Anderson, Broyden, Direct, FixedCap, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, find_fixed_point, measure_growth
 
-RNGS = st.randoms(use_true_random=False)
 SEEDS = st.integers(0, 2**16)
 # Fixed points can be as small as 1e-12, so no absolute tolerance.
 TINY = 1e-300
@@ -36,8 +34,7 @@ def draw(
     return layer, x, random_state(layer, b)
 
 
-@settings(max_examples=60)
-@given(RNGS, st.integers(1, 4), st.integers(1, 12), SEEDS)
+@drawn(60, RNGS, st.integers(1, 4), st.integers(1, 12), SEEDS)
 def test_direct_solves_to_rounding(rng: random.Random, b: int, t: int, seed: int) -> None:
     layer, x, state = draw(rng, b, t, seed)
     found = find_fixed_point(layer, x, solver=Direct(), state=state)
@@ -62,8 +59,7 @@ SOLVERS: list[tuple[Solver, float]] = [
 
 
 @pytest.mark.parametrize(("solver", "rtol"), SOLVERS, ids=lambda v: str(v)[:40])
-@settings(max_examples=15)
-@given(RNGS, st.integers(1, 3), st.integers(1, 8), SEEDS)
+@drawn(15, RNGS, st.integers(1, 3), st.integers(1, 8), SEEDS)
 def test_every_solver_finds_directs_fixed_point(
     solver: Solver, rtol: float, rng: random.Random, b: int, t: int, seed: int
 ) -> None:

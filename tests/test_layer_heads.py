@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layer_cases import random_layer
+from tests.layer_cases import drawn, random_layer
 from torch import Tensor
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, Initialization
@@ -103,8 +102,7 @@ SOLVES: list[tuple[Solver, Adjoint | None]] = [
 
 
 @pytest.mark.parametrize(("solver", "adjoint"), SOLVES, ids=str)
-@settings(max_examples=8)
-@given(st.sampled_from([2, 4]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 4))
+@drawn(8, st.sampled_from([2, 4]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 4))
 def test_heads_are_layers_of_one_head_on_the_slices(
     solver: Solver, adjoint: Adjoint | None, num_heads: int, seed: int, b: int, t: int
 ) -> None:
