@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.layer_cases import saved
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from bedouin import Bedouin, FixedPointRNN
@@ -219,43 +219,6 @@ def test_a_compiled_layer() -> None:
     assert_same(region, WAYS["non-reentrant"])
 
 
-class Block(nn.Module):
-    """A block with dropout on both sides of its layer, checkpointed as in Hugging Face's models."""
-
-    def __init__(self, layer: FixedPointLayer, run: Run) -> None:
-        super().__init__()
-        self.layer, self.run = layer, run
-
-    def __call__(self, x: Tensor, **options: Any) -> Any:
-        return self.run(functools.partial(super().__call__, **options), x)
-
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        x = nn.functional.dropout(x, 0.2)
-        return x + scale * nn.functional.dropout(self.layer(x), 0.2)
-
-
-@ways
-def test_the_way_of_hugging_face_with_several_layers(way: Run) -> None:
-    def train(run: Run) -> tuple[list[Tensor], list[int]]:
-        layers = [make(cap=GammaCap(limit=12, seed=i)) for i in range(3)]
-        blocks = [Block(layer, run) for layer in layers]
-        x, found = draw_input(), []
-        torch.manual_seed(1)
-        for step in range(2):
-            y = x
-            for block in blocks:
-                y = block(y, scale=0.5 + step)
-            y.square().sum().backward()
-        for layer in layers:
-            found += [p.grad for p in layer.parameters() if p.grad is not None]
-        return found, [layer.num_calls for layer in layers]
-
-    (expected, counts), (actual, counted) = train(plainly), train(way)
-    assert counts == counted == [2, 2, 2]
-    for pair in zip(actual, expected, strict=True):
-        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_second_backward_recomputes_the_same(early_stop: bool) -> None:
     layer, x = make(), draw_input()
@@ -335,13 +298,6 @@ def test_an_iterative_adjoint_of_a_map_under_autocast() -> None:
     (expected,) = torch.autograd.grad(fixed_point(x).sum(), W)
     (grad,) = torch.autograd.grad(checkpoint(fixed_point, x, use_reentrant=False).sum(), W)
     assert torch.equal(grad, expected)
-
-
-def test_evaluation_leaves_the_random_state_alone() -> None:
-    layer, before = make(on_unconverged="ignore").eval(), torch.get_rng_state()
-    layer(draw_input())
-    assert torch.equal(torch.get_rng_state(), before)
-    assert layer.num_calls == 0
 
 
 @ways

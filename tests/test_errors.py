@@ -217,20 +217,6 @@ def test_a_cap_that_is_set_later_is_checked() -> None:
     assert layer.cap == GammaCap(2.0)
 
 
-def test_the_vector_state_has_mixer_feedback_only() -> None:
-    with raises(ValueError, "feedback must be a collection of names from ('mixer',), got ('B',)"):
-        FixedPointRNN(4, feedback=("B",))
-
-
-@pytest.mark.parametrize(
-    "name", ["decay", "input_scale", "feedback", "mixer", "beta_max", "output", "bias"]
-)
-def test_from_paper_may_not_be_contradicted(name: str) -> None:
-    from_paper: Callable[..., Bedouin] = Bedouin.from_paper
-    with pytest.raises(TypeError, match=f"{name} of from_paper is fixed by the paper"):
-        from_paper(4, **{name: None})
-
-
 INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
     (torch.zeros(2, 4), ValueError,
      "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),

@@ -227,12 +227,13 @@ def test_a_call_changes_nothing_and_says_what_failed(
     call gives the same bits; only what has not converged is an error."""
     layer = random_layer(rng, dtype=dtype, **random_solve(rng))
     hypothesis.note(f"{layer} {layer.extra_repr()}")
-    x = (rng.choice((1.0, 1e-6, 1e2)) * torch.randn(3, 5, layer.d_model)).to(dtype)
+    x = (rng.choice((1.0, 0.0, 1e-6, 1e2)) * torch.randn(3, 5, layer.d_model)).to(dtype)
     incoming, kept = random_state(layer, 3), copy.deepcopy(layer.state_dict())
-    generator = torch.get_rng_state()
+    generator, layer.record_history = torch.get_rng_state(), rng.choice((True, False))
     output, state = layer(x.requires_grad_(), incoming, return_state=True)
     stats: Any = layer.stats
     good = stats.converged
+    assert (stats.history is not None) == layer.record_history
     assert output[good].isfinite().all() and state.ssm[good].isfinite().all()
     (output.double().sum() + state.ssm.double().sum()).backward()
     if good.all() and (stats.backward is None or stats.backward.converged.all()):

@@ -28,6 +28,7 @@ from tests.layer_cases import (
     floats,
     gradients,
     layers,
+    layers_and_solves,
     make,
     results,
     saved,
@@ -162,7 +163,7 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
             assert_all_close([v[i] for v in found], tree_leaves(call(*own)), 1e-9)
 
 
-@layers
+@layers_and_solves
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_and_saved_tensors_change_nothing(name: str, use_reentrant: bool) -> None:
     layer, x = make(name), draw(2, 5).requires_grad_()
@@ -184,13 +185,15 @@ def marks(layer: nn.Module) -> set[tuple[str, str]]:
     }
 
 
-@layers
+@layers_and_solves
 def test_copies_compute_the_same(name: str) -> None:
-    """Also after a backward pass, and after a token."""
+    """Also after a backward pass, a token and a transform."""
     layer, x = make(name), draw(2, 4)
     output, state = layer(x, return_state=True)
     output.sum().backward()
     layer.step(x[:, 0], state.detach())
+    if name in LAYERS and name not in BASELINES:
+        vmap(layer)(x.unsqueeze(1))
     loaded = make(name)
     loaded.reset_parameters()
     loaded.load_state_dict(layer.state_dict(), strict=True)

@@ -3,7 +3,6 @@
 Interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.layer_cases import assert_all_close, results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bedouin import Bedouin, Decoder, FixedPointRNN, HouseholderProduct, NoMixing
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
 from bedouin.state import BedouinState
@@ -264,21 +263,3 @@ def test_a_subclass_keeps_the_kernels(kind: Any, device: str, solver: Any) -> No
     layer = kind(3, mixer=Reversed(2), **options)
     with pytest.raises(ValueError, match="does not support forward of the mixer Reversed"):
         layer(x)
-
-
-@pytest.mark.gpu
-def test_a_subclass_of_other_mathematics_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
-    x = torch.randn(1, 4, 8, device="cuda")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer = Bedouin(8, mixer=Named(2), device="cuda")
-        layer(x)
-        decoder: Any = Decoder(layer, 1)
-        decoder(x[:, 0])
-        assert decoder._graph is not None
-    for solver in (Direct(), Picard()):
-        monkeypatch.setattr("bedouin.kernels.backend._TOLD", set())
-        layer = Bedouin(8, mixer=Reversed(2), solver=solver, device="cuda")
-        with pytest.warns(UserWarning, match="do not support forward of the mixer Reversed"):
-            layer(x)

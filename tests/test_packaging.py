@@ -120,16 +120,6 @@ def test_packages_are_those_with_an_init() -> None:
     assert len(settings["packages"]) == len(set(settings["packages"]))
 
 
-def test_every_module_lies_in_a_package() -> None:
-    lost = [str(path) for _, path in modules() if not (path.parent / "__init__.py").exists()]
-    assert not lost, f"no __init__.py beside them, so no wheel holds them: {lost}"
-
-
-def test_no_folder_of_src_shadows_a_mapped_one() -> None:
-    assert not (ROOT / "src" / "bedouin" / "kernels").exists()
-    assert not (ROOT / "src" / "bedouin" / "solvers").exists()
-
-
 @pytest.mark.parametrize("name", ["kernels", "solvers"])
 def test_no_top_level_module_of_ours(name: str) -> None:
     loaded = [module for key, module in sys.modules.items() if is_below(key, name)]

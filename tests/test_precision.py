@@ -10,7 +10,6 @@ from torch import Tensor
 from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.decode import Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.model import SequenceModel
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, layer_gradients, measure_growth, relative_error
 
@@ -59,15 +58,6 @@ def test_backward_outside_autocast_is_backward_inside() -> None:
         inside = torch.autograd.grad(loss(), weights)
     for (name, _), a, b in zip(layer.named_parameters(), outside, inside, strict=True):
         assert_close(name, a, b, 0.02)
-
-
-def test_autocast_leaves_a_float64_model_alone() -> None:
-    model = SequenceModel(9, 8, [Bedouin(8, dtype=torch.float64)], mlp_expand=2.0)
-    model = model.to(torch.float64)
-    tokens = torch.randint(9, (2, 5))
-    expected = model(tokens)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.interpreter

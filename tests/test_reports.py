@@ -1,16 +1,10 @@
 """Warnings and errors about solves that fail: which calls, which samples, which line."""
 
-import copy
 import inspect
-import itertools
-import pickle
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import saved
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -271,17 +265,6 @@ def test_a_warning_of_solve_points_at_its_caller() -> None:
     assert found[0].filename == __file__
 
 
-def test_200_calls_of_which_75_fail_warn_twice() -> None:
-    layer, good, bad = make(), draw(), draw(0)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for i in range(200):
-            layer(bad if i % 8 in (1, 3, 6) else good)
-    assert len(found) == 2
-    assert "unconverged call 1 of this layer; next warning at 10" in str(found[0].message)
-    assert "unconverged call 10 of this layer; next warning at 100" in str(found[1].message)
-
-
 def test_forward_and_adjoint_are_counted_apart_and_layers_too() -> None:
     layers = [make(), make()]
     with pytest.warns(ConvergenceWarning) as found:
@@ -326,80 +309,3 @@ def test_statistics_of_the_adjoint_under_checkpointing(use_reentrant: bool) -> N
     checkpoint(layer, draw().requires_grad_(), use_reentrant=use_reentrant).sum().backward()
     assert layer.stats is not None and layer.stats.backward is not None
     assert bool(layer.stats.backward.converged.all())
-
-
-# -- saving after a backward pass
-
-PAIRS = [
-    (solver, adjoint, "reference")
-    for solver, adjoint in itertools.product(SOLVERS, ADJOINTS)
-    if solver.can_unroll or not isinstance(adjoint, UnrolledAdjoint)
-]
-INTERPRETED = [
-    pytest.param(solver, adjoint, "triton", marks=pytest.mark.interpreter)
-    for solver, adjoint in ((Direct(), None), (Jacobi(1e-2), None))
-]
-
-
-COPIES: list[Callable[[Any], Any]] = [
-    copy.deepcopy,
-    lambda module: pickle.loads(pickle.dumps(module)),
-    saved,
-]
-
-
-@pytest.mark.parametrize(("solver", "adjoint", "backend"), [*PAIRS, *INTERPRETED], ids=str)
-def test_a_layer_can_be_copied_after_a_backward(
-    solver: Solver, adjoint: Adjoint | None, backend: str
-) -> None:
-    options: dict[str, Any] = {"backend": backend, "on_unconverged": "ignore"}
-    layer = Bedouin(4, solver=solver, adjoint=adjoint, max_steps=9, **options)
-    x = draw(b=1, t=2, dtype=torch.float32)
-    layer(x).sum().backward()
-    others = [duplicate(layer) for duplicate in COPIES]
-    stats = layer.stats
-    assert stats is not None
-    y = layer(x)
-    for other in others:
-        assert repr(other) == repr(layer) and other.cap == layer.cap
-        assert torch.equal(other.stats.residual, stats.residual)
-        assert (other.stats.backward is None) == (stats.backward is None)
-        if stats.backward is not None:
-            assert torch.equal(other.stats.backward.residual, stats.backward.residual)
-        assert torch.equal(other(x), y)
-
-
-def test_a_layer_can_be_copied_after_a_transform() -> None:
-    layer, x = make(), draw()
-    torch.func.vmap(layer)(x.unsqueeze(0))
-    for duplicate in COPIES:
-        assert torch.equal(duplicate(layer)(x), layer(x))
-
-
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_statistics_and_history_of_a_layer(
-    kind: type[Bedouin] | type[FixedPointRNN], solver: Solver
-) -> None:
-    layer = kind(4, num_heads=2, solver=solver, dtype=torch.float64)
-    x = torch.randn(3, 6, 4, dtype=torch.float64)
-    mask = torch.arange(6) < torch.tensor([[6], [2], [0]])
-    expected = layer(x, mask=mask)
-    stats: Any = layer.stats
-    assert stats.history is None and not stats.residual.requires_grad
-    assert stats.num_steps.shape == stats.residual.shape == stats.converged.shape == (3,)
-    assert stats.num_steps.dtype == torch.int64 and stats.converged.dtype == torch.bool
-    assert stats.converged.all() and stats.residual.max() < 1e-3
-    assert (stats.conditioning is not None) == isinstance(solver, Direct | Jacobi)
-    if stats.conditioning is not None:
-        assert stats.conditioning.shape == (3,) and stats.conditioning.min() > 0
-        assert not stats.conditioning.requires_grad
-    steps = stats.num_steps
-    layer.record_history = True
-    assert torch.equal(layer(x, mask=mask), expected)
-    stats = layer.stats
-    history = stats.history
-    assert history.shape == (steps.max(), 3) and not history.requires_grad
-    assert torch.equal(stats.num_steps, steps) and torch.equal(history.amin(0), stats.residual)
-    if not isinstance(solver, Direct):
-        assert (history[0, :2] > 1e-2).all() and (history[-1] < 1e-3).all()

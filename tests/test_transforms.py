@@ -6,7 +6,6 @@ Letters: b batch, t time, m d_model, e samples or cotangents of a transform.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.layer_cases import CPU, make, random_state
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from bedouin import BedouinState
@@ -233,56 +231,3 @@ def test_second_derivatives_are_refused_by_name(solve: str, second: str) -> None
     message = "bedouin.*(once differentiable|forward-mode)"
     with pytest.raises(RuntimeError, match=message):
         SECOND[second](lambda x: layer(x).square().sum(), draw(1, 2, 2))
-
-
-# -- hooks on saved tensors
-
-
-def gradients(layer: FixedPointLayer, x: Tensor, hooks: Any, *, around_backward: bool) -> Any:
-    """Of the input and the parameters; hooks around the forward, or the backward as well."""
-    with hooks:
-        output = layer(x)
-        if around_backward:
-            return torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
-    return torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
-
-
-def to_disk(folder: Path) -> saved_tensors_hooks:
-    def pack(v: Tensor) -> Path:
-        path = folder / str(len(list(folder.iterdir())))
-        torch.save(v.detach(), path)
-        return path
-
-    return saved_tensors_hooks(pack, torch.load)
-
-
-def in_bfloat16() -> saved_tensors_hooks:
-    def pack(v: Tensor) -> tuple[Tensor, torch.dtype]:
-        return (v.to(torch.bfloat16) if v.is_floating_point() else v.clone()), v.dtype
-
-    return saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
-
-
-@pytest.mark.parametrize("around_backward", [False, True])
-@pytest.mark.parametrize("solve", SOLVES)
-def test_saved_tensors_may_be_packed(solve: str, around_backward: bool, tmp_path: Path) -> None:
-    layer = layer_of(max_steps=4, on_unconverged="ignore", **SOLVES[solve])
-    x = draw(1, 2, 2).requires_grad_()
-    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-    for hooks in (save_on_cpu(), to_disk(tmp_path)):
-        actual = gradients(layer, x, hooks, around_backward=around_backward)
-        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-    rounded = gradients(layer, x, in_bfloat16(), around_backward=around_backward)
-    for ours, theirs in zip(rounded, expected, strict=True):
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("solve", ["direct", "jacobi", "one-step", "iterative"])
-def test_saved_tensors_of_the_kernels_may_be_packed(solve: str) -> None:
-    layer = with_kernels("one head", max_steps=1, **SOLVES[solve])
-    x = draw(1, 1, 2).float().requires_grad_()
-    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-    actual = gradients(layer, x, save_on_cpu(), around_backward=True)
-    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
