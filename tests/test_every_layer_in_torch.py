@@ -17,6 +17,7 @@ from tests.layer_cases import (
     GPU,
     ITERATED,
     LAYERS,
+    MEMORIES,
     ON_GPU,
     SOLVES,
     WITH_KERNELS,
@@ -246,6 +247,41 @@ def test_shapes_of_fake_tensors_and_on_the_meta_device(name: str, backend: str) 
         on_meta = run("meta")
         assert all(v.is_meta for v in on_meta)
         assert [v.shape for v in on_meta] == [v.shape for v in expected[: len(on_meta)]]
+
+
+class Adapted(nn.Module):
+    """base(x) + x A, as of an adapter that is not merged, with the base's weight as PEFT's have."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.A = nn.Parameter(0.3 * torch.randn_like(base.weight.mT))
+
+    @property
+    def weight(self) -> Any:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + x @ self.A
+
+
+@pytest.mark.parametrize("name", [*MEMORIES, *BASELINES])
+def test_adapters_of_every_projection_train_and_merge(name: str) -> None:
+    """test_wrapped.py has those of fixed points."""
+    layer, x, adapters = make(name), draw(2, 4), []
+    merged = copy.deepcopy(layer)
+    for path, module in list(layer.named_modules()):
+        if isinstance(module, nn.Linear):
+            owner, _, child = path.rpartition(".")
+            adapters.append(Adapted(module))
+            setattr(layer.get_submodule(owner), child, adapters[-1])
+            with torch.no_grad():
+                merged.get_submodule(path).weight.add_(adapters[-1].A.mT)
+    (output, state), (expected, after) = (one(x, return_state=True) for one in (layer, merged))
+    assert_all_close([output, *state.tensors], [expected, *after.tensors], 1e-11)
+    assert_all_close([layer.step(x[:, 0], state)[0]], [merged.step(x[:, 0], after)[0]], 1e-11)
+    output.square().sum().backward()
+    assert adapters and all(v.A.grad is not None and v.A.grad.any() for v in adapters)
 
 
 @layers

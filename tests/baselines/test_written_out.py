@@ -1,6 +1,5 @@
 """Each baseline against its definition written out, its kernels, and what is its own."""
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -254,38 +253,6 @@ def test_states_of_different_lengths_join() -> None:
     assert half.keys.dtype == torch.float16 and half.lengths.dtype == torch.int64
     with pytest.raises(ValueError, match=r"state.lengths must be int64 of shape \(2,\), got "):
         layer.step(x_t, joined._replace(lengths=joined.lengths[:1]))
-
-
-class Adapted(nn.Module):
-    """base(x) + x A, as of an adapter that is not merged, with the base's weight as PEFT's have."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.A = nn.Parameter(torch.randn(base.in_features, base.out_features).to(base.weight))
-
-    @property
-    def weight(self) -> Any:
-        return self.base.weight
-
-    def forward(self, x: Tensor) -> Any:
-        return self.base(x) + x @ self.A
-
-
-def test_adapters_of_every_projection_train_and_merge() -> None:
-    layer = Mamba(4, dtype=torch.float64)
-    u = torch.randn(2, 3, 4, dtype=torch.float64)
-    names = "in_proj", "x_proj", "dt_proj", "out_proj"
-    merged = copy.deepcopy(layer)
-    for name in names:
-        adapted = Adapted(getattr(layer, name))
-        setattr(layer, name, adapted)
-        with torch.no_grad():
-            getattr(merged, name).weight.add_(adapted.A.T)
-    y = layer(u)
-    torch.testing.assert_close(y, merged(u))
-    y.square().sum().backward()
-    assert all(getattr(layer, name).A.grad.any() for name in names)
 
 
 @pytest.mark.parametrize("change", ["parametrization", "hook", "forward"])

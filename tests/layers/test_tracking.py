@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -165,32 +165,6 @@ def test_defaults_fit_every_width() -> None:
         memory, wide = TrackingDeltaNet(256).memory, TrackingDeltaNet(512)
     assert (memory.num_heads, memory.head_dim, memory.value_dim) == (2, 128, 256)
     assert (wide.memory.num_heads, wide.tracker.tracker_state) == (4, 128)
-
-
-def test_low_rank_adapters_of_every_projection() -> None:
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base, self.scale = base, nn.Parameter(torch.ones((), **FLOAT64))
-
-        @property
-        def weight(self) -> Any:  # as PEFT's adapters
-            return self.base.weight
-
-        def forward(self, v: Tensor) -> Tensor:
-            out: Tensor = self.scale * self.base(v)
-            return out
-
-    layer, u = make("tracking"), draw(2, 5, M)
-    expected = layer.eval()(u)
-    for part in (layer.memory, layer.tracker):
-        for name, module in list(part.named_children()):
-            if name.endswith("proj"):
-                setattr(part, name, Adapted(module))
-    torch.testing.assert_close(layer(u), expected)
-    layer(u).sum().backward()
-    scales = [p.grad for n, p in layer.named_parameters() if n.endswith("scale")]
-    assert len(scales) == 11 and all(g is not None and g.abs() > 0 for g in scales)
 
 
 def test_bad_input_is_named() -> None:

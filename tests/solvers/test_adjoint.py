@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.live_bytes import LiveBytes
 from tests.toy_map import ToyMap
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.layers.fixed_point import FixedPointLayer
@@ -371,31 +370,6 @@ def _iterate(adjoint: Adjoint, solver: Solver, num_steps: int) -> tuple[Tensor, 
         on_unconverged="ignore",
     )
     return solution.value, [W, x]
-
-
-class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes of tensors made under it that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._sizes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._sizes[StorageWeakRef(storage)] = storage.nbytes()
-        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self._sizes.values()))
-        return out
 
 
 def _peak(adjoint: Adjoint, solver: Solver, num_steps: int) -> int:
