@@ -213,29 +213,6 @@ def test_where_no_graph_is_captured(graphs: list[Tensor], monkeypatch: pytest.Mo
     assert not graphs
 
 
-@pytest.mark.interpreter
-@torch.no_grad()
-@pytest.mark.parametrize("name", WITH_KERNELS)
-def test_interpreted_steps_equal_plain_steps_in_float64(name: str) -> None:
-    """Of a layer and of its decoder, which goes on from a state, also with another parameter."""
-    layer = of_table(name, dtype=torch.float32, backend="triton")
-    plain = of_table(name, backend="reference")
-    plain.load_state_dict(layer.state_dict())
-    x, state, expected_state = draw(3, 4), layer.init_state(3), plain.init_state(3)
-    _, state = layer.step(x[:, 0].float(), state)
-    _, expected_state = plain.step(x[:, 0], expected_state)
-    decoder = Decoder(layer, 3, state=state)
-    for t in (1, 2, 3):
-        y_t, state = layer.step(x[:, t].float(), state)
-        expected, expected_state = plain.step(x[:, t], expected_state)
-        assert_close("output", y_t.double(), expected, 5e-6)
-        assert_close("decoder", decoder(x[:, t].float()).double(), expected, 5e-6)
-        for found in (state, decoder.state):
-            assert_same(found.to(torch.float64), expected_state, 5e-6)
-        for one in (layer, plain):
-            one.D = torch.nn.Parameter(1.1 * one.D.detach())
-
-
 # -- on a GPU
 
 LOW = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]

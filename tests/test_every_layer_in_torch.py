@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 from torch.utils.checkpoint import checkpoint
 
 from bedouin import Decoder
+from bedouin.solvers import Jacobi, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -344,6 +345,29 @@ def test_float64_is_left_alone_by_autocast_and_the_default_dtype(name: str) -> N
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(again, output)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", [*WITH_KERNELS, *ITERATED])
+def test_interpreted_kernels_give_what_float64_gives(name: str) -> None:
+    """In calls, steps and decoders, also with another parameter."""
+    kind = {"picard": Picard, "jacobi": Jacobi}.get(name)
+    # which never converges, so that both take all steps
+    never: dict[str, Any] = {} if kind is None else {"solver": kind(0.0, 0.0), "max_steps": 2}
+    never |= {"on_unconverged": "ignore"}
+    layer = make(name, dtype=torch.float32, backend="triton", **never)
+    exact = make(name, backend="reference", **never)
+    exact.load_state_dict(layer.state_dict())
+    x, state = draw(2, 3).float(), earlier_state(layer, 2)
+    decoder = Decoder(layer, 2, state=state)
+    for one in (layer, exact):
+        one.D = nn.Parameter(1.1 * one.D.detach())
+    found, expected = results(layer, x, state), results(exact, x.double(), state.to(torch.float64))
+    assert {v.dtype for v in found} == {torch.float32}
+    assert_all_close(found, expected, 1e-5, 1e-6)
+    step, _ = exact.step(x[:, 0].double(), state.to(torch.float64))
+    with torch.no_grad():
+        assert_all_close([decoder(x[:, 0])], [step], 5e-6, 1e-7)
 
 
 @pytest.mark.gpu

@@ -170,15 +170,6 @@ def check_statistics(stats: SolveStats | None, parts: Sequence[SolveStats | None
     check_statistics(stats.backward, [part.backward for part in own])
 
 
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-@pytest.mark.parametrize(("given", "num_heads"), [(None, 1), (1, 1), (4, 4)])
-def test_number_of_heads(kind: Any, given: int | None, num_heads: int) -> None:
-    layer = kind(64, num_heads=given, device="meta")
-    assert (layer.num_heads, layer.head_dim) == (num_heads, layer.d_inner // num_heads)
-    assert f"num_heads={num_heads}" in repr(layer)
-    assert Bedouin.from_paper(64, device="meta").num_heads == 1
-
-
 def test_parameters_of_one_head_are_those_of_the_paper() -> None:
     d, r = 128, 128 + 2 * 16 + 2 * (128 + 1)
     shapes = {n: tuple(v.shape) for n, v in Bedouin(64, num_heads=1).named_parameters()}

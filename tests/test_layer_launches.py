@@ -90,41 +90,6 @@ def launches_of(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("num_heads", [1, 2])
-def test_the_launches_of_documents(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one length are a batch as it is; others are gathered, in both directions."""
-    layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
-    x = torch.randn(1, 96, 32 * num_heads, requires_grad=True)
-    for bounds, most in (([0, 48, 96], (2, 0)), ([0, 10, 30, 96], (29, 7))):
-        # the same number of chunks
-        ends = torch.tensor(bounds)
-        batch = torch.randn(len(bounds) - 1, int(ends.diff().max()), 32 * num_heads)
-        layer.zero_grad()
-        plain = launches_of(layer, batch.requires_grad_(), monkeypatch)
-        layer.zero_grad()
-        x.grad = None
-        found = launches_of(layer, x, monkeypatch, cu_seqlens=ends)
-        for one, other, more in zip(found, plain, most, strict=True):
-            assert len(one.names) <= len(other.names) + more, one.names
-        assert not {"index_add", "index_put"} & {*found[0].names, *found[1].names}
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("num_heads", [1, 2])
-def test_the_launches_of_padding(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than those of a batch: they order the tokens, and mask input, raw values and output."""
-    layer = Bedouin(32 * num_heads, num_heads=num_heads, backend="triton", on_unconverged="ignore")
-    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
-    plain = launches_of(layer, x, monkeypatch)
-    layer.zero_grad()
-    x.grad = None
-    mask = torch.arange(16) < (torch.arange(40) % 17).unsqueeze(1)
-    found = launches_of(layer, x, monkeypatch, mask=mask)
-    for one, other, more in zip(found, plain, (37, 9), strict=True):
-        assert len(one.names) <= len(other.names) + more, one.names
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("feedback", [ALL, ()])
 def test_padding_and_documents_run_the_kernels_of_a_batch(
     feedback: tuple[str, ...], num_heads: int, monkeypatch: pytest.MonkeyPatch
@@ -150,43 +115,33 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("feedback", "num_heads", "most"),
+    ("feedback", "num_heads", "most", "mixed"),
     [
-        (ALL, 1, (18, 43)),
-        (ALL, 2, (23, 43)),
+        (ALL, 1, (18, 43), {}),
+        (ALL, 2, (23, 43), {}),
         # W^y is padded with rows of zeros
-        (("delta", "B"), 1, (19, 44)),
-        (("delta", "B"), 2, (24, 44)),
-        (("delta",), 1, (20, 44)),
-        (("delta",), 2, (27, 48)),
-        ((), 1, (16, 32)),
-        ((), 2, (22, 35)),
+        (("delta", "B"), 1, (19, 44), {}),
+        (("delta", "B"), 2, (24, 44), {}),
+        (("delta",), 1, (20, 44), {}),
+        (("delta",), 2, (27, 48), {}),
+        ((), 1, (16, 32), {}),
+        ((), 2, (22, 35), {}),
+        (ALL, 2, (22, 40), {"mixer": NoMixing()}),
+        (("delta",), 2, (26, 44), {"mixer": NoMixing()}),
     ],
 )
 def test_the_number_of_launches(
-    feedback: Any, num_heads: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    feedback: Any,
+    num_heads: int,
+    most: tuple[int, int],
+    mixed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For 40 samples of 16 tokens."""
+    """For 40 samples of 16 tokens, with and without reflections."""
     options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "backend": "triton"}
-    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
+    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options, **mixed)
     x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
     forward, backward = launches_of(layer, x, monkeypatch)
     assert len(forward.names) <= most[0], forward.names
     assert len(backward.names) <= most[1], backward.names
     assert HEADS[0] in forward.names and HEADS[1] in backward.names
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("options", "most"), [({}, (22, 40)), ({"feedback": ("delta",)}, (26, 44))]
-)
-def test_the_number_of_launches_without_reflections(
-    options: dict[str, Any], most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of heads."""
-    options = {"num_heads": 2, "backend": "triton", **options}
-    x = torch.randn(40, 16, 64, requires_grad=True)
-    layer = Bedouin(64, mixer=NoMixing(), on_unconverged="ignore", **options)
-    forward, backward = launches_of(layer, x, monkeypatch)
-    assert len(forward.names) <= most[0], forward.names
-    assert len(backward.names) <= most[1], backward.names

@@ -195,18 +195,6 @@ def test_weight_norm(kind: str) -> None:
     assert_close([layer(x)], expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-def test_weight_norm_by_a_hook() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
-    expected = copy.deepcopy(layer)
-    for name in ("x_proj", "y_proj"):
-        module = torch.nn.utils.weight_norm(getattr(layer, name))
-        with torch.no_grad():
-            module.weight_g.mul_(2.0)
-            getattr(expected, name).weight.mul_(2.0)
-    assert_close(results(layer, x), results(expected, x))
-
-
 def test_hooks_on_x_proj_run_with_its_vectors() -> None:
     layer, x = LAYERS["Bedouin"](), draw()
     expected, seen = layer(x), []
@@ -474,18 +462,3 @@ def test_adapters_with_kernels(kind: str, num_heads: int, device: str, rtol: flo
         found.append([v.float().cpu() for v in (*values, *grads)])
     for expected, actual in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 20)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_a_hook_runs_in_every_step_also_after_a_capture() -> None:
-    layer, seen = Bedouin(16, device="cuda"), []
-    x_t, state = torch.randn(2, 16, device="cuda"), layer.init_state(2)
-    decoder = Decoder(layer, 2, state=state)
-    expected = decoder(x_t).clone()
-    layer.in_proj.register_forward_hook(lambda *_: seen.append(True))
-    for _ in range(3):
-        decoder.reset(state)
-        actual = decoder(x_t)
-    assert len(seen) == 3
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

@@ -163,22 +163,6 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     assert experiment.visible_devices(2) == [None, None]
 
 
-@pytest.mark.parametrize(("concurrent", "seconds"), [(True, 7.0), (False, 14.0)])
-def test_seconds_of_points_trained_at_the_same_time_count_once(
-    concurrent: bool, seconds: float
-) -> None:
-    config = {"seeds": 2, "first_seed": 100, "concurrent": concurrent}
-    content: dict[str, Any] = {"config": config, "rows": [{"seconds": 7.0}, {"seconds": 7.0}]}
-    assert experiment.seconds_and_seeds(content) == (seconds, "100 101")
-    content["rows"][1]["failed"] = [False, True]
-    assert experiment.seconds_and_seeds(content)[1] == "100 101 (1 failed)"
-
-
-def test_two_runs_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="must have different names"):
-        Experiment("e", "?", (Run("a", ""), Run("a", "")))
-
-
 def write(
     folder: Path, name: str, accuracy: dict[str, dict[str, list[float]]], **others: Any
 ) -> None:
