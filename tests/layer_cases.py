@@ -95,10 +95,12 @@ BASELINES: dict[str, Callable[..., Any]] = {
     "attention, convolution": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
 }
 LAYERS = FIXED_POINTS | MEMORIES | BASELINES
+ONE_STEP: dict[str, Any] = {"adjoint": OneStepAdjoint(), "max_steps": 1, "on_unconverged": "ignore"}
 SOLVES: dict[str, Callable[..., Any]] = {
     "loose": partial(Bedouin, d_state=2, num_heads=2, solver=Picard(0.5)),
     "solver of the adjoint": partial(Bedouin, solver=Jacobi(), adjoint=ImplicitAdjoint(Picard())),
     "one step": partial(Bedouin, num_heads=2, solver=Picard(), adjoint=OneStepAdjoint()),
+    "one picard step": partial(Bedouin, num_heads=2, solver=Picard(), **ONE_STEP),
     "phantom": partial(Bedouin, solver=Anderson(), adjoint=PhantomAdjoint()),
     "unrolled": partial(Bedouin, num_heads=2, adjoint=UnrolledAdjoint()),
     "unrolled picard": partial(Bedouin, solver=Picard(), adjoint=UnrolledAdjoint()),

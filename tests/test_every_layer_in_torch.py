@@ -65,12 +65,15 @@ def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", IN_ONE_GRAPH)
-def test_one_graph_for_all_batch_sizes_and_lengths(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make_module"),
+    [*((n, Whole) for n in IN_ONE_GRAPH), *((n, OneToken) for n in ("one head", "vector, heads"))],
+)
+def test_one_graph_for_all_batch_sizes_and_lengths(name: str, make_module: type[Whole]) -> None:
     """Values, states and gradients, also those of a state that comes in, are those of eager calls,
     which may come in between."""
     layer = make(name)
-    module = Whole(layer)
+    module = make_module(layer)
     call = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for i, (b, t) in enumerate(((5, 7), (7, 11))):
         given = arguments(layer, b, t)
@@ -95,7 +98,11 @@ def of_any_batch(state: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize(
     ("name", "make_module"),
-    [*((name, Whole) for name in EXPORTED), ("low rank", OneToken), ("full", OneToken)]
+    [
+        *((name, Whole) for name in (*EXPORTED, "one picard step")),
+        ("low rank", OneToken),
+        ("full", OneToken),
+    ]
     + [("no mixing", OneToken), ("convolution", OneToken), ("vector", OneToken)]
     + [("tracking", OneToken)],
 )
