@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from bedouin import Bedouin
 from research import parameters
@@ -32,13 +31,6 @@ def test_numbers_are_those_of_the_layers(
     assert found["Attention"].state_bytes == 2 * 4 * 6 * 16
     with pytest.raises(ValueError, match="--num-heads must divide the 32 inner channels"):
         parameters.Config(d_model=(16,), num_heads=(3,))
-
-
-def test_a_saved_storage_counts_once() -> None:
-    layer = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Flatten())
-    x = torch.randn(1, 4, 3)
-    # x and the result of tanh, but no weight
-    assert parameters.saved_bytes(layer, x) == 4 * (4 * 3 + 4 * 5)
 
 
 def test_the_table_is_that_of_the_raw_file() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import train_a5
 from research import iterations, states
@@ -23,13 +22,6 @@ def test_steps_are_counted_before_and_after_training(tmp_path: Path) -> None:
         # exact after t steps, and one more finds that nothing changes
         assert all(1 <= entry["iterations"]["Jacobi"][t] <= int(t) + 1 for t in ("2", "3"))
     assert (tmp_path / "iterations.png").stat().st_size > 1000
-
-
-def test_a_solve_that_does_not_converge_is_null() -> None:
-    config = iterations.Config(lengths=(16,), cap=1)
-    model = iterations.make_model(config, iterations.FEEDBACK["with feedback"], "auto")
-    found = iterations.counts(config, model, iterations.FEEDBACK["with feedback"])
-    assert all(of == {"16": None} for of in found.values())
 
 
 @pytest.mark.parametrize("layer", list(iterations.FEEDBACK))
@@ -61,11 +53,3 @@ def test_states_of_a_run_are_drawn(tmp_path: Path) -> None:
     train_a5.main(train_a5.WordProblemConfig(**values))
     states.main(states.Config(tmp_path / "run", length=3, words=4, out=tmp_path / "states.png"))
     assert (tmp_path / "states.png").stat().st_size > 1000
-
-
-def test_components_are_the_directions_of_the_largest_variance() -> None:
-    torch.manual_seed(0)
-    values = torch.randn(500, 8) * torch.tensor([9.0, 5.0, 3.0, 2.0, 0.1, 0.1, 0.1, 0.1])
-    found = states.components(values)
-    assert found.shape == (500, states.COMPONENTS)
-    torch.testing.assert_close(found.std(0), values[:, :4].std(0), rtol=0.1, atol=0.1)

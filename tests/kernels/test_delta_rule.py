@@ -64,32 +64,6 @@ def check(
             in_2_norm(name, found[name].double(), theirs, tolerance)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_loop_is_the_definition(gated: bool) -> None:
-    inputs, S = inputs_of(rule(2, 3, 2, 3, 4, 5, gated=gated).tensors)
-    query, key, value, beta, log_decay = inputs
-    o, last = delta_rule_reference(inputs, S)
-    eye = torch.eye(4, dtype=F64)
-    for t in range(3):
-        S = S if log_decay is None else log_decay[:, t, :, None, None].exp() * S
-        for j in range(2):
-            row, b = key[:, t, j].unsqueeze(-1), beta[:, t, j, :, None, None]
-            S = (eye - b * row @ row.mT) @ S + b * row @ value[:, t, j].unsqueeze(-2)
-        torch.testing.assert_close(o[:, t], (S.mT @ query[:, t].unsqueeze(-1)).squeeze(-1) / 4**0.5)
-    torch.testing.assert_close(last, S)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    ("t", "k", "chunk_steps"),
-    [(1, 1, 64), (7, 1, 3), (9, 2, 6), (5, 3, 1), (8, 4, 16), (40, 2, 64)],
-)
-def test_chunks_equal_the_loop(t: int, k: int, chunk_steps: int, gated: bool) -> None:
-    tensors = rule(2, t, k, 3, 4, 5, gated=gated).tensors
-    ours = results(lambda *v: delta_rule_chunked(*v, chunk_steps=chunk_steps), tensors)
-    torch.testing.assert_close(ours, results(delta_rule_reference, tensors), rtol=1e-9, atol=1e-9)
-
-
 def equal_keys(decay: float | None, v: Any) -> Tensors:
     """With beta = 2 and a strong decay, if there is one."""
     strong = None if decay is None else torch.full_like(v["log_decay"], decay)

@@ -443,26 +443,6 @@ class FusedMap:
 
 
 @pytest.mark.parametrize(
-    ("solver", "max_steps", "rule", "calls"),
-    [
-        (Picard(0.2, 0.1, damping=0.5), 9, ("picard", 0.2, 0.1, 0.5), ["advance"] * 3),
-        # the cap ends it, so that the last step is certified
-        (Jacobi(0.2, 0.1), 2, ("jacobi", 0.2, 0.1), ["advance", "advance", "certify"]),
-    ],
-    ids=str,
-)
-def test_a_solver_leaves_the_steps_to_a_map_that_does_them(
-    solver: IterativeSolver, max_steps: int, rule: Any, calls: list[str]
-) -> None:
-    f, options = FusedMap(), {"max_steps": max_steps, "on_unconverged": "ignore"}
-    solution = solve(f, torch.ones(2, 4, 3), solver, time_dim=1, **options)  # type: ignore[arg-type]
-    assert f.rules == [IterationRule(*rule)] and f.steps[0].calls == calls
-    number = calls.count("advance")
-    assert solution.value.unique().tolist() == [0.5**number]
-    assert solution.stats.num_steps.tolist() == [number] * 2
-
-
-@pytest.mark.parametrize(
     ("shape", "adjoint", "fused"),
     [
         ((1, 2, 3), ImplicitAdjoint(), True),
