@@ -294,10 +294,8 @@ CASES = int(os.environ.get("FUZZ_CASES", "0"))
 def drawn(number: int, *strategies: Any) -> Callable[[Any], Any]:
     """A test of so many random cases; of FUZZ_CASES, if those are more."""
 
-    def decorate(test: Any) -> Any:
-        return pytest.mark.fuzz(settings(max_examples=max(number, CASES))(given(*strategies)(test)))
-
-    return decorate
+    chosen: Any = settings(max_examples=max(number, CASES))
+    return lambda test: pytest.mark.fuzz(chosen(given(*strategies)(test)))
 
 
 def random_solve(rng: random.Random) -> dict[str, Any]:
@@ -306,7 +304,7 @@ def random_solve(rng: random.Random) -> dict[str, Any]:
     kinds += [partial(Picard, **of) for of in ({"damping": 0.7}, {"patience": 3})]
     kinds += [lambda rtol: Direct(), partial(Picard, stop_rule="paper")]
     solver, other = (rng.choice(kinds)(1e-6) for _ in range(2))
-    adjoints = [None, ImplicitAdjoint(other), OneStepAdjoint(), PhantomAdjoint()]
+    adjoints: list[Any] = [None, ImplicitAdjoint(other), OneStepAdjoint(), PhantomAdjoint()]
     adjoints += [UnrolledAdjoint()] if solver.can_unroll else []
     return {"solver": solver, "adjoint": rng.choice(adjoints), "max_steps": 150}
 

@@ -242,9 +242,9 @@ def test_a_call_changes_nothing_and_says_what_failed(
     assert torch.equal(torch.get_rng_state(), generator)
     after = layer.state_dict()
     assert all(torch.equal(after[n], v) for n, v in kept.items() if n != "_extra_state")
-    first = layer(x)
-    assert torch.equal(layer(x)[layer.stats.converged], first[layer.stats.converged])
-    layer.on_unconverged, is_error = "raise", not layer.stats.converged.all()
+    first, stats = layer(x), layer.stats
+    assert torch.equal(layer(x)[stats.converged], first[stats.converged])
+    layer.on_unconverged, is_error = "raise", not stats.converged.all()
     with pytest.raises(ConvergenceError) if is_error else contextlib.nullcontext():
         layer(x)
 

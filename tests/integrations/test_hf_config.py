@@ -373,18 +373,6 @@ class TestLayer:
         assert (mixer.solver, mixer.adjoint) == (options["solver"], options["adjoint"])
         assert mixer.max_steps == GammaCap(3.0)
 
-    def test_options_are_completed_and_are_those_of_the_layer(self) -> None:
-        layer = {"type": "TrackingDeltaNet", "num_trackers": 2, "tracker_state": 5, "expand_v": 1.5}
-        config = make_config(layer=layer, rms_norm_eps=1e-3)
-        assert (
-            isinstance(config.layer, dict)
-            and config.layer["tracker_dim"] == 64
-            and layer.keys() < config.layer.keys()
-        )
-        mixer = config.make_mixer(1)
-        assert (mixer.tracker.num_trackers, mixer.tracker.tracker_state) == (2, 5)
-        assert (mixer.memory.value_dim, mixer.layer_idx, mixer.tracker.norm_eps) == (6, 1, 1e-3)
-
 
 class TestAttention:
     def test_options_are_completed_and_survive_a_file(self, tmp_path: Path) -> None:
