@@ -294,8 +294,8 @@ CASES = int(os.environ.get("FUZZ_CASES", "0"))
 def drawn(number: int, *strategies: Any) -> Callable[[Any], Any]:
     """A test of so many random cases; of FUZZ_CASES, if those are more."""
 
-    chosen: Any = settings(max_examples=max(number, CASES))
-    return lambda test: pytest.mark.fuzz(chosen(given(*strategies)(test)))
+    chosen, of_cases = settings(max_examples=max(number, CASES)), given(*strategies)
+    return lambda test: pytest.mark.fuzz(chosen(of_cases(test)))
 
 
 def random_solve(rng: random.Random) -> dict[str, Any]:

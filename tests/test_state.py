@@ -1,16 +1,32 @@
-"""The recurrent state: what test_every_layer.py leaves out."""
+"""The recurrent state: what test_every_layer.py leaves out, what type checkers say of it, and that
+no memory is kept after a call."""
 
-from typing import Any
+import gc
+from collections.abc import Iterator
+from typing import Any, assert_type
 
 import pytest
 import torch
 from tests.layer_cases import CPU, LAYERS, assert_owns_memory, make
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from bedouin import Bedouin, BedouinState, SequenceModel
-from bedouin.baselines import Attention
+from bedouin import Bedouin, BedouinState, FixedPointRNN, SequenceModel
+from bedouin.baselines import LSTM, Attention
+from bedouin.baselines.lstm import LSTMState
 from bedouin.decode import Decoder
-from bedouin.solvers import Direct, Jacobi, Picard, Solver
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+)
 
 
 @torch.no_grad()
@@ -90,3 +106,77 @@ def test_a_state_is_a_node_with_its_fields_as_children() -> None:
 def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
     layer = Bedouin(4, d_state=1, expand=1, num_householder=1, solver=solver, backend="triton")
     assert_owns_memory(layer, torch.randn(1, 2, 4))
+
+
+def test_calls_without_and_with_a_state() -> None:
+    """The runtime checks what a type checker was told."""
+    x, mask = torch.zeros(1, 2, 4), torch.ones(1, 2, dtype=torch.bool)
+    layer, rnn = Bedouin(4), FixedPointRNN(4)
+    for output in (
+        assert_type(layer(x), Tensor),
+        assert_type(layer(x, mask=mask), Tensor),
+        assert_type(rnn(x, rnn.init_state(1), cu_seqlens=torch.tensor([0, 2])), Tensor),
+        assert_type(LSTM(4)(x, seq_idx=mask.int()), Tensor),
+        assert_type(SequenceModel(5, 4, [layer])(mask.long()), Tensor),
+    ):
+        assert isinstance(output, Tensor) and output.shape[:2] == (1, 2)
+    found = assert_type(layer(x, return_state=True), tuple[Tensor, BedouinState])
+    lstm = assert_type(LSTM(4)(x, return_state=True, mask=mask), tuple[Tensor, LSTMState])
+    assert type(found[1]) is BedouinState and type(lstm[1]) is LSTMState
+
+
+def test_an_index_of_a_state_is_a_state() -> None:
+    """Although the fields of a state are those of a named tuple."""
+    state = Bedouin(4).init_state(3)
+    sample = assert_type(state[0], BedouinState)
+    assert_type(state[[1, 2]], BedouinState)
+    assert_type(state[:2].ssm, Tensor)
+    h, y = state
+    assert_type(h, Tensor)
+    assert sample.ssm.shape == h.shape[1:] and sample.y.shape == y.shape[1:]
+    assert type(assert_type(BedouinState.stack([sample]), BedouinState)) is BedouinState
+
+
+PAIRS: list[tuple[Solver, Adjoint | None]] = [
+    (Direct(), None),
+    (Direct(), UnrolledAdjoint()),
+    (Direct(), OneStepAdjoint()),
+    (Jacobi(), None),
+    (Jacobi(), ImplicitAdjoint(Jacobi())),
+    (Picard(), ImplicitAdjoint(Picard())),
+    (Picard(), PhantomAdjoint()),
+    (Picard(), UnrolledAdjoint()),
+    (Anderson(), None),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> Iterator[None]:
+    """Hides from the collector what exists already, of which there is a lot after other tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+@pytest.mark.parametrize(("solver", "adjoint"), PAIRS)
+def test_no_tensor_outlives_a_call(solver: Solver, adjoint: Adjoint | None) -> None:
+    layer = Bedouin(6, solver=solver, adjoint=adjoint, on_unconverged="ignore")
+    x = torch.randn(2, 5, 6)
+
+    def call(backward: bool) -> None:
+        y, state = layer(x, return_state=True)
+        if backward:
+            (y.sum() + state.ssm.sum()).backward()
+
+    call(True)
+    before = _live_tensors()
+    # a call without a backward follows, because a backward frees what the call before it kept
+    for backward in (True, True, False, False):
+        call(backward)
+    assert _live_tensors() <= before
