@@ -294,8 +294,9 @@ CASES = int(os.environ.get("FUZZ_CASES", "0"))
 def drawn(number: int, *strategies: Any) -> Callable[[Any], Any]:
     """A test of so many random cases; of FUZZ_CASES, if those are more."""
 
-    chosen, of_cases = settings(max_examples=max(number, CASES)), given(*strategies)
-    return lambda test: pytest.mark.fuzz(chosen(of_cases(test)))
+    number_of_cases: Any = settings(max_examples=max(number, CASES))
+    cases: Any = given(*strategies)
+    return lambda test: pytest.mark.fuzz(number_of_cases(cases(test)))
 
 
 def random_solve(rng: random.Random) -> dict[str, Any]:
