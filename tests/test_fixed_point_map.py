@@ -7,7 +7,6 @@ the definition.
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import hypothesis
 import pytest
@@ -210,20 +209,6 @@ def test_a_layer_is_what_its_equations_say(rng: random.Random, b: int, t: int) -
     layer = spread(random_layer(rng, solver=Direct(), num_heads=1, d_conv=None))
     hypothesis.note(f"{layer} {layer.extra_repr()}")
     assert_oracle(layer, b, t)
-
-
-GRID: list[dict[str, Any]] = [
-    {"decay": decay, "input_scale": scale, "eigenvalues": eigenvalues}
-    for decay in ("mamba", "griffin")
-    for scale in ("delta", "bounded_delta", "one_minus_decay")
-    for eigenvalues in ("positive", "full")
-]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(o.values()))
-def test_every_parameterization(options: dict[str, Any]) -> None:
-    assert_oracle(spread(Bedouin(3, d_state=3, dtype=torch.float64, **options)), b=2, t=5)
 
 
 @torch.no_grad()

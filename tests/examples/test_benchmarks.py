@@ -10,9 +10,8 @@ import torch
 
 from bedouin import Bedouin
 from benchmarks import agreement, bench, cases, cpu, figure, special, speed, table
-from benchmarks.measure import Numbers, best_ms
+from benchmarks.measure import Numbers
 from benchmarks.setting import Setting, Shape
-from benchmarks.timing import kept_gib, median_ms, peak_gib
 
 CPU = torch.device("cpu")
 PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))
@@ -103,21 +102,6 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_speed_says_why_a_time_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "speed.json"
-    failing = toy(tmp_path, rows=("scan", "lstm"), speed=path, prepare_limit=1e-5)
-    assert bench.main(failing) == 1
-    [entry] = json.loads(path.read_text())
-    assert [entry[key] for key in KEYS] == ["lstm", "2x4", *[None] * 5]
-    assert entry["error"] == "reason: TimeoutError: gave up after 0 s"
-    numbers = {"both_ms": 3.0, "graph_forward_ms": 1.0, "forward_ms": 2.0}
-    row = {"case": "direct", "shape": "2x4", "status": "measured", "numbers": numbers}
-    numbers["graph_both_ms_failed"] = "RuntimeError: x"  # type: ignore[assignment]
-    [entry] = speed.entries([row])
-    assert (entry["graph_ms"], entry["eager_ms"], entry["forward_ms"]) == (None, 3.0, 1.0)
-    assert entry["error"] == "graph_both_ms_failed: RuntimeError: x"
-
-
 def test_a_first_call_is_that_of_a_new_process(tmp_path: Path) -> None:
     command = bench.first_call_command(toy(tmp_path))
     row: table.Row = {"case": "lstm", "shape": "2x4", "status": "measured", "numbers": {}}
@@ -179,14 +163,6 @@ def test_agreement_detects_a_wrong_result() -> None:
     agreement.direct_agrees(Setting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
     with pytest.raises(AssertionError, match="output: relative error"):
         agreement.direct_agrees(WrongSetting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
-
-
-def test_times_are_medians_and_the_faster_way_counts() -> None:
-    calls: list[int] = []
-    assert median_ms(calls.append, CPU, 5) >= 0 and calls[-5:] == [0, 1, 2, 3, 4]
-    assert peak_gib(lambda: None, CPU) is None and kept_gib(lambda: None, CPU) is None
-    numbers: Numbers = {"both_ms": 3.0, "graph_both_ms": 2.0}
-    assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
 
 
 def test_recorded_times_become_a_figure(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bedouin.tasks import IGNORE, Copying
-from common.options import decay
 from flags import UsageError
 from research import ensemble, stack, study
 from research.baselines import count
@@ -144,27 +143,6 @@ def test_a_run_with_too_many_skipped_steps_has_failed(
     assert row["skipped"] == [0, 1] and row["failed"] == [False, True]
     assert "FAILED: no update in 1 of model 1 of 4 steps" in capsys.readouterr().out
     assert not stack.has_failed(10, 1000) and stack.has_failed(11, 1000)
-
-
-def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
-    one = stack.Ensemble(small(warmup=2), POINT, make_data(), CPU)
-    rates = [group["lr"] for group in one.optimizers[1].param_groups]
-    for step in range(4):
-        assert [float(rate) for rate in rates] == pytest.approx(
-            [1e-2 * decay("cosine", step, 2, 4)] * 2
-        )
-        one.step()
-        one.schedule.step()
-
-
-@pytest.mark.parametrize("name", ["lstm", "mamba", "deltanet", "deltaproduct", "attention"])
-def test_a_baseline_learns_something(tmp_path: Path, name: Any) -> None:
-    options = {"steps": (30,), "batch_size": (16,), "lr": (3e-2,), "log_every": 10, "eval_rows": 8}
-    config = small(mixer_layer=name, num_layers=2, seeds=1, out=tmp_path, **options)
-    ensemble.main(config)
-    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    first, *_, last = (entry["loss"][0] for entry in row["history"])
-    assert last < first and row["parameters"] > 0 and row["smallest_conditioning"] == [None]
 
 
 def test_lengths_of_a_curriculum_end_and_those_that_passed_are_known() -> None:

@@ -44,21 +44,6 @@ def test_models_are_of_one_size(name: str) -> None:
     assert 125e6 < count(whole_models._build(name, sizes, sizes.v)) < 135e6
 
 
-def test_a_row_that_fails_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measured(name: str, task: str, sizes: Sizes) -> dict[str, float]:
-        if task == "train":
-            raise torch.OutOfMemoryError("too large")
-        return {"tokens_per_second": 1.0}
-
-    monkeypatch.setattr(generation, "measure", measured)
-    measure_here(toy(tasks=("train", "decode-1")))
-    first, second = rows_of(capsys.readouterr().out)
-    assert first["error"] == "OutOfMemoryError: too large" and "error" not in second
-    assert "| lstm | train | OutOfMemoryError: too large |" in generation.lines([first])[-1]
-
-
 def test_a_process_that_takes_too_long_gives_rows() -> None:
     config = toy(tasks=("train", "decode-1"))
     for limit, reason in ((0.05, "the process was ended after 0 s"), (-1, "budget is spent")):
