@@ -93,21 +93,6 @@ def test_the_papers_stop_rule_is_not_causal_at_a_loose_tolerance() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("solver", [*BIT_FOR_BIT, *TO_TOLERANCE], ids=name)
-@drawn(6, RNGS, st.integers(1, 8))
-def test_a_sample_does_not_see_its_batch(solver: Solver, rng: random.Random, t: int) -> None:
-    layer, x = draw(rng, 8, t, solver=solver)
-    together = layer(x)
-    growth = measure_growth(layer, x)
-    rtol = 1e-12 if solver in BIT_FOR_BIT else 1e-8
-    assert layer.stats is not None
-    converged = layer.stats.converged
-    for i in (0, 5):
-        if solver in BIT_FOR_BIT or bool(converged[i]):
-            assert_close(f"sample {i} alone", layer(x[i : i + 1])[0], together[i], rtol * growth)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("solver", [*BIT_FOR_BIT, *TO_TOLERANCE], ids=name)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_sick_sample_is_reported_and_leaves_the_others_alone(
