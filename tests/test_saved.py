@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
-from bedouin.layers.common import TEXT_BLOCK
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import Kronecker
 from bedouin.layers.tracking import Tracker
@@ -190,16 +189,6 @@ def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> No
     assert target.num_calls == 1
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_in_place_of_versions_up_to_0_2_load_without_the_count(tmp_path: Path) -> None:
-    source, target = Bedouin(4), Bedouin(4)
-    save_checkpoint(source.state_dict() | {"_extra_state": torch.tensor(7)}, checkpoint_id=tmp_path)
-    state = {k: v for k, v in target.state_dict().items() if not k.endswith("_extra_state")}
-    load_checkpoint(state, checkpoint_id=tmp_path)
-    assert target.load_state_dict(state, strict=True) == ([], [])
-    assert torch.equal(target.A_log, source.A_log) and torch.equal(target.D, source.D)
-
-
 def test_averages_of_other_options_are_told() -> None:
     first, second = Bedouin(4), Bedouin(4, input_scale="one_minus_decay")
     states = first.state_dict(), second.state_dict()
@@ -252,14 +241,6 @@ def test_checkpoints_fit_layers_that_solve_otherwise(other: dict[str, Any]) -> N
     first.load_state_dict(second.state_dict(), strict=True)
     assert first.state_dict().keys() == second.state_dict().keys()
     assert second.num_calls == 1
-
-
-def test_the_extra_state_is_small_and_on_the_cpu() -> None:
-    with torch.device("meta"):
-        layer = Bedouin(64)
-        state = layer.state_dict()["_extra_state"]
-    assert state.device.type == "cpu" and state.dtype == torch.int64
-    assert state.shape == (1 + TEXT_BLOCK,)
 
 
 def test_functional_calls_take_a_whole_state_dict() -> None:

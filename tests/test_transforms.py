@@ -105,25 +105,6 @@ def test_batched_cotangents_are_a_loop_over_them(kind: str, solve: str) -> None:
         assert_equal_up_to_rounding(actual, expected)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("kind", "solve"),
-    [*((kind, "direct") for kind in LAYERS if kind != "coupled"), ("vector", "one-step")],
-)
-def test_batched_cotangents_of_the_kernels_are_a_loop_over_them(kind: str, solve: str) -> None:
-    layer = with_kernels(kind, max_steps=3, **SOLVES[solve])
-    for actual, expected in batched_and_looped(layer, draw(1, 2, 2).float()):
-        assert_equal_up_to_rounding(actual, expected)
-
-
-@plain_layers
-def test_both_ways_to_batch_a_jacobian_are_the_loop(kind: str) -> None:
-    layer, x = layer_of(kind), draw(1, 3, 2)
-    expected = jacobian(layer, x)
-    assert_equal_up_to_rounding(jacrev(layer)(x), expected)
-    assert_equal_up_to_rounding(jacobian(layer, x, vectorize=True), expected)
-
-
 def test_batched_cotangents_leave_no_statistics_behind() -> None:
     layer = layer_of()
     x = draw(2, 2, 2).requires_grad_()

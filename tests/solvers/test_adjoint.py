@@ -150,15 +150,6 @@ def test_a_map_that_ignores_its_argument_has_the_gradient_of_its_value(adjoint: 
         torch.testing.assert_close(grad.abs(), torch.full((2, 3), expected))
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-def test_a_random_cap_in_training_only_changes_the_value(adjoint: Adjoint) -> None:
-    """Drawn or not, a solve of the same length has the same gradient."""
-    options: dict[str, Any] = {"max_steps": 4, "on_unconverged": "ignore"}
-    evaluated = _gradients(Picard(), adjoint, **options)
-    drawn = _gradients(Picard(), adjoint, draw=7, **options)
-    assert all(map(torch.equal, evaluated, drawn))
-
-
 @pytest.mark.parametrize("adjoint", [ImplicitAdjoint(Picard(1e-6)), *ADJOINTS[1:]])
 def test_backward_statistics_are_there_after_an_adjoint_solve(adjoint: Adjoint) -> None:
     solution = _solve(_cell(), EXACT, adjoint)
