@@ -278,7 +278,7 @@ def evaluation(f: ToyMap, solver: Solver, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("solver", [*EXACT[:2], *MIXING], ids=str)
 def test_a_start_that_is_not_finite_fails_its_sample(solver: Solver) -> None:
-    """From its token on, where tokens are not mixed; test_causality.py has other input."""
+    """From its token on, where tokens are not mixed; test_laws.py has other input."""
     f = make()
     clean, y0 = run(f, solver), torch.zeros_like(f.x)
     y0[1, 2] = NAN
