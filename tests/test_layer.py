@@ -141,7 +141,8 @@ def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     for of in ("memory.A_log", "memory.dt_bias", "tracker.A_log", "tracker.D", "tracker.dt_bias"):
         assert of in parts
     kept = {names[id(p)].rpartition(".")[2] for p in decayed["params"]}
-    assert kept == {"weight", "original0", "original1", "norm_weight"}  # the last of trackers
+    # the norms of memories and trackers decay
+    assert kept == {"weight", "original0", "original1", "norm_weight"}
     assert not [name for name in parts if "proj.weight" in name or "embedding" in name]
 
 
