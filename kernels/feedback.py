@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bedouin.kernels.householder import inverse_norm
 from bedouin.kernels.linear import apply_weight, weight_gradient
-from bedouin.kernels.norms import inverse_norm
 from bedouin.kernels.operands import Operands, Parameterization
 
 
@@ -64,35 +64,15 @@ def project_feedback_vjp(
 
 
 def add_feedback(
-    x: Tensor,  # (..., d)
     raw: Tensor,  # (..., r), what x determines
-    fed: Tensor,  # (..., f), or (..., f + d) with feeds_x
-    feeds_x: bool,
-) -> tuple[Tensor, Tensor]:  # (..., d), (..., r)
-    """x and raw with feedback. With `feeds_x` the last d entries of `fed` are added to x; the
-    others are added to the first raw values."""
-    if feeds_x:
-        d = x.shape[-1]
-        fed, of_x = fed.split([fed.shape[-1] - d, d], -1)
-        x = x + of_x
+    fed: Tensor,  # (..., f)
+) -> Tensor:  # (..., r)
+    """The raw values with feedback, which is added to the first ones."""
     f, r = fed.shape[-1], raw.shape[-1]
     if f == r:
-        return x, raw + fed
+        return raw + fed
     first, others = raw.split([f, r - f], -1)
-    return x, torch.cat([first + fed, others], -1)
-
-
-def fed_cotangent(
-    grad_x: Tensor,  # (..., d)
-    grad_raw: Tensor,  # (..., r)
-    rows: int,
-    feeds_x: bool,
-) -> Tensor:  # (..., rows)
-    """The cotangent of what `add_feedback` adds, which has `rows` values for each token."""
-    # not an index, which batched cotangents refuse where it takes everything
-    if not feeds_x:
-        return grad_raw.narrow(-1, 0, rows)
-    return torch.cat([grad_raw.narrow(-1, 0, rows - grad_x.shape[-1]), grad_x], -1)
+    return torch.cat([first + fed, others], -1)
 
 
 def padded_rows(
@@ -117,12 +97,11 @@ def with_feedback(
     y: Tensor,  # (b, t, d)
     operands: Operands,
     parameterization: Parameterization,
-) -> tuple[Tensor, Tensor]:  # (b, t, d), (b, t, r)
-    """x and raw with feedback, x^ and raw^x + W^y norm(y_{t-1}), of all tokens at once; `operands`
-    as `Operands.wide` gives them."""
-    x, raw, W_y, _, _, y0 = operands
+) -> Tensor:  # (b, t, r)
+    """raw^x + W^y norm(y_{t-1}) of all tokens at once; `operands` as `Operands.wide` gives them."""
+    _, raw, W_y, _, _, y0 = operands
     if W_y is None or not y.shape[1]:
-        return x, raw
+        return raw
     assert y0 is not None
     fed = project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)
-    return add_feedback(x, raw, fed, parameterization.feeds_x)
+    return add_feedback(raw, fed)

@@ -4,12 +4,21 @@ Letters: d channels, k reflections; leading axes are free. Compact WY form:
 I - Q = diag(e) + U^T M U, with e = 0 and M = T (upper triangular) for a Householder product.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from bedouin.kernels.norms import inverse_norm
-
 UNIT_EPS = 1e-6
+
+
+def inverse_norm(
+    squares: Tensor,  # any shape, a sum or mean of squares
+    floor: float,
+) -> Tensor:  # as `squares`
+    """rsqrt(squares + floor), but NaN where the squares have overflowed, so that the sample is
+    reported: the factor 0 would make a zero of the vector."""
+    return torch.rsqrt(squares.nan_to_num(math.nan, math.nan) + floor)
 
 
 def unit(

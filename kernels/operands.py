@@ -10,21 +10,21 @@ from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 
-from bedouin.kernels.heads import check_heads, count_heads, per_sample
+from bedouin.kernels.heads import check_heads, count_heads
 from bedouin.kernels.scan import Eigenvalues, InputScale
 
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 """How Delta follows from its raw values; "softplus_of_minus" is softplus(-raw)."""
 
-Scalars = tuple[str, bool, int, float, float, str, str, float | None, bool]
-"""The fields of `RawLayout`, then input_scale, eigenvalues, feedback_norm_eps and feeds_x."""
+Scalars = tuple[str, bool, int, float, str, str, float | None]
+"""The fields of `RawLayout`, then input_scale, eigenvalues and feedback_norm_eps."""
 
 SCALARS = (
-    "str activation, bool selective, SymInt num_householder, float beta_max, float erase, "
-    "str input_scale, str eigenvalues, float? norm_eps, bool feeds_x"
+    "str activation, bool selective, SymInt num_householder, float beta_max, "
+    "str input_scale, str eigenvalues, float? norm_eps"
 )
 """`Scalars` in the schema of an operation."""
-NUM_SCALARS = 9
+NUM_SCALARS = 7
 
 
 class Operands(NamedTuple):
@@ -32,8 +32,7 @@ class Operands(NamedTuple):
 
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
     uses the W_y and the A of that head; d are the channels of a head. The first f raw values of a
-    token get feedback, f <= r; the others are those of x alone. Where `Parameterization.feeds_x`
-    says so, W_y has d more rows, whose product is added to x.
+    token get feedback, f <= r; the others are those of x alone.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 
@@ -51,11 +50,10 @@ class Operands(NamedTuple):
         h0 = A.new_zeros(b, *A.mT.shape[-2:]).mT if self.h0 is None else self.h0
         return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
 
-    def check(self, feeds_x: bool = False) -> None:
-        """Raise ValueError unless W_y has the heads of A, at most r rows, or r + d with feedback of
-        x, and d columns, and each head as many samples."""
-        A, W_y, d = self.A, self.W_y, self.A.shape[-2]
-        r = self.raw.shape[-1] + (d if feeds_x else 0)
+    def check(self) -> None:
+        """Raise ValueError unless W_y has the heads of A, at most r rows and d columns, and each
+        head as many samples."""
+        A, W_y, d, r = self.A, self.W_y, self.A.shape[-2], self.raw.shape[-1]
         if W_y is not None and W_y.shape[:-2] != A.shape[:-2]:
             shapes = f"{tuple(W_y.shape)} and {tuple(A.shape)}"
             raise ValueError(f"W_y and A must have the same heads as first axis, got {shapes}")
@@ -78,11 +76,6 @@ class Operands(NamedTuple):
         W_y = None if self.W_y is None else self.W_y.unsqueeze(0)
         return self._replace(W_y=W_y, A=self.A.unsqueeze(0))
 
-    def A_rows(self) -> Tensor:
-        """A with the states before the channels: (n, d), or with heads each sample's, (b, n, d)."""
-        rows = self.A.mT.contiguous()
-        return rows if rows.dim() == 2 else per_sample(rows, self.x.shape[0])
-
     def wide(self) -> "Operands":
         """x and raw in the dtype of A, which plain torch computes in, and h0 and y0 as tensors."""
         dtype = self.A.dtype
@@ -99,7 +92,6 @@ class Coefficients(NamedTuple):
     e: Tensor  # (..., 1) or (..., d); (..., 0) for e = 0
     U: Tensor  # (..., k, d)
     M: Tensor  # (..., k, k)
-    erase: Tensor  # (..., 1), beta^e; (..., 0) where no memory is erased
 
 
 Bind = Callable[..., Coefficients]
@@ -110,22 +102,20 @@ Bind = Callable[..., Coefficients]
 class RawLayout:
     """How kernels compute the coefficients themselves, without a `Bind`: Householder form, e = 0.
 
-    Raw values of a token: [Delta d | B n | C n | u_1 .. u_k k d | alpha k | beta^e 1], with Delta =
-    activation(raw), B, C and u_i made unit, beta = beta_max sigmoid(alpha) and beta^e = erase
-    sigmoid(raw), which `erase` 0 leaves out; without `selective` [Delta d | u k d | alpha k] and
-    B = C = 1.
+    Raw values of a token: [Delta d | B n | C n | u_1 .. u_k k d | alpha k], with Delta =
+    activation(raw), B, C and u_i made unit, and beta = beta_max sigmoid(alpha); without `selective`
+    [Delta d | u k d | alpha k] and B = C = 1.
     """
 
     activation: Activation
     selective: bool
     num_householder: int
     beta_max: float
-    erase: float = 0.0
 
     def parts(self, d: int, n: int) -> list[int]:
-        """The sizes of Delta, of B and C if selective, of u, alpha and beta^e."""
+        """The sizes of Delta, of B and C if selective, of u and alpha."""
         k, memory = self.num_householder, [n, n] if self.selective else []
-        return [d, *memory, k * d, k, 1 if self.erase else 0]
+        return [d, *memory, k * d, k]
 
     def size(self, d: int, n: int) -> int:
         """r: raw values a token."""
@@ -143,7 +133,6 @@ class Parameterization:
     input_scale: InputScale
     eigenvalues: Eigenvalues
     feedback_norm_eps: float | None  # None: W^y is applied to y itself
-    feeds_x: bool = field(default=False, kw_only=True)  # whether the last d rows of W^y are of x
     # what the kernels do not support where there is no layout that describes the raw values
     without_layout: str = field(default=NO_LAYOUT, kw_only=True)
 
@@ -161,9 +150,8 @@ class Parameterization:
     def scalars(self) -> Scalars:
         """The fields one by one, since registered operations take no objects."""
         of = self.known_layout()
-        fields = (of.activation, of.selective, of.num_householder, of.beta_max, of.erase)
-        scales = self.input_scale, self.eigenvalues, self.feedback_norm_eps
-        return *fields, *scales, self.feeds_x
+        fields = of.activation, of.selective, of.num_householder, of.beta_max
+        return *fields, self.input_scale, self.eigenvalues, self.feedback_norm_eps
 
     @staticmethod
     def from_scalars(
@@ -171,22 +159,12 @@ class Parameterization:
         selective: bool,
         num_householder: int,
         beta_max: float,
-        erase: float,
         input_scale: str,
         eigenvalues: str,
         feedback_norm_eps: float | None,
-        feeds_x: bool,
     ) -> "Parameterization":
         """The inverse of `scalars`."""
         kind = cast(Activation, activation)
-        layout = RawLayout(kind, selective, num_householder, beta_max, erase)
+        layout = RawLayout(kind, selective, num_householder, beta_max)
         scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-        return Parameterization(layout, *scales, feedback_norm_eps, feeds_x=feeds_x)
-
-    @property
-    def plain_only(self) -> str | None:
-        """The first of its properties for which there are no Triton kernels, as a part of a
-        message; None if there is none."""
-        if self.layout is not None and self.layout.erase:
-            return "erase"
-        return "feedback of x" if self.feeds_x else None
+        return Parameterization(layout, *scales, feedback_norm_eps)

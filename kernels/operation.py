@@ -180,40 +180,39 @@ def plain_operation(
     name: str,
     tensors: str,
     options: str,
-    function: Callable[..., tuple[Tensor, Tensor]],
+    function: Callable[..., tuple[Tensor, ...]],
     like: Callable[..., tuple[Tensor, ...]],
+    results: int = 2,
 ) -> Operation:
     """`function` of plain torch, which torch.compile would otherwise unroll over time, as an
     operation; `tensors` and `options` are its arguments in a schema. Autograd within a second
-    operation computes the gradient. `like` returns uninitialized tensors as the two results."""
+    operation computes the gradient. `like` returns uninitialized tensors as its `results`."""
     count = tensors.count("Tensor")
     given = f"{tensors}, {options}" if options else tensors
 
-    @operation(name, f"({given}) -> (Tensor, Tensor)")
+    @operation(name, f"({given}) -> ({', '.join(['Tensor'] * results)})")
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         return tuple(v.contiguous() for v in function(*inputs))
 
     forward.register_fake(like)
 
-    @operation(
-        f"{name}_backward",
-        f"(Tensor grad, Tensor grad_last, {given}) -> ({', '.join(['Tensor'] * count)})",
-    )
-    def backward(grad: Tensor, grad_last: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        """Shapes as those of the results."""
+    grads_of = ", ".join(f"Tensor grad_{i}" for i in range(results))
+
+    @operation(f"{name}_backward", f"({grads_of}, {given}) -> ({', '.join(['Tensor'] * count)})")
+    def backward(*flat: Any) -> tuple[Tensor, ...]:
+        """Cotangents of the results, then what `forward` takes."""
+        given, inputs = flat[:results], flat[results:]
         with recording():
             leaves: list[Any] = [
                 v.detach().requires_grad_() if isinstance(v, Tensor) else v for v in inputs
             ]
             present = [v for v in leaves if isinstance(v, Tensor)]
             found = function(*leaves)
-            grads = iter(
-                torch.autograd.grad(found, present, (grad, grad_last), materialize_grads=True)
-            )
+            grads = iter(torch.autograd.grad(found, present, given, materialize_grads=True))
         return tuple(
-            grad.new_empty(0) if v is None else next(grads).contiguous() for v in leaves[:count]
+            given[0].new_empty(0) if v is None else next(grads).contiguous() for v in leaves[:count]
         )
 
-    backward.register_fake(lambda grad, grad_last, *inputs: empty_like(*inputs[:count]))
+    backward.register_fake(lambda *flat: empty_like(*flat[results : results + count]))
     forward.register_vjp(backward)
     return forward

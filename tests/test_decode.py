@@ -19,7 +19,15 @@ from tests.layer_cases import GPU, WITH_KERNELS, draw, fixed_points
 from tests.layer_cases import make as of_table
 from torch import Tensor
 
-from bedouin import Bedouin, BedouinState, Decoder, FixedPointRNN, Kronecker, TrackingDeltaNet
+from bedouin import (
+    Bedouin,
+    BedouinState,
+    Decoder,
+    FixedPointRNN,
+    Kronecker,
+    TrackingDeltaNet,
+    decode,
+)
 from bedouin.decode import CHECK_TOKENS
 from bedouin.graphed import Graphed
 from bedouin.layers.fixed_point import FixedPointLayer
@@ -49,7 +57,11 @@ def assert_same(state: BedouinState, expected: BedouinState, rtol: float = 1e-12
 
 @torch.no_grad()
 @fixed_points
-def test_captured_steps_equal_plain_steps(name: str, graphs: list[Tensor]) -> None:
+@pytest.mark.parametrize("most", [0, 40, decode.MOST_TOGETHER])
+def test_captured_steps_equal_plain_steps(
+    name: str, most: int, graphs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "MOST_TOGETHER", most)
     layer, x = of_table(name), draw(3, 5)
     decoder, state = Decoder(layer, 3), layer.init_state(3)
     for t in range(x.shape[1]):

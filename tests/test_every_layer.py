@@ -249,6 +249,14 @@ def test_a_call_changes_nothing_and_says_what_failed(
         layer(x)
 
 
+@places
+@torch.no_grad()
+def test_a_state_keeps_no_memory_of_other_tokens(name: str, place: Place) -> None:
+    layer, x, before = on_places(name, place, 2, 5)
+    _, state = layer(x, before, return_state=True)
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.tensors)
+
+
 @layers_and_solves
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

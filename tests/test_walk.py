@@ -218,7 +218,7 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
         (("delta",), 2, (27, 48), {}),
         ((), 1, (16, 32), {}),
         ((), 2, (22, 35), {}),
-        (ALL, 2, (22, 40), {"mixer": NoMixing()}),
+        (ALL, 2, (22, 41), {"mixer": NoMixing()}),
         (("delta",), 2, (26, 44), {"mixer": NoMixing()}),
     ],
 )

@@ -6,6 +6,7 @@ Letters: s seeds, b batch, t time, v classes.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,9 +31,10 @@ from bedouin.tasks import (
     token_accuracy,
 )
 from flags import Count, Share, check_types, flag
+from research.games import Chess
 
-Task = WordProblem | Copying | Parity | ModularArithmetic | BoundPermutations | MQAR
-Kind = Literal["none", "uniform", "double", "quadruple"]
+Task = WordProblem | Copying | Parity | ModularArithmetic | BoundPermutations | MQAR | Chess
+Kind = Literal["none", "double", "quadruple"]
 FACTORS = {"double": 2, "quadruple": 4}
 """By what a length that is learned is multiplied."""
 Metric = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,11 +50,9 @@ class CurriculumOptions:
     """Options of the lengths that a model is trained on."""
 
     curriculum: Kind = "none"
-    """none: the task's own lengths; uniform: in the first steps lengths from --curriculum-from to
-    the longest; double, quadruple: --curriculum-from at first, two or four times as long after
-    every log entry whose training accuracy reaches --curriculum-threshold."""
+    """none: the task's own lengths; double, quadruple: --curriculum-from at first, two or four
+    times as long after every log entry whose training accuracy reaches --curriculum-threshold."""
     curriculum_from: Count = 2  # Shortest length of a curriculum.
-    curriculum_share: Share = 1 / 3  # Share of the steps in which "uniform" draws lengths.
     curriculum_threshold: Share = 0.95
     """Training accuracy at which "double" and "quadruple" multiply the length."""
 
@@ -81,9 +81,12 @@ class WordOptions:
 class TaskOptions(CurriculumOptions, WordOptions):
     """Options of the task, of which each task takes its own and refuses the others."""
 
-    task: Literal["word", "copy", "parity", "arithmetic", "brackets", "bound", "mqar"] = "word"
+    task: Literal["word", "copy", "parity", "arithmetic", "brackets", "bound", "mqar", "chess"] = (
+        "word"
+    )
     """A word problem, copying, parity, arithmetic modulo 5 without or with brackets, bound
-    permutations, or multi-query associative recall."""
+    permutations, multi-query associative recall, or the boards of chess, whose --length is one of
+    moves."""
     group: str = "A5"  # Group of the word problem and of bound permutations.
     length: int = 16  # Training length; the longest one of parity and arithmetic.
     curriculum_until: Share = 1.0
@@ -105,6 +108,7 @@ class TaskOptions(CurriculumOptions, WordOptions):
     vocabulary: int = 8192  # Tokens of associative recall.
     pairs: int = 32
     """Pairs of associative recall at --length; test rows have as many for each of their tokens."""
+    games: Path = Path("runs/chess/games.npz")  # Games of chess, written by games.py.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +132,7 @@ TAKEN = {
         *("group", "min_definitions", "max_definitions", "max_operations", "eval_definitions"),
     },
     "mqar": {"length", "vocabulary", "pairs"},
+    "chess": {"length", "games"},
 }
 """The options that each task takes."""
 
@@ -164,12 +169,15 @@ def make_task(options: TaskOptions) -> Task:
             )
         case "mqar":
             return MQAR(options.vocabulary, options.length, options.pairs)
+        case "chess":
+            return Chess(Path(options.games), options.length)
 
 
 def metrics(task: Task) -> dict[str, Metric]:
     """The accuracies of a task by name, functions of logits (b, t, v), labels and tokens (b, t): of
     the labels and of whole rows; of word problems that of the last label; of bound permutations
-    both are those of products, and "recall" is that of answers; of parity and arithmetic that of
+    both are those of products, and "recall" is that of answers; of chess those of squares and of
+    whole boards, and "last" is that of the last board; of parity and arithmetic that of
     the label on the scale of guessing, as the literature gives it."""
     if isinstance(task, BoundPermutations):
         return {
@@ -182,6 +190,8 @@ def metrics(task: Task) -> dict[str, Metric]:
     both = {"token": _of(token_accuracy), "sequence": _of(sequence_accuracy)}
     if isinstance(task, WordProblem):
         return {**both, "last": _of(last_position_accuracy)}
+    if isinstance(task, Chess):
+        return {**both, "last": _of(sequence_accuracy, _last_board)}
     if isinstance(task, MQAR):
         return both
     return {**both, "scaled": _of(partial(scaled_accuracy, chance=task.chance))}
@@ -193,6 +203,15 @@ def _of(
 ) -> Metric:
     """The accuracy of the labels that `chosen` leaves."""
     return lambda logits, labels, tokens: accuracy(logits, chosen(labels, tokens))
+
+
+def _last_board(labels: Tensor, tokens: Tensor) -> Tensor:  # (b, t, 64) -> (b, t, 64)
+    return pad(labels[:, -1:], (0, 0, labels.shape[1] - 1, 0), value=IGNORE)
+
+
+def predictions(task: Task, logits: Tensor) -> Tensor:  # (b, t, v) -> (..., classes)
+    """The logits of each label: those of a token, or of chess of every square after a move."""
+    return task.by_square(logits) if isinstance(task, Chess) else logits
 
 
 def longest_length(task: Task) -> int:
@@ -218,23 +237,15 @@ def eval_points(options: TaskOptions, lengths: Sequence[int]) -> list[Point]:
     return list(zip(definitions, lengths, strict=True))
 
 
-def _check_curriculum(options: TaskOptions) -> None:
-    draws = options.task != "word" or options.label_at == "last"
-    if options.curriculum != "none" and options.task == "mqar":
-        raise ValueError("--curriculum must be none for --task mqar, whose rows have one length")
-    if options.curriculum == "uniform" and draws:
-        raise ValueError(
-            "--curriculum uniform is for word problems with a label at every element: parity, "
-            "arithmetic and copying draw their lengths without it"
-        )
-
-
 class Data:
     """Training and test rows for all seeds: tokens and labels (s, b, t)."""
 
     def __init__(self, options: TaskOptions, seeds: range, device: torch.device) -> None:
         self.options, self.task = options, make_task(options)
-        _check_curriculum(options)
+        if options.curriculum != "none" and options.task in ("mqar", "chess"):
+            raise ValueError(
+                f"--curriculum must be none for --task {options.task}: rows have one length"
+            )
         self.longest = longest_length(self.task)
         first = first_length(options, self.longest)
         try:
@@ -257,26 +268,15 @@ class Data:
         """Rows of a training step, filled up to the same number of tokens at every step."""
         if step >= self.options.curriculum_until * steps:
             self.reached = [self.longest] * len(self.reached)
-        rows = [
-            self._train_rows(size, *pair, uniform=draws_lengths(self.options, step, steps))
-            for pair in zip(self.reached, self.train, strict=True)
-        ]
+        pairs = zip(self.reached, self.train, strict=True)
+        rows = [self._train_rows(size, *pair) for pair in pairs]
         return torch.stack([r.tokens for r in rows]), torch.stack([r.labels for r in rows])
 
-    def _train_rows(self, size: int, longest: int, source: Stream, *, uniform: bool) -> Batch:
+    def _train_rows(self, size: int, longest: int, source: Stream) -> Batch:
         task = self.task if longest == self.longest else limited(self.task, longest)
         tokens, labels = task.sample(size, source)
         missing = self.width - tokens.shape[1]
-        tokens, labels = pad(tokens, (0, missing)), pad(labels, (0, missing), value=IGNORE)
-        if uniform and isinstance(task, WordProblem):  # the other tasks draw their lengths
-            least, shape = self.options.curriculum_from, (size, 1)
-            ends = torch.randint(
-                least, task.length + 1, shape, generator=source, device=source.device
-            )
-            position = torch.arange(self.width, device=source.device)
-            beyond = position >= ends * task.tokens_per_transition
-            labels = labels.masked_fill(beyond, IGNORE)
-        return Batch(tokens, labels)
+        return Batch(pad(tokens, (0, missing)), pad(labels, (0, missing), value=IGNORE))
 
     def batches(self, size: int, steps: int, ahead: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless batches, `ahead` of them drawn at once; a longer length comes into effect at the
@@ -312,7 +312,7 @@ class Data:
 
     def _rows_of_length(
         self,
-        task: WordProblem | Copying | Parity | ModularArithmetic | MQAR,
+        task: WordProblem | Copying | Parity | ModularArithmetic | MQAR | Chess,
         size: int,
         length: int,
         source: Stream,
@@ -322,7 +322,7 @@ class Data:
             return task.sample(size, source, length=length, num_pairs=pairs)
         if isinstance(task, Copying):
             return task.sample_eval(size, length, source)
-        if isinstance(task, WordProblem) or self.options.eval_from is None:
+        if isinstance(task, WordProblem | Chess) or self.options.eval_from is None:
             return task.sample(size, source, length=length)
         least = min(self.options.eval_from, length)
         return replace(task, length=length, min_length=least).sample(size, source)
@@ -340,7 +340,7 @@ def limited(task: Task, longest: int) -> Task:
     if isinstance(task, BoundPermutations):
         least = min(task.min_operations, longest)
         return replace(task, min_operations=least, max_operations=longest)
-    if isinstance(task, WordProblem | MQAR):
+    if isinstance(task, WordProblem | MQAR | Chess):
         return replace(task, length=longest)
     least = longest if task.min_length is None else min(task.min_length, longest)
     return replace(task, length=longest, min_length=least)
@@ -354,15 +354,10 @@ def first_length(options: CurriculumOptions, longest: int) -> int:
             f"--curriculum-from must be at most the training length {longest}, got "
             f"{options.curriculum_from}"
         )
-    return options.curriculum_from if options.curriculum in FACTORS else longest
+    return options.curriculum_from if options.curriculum != "none" else longest
 
 
 def next_length(options: CurriculumOptions, reached: int, longest: int, accuracy: float) -> int:
     """The longest length after an accuracy at training lengths up to `reached`."""
     passed = accuracy >= options.curriculum_threshold
     return min(FACTORS.get(options.curriculum, 1) * reached, longest) if passed else reached
-
-
-def draws_lengths(options: CurriculumOptions, step: int, steps: int) -> bool:
-    """Whether the lengths of this step are drawn."""
-    return options.curriculum == "uniform" and step < options.curriculum_share * steps

@@ -4,11 +4,11 @@
     python examples/research/ensemble.py --input-scale delta bounded_delta one_minus_decay \\
         --d-state 4 16 --num-householder 2 4 --steps 2000 --out runs/a5-parameterizations
     python examples/research/ensemble.py --preset paper --out runs/a5-paper    # the paper's d_model
-    python examples/research/ensemble.py --group S5 --curriculum double --mixer-layer lstm
+    python examples/research/ensemble.py --group S5 --model lstm_l1 --d-model 256
 
 The models of all seeds run one after the other inside one step, which a GPU captures as a CUDA
 graph, because small layers are limited by kernel launches. With --concurrent they run side by side
-on CUDA streams, and so do the points of the grid. `--mixer-layer` trains a baseline. Every
+on CUDA streams, and so do the points of the grid. `--model` trains a layer of `models.py`. Every
 combination of the options with several values is trained.
 OUT/results.json contains for each of them the number of parameters, the accuracies by length
 (`research/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
@@ -24,6 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from bedouin import SequenceModel
 from flags import UsageError, choose_device
 from research.baselines import count
 from research.data import Data, eval_points
+from research.games import Chess
+from research.length import Continued
 from research.stack import Ensemble, has_failed, stepper
-from research.study import GRID, PRESETS, Config, matched, model_seeds
+from research.study import GRID, PRESETS, Config, Start, model_seeds
 
 RESULTS = "results.json"
 
@@ -47,7 +50,7 @@ def train(
     config: Config, points: Sequence[dict[str, Any]], device: torch.device
 ) -> list[dict[str, Any]]:
     """Train points of the grid at the same time; returns their rows of the JSON file."""
-    trainings = [Training(matched(config, point), point, device) for point in points]
+    trainings = [Training(config, point, device) for point in points]
     started = time.perf_counter()
     for step in range(max(point["steps"] for point in points)):
         for training in trainings:
@@ -55,7 +58,19 @@ def train(
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    return [training.row(seconds) for training in trainings]
+    rows = [training.row(seconds) for training in trainings]
+    return rows + [further(training, kind) for training in trainings for kind in config.states]
+
+
+def further(training: "Training", kind: Start) -> dict[str, Any]:
+    """The row of further steps from states of a kind, which leave `training` as it is."""
+    other, started = copy(training), time.perf_counter()
+    other.ensemble, other.history = Continued(training.ensemble, kind), []
+    # on the stream on which the copies were made
+    other.run, other.point, other.stream = other.ensemble.step, other.ensemble.point, None
+    for step in range(other.point["steps"]):
+        other.advance(step)
+    return other.row(time.perf_counter() - started)
 
 
 class Training:
@@ -99,6 +114,8 @@ class Training:
         }
         accuracy = {name: self.ensemble.accuracy(point) for name, point in points.items()}
         seeds, history = range(self.config.seeds), self.history
+        is_chess = isinstance(self.data.task, Chess)
+        boards = {"boards": {n: self.ensemble.board(int(n)) for n in points}} if is_chess else {}
         pivots = [[h["conditioning"][i] for h in history] for i in seeds]
         # the history may end before the last step
         skipped = [
@@ -107,7 +124,7 @@ class Training:
         ]
         return {
             **{"point": self.point, "accuracy": accuracy, "seconds": seconds, "history": history},
-            **{"parameters": self.size, "d_model": self.config.d_model},
+            **{"parameters": self.size, "d_model": self.config.d_model, **boards},
             "state_size": state_size(self.ensemble.model),
             "num_heads": getattr(self.ensemble.model.mixers[0], "num_heads", None),
             "ms_per_step": 1e3 * seconds / self.point["steps"],
@@ -121,8 +138,10 @@ class Training:
 
 def state_size(model: SequenceModel) -> int:
     """The numbers that the layers keep of a sample before its first token."""
-    makers = [getattr(mixer, "init_state", None) for mixer in model.mixers]
-    return sum(tensor.numel() for make in makers if make for tensor in make(1).tensors)
+    mixers: list[Any] = model.mixers
+    states = [mixer.init_state(1).tensors for mixer in mixers if hasattr(mixer, "init_state")]
+    size: int = sum(getattr(mixer, "state_size", 0) for mixer in mixers)
+    return size + sum(int(v.numel()) for tensors in states for v in tensors)
 
 
 def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> int | None:

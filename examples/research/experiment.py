@@ -52,6 +52,7 @@ from flags import Count, Range, check_types
 from research import baselines, ensemble
 from research.experiments.controls import CONTROLS_CPU
 from research.experiments.earlier import A5_CPU, COPYING_CPU, GPU_PRESETS
+from research.experiments.further import further
 from research.experiments.heads import heads
 from research.experiments.language_model import (
     language_model_cpu,
@@ -112,6 +113,7 @@ def experiments() -> dict[str, Experiment]:
         *(A5_CPU, COPYING_CPU, CONTROLS_CPU, GPU_PRESETS),
         *(heads(), language_model_cpu()),
         *(*tuned_language_models(RESULTS), *tables(RESULTS)),
+        *further(RESULTS),
     )
     return {experiment.name: experiment for experiment in found}
 

@@ -1,8 +1,9 @@
 """The layers of the table, with equal numbers of parameters, by name.
 
 Every model has 0.75 to 0.83 million parameters at d_model 256, in one layer or in two together, by
-its inner width, and a short convolution of width 4. Names end with the number of layers, except for
-those of `TrackingDeltaNet`. At another d_model the number of heads grows in proportion.
+its inner width, and a short convolution of width 4, which Mamba-3 does without. Names end with the
+number of layers, except for those of `TrackingDeltaNet`. At another d_model the number of heads
+grows in proportion.
 
 Letters: m d_model.
 """
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 
 from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct
-from research.rivals import M2RNN, RecurrentDeltaNet
+from research.rivals import (
+    M2RNN,
+    GatedDeltaNet2,
+    KimiDeltaAttention,
+    Mamba3,
+    RecurrentDeltaNet,
+)
 
 Layer = Callable[[int], nn.Module]
 """A layer for a d_model, a multiple of 256."""
@@ -125,6 +132,11 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "rdn_l1_slow": (heads(RecurrentDeltaNet, 14, head_dim=64, expand_v=0.5, feedback_init=0.1),),
     "m2rnn_l1": (heads(M2RNN, 17, head_dim=64, expand_v=0.25),),
     "m2rnn_l1_square": (heads(M2RNN, 19, head_dim=32, expand_v=1),),
+    "gdn2_l1": (heads(GatedDeltaNet2, 7, head_dim=64),),
+    "gdn2_l1_slow": (heads(GatedDeltaNet2, 7, head_dim=64, rate_scale=0.01),),
+    "kda_l1": (heads(KimiDeltaAttention, 10, head_dim=64),),
+    "kda_l1_slow": (heads(KimiDeltaAttention, 10, head_dim=64, rate_scale=0.01),),
+    "mamba3_l1": (partial(Mamba3, expand=3.5),),
     "hybrid_l2": (gated_delta_net(3), lstm(192)),
     "hybrid_l2_lstm_first": (lstm(192), gated_delta_net(3)),
     "hybrid_l2_slow": (partial(slow_gated_delta_net, head_dim=64), lstm(192)),

@@ -19,13 +19,16 @@ from bedouin.tasks import IGNORE, token_accuracy
 from benchmarks.timing import capture
 from common.options import decay
 from common.run import FAILED_SHARE
-from research.data import DRAWN_AHEAD, Data, Point, metrics
+from research.data import DRAWN_AHEAD, Data, Point, metrics, predictions
 from research.study import Config, make_model, model_seeds
 
 Params = dict[str, Tensor]
 
 EVAL_BATCH, EVAL_TOKENS = 256, 2**17
 """Test rows evaluated at once, and their tokens."""
+
+LONG_BATCH, LONG_TOKENS = 8, 2**22
+"""Of longer rows so many at once, and only as many as have LONG_TOKENS, or LONG_BATCH."""
 
 
 class Ensemble:
@@ -97,12 +100,12 @@ class Ensemble:
 
     def _loss(
         self,
-        logits: Tensor,  # (b, t, v)
-        labels: Tensor,  # (b, t)
+        logits: Tensor,  # (b, t, v), or (b, t, 64, v) of chess
+        labels: Tensor,  # (b, t), or (b, t, 64)
         model: SequenceModel,
     ) -> tuple[Tensor, Tensor, Tensor]:  # () each
         """Loss, accuracy and smallest pivot of one model."""
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
         pivot = torch.full_like(loss, torch.inf)
         pivots = [
             stats.conditioning.min() for stats in model.stats if stats.conditioning is not None
@@ -119,7 +122,7 @@ class Ensemble:
         enabled = self.config.autocast == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             logits: Tensor = model(tokens)
-        return logits.float()
+        return predictions(self.data.task, logits).float()
 
     def _gradients(self) -> tuple[Params, Tensor, Tensor, Tensor]:
         """Gradients, and loss, accuracy and smallest pivot (s,), of all models."""
@@ -184,13 +187,13 @@ class Ensemble:
 
     @torch.no_grad()
     def accuracy(self, point: Point) -> dict[str, list[float]]:
-        """The accuracies of `metrics` of each seed, on `eval_rows` test rows."""
+        """The accuracies of `metrics` of each seed, on `eval_rows` test rows or fewer long ones."""
         found = metrics(self.data.task)
         sums = {name: torch.zeros(self.config.seeds, device=self.device) for name in found}
-        left = self.config.eval_rows
         width = self.data.eval_batch(0, point)[0].shape[-1]
+        total = left = min(self.config.eval_rows, max(LONG_BATCH, LONG_TOKENS // width))
         while left > 0:
-            rows = min(left, EVAL_BATCH, max(1, EVAL_TOKENS // width))
+            rows = min(left, EVAL_BATCH, max(LONG_BATCH, EVAL_TOKENS // width))
             left -= rows
             tokens, labels = self.data.eval_batch(rows, point)
             logits = [self._logits(*pair) for pair in zip(self.models, tokens, strict=True)]
@@ -199,8 +202,16 @@ class Ensemble:
                 for each in zip(logits, labels, tokens, strict=True)
             ]
             for name, value in zip(found, torch.stack(values, dim=1), strict=True):
-                sums[name] += rows / self.config.eval_rows * value
+                sums[name] += rows / total * value
         return {name: value.tolist() for name, value in sums.items()}
+
+    @torch.no_grad()
+    def board(self, plies: int) -> dict[str, Any]:
+        """The classes (64,) of the squares after so many plies of a test game, and what every model
+        says of them."""
+        tokens, labels = self.data.eval_batch(1, plies)
+        found = [self._logits(model, tokens[0])[0, -1].argmax(-1) for model in self.models]
+        return {"labels": labels[0, 0, -1].tolist(), "found": torch.stack(found).tolist()}
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:

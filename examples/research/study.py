@@ -1,22 +1,18 @@
 """Options of `ensemble.py`, and the layer and the model that they describe."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import nn
 
 from bedouin import Bedouin, Initialization, SequenceModel
 from common.options import Schedule, SolverOptions, fixed_point_options, mixer_options
 from flags import Count, Device, Natural, Positive, Range
-from research.baselines import BASELINES, TAKES, Baseline, count
 from research.data import TaskOptions, make_task
 from research.models import MODELS
 
-WIDTH_STEP = 32
-"""Widths of a model with a given number of parameters are multiples of this."""
+Start = Literal["zero", "carried", "noise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,7 @@ class Config(TaskOptions, SolverOptions):
     input_scale: tuple[str, ...] = ("bounded_delta",)
     d_state: tuple[int, ...] = (16,)
     num_heads: tuple[int | None, ...] = (None,)
-    """Heads of Bedouin, deltanet, deltaproduct and attention; None: the layer's own default."""
+    """None: the layer's own default."""
     num_householder: tuple[int, ...] = (4,)
     decay: tuple[str, ...] = ("mamba",)
     rate_scale: tuple[float, ...] = (1.0,)
@@ -42,12 +38,7 @@ class Config(TaskOptions, SolverOptions):
     model: str | None = None
     """One of the layers of `models.py`, which has its own options: those of a layer must keep their
     defaults, and say nothing about it where results list them."""
-    mixer_layer: Literal["bedouin"] | Baseline = "bedouin"
-    """The layer: Bedouin, or a baseline, which takes no option of Bedouin but those in
-    `TAKES`; the others then keep their defaults."""
-    eigenvalues: Literal["positive", "full"] | None = None
-    """Of Bedouin, mamba, deltanet and deltaproduct; None: the layer's own default."""
-    num_layers: Count = 1
+    eigenvalues: Literal["positive", "full"] = "positive"  # Of the decays of Bedouin.
     feedback_init: tuple[float, ...] = (0.1,)
     delta_from_x_init: tuple[float, ...] = (1.0,)
     """Factor on the initial weights from x to Delta; 0 in the paper's copying task."""
@@ -56,9 +47,7 @@ class Config(TaskOptions, SolverOptions):
     schedule: tuple[Schedule, ...] = ("cosine",)
     batch_size: tuple[Count, ...] = (256,)
     steps: tuple[Count, ...] = (5000,)
-    d_model: Count = 128  # Width of the model; see --match-parameters.
-    match_parameters: Count | None = None
-    """Replace --d-model by the width with which the model has about this many parameters."""
+    d_model: Count = 128  # Width of the model.
     seeds: Count = 5  # Number of models in the stack.
     first_seed: Natural = 0
     """Model i draws parameters and data from seed first_seed + i. Settings are chosen on seeds from
@@ -80,16 +69,16 @@ class Config(TaskOptions, SolverOptions):
     """Precision of the matrix products; the fixed point stays in float32 either way."""
     out: Path = Path("runs/ensemble")  # Folder for results.json.
     overwrite: bool = False  # Replace the results in that folder, if there are any.
+    states: tuple[Start, ...] = ()
+    """Continue every trained model in further steps whose rows begin with zeros, with the state
+    after another row, or with such a state and noise (`length.py`); each gives a row of results."""
     device: Device = "auto"  # auto: the GPU if there is one.
 
     def __post_init__(self) -> None:
         TaskOptions.__post_init__(self)
         SolverOptions.__post_init__(self)
-        if self.model is not None and (self.model not in MODELS or self.num_layers != 1):
-            raise ValueError(
-                f"--model must be among {tuple(MODELS)}, which have their own --num-layers, got "
-                f"{self.model!r} and {self.num_layers}"
-            )
+        if self.model is not None and self.model not in MODELS:
+            raise ValueError(f"--model must be among {tuple(MODELS)}, got {self.model!r}")
         if self.graph and self.gamma_cap is not None:
             raise ValueError("--gamma-cap needs --no-graph: a captured step repeats its first draw")
 
@@ -141,26 +130,15 @@ def layer_options(point: dict[str, Any]) -> dict[str, Any]:
     return {**options, "feedback": () if fed == "none" else tuple(fed.split("+"))}
 
 
-def make_layer(config: Config, point: dict[str, Any]) -> nn.Module:
-    """The mixing layer at a point of the grid; ValueError for an option that it does not take."""
+def make_layers(config: Config, point: dict[str, Any]) -> list[nn.Module]:
+    """The mixing layers from the input on; ValueError for an option that they do not take."""
     if config.model is not None:
-        return make_layers(config, point)[0]
-    if config.mixer_layer != "bedouin":
-        return _baseline(config, point)
+        _refuse_options(config, point)
+        return [layer(config.d_model) for layer in MODELS[config.model]]
     options = {**layer_options(point), **fixed_point_options(config)}
     reflections = options.pop("num_householder"), options.pop("beta_max")
-    options |= mixer_options(*reflections)
-    if config.eigenvalues is not None:
-        options["eigenvalues"] = config.eigenvalues
-    return Bedouin(config.d_model, on_unconverged="ignore", **options)
-
-
-def make_layers(config: Config, point: dict[str, Any]) -> list[nn.Module]:
-    """The mixing layers from the input on."""
-    if config.model is None:
-        return [make_layer(config, point) for _ in range(config.num_layers)]
-    _refuse_options(config, point, f"model {config.model!r}", ())
-    return [layer(config.d_model) for layer in MODELS[config.model]]
+    options |= {**mixer_options(*reflections), "eigenvalues": config.eigenvalues}
+    return [Bedouin(config.d_model, on_unconverged="ignore", **options)]
 
 
 def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
@@ -174,66 +152,15 @@ def make_model(config: Config, point: dict[str, Any]) -> SequenceModel:
     )
 
 
-def matched(config: Config, point: dict[str, Any]) -> Config:
-    """The configuration with the width that `match_parameters` asks for, a multiple of WIDTH_STEP.
-
-    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
-    """
-    wanted = config.match_parameters
-    if wanted is None:
-        return config
-
-    def size(d_model: int) -> int:
-        with torch.device("meta"):  # allocates no memory
-            return count(make_model(replace(config, d_model=d_model), point))
-
-    return replace(config, d_model=matching_width(size, wanted))
-
-
-def _baseline(config: Config, point: dict[str, Any]) -> nn.Module:
-    name = config.mixer_layer
-    takes = TAKES[name]
-    _refuse_options(config, point, f"mixer_layer {name!r}", takes)
-    options = {o: point[o] for o in takes if o in point and point[o] is not None}
-    if config.eigenvalues is not None:
-        if "eigenvalues" not in takes:
-            raise ValueError(f"eigenvalues must be None for mixer_layer {name!r}")
-        options["eigenvalues"] = config.eigenvalues
-    return BASELINES[name](config.d_model, **options)
-
-
-def _refuse_options(
-    config: Config, point: dict[str, Any], name: str, takes: Collection[str]
-) -> None:
-    """ValueError for an option of Bedouin that is not among those that the layer takes."""
+def _refuse_options(config: Config, point: dict[str, Any]) -> None:
+    """ValueError for an option of Bedouin beside --model."""
     for option in (*LAYER_OPTIONS, *MODEL_OPTIONS):
         default = getattr(PRESETS[config.preset], option)
-        if option not in takes and (point[option],) != default:
+        if (point[option],) != default:
             raise ValueError(
-                f"{option} must keep its default {default[0]!r} for {name}, got "
+                f"{option} must keep its default {default[0]!r} for model {config.model!r}, got "
                 f"{point[option]!r}: it takes no such option"
             )
-    for option in SolverOptions.__dataclass_fields__:
+    for option in (*SolverOptions.__dataclass_fields__, "eigenvalues"):
         if getattr(config, option) != getattr(PRESETS["small"], option):
-            raise ValueError(f"{option} must keep its default for {name}")
-
-
-def matching_width(size: Callable[[int], int], wanted: int) -> int:
-    """The multiple of `WIDTH_STEP` whose `size`, a number of parameters, is nearest to `wanted`.
-
-    Raises ValueError if even the narrowest model has 1.5 times as many parameters.
-    """
-    low, high = 1, 2
-    while size(high * WIDTH_STEP) < wanted:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle * WIDTH_STEP) < wanted else (low, middle)
-    widths = low * WIDTH_STEP, high * WIDTH_STEP
-    nearest = min(widths, key=lambda d_model: abs(size(d_model) - wanted))
-    if size(nearest) > 1.5 * wanted:
-        raise ValueError(
-            f"--match-parameters must be at least {size(WIDTH_STEP)}, the size at d_model "
-            f"{WIDTH_STEP}, got {wanted}"
-        )
-    return nearest
+            raise ValueError(f"{option} must keep its default for model {config.model!r}")

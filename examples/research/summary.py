@@ -15,13 +15,16 @@ from matplotlib.ticker import NullLocator  # noqa: E402
 
 from research.experiments.table import (  # noqa: E402
     EARLIER,
+    GATE,
     RATES_OF,
     REPORTED_RUNS,
     TASKS,
     TUNED,
     VARIANTS,
     chosen,
+    gate_rows,
     rows_of,
+    scores,
     tuned_on,
     tuning_rows,
 )
@@ -71,9 +74,6 @@ CURVES = {
 LABELS = {
     "tracking": "TrackingDeltaNet",
     "recall": "recall of 0.2.0",
-    "recall_n64": "64 states",
-    "recall_by_head": "feedback by head",
-    "recall_layer": "feedback of all heads",
     "deltaproduct_l1": "DeltaProduct",
     "deltaproduct_l2": "DeltaProduct, two layers",
     "gated_deltanet_l1": "Gated DeltaNet",
@@ -81,6 +81,9 @@ LABELS = {
     "attention_l2": "attention, two layers",
     "rdn_l1": "Recurrent Delta Net",
     "m2rnn_l1": "M²RNN",
+    "gdn2_l1": "Gated DeltaNet-2",
+    "kda_l1": "Kimi Delta Attention",
+    "mamba3_l1": "Mamba-3",
     "hybrid_l2": "hybrid, two layers",
 }
 """The models of the figures, and what these call them."""
@@ -103,6 +106,7 @@ def summarize(results: Path) -> dict[str, Models]:
     """The content of summary.json: by task and model, every measure of all reported seeds."""
     folders = [read_runs(results / name) for name in REPORTED_RUNS]
     tuning, history = read_runs(results / TUNED), read_runs(results / HISTORY)
+    gate = read_runs(results / GATE)
     found: dict[str, Models] = {}
     for task in TASKS:
         found[task] = {}
@@ -111,6 +115,7 @@ def summarize(results: Path) -> dict[str, Models]:
             rows = [row for found_there in runs for row in found_there.get("rows", ())]
             if rows:
                 number = len(tuning_rows(tuning, task, model)) + _screened(history, task, model)
+                number += sum(len(scores(row)) for row in gate_rows(gate, task, model))
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
     return found
 
@@ -139,10 +144,13 @@ def _screened(history: dict[str, Any], task: str, model: str) -> int:
 
 
 def markdown(results: Path) -> str:
-    """The table: a line for each model and task, with the values of all seeds."""
+    """The table: a line for each model and task, with the values of all seeds; of version 0.2.0
+    `recall` alone."""
     summary, lines = summarize(results), []
+    earlier = set(EARLIER[1:])
     runs = read_runs(results / REPORTED_RUNS[0])
-    for task, models in summary.items():
+    for task, of in summary.items():
+        models = {model: numbers for model, numbers in of.items() if model not in earlier}
         rows = {model: next(iter(rows_of(runs, f"{task}-{model}")), {}) for model in models}
         sizes = [row["parameters"] for row in rows.values() if "parameters" in row]
         span = f", {min(sizes):,} to {max(sizes):,} parameters" if sizes else ""
@@ -157,7 +165,7 @@ def markdown(results: Path) -> str:
 
 def tuning_markdown(results: Path) -> str:
     """Every tuning run: a line for each form and learning rate, with "chosen" at the best of each
-    model, which its reported runs take."""
+    model, which its reported runs take unless the gate settles another rate."""
     runs, lines = read_runs(results / TUNED), []
     models = dict.fromkeys([*VARIANTS, *(m for of in summarize(results).values() for m in of)])
     for task, names in SHOWN.items():

@@ -42,7 +42,8 @@ def short_convolution(
     check_shape("window", window, (b, w - 1, c), "(b, w - 1, c)")
     if added is not None:
         check_shape("added", added, (b, t, added.shape[-1]), "(b, t, a)")
-    groups = Groups(0, c, 0.0) if groups is None else groups
+    # the kernels compute norms of all blocks, and read those of groups
+    groups = Groups(0, c, 1.0) if groups is None else groups
     if groups.number * groups.size > c or (added is not None and added.shape[-1] > c):
         raise ValueError(
             f"groups and added must have at most the {c} channels of x, got {groups.number} groups "

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.launch import ceil_div, evenly_spaced, next_power_of_two
+from bedouin.kernels.launch import arguments_of, ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation
 
-OPERANDS = "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size"
+OPERANDS = (
+    "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size, float eps"
+)
 
 TILE = 4096
 """Numbers of a program's tile: 32 for each of 128 threads."""
@@ -28,9 +30,10 @@ def _launch_arguments(
     added: Tensor | None,  # (b, t, a)
     count: int,
     size: int,
+    eps: float,
 ) -> tuple[list[Tensor], list[int], dict[str, Any]]:
     """The tensors, of which x and added have evenly spaced rows; t, c, a, the tiles of tokens and
-    blocks of channels, and the distances of the rows; constants."""
+    blocks of channels, the distances of the rows, and the number of groups; constants."""
     _, t, c = x.shape
     x = evenly_spaced(x)
     # a kernel does not read what stands for absent tensors
@@ -40,22 +43,21 @@ def _launch_arguments(
     block = next_power_of_two(size)
     tokens = min(next_power_of_two(t), max(1, TILE // block))
     numbers = [t, c, a, ceil_div(t, tokens), ceil_div(c, size), x.stride(1), more.stride(1)]
+    numbers.append(count)
     constants = {"WIDTH": weight.shape[1], "TOKENS": tokens, "SIZE": size, "BLOCK": block}
     tensors = [x, weight.contiguous(), window.contiguous(), more]
-    return tensors, numbers, constants | {"enable_fp_fusion": True}
+    return tensors, numbers, constants | {"EPS": eps, "ADDS": added is not None}
 
 
-@operation("short_convolution", f"({OPERANDS}, float eps) -> (Tensor, Tensor)")
+@operation("short_convolution", f"({OPERANDS}) -> (Tensor, Tensor)")
 def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
     from bedouin.kernels.convolution.triton_kernels import convolution_kernel
 
-    *operands, eps = given
-    tensors, numbers, constants = _launch_arguments(*operands)
-    outputs, (_, _, _, added, count, _) = _fake(*given), operands
-    flags = {"EPS": eps, "ADDS": added is not None, "NORMS": count > 0}
-    grid = (len(tensors[0]) * numbers[3] * numbers[4],)
-    convolution_kernel[grid](*tensors, *outputs, *numbers, count, **flags, **constants)
+    tensors, numbers, constants = _launch_arguments(*given)
+    outputs, grid = _fake(*given), (len(tensors[0]) * numbers[3] * numbers[4],)
+    known = arguments_of(convolution_kernel, constants)
+    convolution_kernel[grid](*tensors, *outputs, *numbers, **known)
     return outputs
 
 
@@ -68,7 +70,7 @@ def _fake(*given: Any) -> tuple[Tensor, Tensor]:
 
 @operation(
     "short_convolution_backward",
-    f"(Tensor grad, Tensor? grad_after, {OPERANDS}, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor? grad_after, {OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad: Tensor,  # (b, t, c + a)
@@ -79,23 +81,20 @@ def _backward(
     empty where there is none."""
     from bedouin.kernels.convolution.triton_kernels import cotangent_kernel, input_kernel
 
-    *operands, eps = given
-    tensors, numbers, constants = _launch_arguments(*operands)
-    x, weight, _, _, count, _ = operands
+    tensors, numbers, constants = _launch_arguments(*given)
+    x, weight = given[:2]
     (b, t, c), w, (tiles, blocks) = x.shape, weight.shape[1], numbers[3:5]
     grid, grad = (b * tiles * blocks,), evenly_spaced(grad)
-    grad_x, grad_weight, grad_window, grad_added = empty_like(*operands[:4])
+    grad_x, grad_weight, grad_window, grad_added = empty_like(*given[:4])
     cotangent = torch.empty_like(grad_x)
     sums = x.new_empty(b * tiles, w, c, dtype=torch.float32)
-    flags = {"EPS": eps, "ADDS": operands[3] is not None, "NORMS": count > 0}
     cotangent_kernel[grid](
-        *(grad, *tensors, cotangent, grad_added, *numbers, count, grad.stride(1)),
-        **flags,
-        **constants,
+        *(grad, *tensors, cotangent, grad_added, *numbers, grad.stride(1)),
+        **arguments_of(cotangent_kernel, constants),
     )
     input_kernel[grid](
         *(cotangent, *tensors[:3], grad_x, grad_window, sums, *numbers[:2], *numbers[3:6]),
-        **constants,
+        **arguments_of(input_kernel, constants),
     )
     if grad_after is not None:
         inside = min(t, w - 1)

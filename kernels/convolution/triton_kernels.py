@@ -79,7 +79,6 @@ def convolution_kernel(
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
-    NORMS: tl.constexpr,
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,9 +94,8 @@ def convolution_kernel(
         more *= tl.sigmoid(more)
         tl.store(out_ptr + at + c, more.to(out_ptr.dtype.element_ty), has_more)
     v *= tl.sigmoid(v)
-    if NORMS:
-        inverse = tl.rsqrt(tl.sum(v * v, 1) + EPS)
-        v *= tl.where(block < count, inverse, 1.0)[:, None]
+    inverse = tl.rsqrt(tl.sum(v * v, 1) + EPS)
+    v *= tl.where(block < count, inverse, 1.0)[:, None]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
     if tile == n_tokens - 1:
         first = sample, tile * 0, block, token, channel, exists
@@ -129,7 +127,6 @@ def cotangent_kernel(
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
-    NORMS: tl.constexpr,
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,11 +138,10 @@ def cotangent_kernel(
     at = row * grad_row + channel[None, :]
     grad = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32)
     sigmoid = tl.sigmoid(v)
-    if NORMS:
-        active = v * sigmoid
-        inverse = tl.rsqrt(tl.sum(active * active, 1) + EPS)[:, None]
-        along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
-        grad = tl.where(block < count, inverse * (grad - active * along), grad)
+    active = v * sigmoid
+    inverse = tl.rsqrt(tl.sum(active * active, 1) + EPS)[:, None]
+    along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
+    grad = tl.where(block < count, inverse * (grad - active * along), grad)
     grad *= silu_slope(v, sigmoid)
     if ADDS:
         has_more = mask & (channel < a)[None, :]

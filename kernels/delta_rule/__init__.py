@@ -18,9 +18,9 @@ from bedouin.kernels.delta_rule.reference import (
     delta_rule_plain,
     delta_rule_reference,
     rounded,
+    steps_as_tokens,
 )
 from bedouin.kernels.delta_rule.registered import chunk_kernels, plain_chunks
-from bedouin.kernels.delta_rule.tokens import delta_rule_operation
 from bedouin.kernels.delta_rule.types import DeltaBackend, DeltaInputs
 from bedouin.kernels.launch import accumulator
 
@@ -38,10 +38,6 @@ __all__ = [
 
 KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernels, whose programs hold all of them."""
-
-MOST_BY_TOKEN = 4
-"""Calls of at most so many tokens take the kernel that computes token by token: chunks of the
-others have at least 16."""
 
 
 def check_delta_backend(backend: str) -> None:
@@ -72,16 +68,15 @@ def delta_rule(
     the memory or without one in at least float32.
 
     The inputs may have any dtypes; sums and memories are in at least float32. `dtype` is the one
-    that the factors of products have in the Triton kernels of chunks and in "fla", to which query,
+    that the factors of products have in the Triton kernels and in "fla", to which query,
     key and value are cast: given in this dtype they are neither copied nor kept twice. A caller
     that rounds keys of length 1 itself should divide beta by their squared lengths (`rounded`).
 
-    "torch": plain torch in chunks, in at least float32 throughout. "triton": for k = 1 and more
-    than MOST_BY_TOKEN tokens in chunks, otherwise token by token in float32; p may be at most 256,
-    and there is no second derivative. "fla": the kernels of flash-linear-attention, on a GPU in
-    bfloat16 or float16. "auto": "triton" on a GPU, except in float64 and under transforms of
-    torch.func, else "torch". Under torch.compile every implementation is one operation for all
-    lengths, once differentiable.
+    "torch": plain torch in chunks, in at least float32 throughout. "triton": kernels of chunks of
+    Householder steps; p may be at most 256, and there is no second derivative. "fla": the kernels
+    of flash-linear-attention, on a GPU in bfloat16 or float16. "auto": "triton" on a GPU, except in
+    float64 and under transforms of torch.func, else "torch". Under torch.compile every
+    implementation is one operation for all lengths, once differentiable.
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
 
     Raises ValueError for shapes that do not fit, an unknown backend, and one that cannot run.
@@ -95,15 +90,15 @@ def delta_rule(
     by_kernel = _takes_kernel(inputs, memory, dtype, backend)
     if not inputs.query.shape[1]:
         return delta_rule_plain(inputs, _or_zeros(memory, inputs))
-    if by_kernel and _in_chunks(inputs.key):
-        given = [v for v in (*inputs, memory) if v is not None]
-        keep = torch.is_grad_enabled() and any([v.requires_grad for v in given])
-        o, last, *_ = chunk_kernels(*rounded(inputs, dtype), memory, keep)
+    if by_kernel:
+        k, by_steps = inputs.key.shape[2], steps_as_tokens(rounded(inputs, dtype))
+        keep = torch.is_grad_enabled() and any(
+            [v is not None and v.requires_grad for v in (*by_steps, memory)]
+        )
+        o, last, *_ = chunk_kernels(*by_steps, memory, keep)
+        o = o if k == 1 else o[:, k - 1 :: k]
         return o.to(inputs.value.dtype), last
     memory = _or_zeros(memory, inputs)
-    if by_kernel:
-        o, last, _ = delta_rule_operation(*inputs, memory)
-        return o.to(inputs.value.dtype), last
     # a graph of torch.compile would otherwise have the operations of all chunks
     if torch.compiler.is_compiling():
         found: tuple[Tensor, Tensor] = plain_chunks(*inputs, memory)
@@ -146,16 +141,6 @@ def _takes_kernel(
     chosen: Backend = "triton" if backend == "triton" else "auto"
     widest = accumulator(*(v.dtype for v in (*inputs, memory) if v is not None))
     return choose_backend(chosen, inputs.key.device, widest, unfit, plain="torch") == "triton"
-
-
-def _in_chunks(
-    key: Tensor,  # (b, t, k, h, p)
-) -> bool:
-    """Whether the Triton kernels compute a call in chunks. An exported program has no branch on
-    the length."""
-    if key.shape[2] > 1:
-        return False
-    return torch.compiler.is_exporting() or key.shape[1] > MOST_BY_TOKEN
 
 
 def _or_zeros(

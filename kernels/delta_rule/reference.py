@@ -1,7 +1,7 @@
 """The gated delta rule in plain torch: as a loop, which is the specification, and in chunks.
 
 Letters: b batch, t time, h heads, k Householder steps a token, p key channels and v value channels
-of a head; in chunks also n chunks, c tokens of a chunk, i = c k steps of a chunk.
+of a head; in chunks also n chunks, c steps of a chunk.
 """
 
 import torch
@@ -55,7 +55,7 @@ def delta_rule_chunked(
     *,
     chunk_steps: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
-    """`delta_rule` in chunks of tokens with `chunk_steps` Householder steps, or a token.
+    """`delta_rule` in chunks of `chunk_steps` Householder steps.
 
     With G_i the decay from the start of the chunk to step i, the memory after step i is
     G_i S + sum_{j <= i} (G_i / G_j) key_j e_j^T, where the e_j solve the unit lower triangular
@@ -66,62 +66,54 @@ def delta_rule_chunked(
     It is solved for all chunks at once with S unknown; then one product a chunk gives the next S.
     Source: DeltaNet (arXiv 2406.06484), section 3; Gated DeltaNet (2412.06464), section 3.3.
     """
-    b, t, k, h, p = inputs.key.shape
-    c = min(t, max(1, chunk_steps // k))
-    query, key, value, beta, decay = inputs
-    decay = torch.zeros_like(query[..., 0]) if decay is None else decay
-    query = p**-0.5 * _chunks(query, c, "b (n c) h p -> b h n c p")
-    key = _chunks(key, c, "b (n c) k h p -> b h n (c k) p")
-    value = _chunks(value, c, "b (n c) k h v -> b h n (c k) v")
-    beta = _chunks(beta, c, "b (n c) k h -> b h n (c k)")
-    decay = _chunks(decay, c, "b (n c) h -> b h n c")
-    at_token = decay.cumsum(-1)  # (b, h, n, c): log G after each token
-    at_step = at_token.repeat_interleave(k, dim=-1)  # (b, h, n, i)
-    token = torch.arange(c, device=key.device)
-    step = torch.arange(c * k, device=key.device)
-    earlier = step.unsqueeze(-1) > step
-    visible = token.unsqueeze(-1) >= step // k
+    k = inputs.key.shape[2]
+    query, key, value, beta, decay = steps_as_tokens(inputs)
+    assert decay is not None
+    _, steps, _, p = query.shape
+    c = min(steps, chunk_steps)
+    query = p**-0.5 * _chunks(query, c)  # (b, h, n, c, p)
+    key, value = (_chunks(v.squeeze(2), c) for v in (key, value))
+    beta, decay = (_chunks(v, c) for v in (beta.squeeze(2), decay))  # (b, h, n, c)
+    G = decay.cumsum(-1)  # its logarithm
+    step = torch.arange(c, device=key.device)
 
-    gram = (key @ key.mT) * _ratio(at_step, at_step, earlier)
-    system = beta.unsqueeze(-1) * gram  # (b, h, n, i, i); its diagonal is read as ones
-    known = torch.cat([value, torch.exp(at_step).unsqueeze(-1) * key], dim=-1)
+    gram = (key @ key.mT) * _ratio(G, step.unsqueeze(-1) > step)
+    system = beta.unsqueeze(-1) * gram  # (b, h, n, c, c); its diagonal is read as ones
+    known = torch.cat([value, torch.exp(G).unsqueeze(-1) * key], dim=-1)
     solved = torch.linalg.solve_triangular(
         system, beta.unsqueeze(-1) * known, upper=False, unitriangular=True
     )
     written, read = solved.split([value.shape[-1], p], dim=-1)
-    scores = (query @ key.mT) * _ratio(at_token, at_step, visible)
-    query = torch.exp(at_token).unsqueeze(-1) * query
-    last = at_token[..., -1:]
-    key = torch.exp(last - at_step).unsqueeze(-1) * key
+    scores = (query @ key.mT) * _ratio(G, step.unsqueeze(-1) >= step)
+    query = torch.exp(G).unsqueeze(-1) * query
+    last = G[..., -1:]
+    key = torch.exp(last - G).unsqueeze(-1) * key
 
     outputs = []
     for n in range(key.shape[2]):
-        e = written[:, :, n] - read[:, :, n] @ memory  # (b, h, i, v)
+        e = written[:, :, n] - read[:, :, n] @ memory  # (b, h, c, v)
         outputs.append(query[:, :, n] @ memory + scores[:, :, n] @ e)
         memory = torch.exp(last[:, :, n]).unsqueeze(-1) * memory + key[:, :, n].mT @ e
-    return rearrange(torch.cat(outputs, dim=2), "b h t v -> b t h v")[:, :t], memory
+    return torch.cat(outputs, dim=2).transpose(1, 2)[:, k - 1 : steps : k], memory
 
 
 def _chunks(
-    tensor: Tensor,  # (b, t, ...)
+    v: Tensor,  # (b, steps, h, ...)
     c: int,
-    pattern: str,
-) -> Tensor:
-    """`tensor` rearranged in chunks of c tokens; the last is filled up with zeros,
-    which neither decay nor write."""
-    missing = -tensor.shape[1] % c
+) -> Tensor:  # (b, h, n, c, ...)
+    """v in chunks of c steps; the last is filled up with zeros, which neither decay nor write."""
+    missing = -v.shape[1] % c
     if missing:
-        tensor = F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, missing))
-    return rearrange(tensor, pattern, c=c)
+        v = F.pad(v, (*(0, 0) * (v.dim() - 2), 0, missing))
+    return rearrange(v, "b (n c) h ... -> b h n c ...", c=c)
 
 
 def _ratio(
-    later: Tensor,  # (..., r)
-    earlier: Tensor,  # (..., i)
-    mask: Tensor,  # (r, i)
-) -> Tensor:  # (..., r, i)
-    """exp(later_r - earlier_i) where `mask` is True, else 0; masked before exp, which overflows."""
-    difference = later.unsqueeze(-1) - earlier.unsqueeze(-2)
+    G: Tensor,  # (..., c)
+    mask: Tensor,  # (c, c)
+) -> Tensor:  # (..., c, c)
+    """exp(G_i - G_j) where `mask` is True, else 0; masked before exp, which overflows."""
+    difference = G.unsqueeze(-1) - G.unsqueeze(-2)
     return torch.exp(difference.masked_fill(~mask, -torch.inf))
 
 
@@ -149,3 +141,16 @@ def _share(
     wide = accumulator(key.dtype)
     exact, found = (v.to(wide).square().sum(-1) for v in (key, low))
     return torch.where(found > 0, exact / found, 1)
+
+
+def steps_as_tokens(inputs: DeltaInputs) -> DeltaInputs:
+    """The same rule with a token for each Householder step: k t tokens of one step, with a decay,
+    of which every k-th, the last step of a token of `inputs`, has a query and the others zeros."""
+    query, key, value, beta, log_decay = inputs
+    k = key.shape[2]
+    decay = torch.zeros_like(beta[:, :, 0]) if log_decay is None else log_decay
+    if k > 1:
+        query = F.pad(query.unsqueeze(2), (0, 0, 0, 0, k - 1, 0)).flatten(1, 2)
+        decay = F.pad(decay.unsqueeze(2), (0, 0, 0, k - 1)).flatten(1, 2)
+        key, value, beta = (v.flatten(1, 2).unsqueeze(2) for v in (key, value, beta))
+    return DeltaInputs(query, key, value, beta, decay)

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.delta_rule.reference import delta_rule_plain
-from bedouin.kernels.delta_rule.tokens import INPUTS
 from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
-from bedouin.kernels.double_backward import refuse_second_derivative
-from bedouin.kernels.launch import ceil_div, dtype_of_factors, next_power_of_two
+from bedouin.kernels.launch import (
+    ceil_div,
+    dtype_of_factors,
+    evenly_spaced,
+    next_power_of_two,
+)
 from bedouin.kernels.operation import empty_like, operation, plain_operation
 
-READ = "Tensor query, Tensor key, Tensor beta, Tensor? log_decay"
-KEPT = "Tensor inverses, Tensor scores, Tensor errors, Tensor states"
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor beta"
 
 LEAST = 16
 """The least size of a factor of tl.dot."""
@@ -76,22 +78,11 @@ def _rows(
     query: Tensor,  # (b, t, h, p)
     key: Tensor,  # (b, t, 1, h, p)
     beta: Tensor,  # (b, t, 1, h)
-    log_decay: Tensor | None,  # (b, t, h)
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
-    """What the kernels read, (b, t, h, p), (b, t, h, p), (b, t, h) and (b, t, h), and whether there
-    is a decay; without one beta is in its place, unread."""
-    beta = beta.squeeze(2).contiguous()
-    decay = beta if log_decay is None else log_decay.contiguous()
-    return (spaced_rows(query), spaced_rows(key.squeeze(2)), beta, decay), log_decay is not None
-
-
-def spaced_rows(
-    v: Tensor,  # (b, t, h, p)
-) -> Tensor:  # (b, t, h, p)
-    """v, copied unless the b t rows of h p numbers are contiguous and evenly spaced in memory."""
-    (_, t, _, p), (to_sample, to_token, to_head, to_channel) = v.shape, v.stride()
-    spaced = to_channel == 1 and to_head == p and to_sample == t * to_token
-    return v if spaced else v.contiguous()
+    log_decay: Tensor,  # (b, t, h)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the kernels read: evenly spaced (b, t, h p) and (b, t, h p), (b, t, h) and (b, t, h)."""
+    numbers = beta.squeeze(2).contiguous(), log_decay.contiguous()
+    return evenly_spaced(query.flatten(2)), evenly_spaced(key.flatten(2)), *numbers
 
 
 def _part(p: int, dtype: torch.dtype) -> int:
@@ -110,12 +101,10 @@ def value_block(p: int, v: int, dtype: torch.dtype) -> int:
 
 def constants(
     query: Tensor,  # (b, t, h, p)
-    gated: bool,
 ) -> dict[str, Any]:
     """What all kernels have in common at compile time."""
     _, t, _, p = query.shape
     return {
-        "GATED": gated,
         "P_SIZE": p,
         "PART": _part(p, query.dtype),
         "C": chunk_size(t, query.dtype),
@@ -130,29 +119,28 @@ def constants(
 
 @operation(
     "delta_rule_chunks",
-    f"({INPUTS.replace('Tensor memory', 'Tensor? memory')}, bool keep) "
+    f"({INPUTS}, Tensor log_decay, Tensor? memory, bool keep) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     """The outputs (b, t, h, v), the last memory (b, h, p, v) in the dtype of the memory or float32,
-    and the tensors of `Kept`. The inputs are those of `DeltaInputs` with k = 1. query, key and
-    value have one of the kernels' dtypes, which the factors of products and the outputs have, too.
-    """
+    and the tensors of `Kept`. The inputs are those of `DeltaInputs` with k = 1 and a decay. query,
+    key and value have one of the kernels' dtypes, which the factors of products and the outputs
+    have, too."""
     from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
 
     query, key, value, beta, log_decay, memory, keep = given
     o, last, *kept = _fake(*given)
-    rows, gated = _rows(query, key, beta, log_decay)
-    (query, key, beta, decay), value = rows, spaced_rows(value.squeeze(2))
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
     # what the sweep reads is there without `keep`, too
     squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
-    n, common = ceil_div(t, longest_chunk(dtype)), constants(query, gated)
-    sizes = t, h, n, query.stride(1), key.stride(1)
+    n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
+    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1)
     prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
     block = value_block(p, v, dtype)
     sweep_kernel[(b * h * ceil_div(v, block),)](
-        *(query, key, value, beta, decay, *squares),
+        *(*rows[:2], value, *rows[2:], *squares),
         *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
         *(*sizes, value.stride(1)),
         STARTED=memory is not None,
@@ -175,83 +163,44 @@ def _fake(*given: Any) -> tuple[Tensor, ...]:
 
 @operation(
     "delta_rule_chunks_backward",
-    f"(Tensor grad_o, Tensor? grad_last, {READ}, {KEPT}, bool started, ScalarType? memory_dtype) "
+    "(Tensor grad_o, Tensor? grad_last, Tensor inverses, Tensor scores, Tensor errors, "
+    f"Tensor states, {INPUTS}, Tensor log_decay, Tensor? memory) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(*given: Any) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value, beta, log_decay and memory; of the latter two empty
-    without a decay and for a memory_dtype of None. A grad_last of None is zeros; `started`: whether
-    there was a memory before the first token."""
+def _backward(
+    grad_o: Tensor,  # (b, t, h, v)
+    grad_last: Tensor | None,  # (b, h, p, v); None: zeros
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value, beta, log_decay and, where there is one, memory."""
     from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
 
-    grad_o, grad_last, kept = spaced_rows(given[0]), given[1], Kept(*given[6:10])
-    started, memory_dtype = given[10:]
-    grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory = found = _backward_fake(*given)
-    rows, gated = _rows(*given[2:6])
-    query, key = rows[:2]
-    (b, t, h, p), v, dtype = query.shape, grad_v.shape[-1], query.dtype
+    kept, (query, key, value, beta, decay, memory) = Kept(*given[:4]), given[4:]
+    found = empty_like(query, key, value, beta, decay, memory)
+    grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory = found
+    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    rows, grad_o = _rows(query, key, beta, decay), evenly_spaced(grad_o.flatten(2))
     n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
     grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
-    sizes = t, h, n, query.stride(1), key.stride(1), grad_o.stride(1)
-    ends = {"ENDED": grad_last is not None, "V_SIZE": v, "V_BLOCK": block}
-    common = constants(query, gated) | ends
+    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1), grad_o.stride(1)
+    common: dict[str, Any] = {"ENDED": grad_last is not None, "STARTED": memory is not None}
+    common |= {"V_SIZE": v, "V_BLOCK": block} | constants(query)
     reverse_kernel[(b * h * ceil_div(v, block),)](
         *(*rows, kept.inverses, kept.scores, grad_o),
         grad_o if grad_last is None else grad_last.contiguous(),
         *(grad_v, grad_states, grad_memory, *sizes),
-        WANTED=memory_dtype is not None,
         **common,
     )
     gradients_kernel[(b * h * n,)](
         *(*rows, kept.errors, kept.states, grad_o, grad_v, grad_states),
         *(grad_q, grad_k, grad_beta, grad_decay, *sizes),
-        STARTED=started,
         **common,
     )
     return found
 
 
-@_backward.register_fake
-def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, _, query, key, beta, decay, _, _, errors, _, _, memory_dtype = given
-    (b, t, h, p), v = query.shape, errors.shape[-1]
-    of_query, of_key, of_beta, of_decay = empty_like(query, key, beta, decay)
-    of_memory = query.new_empty(0 if memory_dtype is None else (b, h, p, v), dtype=memory_dtype)
-    return of_query, of_key, query.new_empty(b, t, 1, h, v), of_beta, of_decay, of_memory
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, _, beta, log_decay, memory, keep = inputs
-    if not keep:
-        raise ValueError("keep must be True where gradients are recorded, got False")
-    kept = output[2:]
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # zeros for what is kept would be written and not read
-    # neither the values nor the memory are read again
-    ctx.save_for_backward(query, key, beta, log_decay, *kept)
-    ctx.started = memory is not None
-    ctx.memory_dtype = None if memory is None else memory.dtype
-
-
-def _gradients(
-    ctx: Any,
-    grad_o: Tensor | None,  # (b, t, h, v)
-    grad_last: Tensor | None,  # (b, h, p, v)
-    *_: None,  # of what is kept
-) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    if grad_o is None:
-        grad_o = torch.zeros_like(saved[6])  # of the size of the errors
-    memory_dtype = ctx.memory_dtype if ctx.needs_input_grad[5] else None
-    with torch.no_grad():
-        found = _backward(grad_o, grad_last, *saved, ctx.started, memory_dtype)
-    grads: list[Tensor | None] = list(found)
-    grads[4] = None if saved[3] is None else grads[4]
-    grads[5] = None if memory_dtype is None else grads[5]
-    return *refuse_second_derivative(grads, [grad_o, grad_last, *saved[:4]]), None
-
-
-chunk_kernels.register_autograd(_gradients, setup_context=_save)
+_backward.register_fake(lambda grad_o, grad_last, *given: empty_like(*given[4:]))
+chunk_kernels.register_vjp(_backward, kept=4)
 
 
 def _plain(*given: Any) -> tuple[Tensor, Tensor]:
@@ -265,4 +214,6 @@ def _plain_fake(*given: Any) -> tuple[Tensor, Tensor]:
     return value.new_empty(*query.shape[:3], value.shape[-1]), memory.new_empty(memory.shape)
 
 
-plain_chunks = plain_operation("plain_delta_rule", INPUTS, "", _plain, _plain_fake)
+plain_chunks = plain_operation(
+    "plain_delta_rule", f"{INPUTS}, Tensor? log_decay, Tensor memory", "", _plain, _plain_fake
+)

@@ -70,12 +70,9 @@ def load_tokens(X, first, h, H, left, C: tl.constexpr):
 
 
 @triton.jit
-def decays(DECAY, first, h, H, left, C: tl.constexpr, GATED: tl.constexpr):
+def decays(DECAY, first, h, H, left, C: tl.constexpr):
     """G of the tokens of a chunk (c,), and its last entry."""
-    if GATED:
-        g = load_tokens(DECAY, first, h, H, left, C)
-    else:
-        g = tl.zeros((C,), tl.float32)
+    g = load_tokens(DECAY, first, h, H, left, C)
     return tl.cumsum(g, 0), tl.sum(g, 0)
 
 
@@ -200,7 +197,6 @@ def prepare_kernel(
     N,
     Q_ROW,
     K_ROW,
-    GATED: tl.constexpr,
     P_SIZE: tl.constexpr,
     PART: tl.constexpr,
     C: tl.constexpr,
@@ -219,7 +215,7 @@ def prepare_kernel(
         k = load_part(K, first * K_ROW + h * P_SIZE, K_ROW, part, left, C, P_SIZE, PART, DOT)
         gram = tl.dot(k, tl.trans(k), gram, input_precision=PRECISION)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
-    G, _ = decays(DECAY, first, h, H, left, C, GATED)
+    G, _ = decays(DECAY, first, h, H, left, C)
     ratio = ratios(G, C)
     cells = program * (C * C) + i[:, None] * C + i[None, :]
     tl.store(SCORES + cells, scores * ratio * P_SIZE**-0.5)
@@ -248,7 +244,6 @@ def sweep_kernel(
     Q_ROW,
     K_ROW,
     V_ROW,
-    GATED: tl.constexpr,
     STARTED: tl.constexpr,
     KEEP: tl.constexpr,
     P_SIZE: tl.constexpr,
@@ -276,7 +271,7 @@ def sweep_kernel(
         inverse = load_square(INVERSE, head * N + n, C).to(DOT)
         scores = load_square(SCORES, head * N + n, C).to(DOT)
         beta = load_tokens(BETA, first, h, H, left, C)
-        G, total = decays(DECAY, first, h, H, left, C, GATED)
+        G, total = decays(DECAY, first, h, H, left, C)
         if KEEP:
             if n >= skipped:
                 kept = head * (N - skipped) + n - skipped

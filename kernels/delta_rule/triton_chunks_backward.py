@@ -44,9 +44,8 @@ def reverse_kernel(
     Q_ROW,
     K_ROW,
     GY_ROW,
-    GATED: tl.constexpr,
     ENDED: tl.constexpr,
-    WANTED: tl.constexpr,
+    STARTED: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     PART: tl.constexpr,
@@ -55,8 +54,8 @@ def reverse_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of v, the cotangents of the memory after each chunk, and if it is WANTED the one
-    before the first, for one sample, head and block of value channels."""
+    """The gradient of v, the cotangents of the memory after each chunk, and where a memory is given
+    (STARTED) of that before the first, for one sample, head and block of value channels."""
     blocks: tl.constexpr = (V_SIZE + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0).to(tl.int64)
     head = program // blocks
@@ -75,7 +74,7 @@ def reverse_kernel(
         inverse = triton_chunks.load_square(INVERSE, head * N + n, C).to(DOT)
         scores = triton_chunks.load_square(SCORES, head * N + n, C).to(DOT)
         beta = triton_chunks.load_tokens(BETA, first, h, H, left, C)
-        G, total = triton_chunks.decays(DECAY, first, h, H, left, C, GATED)
+        G, total = triton_chunks.decays(DECAY, first, h, H, left, C)
         if passed >= skipped:
             triton_chunks.store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
         de = tl.zeros((C, V_BLOCK), tl.float32)
@@ -100,7 +99,7 @@ def reverse_kernel(
             before = before + (old,)
         dS = before
         triton_chunks.store_tile(GV, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
-    if WANTED:
+    if STARTED:
         triton_chunks.store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
 
 
@@ -125,7 +124,6 @@ def gradients_kernel(
     Q_ROW,
     K_ROW,
     GY_ROW,
-    GATED: tl.constexpr,
     ENDED: tl.constexpr,
     STARTED: tl.constexpr,
     P_SIZE: tl.constexpr,
@@ -158,7 +156,7 @@ def gradients_kernel(
         M_T = tl.dot(e, tl.trans(dv), M_T, input_precision=PRECISION)
 
     beta = triton_chunks.load_tokens(BETA, first, h, H, left, C)
-    G, total = triton_chunks.decays(DECAY, first, h, H, left, C, GATED)
+    G, total = triton_chunks.decays(DECAY, first, h, H, left, C)
     scale: tl.constexpr = P_SIZE**-0.5
     before = token[:, None] > token[None, :]
     # rows of the transposes are the tokens that are written, whose beta they have
@@ -211,8 +209,7 @@ def gradients_kernel(
             dq = tl.dot(S, tl.trans(do), dq, input_precision=PRECISION)
             dk = tl.dot(S, tl.trans(dv), dk, input_precision=PRECISION)
             Z = tl.dot(dS, tl.trans(e), Z, input_precision=PRECISION)
-            if GATED:
-                product += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            product += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
         k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
         q_T, k_T = tl.trans(q).to(tl.float32), tl.trans(k).to(tl.float32)
@@ -232,9 +229,8 @@ def gradients_kernel(
     grad_beta += of_state
     place = (first + token) * H + h
     tl.store(GBETA + place, grad_beta, token < left)
-    if GATED:
-        # what the chunk adds to S, and S before it, decay until the last token
-        last = tl.sum(beta * of_state, 0) + tl.exp(total) * last
-        grad_G -= beta * grad_beta
-        later = tl.sum(tl.where(before, 0.0, grad_G[None, :]), 1)
-        tl.store(GDECAY + place, later + last, token < left)
+    # what the chunk adds to S, and S before it, decay until the last token
+    last = tl.sum(beta * of_state, 0) + tl.exp(total) * last
+    grad_G -= beta * grad_beta
+    later = tl.sum(tl.where(before, 0.0, grad_G[None, :]), 1)
+    tl.store(GDECAY + place, later + last, token < left)

@@ -19,7 +19,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, is_transformed
 from bedouin.kernels.direct.autograd import loop_sweep, uncompiled_sweep
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
+from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.direct.local import (
     LocalFactors,
     factor_local,
@@ -36,7 +36,7 @@ from bedouin.kernels.direct.reference import (
     input_gain,
     is_rounding,
 )
-from bedouin.kernels.direct.registered import memory_operation, sweep_operation
+from bedouin.kernels.direct.registered import sweep_operation
 from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
@@ -72,7 +72,7 @@ def direct_sweep(
 
     `bind` computes the coefficients from raw values and `bind_parameters`, which get gradients;
     None: the layout of the parameterization describes it. With `y_star`, a fixed point found
-    elsewhere without erase, nothing is solved: the result is y_star with that gradient (the
+    elsewhere, nothing is solved: the result is y_star with that gradient (the
     statistics are then zero). `report` gets defect and scale of the adjoint equation, but not under
     torch.compile, whose graphs call no Python functions. There the sweep is one operation if the
     parameterization has a layout, else it runs outside of the graph; torch.export writes a single
@@ -84,10 +84,8 @@ def direct_sweep(
     under transforms of torch.func, the backward is autograd through one chunk of tokens after the
     other.
     """
-    operands.check(parameterization.feeds_x)
+    operands.check()
     layout = parameterization.layout
-    if y_star is not None and layout is not None and layout.erase:
-        raise ValueError(f"y_star must be None with erase, got erase={layout.erase}: solve it here")
     call = backend, operands, parameterization, bind_parameters
     plain = choose_sweep(*call) == "reference"
     if plain:
@@ -98,16 +96,8 @@ def direct_sweep(
         if not covered or is_transformed():
             sweep_by_loop = uncompiled_sweep if torch.compiler.is_compiling() else loop_sweep
             return sweep_by_loop(operands, parameterization, bind, bind_parameters, y_star, report)
-    keep_every = CHUNK if plain else choose_chunk(operands)
-    scalars = (*parameterization.scalars(), plain, keep_every)
-    if y_star is None:
-        y, h, _, statistics = sweep_operation(*operands, *scalars)
-        sweep = Sweep(y, h, *statistics.unbind())
-    else:
-        y, h, _ = memory_operation(y_star, *operands, *scalars)
-        zeros = operands.A.new_zeros(operands.x.shape[:2])
-        sweep = Sweep(y, h, zeros, zeros, zeros, operands.A.new_zeros(operands.x.shape[:1]))
+    y, h, _, statistics = sweep_operation(*operands, y_star, *parameterization.scalars(), plain)
     if report is not None and not torch.compiler.is_compiling() and y.grad_fn is not None:
         # an operation takes no functions: the backward finds this one on its node
         y.grad_fn.report = report
-    return sweep
+    return Sweep(y, h, *statistics.unbind())

@@ -12,9 +12,8 @@ from torch.autograd.function import FunctionCtx
 
 from bedouin.kernels.backend import without_autocast
 from bedouin.kernels.direct.layout import choose_bind
-from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.reference import Sweep, memory_of, sweep_tokens
-from bedouin.kernels.direct.reverse import ReportBackward, SolvedSweep, reverse_sweep
+from bedouin.kernels.direct.reverse import ReportBackward, reverse_sweep
 from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 from bedouin.kernels.outside import outside_of_graphs
@@ -40,7 +39,7 @@ class _LoopSweep(torch.autograd.Function):
         *tensors: Any,  # the six operands, then the bind parameters, of any shapes
     ) -> tuple[Tensor, ...]:
         operands = Operands(*tensors[:6])
-        options = parameterization, bind, tensors[6:], CHUNK
+        options = parameterization, bind, tensors[6:]
         if y_star is None:
             swept, kept = sweep_tokens(operands, *options)
             y, h, defect, scale, magnitude, pivot, *_ = swept
@@ -77,8 +76,8 @@ class _LoopSweep(torch.autograd.Function):
             parameterization, bind = ctx.options
             grad_y = torch.zeros_like(y) if grad_y is None else grad_y
             grad_h = torch.zeros_like(operands.start()[0]) if grad_h is None else grad_h
-            solved = SolvedSweep.of(y, operands, parameterization, bind, tuple(parameters))
-            grads = reverse_sweep(grad_y, grad_h, kept, CHUNK, solved, ctx.report)
+            map_of = operands, parameterization, bind, tuple(parameters)
+            grads = reverse_sweep(grad_y, grad_h, y, kept, *map_of, ctx.report)
         sources = [grad_y, grad_h, x, raw, W_y, A, y0, *parameters]
         return (None, None, None, None, *refuse_second_derivative(grads, sources))
 

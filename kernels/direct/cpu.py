@@ -1,8 +1,8 @@
 """The exact sweep and its adjoint in plain torch, for Householder layouts: few calls a token.
 
 Same results as reference.py and reverse.py, which serve every mixer and transform. Of the mixer
-only k numbers a token are part of the recurrence: with a = lambda * h_{t-1} (I - beta^e B B^T),
-p = a C, the strict upper triangle R of U U^T and S = U diag(sigma) U^T, the fixed point of a token
+only k numbers a token are part of the recurrence: with p = (lambda * h_{t-1}) C, the strict upper
+triangle R of U U^T and S = U diag(sigma) U^T, the fixed point of a token
 is y = p + sigma * x~, x~ = x + U^T e, where
 
     E e = diag(beta) U (p + (sigma - 1) * x),    E = I + diag(beta) (R - S).
@@ -22,7 +22,7 @@ Then m - z is the cotangent of x, and with f = beta * q and G the strict upper t
 
     of U:        e m^T + f (y - x)^T - (G + G^T) U
     of beta:     q * e / beta
-    of lambda:   H (I - beta^e B B^T) * h_{t-1}
+    of lambda:   H * h_{t-1}
 
 What x alone determines, and of the adjoint all that cotangents do not enter, is computed for a
 chunk of tokens at once. Autograd through these formulas takes about twice as long, because it has
@@ -42,9 +42,9 @@ from torch import Tensor
 
 from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.layout import activate_delta, activation_slope, state_major
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.feedback import (
     add_feedback,
-    fed_cotangent,
     feedback_weight_gradient,
     normalize_feedback,
     project_feedback,
@@ -52,7 +52,7 @@ from bedouin.kernels.feedback import (
     shifted,
     with_feedback,
 )
-from bedouin.kernels.heads import count_heads, sum_samples
+from bedouin.kernels.heads import count_heads, per_sample, sum_samples
 from bedouin.kernels.householder import unit_and_factor, unit_vjp, wy_factor_of
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -73,7 +73,6 @@ class Rows(NamedTuple):
     B: Tensor  # (i, 1, n), a view of the pair, as C
     C: Tensor  # (i, 1, n)
     sigma: Tensor  # (i, 1, d)
-    erase: Tensor  # (i, 1, 1), beta^e; (i, 1, 0) where nothing is erased
     U: Tensor  # (i, k, d)
     u_factor: Tensor  # (i, k, 1)
     gate: Tensor  # (i, 1, k), sigmoid(alpha)
@@ -100,9 +99,8 @@ class Cotangents(NamedTuple):
     m: Tensor  # (i, 1, d), of x~
     z: Tensor  # (i, 1, d)
     x: Tensor  # (i, 1, d)
-    delta: Tensor  # (i, 1, d), of the raw values, as alpha and erase
+    delta: Tensor  # (i, 1, d), of the raw values, as alpha
     pair: Tensor  # (i, 2, n)
-    erase: Tensor  # (i, 1, 1), or (i, 1, 0)
     U: Tensor  # (i, k, d)
     alpha: Tensor  # (i, 1, k)
 
@@ -146,11 +144,12 @@ class Equations:
     def __init__(self, operands: Operands, options: Parameterization, count: int) -> None:
         """`operands` as `Operands.wide` gives them, `count` the most rows at once."""
         self.options, self.layout = options, options.known_layout()
-        A = operands.A_rows()
-        self.A = A if A.dim() == 3 else A.unsqueeze(0)  # (b or 1, n, d)
+        A = operands.A.mT.contiguous()
+        # (b or 1, n, d)
+        self.A = per_sample(A, len(operands.x)) if A.dim() == 3 else A.unsqueeze(0)
         self.exponents, self.k = self.A * LOG2E, self.layout.num_householder
         self.n, self.d = A.shape[-2:]
-        self.erases, self.is_full = self.layout.erase > 0, options.eigenvalues == "full"
+        self.is_full = options.eigenvalues == "full"
         self.coupled = options.input_scale == "one_minus_decay"
         # the largest tensor, whose allocation for every chunk would take longer than its values
         self.power = self.A.new_empty(count, self.n, self.d)
@@ -161,8 +160,8 @@ class Equations:
     def rows(self, raw: Tensor) -> Rows:  # raw: (i, 1, r), with its feedback
         """Valid until the next call, which overwrites decay and slope."""
         i, memory = len(raw), 2 * self.n if self.layout.selective else 0
-        sizes = [self.d, memory, self.k * self.d, self.k, int(self.erases)]
-        raw_delta, raw_pair, u, alpha, erase = raw.split(sizes, -1)
+        sizes = [self.d, memory, self.k * self.d, self.k]
+        raw_delta, raw_pair, u, alpha = raw.split(sizes, -1)
         delta = activate_delta(self.layout, raw_delta)
         s, *decays = self._discretize(delta)
         pair, pair_factor = raw.new_ones(i, 2, self.n), raw_pair
@@ -170,9 +169,7 @@ class Equations:
             pair, pair_factor = unit_and_factor(raw_pair.view(i, 2, self.n))
         B, C = pair.split(1, 1)
         sigma = torch.bmm(B * C, s) if self.coupled else s * torch.bmm(B, C.mT)
-        if self.erases:
-            erase = self.layout.erase * torch.sigmoid(erase)
-        of_memory = delta, s, *decays, pair, pair_factor, B, C, sigma, erase
+        of_memory = delta, s, *decays, pair, pair_factor, B, C, sigma
         return Rows(*of_memory, *self._mixer(u.view(i, self.k, self.d), alpha, sigma))
 
     def _mixer(
@@ -208,22 +205,10 @@ class Equations:
         slope = power.mul_(2) if self.is_full else power
         return s, slope - 1 if self.is_full else slope, slope
 
-    def forget(
-        self,
-        rows: Rows,  # of a token
-        h: Tensor,  # (b, n, d)
-        out: Tensor,  # (b, n, d), overwritten
-    ) -> Tensor:  # (b, n, d)
-        """a, the memory before the token is written."""
-        torch.mul(rows.decay, h, out=out)
-        if self.erases:
-            out.addcmul_(rows.B.mT, torch.bmm(rows.B, out) * rows.erase, value=-1)
-        return out
-
     def solve(
         self,
         rows: Rows,  # of a token
-        x: Tensor,  # (b, 1, d), with its feedback
+        x: Tensor,  # (b, 1, d)
         p: Tensor,  # (b, 1, d)
     ) -> Tensor:  # (b, 1, d)
         """x~, which is x without reflections."""
@@ -235,7 +220,7 @@ class Equations:
     def statistics(
         self,
         given: tuple[Tensor, ...],  # s, sigma, U, beta, R as in `Rows`
-        x: Tensor,  # (i, 1, d), with its feedback
+        x: Tensor,  # (i, 1, d)
         p: Tensor,  # (i, 1, d)
         y: Tensor,  # (i, 1, d)
     ) -> Tensor:  # (4, i)
@@ -257,35 +242,34 @@ class Equations:
 
 
 def cpu_sweep(
-    operands: Operands, parameterization: Parameterization, keep_every: int
+    operands: Operands, parameterization: Parameterization
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (b, t, d), the last h (b, d, n), the h before tokens 0, keep_every, 2 keep_every, ...
-    (b, ceil(t / keep_every), n, d), and the statistics (4, b, t): defect, scale, magnitude and
-    pivot."""
+    """y (b, t, d), the last h (b, n, d), the h before tokens 0, CHUNK, 2 CHUNK, ...
+    (b, ceil(t / CHUNK), n, d), and the statistics (4, b, t): defect, scale, magnitude and pivot."""
     x, raw, W_y, A, h0, y0 = wide = operands.wide()
     assert h0 is not None and y0 is not None
-    (b, t_end, d), slots = x.shape, -(-x.shape[1] // keep_every)
+    (b, t_end, d), slots = x.shape, -(-x.shape[1] // CHUNK)
     ys, kept = x.new_empty(b, t_end, d), x.new_empty(b, slots, *A.mT.shape[-2:])
     statistics, h = x.new_empty(4, b, t_end), state_major(h0)
     if not x.numel():
-        return ys, h.mT, kept, statistics
+        return ys, h, kept, statistics
     # all tokens of a chunk at once, unless they have feedback
-    count = b if W_y is not None else b * min(keep_every, t_end)
+    count = b if W_y is not None else b * min(CHUNK, t_end)
     equations = Equations(wide, parameterization, count)
     y, memories = y0.unsqueeze(1), (h, torch.empty_like(h))
-    for start in range(0, t_end, keep_every):
-        kept[:, start // keep_every] = h
-        tokens = slice(start, min(start + keep_every, t_end))
+    for start in range(0, t_end, CHUNK):
+        kept[:, start // CHUNK] = h
+        tokens = slice(start, min(start + CHUNK, t_end))
         x_rows, raw_rows = rows_of(x, tokens), rows_of(raw, tokens)
         each = [] if W_y is not None else split_tokens(equations.rows(raw_rows), b)
         solved = []
         for i, (x_t, raw_t) in enumerate(zip(x_rows.split(b), raw_rows.split(b), strict=True)):
             if W_y is not None:
                 fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
-                x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
+                raw_t = add_feedback(raw_t, fed)
                 each.append(equations.rows(raw_t))
             rows = each[i]
-            h = equations.forget(rows, h, memories[(start + i + 1) % 2])
+            h = torch.mul(rows.decay, h, out=memories[(start + i + 1) % 2])
             p = torch.bmm(rows.C, h)
             mixed = equations.solve(rows, x_t, p)
             y = torch.addcmul(p, rows.sigma, mixed)
@@ -295,7 +279,7 @@ def cpu_sweep(
         ys[:, tokens] = of_samples(y_rows, b)
         found = equations.statistics(tuple(given), x_rows, p, y_rows)
         statistics[..., tokens] = found.unflatten(1, (-1, b)).mT
-    return ys, h.mT, kept, statistics
+    return ys, h, kept, statistics
 
 
 class Reverse(Equations):
@@ -334,7 +318,7 @@ class Reverse(Equations):
         """Fills `memories`, h before the first token and after each."""
         h = self.memories[0].copy_(h)
         for (rows, known), after in zip(each, self.memories[1:], strict=False):
-            h = self.forget(rows, h, after).addcmul_(rows.B.mT, rows.s * known.mixed)
+            h = torch.mul(rows.decay, h, out=after).addcmul_(rows.B.mT, rows.s * known.mixed)
 
     def token(
         self,
@@ -357,12 +341,9 @@ class Reverse(Equations):
             grad_B = torch.bmm(known.mixed * rows.s, H.mT)
         read = torch.bmm(rows.B, H)
         grad_s = H * (rows.B.mT * known.mixed) if self.coupled else read * known.mixed
-        grad_erase = rows.erase
-        if self.erases:
-            grad_erase = self._through_erase(rows, before, read, grad_B)
         grad_delta = self._through_decay(rows, known, before, grad_s)
         pair = torch.cat([grad_B, grad_C], 1)
-        return Cotangents(w, m, z, m - z, grad_delta, pair, grad_erase, *of_mixer)
+        return Cotangents(w, m, z, m - z, grad_delta, pair, *of_mixer)
 
     def _through_mixer(
         self,
@@ -381,20 +362,6 @@ class Reverse(Equations):
         grad_U = (known.e.mT * m).addcmul_(f.mT, known.v)
         grad_U.baddbmm_(G + G.mT, rows.U, alpha=-1)
         return z, (grad_U, q * known.e * (1 - rows.gate))
-
-    def _through_erase(
-        self,
-        rows: Rows,
-        before: Tensor,  # (b, n, d)
-        read: Tensor,  # (b, 1, d), H B
-        grad_B: Tensor,  # (b, 1, n), to which the cotangent of B as a key that is erased is added
-    ) -> Tensor:  # (b, 1, 1)
-        """The cotangent of the raw value of beta^e; makes H that of lambda * h_{t-1}."""
-        decayed = torch.mul(rows.decay, before, out=self.product)
-        held, lost = torch.bmm(rows.B, decayed), -rows.erase * read
-        grad_B.baddbmm_(rows.erase * held, self.H.mT, alpha=-1).baddbmm_(lost, decayed.mT)
-        self.H.addcmul_(rows.B.mT, lost)
-        return -torch.bmm(held, read.mT) * rows.erase * (1 - rows.erase / self.layout.erase)
 
     def _through_decay(
         self,
@@ -421,39 +388,38 @@ class Reverse(Equations):
             parts.append(unit_vjp(grads.pair, rows.pair, rows.pair_factor).flatten(1).unsqueeze(1))
         if self.k:
             parts.append(unit_vjp(grads.U, rows.U, rows.u_factor).flatten(1).unsqueeze(1))
-        return torch.cat([*parts, grads.alpha, grads.erase], -1)
+        return torch.cat([*parts, grads.alpha], -1)
 
 
 def cpu_reverse(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
     y: Tensor,  # (b, t, d)
-    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
+    kept: Tensor,  # (b, ceil(t / CHUNK), n, d)
     operands: Operands,
     parameterization: Parameterization,
-    keep_every: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, raw, W_y, A, h0 and y0, and the statistics (2, b, t) of the adjoint equation:
     defect and scale."""
     x, raw, W_y, A, _, y0 = wide = operands.wide()
     assert y0 is not None
-    (b, t_end, _), c = x.shape, min(keep_every, x.shape[1])
+    (b, t_end, _), c = x.shape, min(CHUNK, x.shape[1])
     H = x.new_zeros(b, *A.mT.shape[-2:])
     if grad_h is not None:
         H.copy_(grad_h.mT)
     reverse, before = Reverse(wide, parameterization, H, c), shifted(y, y0)
-    given = *with_feedback(y, wide, parameterization), y, grad_y
+    given = x, with_feedback(y, wide, parameterization), y, grad_y
     grad_x, grad_raw = x.new_empty(x.shape), raw.new_empty(raw.shape)
     statistics, of_feedback = x.new_empty(2, b, t_end), torch.zeros_like(y0).unsqueeze(1)
-    eps, feeds_x = parameterization.feedback_norm_eps, parameterization.feeds_x
+    eps = parameterization.feedback_norm_eps
     past = before.unsqueeze(2).unbind(1)
-    for start in reversed(range(0, t_end if b else 0, keep_every)):
-        tokens = slice(start, min(start + keep_every, t_end))
+    for start in reversed(range(0, t_end if b else 0, CHUNK)):
+        tokens = slice(start, min(start + CHUNK, t_end))
         x_rows, raw_rows, y_rows, g_rows = (rows_of(v, tokens) for v in given)
         rows = reverse.rows(raw_rows)
         known = reverse.known(rows, raw_rows, x_rows, y_rows)
         each = list(zip(split_tokens(rows, b), split_tokens(known, b), strict=True))
-        reverse.remember(each, kept[:, start // keep_every])
+        reverse.remember(each, kept[:, start // CHUNK])
         found, gs = [], g_rows.split(b)
         for j in reversed(range(len(each))):
             token = reverse.token(j, *each[j], gs[j] + of_feedback)
@@ -461,7 +427,7 @@ def cpu_reverse(
             if W_y is not None:
                 of_raw = reverse.raw(each[j][0], token)
                 grad_raw[:, start + j] = of_raw.squeeze(1)
-                fed = fed_cotangent(token.x, of_raw, W_y.shape[-2], feeds_x)
+                fed = of_raw[..., : W_y.shape[-2]]
                 of_feedback = project_feedback_vjp(fed, past[start + j], W_y, eps)
         grads = Cotangents(*(torch.cat(v[::-1]) for v in zip(*found, strict=True)))
         if W_y is None:
@@ -472,7 +438,7 @@ def cpu_reverse(
         statistics[..., tokens] = torch.stack(norms).unflatten(1, (-1, b)).mT
     grad_W_y = None
     if W_y is not None:
-        fed = fed_cotangent(grad_x, grad_raw, W_y.shape[-2], feeds_x)
+        fed = grad_raw[..., : W_y.shape[-2]]
         grad_W_y = feedback_weight_gradient(fed, normalize_feedback(before, eps), W_y)
     grad_A = sum_samples(reverse.grad_A, count_heads(A)).mT.reshape(A.shape)
     return grad_x, grad_raw, grad_W_y, grad_A, reverse.H.mT, of_feedback.squeeze(1), statistics

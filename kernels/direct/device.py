@@ -11,6 +11,9 @@ Letters: d channels of a head, n state per channel, k reflections, s samples of 
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.discretize import input_scale
+from bedouin.kernels.device.elementary import exp2, one_minus_exp2
+
 STATE_AXIS = tl.constexpr(1 if triton.__version__.startswith("3.6.") else 0)
 """Where the states are in pointers to memory: (N, s, d) or (s, N, d). Warps shall have different
 samples. Of the axes whose values are not contiguous, Triton 3.6 spreads the warps over the first
@@ -148,8 +151,8 @@ def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def _states_at(rows_at, inside, count, d: tl.constexpr, N: tl.constexpr):
-    """Pointers and masks of N states as STATE_AXIS says, from those of state 0."""
+def _states_at(rows_at, inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr):
+    """Pointers and masks of n states as STATE_AXIS says, from those of state 0."""
     D: tl.constexpr = rows_at.shape[1]
     number = tl.expand_dims(tl.arange(0, N)[:, None], 1 - STATE_AXIS)
     at = tl.expand_dims(rows_at, STATE_AXIS) + number * d
@@ -160,23 +163,21 @@ def _states_at(rows_at, inside, count, d: tl.constexpr, N: tl.constexpr):
     else:
         at = tl.multiple_of(at, [1, 1, 4])
     mask = tl.expand_dims(inside, STATE_AXIS)
-    if count is not None:
-        mask &= number < count
+    if n < N:
+        mask &= number < n
     return at, mask
 
 
 @triton.jit
 def load_head_states(
     rows_at,  # pointers (s, d) to state 0
-    inside,
-    count,  # states that there are, None: N or more
-    d: tl.constexpr, N: tl.constexpr,
+    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """States d elements apart as (s, d, N), zeros past the last one.
+    """n states d elements apart as (s, d, N), zeros past the last one.
 
     In one load, because the compiler takes long for every load of a tensor.
     """
-    at, mask = _states_at(rows_at, inside, count, d, N)
+    at, mask = _states_at(rows_at, inside, d, n, N)
     return tl.permute(tl.load(at, mask=mask, other=0.0), (1 - STATE_AXIS, 2, STATE_AXIS))
 
 
@@ -184,12 +185,10 @@ def load_head_states(
 def store_head_states(
     rows_at,  # pointers (s, d) to state 0
     states,  # (s, d, N)
-    inside,
-    count,  # states that there are, None: N or more
-    d: tl.constexpr, N: tl.constexpr,
+    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_head_states`."""
-    at, mask = _states_at(rows_at, inside, count, d, N)
+    at, mask = _states_at(rows_at, inside, d, n, N)
     states = tl.permute(states, (0, 2, 1) if STATE_AXIS == 1 else (2, 0, 1))
     tl.store(at, states, mask=mask)
 
@@ -217,6 +216,33 @@ def load_same(
 ):  # fmt: skip
     """n consecutive scalars as (s, D, N), the same for all channels, zeros past the last one."""
     return tl.broadcast_to(load_vector(row, n, S, N)[:, None, :], [S, D, N])
+
+
+@triton.jit
+def load_both(
+    row,  # pointers (s,) to B n and C n
+    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """B and C as `load_same` gives them."""
+    return load_same(row, n, S, D, N), load_same(row + n, n, S, D, N)
+
+
+@triton.jit
+def discretize(
+    A,  # (s, d, N), log2(e) A
+    delta,  # row (s, d)
+    N: tl.constexpr, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The decay (s, d, N), and s (s, d), for "one_minus_decay" 1 - decay of the only state."""
+    ROWS: tl.constexpr = delta.shape[0]
+    D: tl.constexpr = delta.shape[1]
+    exponent = A * spread(delta, ROWS, D, N)
+    decay = exp2(exponent, FAST)
+    if INPUT_SCALE == "one_minus_decay":
+        s = tl.reshape(one_minus_exp2(exponent, decay), [ROWS, D])
+    else:
+        s = input_scale(delta, INPUT_SCALE, FAST)
+    return decay, s
 
 
 @triton.jit
@@ -280,15 +306,15 @@ def lanes_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """v (s, d), the same for all channels, as (s, 32)."""
-    if BLOCK_D < 32:
-        return in_lanes(concatenated(v, v, S, BLOCK_D), S, 2 * BLOCK_D)
-    elif BLOCK_D == 32:
+def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr):
+    """v (s, d), the same for all channels, as (s, L)."""
+    if BLOCK_D < L:
+        return in_lanes(concatenated(v, v, S, BLOCK_D), S, 2 * BLOCK_D, L)
+    elif BLOCK_D == L:
         return v
     else:
         even, _ = tl.split(tl.reshape(v, [S, BLOCK_D // 2, 2]))
-        return in_lanes(even, S, BLOCK_D // 2)
+        return in_lanes(even, S, BLOCK_D // 2, L)
 
 
 @triton.jit
@@ -347,9 +373,7 @@ def sum_channels(states, S: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr
     In the threads of their columns, not in all of them.
     """
     L: tl.constexpr = min(32, BLOCK_D)
-    if V > 32:
-        return tl.sum(states, axis=1)
-    elif V > L:
+    if V > L:
         low, high = tl.split(
             tl.permute(tl.reshape(states, [S, BLOCK_D, 2, V // 2]), (0, 1, 3, 2))
         )  # fmt: skip

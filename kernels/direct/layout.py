@@ -60,13 +60,12 @@ def _bind(
     sizes: tuple[int, ...],  # d, n
     raw: Tensor,  # (..., r)
 ) -> Coefficients:
-    delta, *memory, u, alpha, erase = raw.split(layout.parts(*sizes), -1)
+    delta, *memory, u, alpha = raw.split(layout.parts(*sizes), -1)
     ones = torch.ones_like(raw[..., :1])
     B, C = (unit(v) for v in memory) if memory else (ones, ones)
     U = unit(u.unflatten(-1, (layout.num_householder, sizes[0])))
     T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
-    erase = layout.erase * torch.sigmoid(erase)
-    return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T, erase)
+    return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T)
 
 
 def activate_delta(

@@ -18,6 +18,7 @@ from bedouin.kernels.backend import (
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.launch import Device, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
+from bedouin.kernels.scan.types import SCAN_CHUNK
 
 MAX_CHANNELS = 128
 """Most channels of a head: a warp holds the rows of a sample."""
@@ -32,14 +33,9 @@ MAX_REFLECTIONS = 4
 SCRATCH = 8192
 """Bytes of shared memory that a sweep may need beside W^y, which stays there if it fits."""
 
-REVERSE_ALPHA = 32
-"""Rows of W^y for alpha in the reverse sweep: every thread of a warp holds one of its values."""
-
-CHUNK = 16
-"""Tokens between two kept h. The reverse sweep's workspace is this many tensors (b, n, d)."""
-
-WORKSPACE = 2**23
-"""Most elements of h (32 MB in float32) that the reverse sweep's kernels hold for a chunk."""
+CHUNK = SCAN_CHUNK
+"""Tokens between two kept h, as many as of a scan. The reverse sweep's workspace is this many
+tensors (b, n, d)."""
 
 
 class HeadBlocks(NamedTuple):
@@ -47,8 +43,7 @@ class HeadBlocks(NamedTuple):
 
     channels: int
     states: int
-    small: int  # B, C and, if `alpha` is 0, alpha in the forward sweep
-    alpha: int
+    small: int  # B, C and alpha in the forward sweep
     rows: int  # of W^y in shared memory, of the sweep that holds more of them
     rows_of_tile: int  # of its largest tile that is read anew for each token
 
@@ -65,35 +60,11 @@ def head_blocks(d: int, n: int, layout: RawLayout) -> HeadBlocks:
     """Sizes of the tiles of W^y for heads of d channels with n states."""
     channels, states = max(16, next_power_of_two(d)), next_power_of_two(n)
     k, both = layout.num_householder, 2 * n if layout.selective else 0
-    # one tile for B, C and alpha, unless that would almost double a large one
-    apart = both > 32
-    small = max(16, next_power_of_two(both if apart else both + k))
-    alpha = 16 if small < both + k else 0
-    reverse = REVERSE_ALPHA
-    if layout.selective:
-        reverse += max(2 * states, min(32, channels))
-    rows = (k + 1) * channels + max(small + alpha, reverse)
-    return HeadBlocks(channels, states, small, alpha, rows, max(channels, small, reverse))
-
-
-def choose_chunk(operands: Operands) -> int:
-    """Tokens between two kept h: CHUNK, or for at most that many tokens fewer, but at least 4, if
-    the workspace would otherwise exceed WORKSPACE.
-
-    The h of more tokens that were kept for smaller chunks would take more memory than the
-    workspace.
-    """
-    (samples, t_end, _), (d, n) = operands.x.shape, operands.A.shape[-2:]
-    if t_end > CHUNK:
-        return CHUNK
-    size = samples * d * n
-    return next((c for c in (CHUNK, CHUNK // 2) if c * size <= WORKSPACE), CHUNK // 4)
-
-
-def count_kept(t_end: int, keep_every: int) -> int:
-    """Number of kept h: those before tokens keep_every, 2 keep_every, and so on. The h before
-    token 0 is an input."""
-    return max(0, (t_end - 1) // keep_every)
+    small = max(16, next_power_of_two(both + k))
+    # B and C, and as many for alpha, at least one for each thread of a warp
+    reverse = 2 * max(2 * states, min(32, channels))
+    rows = (k + 1) * channels + max(small, reverse)
+    return HeadBlocks(channels, states, small, rows, max(channels, small, reverse))
 
 
 def choose_sweep(
@@ -127,8 +98,6 @@ def _unsupported(
     if A.dtype != torch.float32 or torch.float64 in dtypes:
         found = ", ".join(map(str, dtypes))
         return f"x, raw and A of {found} (A must be float32, x and raw at most that)"
-    if parameterization.plain_only is not None:
-        return parameterization.plain_only
     if parameterization.eigenvalues == "full":
         return "eigenvalues='full' in a sweep (only 'positive')"
     d, n = A.shape[-2:]

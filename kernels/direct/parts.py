@@ -10,7 +10,6 @@ Letters: d channels of a head, s samples of a program, l lanes: values of a row,
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.norms import larger_or_nan
 from bedouin.kernels.device.reflections import sums, total_of
 from bedouin.kernels.direct.device import column_sums, lanes_of, stack_states, unstack_states
 
@@ -30,71 +29,45 @@ def columns_of_rows(ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def first_parts(here, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """`here` (rows,) of the rows that store what all parts of a sample hold alike."""
-    if PARTS > 1:
-        here &= tl.arange(0, ROWS) % PARTS == 0
-    return here
+def sum_of_parts(v, PARTS: tl.constexpr):
+    """The sum of v (rows, l) over the parts of a sample, in the rows of all of them.
 
-
-@triton.jit
-def of_all_parts(v, PARTS: tl.constexpr):
-    """What each part of its sample has in place of v (rows, l): PARTS of them, in the same order in
-    every row, so that all parts compute the same bits.
-
-    As values of one thread, since the compiler would make a tl.gather, or a sum over parts, out of
-    two exchanges.
+    In the same order in every row, so that all parts compute the same bits, and of values of one
+    thread, since the compiler would make a tl.gather, or a sum over parts, out of two exchanges.
     """
     if PARTS == 1:
-        return (v,)
-    ROWS: tl.constexpr = v.shape[0]
-    L: tl.constexpr = v.shape[1]
-    S: tl.constexpr = ROWS // PARTS
-    v = tl.permute(tl.reshape(v, [S, 1, PARTS, L]), (0, 1, 3, 2))
-    v = tl.reshape(tl.broadcast_to(v, [S, PARTS, L, PARTS]), [ROWS, L, PARTS])
-    return unstack_states(v, ROWS, L, PARTS)
-
-
-@triton.jit
-def sum_of_parts(v, PARTS: tl.constexpr):
-    """The sum of v (rows, l) over the parts of a sample, in the rows of all of them."""
-    return total_of(of_all_parts(v, PARTS))
+        return v
+    else:
+        ROWS: tl.constexpr = v.shape[0]
+        L: tl.constexpr = v.shape[1]
+        S: tl.constexpr = ROWS // PARTS
+        v = tl.permute(tl.reshape(v, [S, 1, PARTS, L]), (0, 1, 3, 2))
+        v = tl.reshape(tl.broadcast_to(v, [S, PARTS, L, PARTS]), [ROWS, L, PARTS])
+        return total_of(unstack_states(v, ROWS, L, PARTS))
 
 
 @triton.jit
 def over_channels_of_parts(
     values,  # rows (s, d)
-    maxima,  # of rows, not negative, (s, 1)
     ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Sums of `values` over the channels of a sample and the largest of `maxima` of its rows, or
-    NaN, (rows,) each."""
+    """Sums of `values` over the channels of a sample, (rows,) each."""
     L: tl.constexpr = min(32, D)
     N: tl.constexpr = len(values)
-    M: tl.constexpr = len(maxima)
     if PARTS == 1 and N <= FEW_SUMS:
-        tl.static_assert(M == 0, "a row of all channels has the maxima")
         return sums(values, 1)
-    elif N + M > L:
-        SOME: tl.constexpr = L - M
-        some = over_channels_of_parts(values[0:SOME], (), ROWS, PARTS, D)
-        return some + over_channels_of_parts(values[SOME:N], maxima, ROWS, PARTS, D)
+    elif N > L:
+        some = over_channels_of_parts(values[0:L], ROWS, PARTS, D)
+        return some + over_channels_of_parts(values[L:N], ROWS, PARTS, D)
     else:
-        V: tl.constexpr = triton.next_power_of_2(N + M)
+        V: tl.constexpr = triton.next_power_of_2(N)
         lanes = ()
         for i in tl.static_range(V):
             lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, D),)
         total = column_sums(stack_states(lanes, ROWS, L, V), V, ROWS, L)
-        columns = tl.arange(0, L)[None, :]
-        for i in tl.static_range(M):
-            total = tl.where(columns == N + i, maxima[i], total)
-        parts = of_all_parts(total, PARTS)
-        total = parts[0]
-        for i in tl.static_range(1, PARTS):
-            larger = larger_or_nan(total, parts[i])
-            total = tl.where(columns < N, total + parts[i], larger)
+        total = sum_of_parts(total, PARTS)
         out = ()
-        for i in tl.static_range(N + M):
+        for i in tl.static_range(N):
             one = tl.gather(total, tl.full([ROWS, 1], i, tl.int32), 1)
             out = out + (tl.reshape(one, [ROWS]),)
         return out

@@ -2,15 +2,11 @@
 
 Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
 
-    raw_t = raw^x_t + W^y norm(y_{t-1})              Delta, B, C, (e, U, M), beta^e = bind(raw_t)
-    a_t   = lambda_t * h_{t-1}
-    a'_t  = a_t (I - beta^e_t B_t B_t^T)             the memory without what it held under the key B
-    p_t   = a'_t C_t                                 the output before token t is written to memory
+    raw_t = raw^x_t + W^y norm(y_{t-1})              Delta, B, C, (e, U, M) = bind(raw_t)
+    p_t   = (lambda_t * h_{t-1}) C_t                 the output before token t is written to memory
     (I - diag(sigma_t)(I - Q_t)) y_t = p_t + sigma_t * Q_t x_t
-    h_t   = a'_t + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
+    h_t   = lambda_t * h_{t-1} + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
 
-a' is known before y_t, so that the local equation is the same with and without erase; so it is with
-feedback of x, where x_t + W^y_x norm(y_{t-1}) takes the place of x_t.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw. With
 feedback of the first raw values only, the others are raw^x.
 """
@@ -28,6 +24,7 @@ from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize, selective_scan_reference
+from bedouin.kernels.scan.registered import triton_scan
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
@@ -92,18 +89,6 @@ def gain_gap(
     return (1 - (B * C).sum(-1, keepdim=True)) + input_gain(decay.abs(), B, C)
 
 
-def erase_memory(
-    decayed: Tensor,  # (..., d, n), a
-    B: Tensor,  # (..., n)
-    erase: Tensor,  # (..., 1), beta^e, or (..., 0)
-) -> Tensor:  # (..., d, n)
-    """a' = a - beta^e (a B) B^T, the memory without what it held under the key B; a itself where
-    nothing is erased."""
-    if not erase.shape[-1]:
-        return decayed
-    return decayed - (erase * contract(decayed, B)).unsqueeze(-1) * B.unsqueeze(-2)
-
-
 def term_size(
     s: Tensor,  # (..., d), the largest over n
     x: Tensor,  # (..., d)
@@ -119,10 +104,10 @@ def term_size(
 class LocalEquation(NamedTuple):
     """What a token's raw values and the memory before it determine: all but its y."""
 
-    x: Tensor  # (b, d), with its feedback
+    x: Tensor  # (b, d)
     c: Coefficients  # (b, ...)
     e: Tensor | None  # (b, 1) or (b, d); None: 0
-    decayed: Tensor  # (b, d, n), a'
+    decayed: Tensor  # (b, d, n), lambda * h_{t-1}
     s: Tensor  # (b, d, 1) or (b, d, n)
     sigma: Tensor  # (b, d)
     gap: Tensor | None  # (b, d), of `gain_gap`
@@ -137,12 +122,12 @@ class LocalEquation(NamedTuple):
         bind: Bind,
         bind_parameters: tuple[Tensor, ...],  # any shapes
     ) -> "LocalEquation":
-        """`x` and `raw` contain the feedback."""
+        """`raw` contains the feedback."""
         c = bind(raw, *bind_parameters)
         # not len, for which torch.export would take the batch for a constant
         A = A if A.dim() == 2 else per_sample(A, x.shape[0])
         decay, s = discretize(c.delta, A, options.input_scale, options.eigenvalues)
-        e, decayed = options.diagonal(c.e), erase_memory(decay * h, c.B, c.erase)
+        e, decayed = options.diagonal(c.e), decay * h
         gap = None if e is None else gain_gap(decay, c.B, c.C, options)
         return LocalEquation(x, c, e, decayed, s, input_gain(s, c.B, c.C), gap)
 
@@ -170,9 +155,9 @@ def direct_sweep_reference(
 
     `bind` None: the coefficients are computed from the raw values as the layout describes.
     """
-    operands.check(parameterization.feeds_x)
+    operands.check()
     bind = choose_bind(bind, parameterization, operands.A)
-    return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters, CHUNK)[0]
+    return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters)[0]
 
 
 def sweep_tokens(
@@ -180,20 +165,19 @@ def sweep_tokens(
     parameterization: Parameterization,
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-    keep_every: int,
 ) -> tuple[Sweep, Tensor]:
-    """The sweep, and h before tokens 0, keep_every, 2 keep_every, and so on, (b, slots, n, d)."""
+    """The sweep, and h before tokens 0, CHUNK, 2 CHUNK, and so on, (b, slots, n, d)."""
     x, raw, W_y, A, h, y = operands
     assert h is not None and y is not None
     ys, defects, scales, sizes, kept = [], [], [], [], []
     pivot = x.new_full(x.shape[:1], torch.inf)
     for t in range(x.shape[1]):
-        if t % keep_every == 0:
+        if t % CHUNK == 0:
             kept.append(h.mT)
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
             fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
-            x_t, raw_t = add_feedback(x_t, raw_t, fed, parameterization.feeds_x)
+            raw_t = add_feedback(raw_t, fed)
         token = LocalEquation.of(x_t, raw_t, h, A, parameterization, bind, bind_parameters)
         factors = token.factors()
         y = solve_local(contract(token.decayed, token.c.C), factors, x_t)
@@ -218,18 +202,23 @@ def memory_of(
     parameterization: Parameterization,
     bind: Bind,
     bind_parameters: tuple[Tensor, ...],  # any shapes
-    keep_every: int,
+    *,
+    by_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """For a known y and without erase, the last h (b, d, n), and the memories that `sweep_tokens`
-    would keep, (b, slots, n, d)."""
-    x, raw = with_feedback(y, operands, parameterization)
-    delta, B, C, e, U, M, _ = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
+    """For a known y, the last h (b, d, n), and the memories that `sweep_tokens`
+    would keep, (b, slots, n, d); `by_kernel`: from the scan's kernel, which keeps the same ones."""
+    x, raw = operands.x, with_feedback(y, operands, parameterization)
+    delta, B, C, e, U, M = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     mixed, kept = mix_channels(x, y, parameterization.diagonal(e), U, M), []
     scale, eigenvalues = parameterization.input_scale, parameterization.eigenvalues
     A, h = operands.A, operands.start()[0]
-    for start in range(0, x.shape[1], keep_every):
+    if by_kernel and mixed.numel():
+        flat = mixed, delta, A, B, C, h, None, scale, eigenvalues, False, True
+        _, h, of_scan = triton_scan.function(*flat)
+        return h, of_scan.mT.contiguous()
+    for start in range(0, x.shape[1], CHUNK):
         kept.append(h.mT)
-        tokens = slice(start, start + keep_every)
+        tokens = slice(start, start + CHUNK)
         part, delta_t, B_t, C_t = (v[:, tokens] for v in (mixed, delta, B, C))
         _, h = selective_scan_reference(
             *(part, delta_t, A, B_t, C_t, h),

@@ -1,8 +1,8 @@
 """The sweep as operations of torch.library, so that torch.compile sees no graph breaks.
 
-There are three operations: the solve; the memory for a given y, which has the same gradient; and
-the reverse sweep of both. Each runs eager PyTorch with `plain`, which torch.compile would otherwise
-unroll token by token, or else Triton kernels.
+There are two: the solve, or for a given y the memory alone, and the reverse sweep of both. Each
+runs eager PyTorch with `plain`, which torch.compile would otherwise unroll token by token, or else
+Triton kernels.
 `Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
 is imported when an operation runs, not when it is registered.
 
@@ -18,125 +18,87 @@ from torch import Tensor
 from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
 from bedouin.kernels.direct.layout import choose_bind, state_major
-from bedouin.kernels.direct.limits import count_kept
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.reference import memory_of
 from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.launch import ceil_div
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
-from bedouin.kernels.operation import Operation, operation
-
-MemoryResult = tuple[Tensor, Tensor, Tensor]
-"""y (b, t, d), last h (b, d, n), kept h (b, `_slots` n d).
-
-The kept h are flattened to one axis, and the plain sweep's begin with the first memory, because
-torch.compile specializes on axes of size 0 and 1 and would recompile for sequences of more than
-`keep_every` tokens."""
+from bedouin.kernels.operation import operation
 
 SweepResult = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The tensors of MemoryResult, and the statistics (4, b, t)."""
+"""y (b, t, d), last h (b, d, n), kept h (b, ceil(t / CHUNK) n d), and the statistics (4, b, t).
+
+The kept h are flattened to one axis, because torch.compile specializes on axes of size 1 and would
+recompile for sequences of more than CHUNK tokens."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
 OPERANDS = "Tensor x, Tensor raw, Tensor? W_y, Tensor A, Tensor? h0, Tensor? y0"
-OPTIONS = f"{SCALARS}, bool plain, SymInt keep_every"
+OPTIONS = f"{SCALARS}, bool plain"
 
 
-def _parse(*flat: Any) -> tuple[Operands, Parameterization, *tuple[Any, ...]]:
-    """The operands and the parameterization of an operation, and the arguments behind them."""
+def _parse(*flat: Any) -> tuple[Operands, Parameterization, bool]:
+    """The operands and the parameterization of an operation, and whether it is plain torch."""
     behind = 6 + NUM_SCALARS
-    return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), *flat[behind:]
+    return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), flat[behind]
 
 
 @operation(
-    "direct_sweep",
-    f"({OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "direct_sweep", f"({OPERANDS}, Tensor? y_star, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def sweep_operation(*flat: Any) -> SweepResult:
-    operands, options, plain, keep_every = _parse(*flat)
-    if plain:
-        y, h, kept, statistics = cpu_sweep(operands, options, keep_every)
-        return y, h, kept.flatten(1), statistics
-    from bedouin.kernels.direct.launch import launch_sweep
+    """With `y_star` (b, t, d) the memory of this y, which is not solved for: the statistics are 0,
+    and the gradient is that of the solve."""
+    (operands, options, plain), y_star = _parse(*flat[:6], *flat[7:]), flat[6]
+    if y_star is not None:
+        y = y_star.clone(memory_format=torch.contiguous_format)
+        bind = choose_bind(None, options, operands.A)
+        h, kept = memory_of(y, operands.wide(), options, bind, (), by_kernel=not plain)
+        (b, t, _), h = y.shape, state_major(h)
+        statistics = operands.A.new_zeros(4, b, t)
+    elif plain:
+        y, h, kept, statistics = cpu_sweep(operands, options)
+    else:
+        from bedouin.kernels.direct.launch import launch_sweep
 
-    y, h, kept, statistics = launch_sweep(operands.with_head_axis(), options, keep_every)
+        y, h, kept, statistics = launch_sweep(operands.with_head_axis(), options)
     return y, h.mT, kept.flatten(1), statistics
 
 
 @sweep_operation.register_fake
 def _sweep_fake(*flat: Any) -> SweepResult:
-    operands, options, plain, keep_every = _parse(*flat)
-    A, (b, t, _) = operands.A, operands.x.shape
-    memory = _memory_like(operands, plain, keep_every)
-    return A.new_empty(operands.x.shape), *memory, A.new_empty(4, b, t)
-
-
-@operation(
-    "direct_sweep_known", f"(Tensor y_star, {OPERANDS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)"
-)
-def memory_operation(
-    y_star: Tensor,  # (b, t, d)
-    *flat: Any,
-) -> MemoryResult:
-    operands, options, plain, keep_every = _parse(*flat)
-    y = y_star.clone(memory_format=torch.contiguous_format)
-    if plain:
-        bind = choose_bind(None, options, operands.A)
-        h, kept = memory_of(y, operands.wide(), options, bind, (), keep_every)
-        return y, state_major(h).mT, kept.flatten(1)
-    from bedouin.kernels.direct.launch import launch_memory
-
-    h, kept = launch_memory(y, operands.with_head_axis(), options, keep_every)
-    return y, h.mT, kept.flatten(1)
-
-
-@memory_operation.register_fake
-def _memory_fake(
-    y_star: Tensor,  # (b, t, d)
-    *flat: Any,
-) -> MemoryResult:
-    operands, options, plain, keep_every = _parse(*flat)
-    memory = _memory_like(operands, plain, keep_every)
-    return y_star.new_empty(y_star.shape), *memory
-
-
-def _memory_like(operands: Operands, plain: bool, keep_every: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized tensors with the shapes and strides of an operation's last h and kept h."""
+    operands = Operands(*flat[:6])
     A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
-    kept = _slots(t, plain, keep_every) * n * d
-    return A.new_empty(b, n, d).mT, A.new_empty(b, kept)
-
-
-def _slots(t: int, plain: bool, keep_every: int) -> int:
-    """Number of kept memories; the plain sweep also keeps the first one."""
-    return (t + keep_every - 1) // keep_every if plain else count_kept(t, keep_every)
+    kept = A.new_empty(b, ceil_div(t, CHUNK) * n * d)
+    return A.new_empty(b, t, d), A.new_empty(b, n, d).mT, kept, A.new_empty(4, b, t)
 
 
 @operation(
     "direct_sweep_backward",
-    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, bool wants_y0, {OPTIONS}) "
+    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, {OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _sweep_backward(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor | None,  # (b, d, n); None: zeros
     y: Tensor,  # (b, t, d)
-    kept: Tensor,  # (b, `_slots` n d)
+    kept: Tensor,  # (b, ceil(t / CHUNK) n d)
     *flat: Any,
 ) -> Gradients:
-    operands, options, plain, keep_every = _parse(*flat[:6], *flat[7:])
-    (x, _, W_y, A, *_), wants_y0 = operands, flat[6]
+    operands, options, plain = _parse(*flat)
+    x, _, W_y, A, *_ = operands
     with without_autocast(x.device):
-        kept = kept.unflatten(1, (_slots(x.shape[1], plain, keep_every), *A.mT.shape[-2:]))
+        kept = kept.unflatten(1, (ceil_div(x.shape[1], CHUNK), *A.mT.shape[-2:]))
         if plain:
-            found = cpu_reverse(grad_y, grad_h, y, kept, operands, options, keep_every)
-            # with the dtypes and the strides of the operation, that of y0 only if it is wanted
-            return _like(operands, wants_y0, found)
+            # with the dtypes and the strides of the operation
+            return _like(operands, cpu_reverse(grad_y, grad_h, y, kept, operands, options))
         from bedouin.kernels.direct.launch import launch_reverse
 
-        given = (grad_y, grad_h), y, kept, operands.with_head_axis(), options, keep_every
-        grads = launch_reverse(*given, wants_y0=wants_y0)
+        given = (grad_y, grad_h), y, kept, operands.with_head_axis(), options
+        grads = launch_reverse(*given)
         if A.dim() == 3:
             return grads
         of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
@@ -146,16 +108,15 @@ def _sweep_backward(
 
 @_sweep_backward.register_fake
 def _sweep_backward_fake(*flat: Any) -> Gradients:
-    return _like(Operands(*flat[4:10]), flat[10])
+    return _like(Operands(*flat[4:10]))
 
 
 def _like(
     operands: Operands,
-    wants_y0: bool,
     found: tuple[Tensor | None, ...] = (None,) * 7,  # as `Gradients`, with any strides
 ) -> Gradients:
     """Gradients with the dtypes and strides of the operation, with the values that are found."""
-    x, raw, W_y, A, *_ = operands
+    x, raw, W_y, A, _, y0 = operands
     (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
     rows = r + padding(r)
     if W_y is None:
@@ -164,7 +125,11 @@ def _like(
         *heads, f, columns = W_y.shape
         grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
-    then = A.new_empty(A.mT.shape).mT, A.new_empty(b, n, d).mT, A.new_empty(b if wants_y0 else 0, d)
+    then = (
+        A.new_empty(A.mT.shape).mT,
+        A.new_empty(b, n, d).mT,
+        A.new_empty(0 if y0 is None else b, d),
+    )
     every: Gradients = (*first, *then, A.new_empty(2, b, t))
     for out, v in zip(every, found, strict=True):
         if v is not None and out.numel():
@@ -172,42 +137,31 @@ def _like(
     return every
 
 
-def _register_gradient(of: Operation, *, solved: bool) -> None:
-    """That of `sweep_operation` (`solved`), or of `memory_operation`, which has y before x."""
-    first = 0 if solved else 1
-    end = first + len(Operands._fields)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: MemoryResult | SweepResult) -> None:
-        y, _, *others = output
-        ctx.mark_non_differentiable(*others)
-        ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
-        ctx.save_for_backward(y, others[0], *inputs[first:end])
-        # the gradient of y0 needs a matrix product that most calls can omit
-        ctx.wants_y0 = ctx.needs_input_grad[end - 1]
-        ctx.scalars = inputs[end : end + NUM_SCALARS + 2]
-        ctx.behind = len(inputs) - end
-        ctx.report = None
-
-    def vjp(
-        ctx: Any,
-        grad_y: Tensor | None,  # (b, t, d); None: zeros
-        grad_h: Tensor | None,  # (b, d, n); None: zeros
-        *unused: None,
-    ) -> tuple[Tensor | None, ...]:
-        y, _, _, _, W_y, _, h0, _ = saved = ctx.saved_tensors
-        grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-        with torch.no_grad():
-            scalars = ctx.wants_y0, *ctx.scalars
-            *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *scalars)
-        if ctx.report is not None and y.shape[1] and not is_transformed():
-            ctx.report(*statistics.unbind())
-        wanted = (True, True, W_y is not None, True, h0 is not None, ctx.wants_y0)
-        every = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-        once = refuse_second_derivative(every, [grad_y, grad_h, *saved])
-        return *[None] * first, *once, *[None] * ctx.behind
-
-    of.register_autograd(vjp, setup_context=save)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:
+    y, _, *others = output
+    ctx.mark_non_differentiable(*others)
+    ctx.set_materialize_grads(False)  # avoids zeros for the other outputs, which are never read
+    ctx.save_for_backward(y, others[0], *inputs[:6])
+    ctx.options = inputs[7:]
+    ctx.report = None
 
 
-_register_gradient(sweep_operation, solved=True)
-_register_gradient(memory_operation, solved=False)
+def _vjp(
+    ctx: Any,
+    grad_y: Tensor | None,  # (b, t, d); None: zeros
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    *unused: None,
+) -> tuple[Tensor | None, ...]:
+    y, _, _, _, W_y, _, h0, y0 = saved = ctx.saved_tensors
+    grad_y = torch.zeros_like(y) if grad_y is None else grad_y
+    with torch.no_grad():
+        *grads, statistics = _sweep_backward(grad_y, grad_h, *saved, *ctx.options)
+    if ctx.report is not None and y.shape[1] and not is_transformed():
+        ctx.report(*statistics.unbind())
+    given = (True, True, W_y is not None, True, h0 is not None, y0 is not None)
+    every = [grad if there else None for grad, there in zip(grads, given, strict=True)]
+    once = refuse_second_derivative(every, [grad_y, grad_h, *saved])
+    return *once, *[None] * (1 + len(ctx.options))
+
+
+sweep_operation.register_autograd(_vjp, setup_context=_save)

@@ -15,16 +15,16 @@ feedback.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import solve_local_transposed
 from bedouin.kernels.direct.reference import LocalEquation
 from bedouin.kernels.feedback import (
-    fed_cotangent,
     feedback_weight_gradient,
     normalize_feedback,
     project_feedback,
@@ -37,29 +37,6 @@ from bedouin.kernels.scan import contract
 
 ReportBackward = Callable[[Tensor, Tensor], None]
 """Receives defect (b, t) and scale (b, t) of the adjoint equation."""
-
-
-class SolvedSweep(NamedTuple):
-    """A fixed point with all inputs of its solve, as the reverse sweep reads them."""
-
-    y: Tensor  # (b, t, d)
-    full_x: Tensor  # (b, t, d), x with its feedback
-    full_raw: Tensor  # (b, t, r), raw^x + W^y norm(y_{t-1})
-    operands: Operands
-    parameterization: Parameterization
-    bind: Bind
-    bind_parameters: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(
-        y: Tensor,  # (b, t, d)
-        operands: Operands,  # as `Operands.wide` gives them
-        parameterization: Parameterization,
-        bind: Bind,
-        bind_parameters: tuple[Tensor, ...],  # any shapes
-    ) -> "SolvedSweep":
-        full = with_feedback(y, operands, parameterization)
-        return SolvedSweep(y, *full, operands, parameterization, bind, bind_parameters)
 
 
 def _vjp(
@@ -86,16 +63,19 @@ def _vjp(
 def reverse_sweep(
     grad_y: Tensor,  # (b, t, d)
     grad_h: Tensor,  # (b, d, n)
-    kept: Tensor,  # (b, ceil(t / keep_every), n, d)
-    keep_every: int,
-    solved: SolvedSweep,
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, ceil(t / CHUNK), n, d)
+    operands: Operands,  # as `Operands.wide` gives them
+    options: Parameterization,
+    bind: Bind,
+    bind_parameters: tuple[Tensor, ...],  # any shapes
     report: ReportBackward | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, raw, W_y, A, h0, y0 and the bind parameters; None without W_y."""
-    x, raw, options = solved.full_x, solved.full_raw, solved.parameterization
-    _, _, W_y, A, _, y0 = solved.operands
+    x, _, W_y, A, _, y0 = operands
     assert y0 is not None
-    t_end, before, eps = x.shape[1], shifted(solved.y, y0), options.feedback_norm_eps
+    raw, before = with_feedback(y, operands, options), shifted(y, y0)
+    t_end, eps = x.shape[1], options.feedback_norm_eps
 
     def write(
         x: Tensor,  # (b, d)
@@ -105,21 +85,21 @@ def reverse_sweep(
         A: Tensor,  # (d, n) or (H, d, n)
         *parameters: Tensor,  # any shapes
     ) -> tuple[Tensor, Tensor]:  # (b, d), (b, d, n)
-        token = LocalEquation.of(x, raw, h, A, options, solved.bind, parameters)
+        token = LocalEquation.of(x, raw, h, A, options, bind, parameters)
         h = token.write(y)[1]
         return contract(h, token.c.C), h
 
     H, grad_before = grad_h, torch.zeros_like(x.sum(1))
-    totals = [torch.zeros_like(v) for v in (A, *solved.bind_parameters)]
+    totals = [torch.zeros_like(v) for v in (A, *bind_parameters)]
     # of each token, from the last to the first: the gradients of x and raw, defect and scale
     found: list[tuple[Tensor, ...]] = []
-    for start in reversed(range(0, t_end, keep_every)):
-        h, tokens = kept[:, start // keep_every].mT, []
-        for t in range(start, min(start + keep_every, t_end)):
+    for start in reversed(range(0, t_end, CHUNK)):
+        h, tokens = kept[:, start // CHUNK].mT, []
+        for t in range(start, min(start + CHUNK, t_end)):
             given = x[:, t], raw[:, t], h
-            how = options, solved.bind, solved.bind_parameters
+            how = options, bind, bind_parameters
             equation = LocalEquation.of(*given, A, *how)
-            (_, h), pull = _vjp(write, *given, solved.y[:, t], A, *solved.bind_parameters)
+            (_, h), pull = _vjp(write, *given, y[:, t], A, *bind_parameters)
             tokens.append((t, equation, pull))
         for t, equation, pull in reversed(tokens):
             g, c = grad_y[:, t] + grad_before, equation.c
@@ -133,7 +113,8 @@ def reverse_sweep(
             norms = (v.abs().amax(-1) for v in (applied - w, applied))
             found.append((to_x, to_raw, *norms))
             if W_y is not None:
-                fed = fed_cotangent(to_x, to_raw, W_y.shape[-2], options.feeds_x)
+                # not an index, which batched cotangents refuse where it takes everything
+                fed = to_raw.narrow(-1, 0, W_y.shape[-2])
                 _, pull = _vjp(partial(project_feedback, W_y=W_y, eps=eps), before[:, t])
                 (grad_before,) = pull(fed)
     if not found:
@@ -147,6 +128,6 @@ def reverse_sweep(
         report(defect, scale)
     grad_W_y = None
     if W_y is not None:
-        fed = fed_cotangent(to_x, to_raw, W_y.shape[-2], options.feeds_x)
+        fed = to_raw.narrow(-1, 0, W_y.shape[-2])
         grad_W_y = feedback_weight_gradient(fed, normalize_feedback(before, eps), W_y)
     return to_x, to_raw, grad_W_y, totals[0], H, grad_before, *totals[1:]

@@ -1,7 +1,5 @@
 """h before the tokens of a chunk of heads, from h before the first one; loads of a token.
 
-Blocks of states are replayed one after the other, so that the values of all states need no
-registers beside what the reverse sweep holds.
 Letters: d channels of a head, n state per channel, s samples of a program, or their parts.
 """
 
@@ -9,59 +7,14 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.discretize import input_scale
-from bedouin.kernels.direct.device import load_head_states, spread, store_head_states
+from bedouin.kernels.direct.device import (
+    discretize,
+    load_head_states,
+    load_vector,
+    spread,
+    store_head_states,
+)
 from bedouin.kernels.direct.parts import columns_of_rows
-from bedouin.kernels.direct.triton_blocks import discretize_block
-
-
-@triton.jit
-def kept_memory(
-    h0_row, kept_row,  # pointers (s,) to h before token 0, and before token KEEP
-    chunk, d: tl.constexpr, n: tl.constexpr,
-):  # fmt: skip
-    """Pointers (s,) to h before a chunk."""
-    row = kept_row + (chunk - 1).to(tl.int64) * (n * d)
-    if chunk == 0:
-        row = h0_row
-    return row
-
-
-@triton.jit
-def memory_before(
-    h0_row, kept_row, replayed_row,  # pointers (s,) to h before token 0, and before others
-    chunk, in_chunk, d: tl.constexpr, n: tl.constexpr,
-):  # fmt: skip
-    """Pointers (s,) to h before a token by its number in its chunk."""
-    row = replayed_row + (in_chunk - 1) * (n * d)
-    if in_chunk == 0:
-        row = kept_memory(h0_row, kept_row, chunk, d, n)
-    return row
-
-
-@triton.jit
-def _fetch(row, at, FAST: tl.constexpr):
-    """Prefetch what is at row (s,) + at (s, .) into the L2 cache."""
-    if FAST:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(row[:, None] + at).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def fetch_values(
-    row,  # pointers (s,)
-    SIZE: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Prefetch SIZE consecutive float32 of each sample into the L2 cache."""
-    LINES: tl.constexpr = max(PARTS, triton.next_power_of_2((SIZE + 31) // 32))
-    lines = columns_of_rows(row.shape[0], PARTS, LINES // PARTS)
-    _fetch(row, tl.minimum(32 * lines, SIZE - 1), FAST)
 
 
 @triton.jit
@@ -76,45 +29,30 @@ def fetch_tokens(
     COUNT: tl.constexpr = max(PARTS, triton.next_power_of_2(KEEP * LINES))
     lines = columns_of_rows(row.shape[0], PARTS, COUNT // PARTS)
     token = tl.minimum(first + lines // LINES, t_end - 1).to(tl.int64)
-    _fetch(row, token * stride + tl.minimum(lines % LINES * EACH, SIZE - 1), FAST)
-
-
-@triton.jit
-def fetch_chunk(
-    from_row,  # pointers (s,) to h before the first token
-    mixed_row, local_row, raw_row, fed_row,  # pointers (s,) to rows of the first token
-    raw_stride, fed_stride,  # between tokens
-    d: tl.constexpr, n: tl.constexpr, KEEP: tl.constexpr, LOCAL: tl.constexpr,
-    PARTS: tl.constexpr, FEEDBACK: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Prefetch what `replay_tokens` will read for KEEP tokens with LOCAL scalars each into the
-    second-level cache: it would otherwise wait for device memory in every block of states."""
-    fetch_values(from_row, n * d, PARTS, FAST)
-    fetch_values(mixed_row, KEEP * d, PARTS, FAST)
-    fetch_values(local_row, KEEP * LOCAL, PARTS, FAST)
-    tokens = tl.arange(0, triton.next_power_of_2(KEEP))
-    tokens = tl.minimum(tokens, KEEP - 1)[None, :].to(tl.int64)
-    _fetch(raw_row, tokens * raw_stride, FAST)
-    if FEEDBACK:
-        _fetch(fed_row, tokens * fed_stride, FAST)
+    at = row[:, None] + (token * stride + tl.minimum(lines % LINES * EACH, SIZE - 1))
+    if FAST:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [at.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
 def _load_step(
     mixed_row, raw_row, fed_row, B_row,  # pointers (s,)
-    count, cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    N: tl.constexpr, FEEDBACK: tl.constexpr,
+    cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    n: tl.constexpr, N: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """x~, raw Delta and B of a block of states of a token."""
+    """x~, raw Delta and B of a token."""
     mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
     delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
     if FEEDBACK:
         delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
-    at = tl.arange(0, N)[None, :]
-    if count is None:
-        B = tl.load(B_row[:, None] + at)
-    else:
-        B = tl.load(B_row[:, None] + at, mask=at < count, other=0.0)
+    B = load_vector(B_row, n, B_row.shape[0], N)
     return mixed, delta, B
 
 
@@ -131,35 +69,25 @@ def replay_tokens(
     ACTIVATION: tl.constexpr, INPUT_SCALE: tl.constexpr,
     FEEDBACK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T.
-
-    The loop over blocks remains one, because the compiler takes long for every load and store.
-    """
-    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
-    for block in tl.range(0, (n + N - 1) // N):
-        state = block * N * d
-        # no part of a block is left over if they have the same size
-        count = None if n % N == 0 else n - block * N
-        h = load_head_states(from_row[:, None] + state + cols, in_row, count, d, N)
-        A = load_head_states(A_at + state, in_row, count, d, N)
-        B_at = B_row + block * N
-        # loads of a token are issued while the one before it is computed
-        loaded = _load_step(mixed_row, raw_row, fed_row, B_at, count, cols, in_row, N, FEEDBACK)
-        for i in range(1, tokens):
-            mixed, delta, B = loaded
-            step = tl.minimum(i, tokens - 2)
-            far = step.to(tl.int64)
-            loaded = _load_step(
-                mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
-                B_at + step * B_stride, count, cols, in_row, N, FEEDBACK,
-            )  # fmt: skip
-            delta = activate(delta, ACTIVATION, FAST)
-            s = input_scale(delta, INPUT_SCALE, FAST)
-            decay, s = discretize_block(A, delta, s, ROWS, D, N, COUPLED, FAST)
-            written = spread(s * mixed, ROWS, D, N)
-            h = decay * h + written * tl.broadcast_to(B[:, None, :], [ROWS, D, N])
-            at = to_row[:, None] + ((i - 1) * (n * d) + state) + cols
-            store_head_states(at, h, inside, count, d, N)
+    """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T."""
+    h = load_head_states(from_row[:, None] + cols, in_row, d, n, N)
+    A = load_head_states(A_at, in_row, d, n, N)
+    # loads of a token are issued while the one before it is computed
+    loaded = _load_step(mixed_row, raw_row, fed_row, B_row, cols, in_row, n, N, FEEDBACK)
+    for i in range(1, tokens):
+        mixed, delta, B = loaded
+        step = tl.minimum(i, tokens - 2)
+        far = step.to(tl.int64)
+        loaded = _load_step(
+            mixed_row + step * d, raw_row + far * raw_stride, fed_row + far * fed_stride,
+            B_row + step * B_stride, cols, in_row, n, N, FEEDBACK,
+        )  # fmt: skip
+        delta = activate(delta, ACTIVATION, FAST)
+        decay, s = discretize(A, delta, N, INPUT_SCALE, FAST)
+        written = spread(s * mixed, ROWS, D, N)
+        h = decay * h + written * tl.broadcast_to(B[:, None, :], [ROWS, D, N])
+        at = to_row[:, None] + (i - 1) * (n * d) + cols
+        store_head_states(at, h, inside, d, n, N)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 It takes tokens back, the last first, from what `prepare_kernel` computed for all of them at once.
 A program first computes the memories in a chunk of them and stores them where they remain in the
-second-level cache. Equations and scalars are those of `../triton_reverse.py` and triton_prepare.py.
+second-level cache. The equations are those of cpu.py, the scalars those of triton_prepare.py.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, s samples of a program, or their parts.
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate, activate_vjp
-from bedouin.kernels.device.discretize import input_scale
 from bedouin.kernels.device.elementary import LN2, reciprocal
 from bedouin.kernels.device.norms import max_norm
 from bedouin.kernels.device.reflections import (
@@ -22,17 +21,13 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     square_times,
     symmetric_times,
-    total_of,
     upper_transposed_times,
 )
-from bedouin.kernels.direct import device, parts, triton_blocks, triton_replay, triton_weights
-from bedouin.kernels.direct.triton_prepare import local_padding, local_size, local_width
-
-AHEAD = tl.constexpr(3)
-"""Blocks of h that are loaded before they are needed, if not all of them are."""
+from bedouin.kernels.direct import device, parts, triton_replay, triton_weights
+from bedouin.kernels.direct.triton_prepare import local_place, local_width
 
 
-@triton.jit(do_not_specialize=["start", "count", "t_end", "slots", "per_head"])
+@triton.jit(do_not_specialize=["t_end", "per_head"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     x_ptr,  # (H, b / H, t, d)
@@ -41,23 +36,17 @@ def reverse_kernel(
     fed_ptr,  # (b, t, r or more), W^y norm(y_{t-1}); without FEEDBACK, as `W_ptr`, any tensor
     W_ptr,  # (H, r, d), W^y
     A_ptr,  # (H, n, d), log2(e) A
-    mixed_ptr,  # (b, count, d): x~
-    local_ptr,  # (b, count, WIDTH)
-    h0_ptr,  # (b, n, d): h before token 0
-    kept_ptr,  # (b, slots, n, d): h before tokens KEEP, 2 KEEP, ...
+    mixed_ptr,  # (b, t, d): x~
+    local_ptr,  # (b, t, WIDTH)
+    kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
     replayed_ptr,  # (b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
-    H_ptr,  # (b, n, d): cotangent of h after the tokens, in place that before them
+    H_ptr,  # (b, n, d): cotangent of h after the last token, in place that before the first one
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
-    grad_A_ptr,  # (b, n, d), added to
-    # (2, b, t): defect and scale of the adjoint equation; without FEEDBACK (PARTS, 2, b, t), of
-    # each part
-    statistics_ptr,
+    grad_A_ptr,  # (b, n, d)
+    statistics_ptr,  # (PARTS, 2, b, t): defect and scale of the adjoint equation, of each part
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
-    start,  # of the tokens that are taken back, a multiple of KEEP
-    count,
     t_end,
-    slots,
     per_head,  # samples of a head, b / H
     d: tl.constexpr,
     n: tl.constexpr,
@@ -72,7 +61,6 @@ def reverse_kernel(
     fed_stride_b,
     fed_stride_t,
     W_stride_h,
-    h0_stride_b,
     K: tl.constexpr,
     KEEP: tl.constexpr,
     S: tl.constexpr,
@@ -93,12 +81,13 @@ def reverse_kernel(
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
     STREAMED: tl.constexpr,  # whether W^y is read anew for each token
 ):
-    """The adjoint of `count` tokens of S samples of one head, the last first."""
+    """The adjoint of S samples of one head."""
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = device.samples_of(per_head, S, PARTS)
-    is_first_part = parts.first_parts(here, ROWS, PARTS)
+    is_first_part = here & (tl.arange(0, ROWS) % PARTS == 0)
     row_of = device.rows_of_statistics(per_head, t_end, S)
+    part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (2 * row_of)
     program = tl.program_id(0).to(tl.int64)
     cols = parts.columns_of_rows(ROWS, PARTS, D)
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
@@ -107,151 +96,95 @@ def reverse_kernel(
     inside = here[:, None] & in_row
     COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    SIZE: tl.constexpr = local_size(K)
+    AT_N: tl.constexpr = local_place(K, 3)
+    AT_KNOWN: tl.constexpr = local_place(K, 4)
+    AT_LAST: tl.constexpr = local_place(K, 5)
+    AT_B: tl.constexpr = local_place(K, 6)
     WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
-    BLOCKS: tl.constexpr = (n + N - 1) // N
-    alphas = tl.arange(0, triton_weights.BLOCK_ALPHA)
+    SMALL: tl.constexpr = triton_weights.small_width(N, D)
+    alphas = tl.arange(0, SMALL)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
-    # whether a thread has h of the next token, too, where it would wait for nothing else
-    LOAD_AHEAD: tl.constexpr = HOLD and not FEEDBACK
     if HOLD:
-        A = triton_blocks.load_head_blocks(A_at, in_row, d, n, N)
-    if LOAD_AHEAD:
-        h_next = A
+        A = device.load_head_states(A_at, in_row, d, n, N)
+    no_small = tl.zeros([ROWS, SMALL], ROUND)
     if FEEDBACK:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
             W = triton_weights.load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
-        # the cotangents of the raw values of the token after these
-        after = (sample * t_end + start + count) * r
-        more = here & (0 * local + start + count < t_end)  # whether there is such a token
-        known = more[:, None] & in_row
-        at = after[:, None] + cols
-        delta_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        u_after = ()
-        for i in tl.static_range(K):
-            column = tl.load(grad_raw_ptr + at + (u_at + i * d), mask=known, other=0.0)
-            u_after = u_after + (column.to(ROUND),)
-        states_after = ()
-        for i in tl.static_range(BLOCKS if SELECTIVE else 0):
-            states_at, given = triton_weights.state_columns(d, i, n, N, D)
-            at = after[:, None] + states_at[None, :]
-            column = tl.load(grad_raw_ptr + at, mask=more[:, None] & given[None, :], other=0.0)
-            states_after = states_after + (column.to(ROUND),)
-        known = more[:, None] & (alphas < K)[None, :]
-        at = after[:, None] + (u_at + K * d) + alphas[None, :]
-        alpha_after = tl.load(grad_raw_ptr + at, mask=known, other=0.0).to(ROUND)
-        grads = triton_weights.in_tiles(
-            delta_after, u_after, states_after, alpha_after, K, PARTS, SELECTIVE
-        )
-    h0_row = h0_ptr + sample * h0_stride_b
+        # no token after the last one
+        no_rows = tl.zeros([ROWS, D], ROUND)
+        grads = triton_weights.in_tiles(no_rows, (no_rows,) * K, no_small, no_small, K, PARTS)
+    slots = tl.cdiv(t_end, KEEP)
     kept_row = kept_ptr + sample * slots * (n * d)
-    last_chunk = (start + count - 1) // KEEP
-    triton_replay.fetch_values(
-        triton_replay.kept_memory(h0_row, kept_row, last_chunk, d, n), n * d, PARTS, FAST
-    )
+    triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
-    H = triton_blocks.load_head_blocks(H_ptr + at, in_row, d, n, N)
-    grad_A = triton_blocks.load_head_blocks(grad_A_ptr + at, in_row, d, n, N)
+    H = device.load_head_states(H_ptr + at, in_row, d, n, N)
+    grad_A = tl.zeros([ROWS, D, N], tl.float32)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     fed_row = fed_ptr + sample * fed_stride_b
-    mixed_row = mixed_ptr + sample * count * d
-    local_row = local_ptr + sample * count * WIDTH + local_padding(K)
+    mixed_row = mixed_ptr + sample * t_end * d
+    local_row = local_ptr + sample * t_end * WIDTH
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
-    last = (start + count - 1).to(tl.int64)
-    last_of_count = (count - 1).to(tl.int64)
+    last = (t_end - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
     loaded = triton_replay.load_kept_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
-        mixed_row + last_of_count * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
+        mixed_row + last * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
         cols, in_row, d, u_at, K, FEEDBACK,
     )  # fmt: skip
+    # the scalars of a token are read one by one from near memory, in which they are stored a token
+    # before they are read
     entries = parts.columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
-    # in near memory every group of scalars is at a multiple of 4, for loads of four at once
-    AT_N: tl.constexpr = 3 * ((PAIRS + 3) // 4 * 4)
-    AT_KNOWN: tl.constexpr = AT_N + (K * K + 3) // 4 * 4
-    AT_LAST: tl.constexpr = AT_KNOWN + (5 * K + 3) // 4 * 4
-    AT_B: tl.constexpr = AT_LAST + 4
-    places = entries
-    if K > 0:
-        places += (AT_N // 3 - PAIRS) * tl.minimum(entries // PAIRS, 3)
-    places += tl.where(entries >= 3 * PAIRS + K * K, AT_KNOWN - AT_N - K * K, 0)
-    places += tl.where(entries >= SIZE - 4, AT_LAST - AT_KNOWN - 5 * K, 0)
-    in_local = entries < SIZE + 2 * n
-    scalars_at = local_row + last_of_count * WIDTH
+    in_local = entries < WIDTH
+    scalars_at = local_row + last * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-    places_of = program * S + tl.arange(0, ROWS) // PARTS
-    near = scratch_ptr + places_of * 2 * BLOCK_L
-    zero = tl.zeros([ROWS, 1], tl.float32)
-    extremes = (zero, zero) if FEEDBACK and PARTS > 1 else ()
-    if not FEEDBACK:
-        # those of a token are stored a token before they are read
-        part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (2 * row_of)
-        tl.store(near[:, None] + places, scalars, mask=in_local)
-        scalars_at = local_row + tl.maximum(last_of_count - 1, 0) * WIDTH
-        scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-    for back in range(0, count):
-        i_token = count - 1 - back
-        in_chunk = i_token % KEEP
-        first = (i_token - in_chunk).to(tl.int64)
-        chunk = (start + first) // KEEP
+    near = scratch_ptr + (program * S + tl.arange(0, ROWS) // PARTS) * 2 * BLOCK_L
+    tl.store(near[:, None] + entries, scalars, mask=in_local)
+    scalars_at = local_row + tl.maximum(last - 1, 0) * WIDTH
+    scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
+    for back in range(0, t_end):
+        t = (t_end - 1 - back).to(tl.int64)
+        in_chunk = (t % KEEP).to(tl.int32)
+        chunk = t // KEEP
         if (back == 0) | (in_chunk == KEEP - 1):
             # other threads have read what is overwritten, and read what is written
             tl.debug_barrier()
-            from_token = start + first
+            first = t - in_chunk
             triton_replay.replay_tokens(
-                triton_replay.kept_memory(h0_row, kept_row, chunk, d, n),
-                replayed_row, in_chunk + 1, mixed_row + first * d,
-                raw_row + from_token * raw_stride_t, fed_row + from_token * fed_stride_t,
-                local_row + first * WIDTH + SIZE, raw_stride_t, fed_stride_t, WIDTH,
+                kept_row + chunk * (n * d), replayed_row, in_chunk + 1, mixed_row + first * d,
+                raw_row + first * raw_stride_t, fed_row + first * fed_stride_t,
+                local_row + first * WIDTH + AT_B, raw_stride_t, fed_stride_t, WIDTH,
                 A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE,
                 FEEDBACK, FAST,
             )  # fmt: skip
-            if first > 0:
-                i_before = first - KEEP
-                from_token -= KEEP
-                triton_replay.fetch_chunk(
-                    triton_replay.kept_memory(h0_row, kept_row, chunk - 1, d, n),
-                    mixed_row + i_before * d,
-                    local_row + i_before * WIDTH, raw_row + from_token * raw_stride_t,
-                    fed_row + from_token * fed_stride_t, raw_stride_t, fed_stride_t, d, n, KEEP,
-                    WIDTH, PARTS, FEEDBACK, FAST,
-                )  # fmt: skip
-            tl.debug_barrier()
-            if LOAD_AHEAD:
-                h_row = triton_replay.memory_before(
-                    h0_row, kept_row, replayed_row, chunk, in_chunk, d, n
+            # the replay would otherwise wait for device memory in every block of states
+            first = tl.maximum(first - KEEP, 0)
+            triton_replay.fetch_tokens(kept_row, first // KEEP, n * d, slots, n * d, 1, PARTS, FAST)
+            triton_replay.fetch_tokens(mixed_row, first, d, t_end, d, KEEP, PARTS, FAST)
+            triton_replay.fetch_tokens(local_row, first, WIDTH, t_end, WIDTH, KEEP, PARTS, FAST)
+            triton_replay.fetch_tokens(raw_row, first, raw_stride_t, t_end, d, KEEP, PARTS, FAST)
+            if FEEDBACK:
+                triton_replay.fetch_tokens(
+                    fed_row, first, fed_stride_t, t_end, d, KEEP, PARTS, FAST
                 )
-                h_next = triton_blocks.load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
-        t = (start + i_token).to(tl.int64)
         token = sample * t_end + t
-        # the scalars of a token are read one by one: first from where they are near
+        tl.debug_barrier()
         row = near + back % 2 * BLOCK_L
-        stored = row if FEEDBACK else near + (back + 1) % 2 * BLOCK_L
-        if not FEEDBACK:
-            tl.debug_barrier()
-        tl.store(stored[:, None] + places, scalars, mask=in_local)
-        if FEEDBACK:
-            tl.debug_barrier()
-        i_next = tl.maximum(i_token - 1, 0).to(tl.int64)
-        t_next = start + i_next
-        i_stored = i_next if FEEDBACK else tl.maximum(i_token - 2, 0).to(tl.int64)
-        scalars_at = local_row + i_stored * WIDTH
+        stored = near + (back + 1) % 2 * BLOCK_L
+        tl.store(stored[:, None] + entries, scalars, mask=in_local)
+        scalars_at = local_row + tl.maximum(t - 2, 0) * WIDTH
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-        if LOAD_AHEAD:
-            h = h_next
-        else:
-            h_row = triton_replay.memory_before(
-                h0_row, kept_row, replayed_row, chunk, in_chunk, d, n
-            )
-            h_at = h_row[:, None] + cols
-            h = triton_blocks.load_head_blocks(h_at, in_row, d, n if HOLD else min(n, AHEAD * N), N)
+        h_row = replayed_row + (in_chunk - 1) * (n * d)
+        if in_chunk == 0:
+            h_row = kept_row + chunk * (n * d)
+        h_at = h_row[:, None] + cols
+        h = device.load_head_states(h_at, in_row, d, n, N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         if FEEDBACK:
             if STREAMED:
@@ -276,16 +209,11 @@ def reverse_kernel(
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, ROWS, D)
-        s = input_scale(delta, INPUT_SCALE, FAST)
-        held, reads = (), ()
-        for i in tl.static_range(BLOCKS):
-            B, C = triton_blocks.load_both(row + AT_B, i, n, ROWS, D, N)
-            if HOLD:
-                decay, s = triton_blocks.discretize_block(A[i], delta, s, ROWS, D, N, COUPLED, FAST)
-                held = held + ((A[i], B, C, decay, decay * h[i]),)
-            reads = reads + (device.sum_states(H[i] * B, ROWS, D, N),)
+        B, C = device.load_both(row + AT_B, n, ROWS, D, N)
+        A_t = A if HOLD else device.load_head_states(A_at, in_row, d, n, N)
+        decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         # the cotangent of s x~, without w
-        to_written = total_of(reads)
+        to_written = device.sum_states(H * B, ROWS, D, N)
         from_memory = s * to_written
         sigma = s * BC
         written = device.spread(s * mixed, ROWS, D, N)
@@ -299,17 +227,9 @@ def reverse_kernel(
         q = rows_times(u, from_memory + sigma * g, K)
         if FEEDBACK and (NORM or K == 0):
             q = q + (grad_normed * y,)
-        # with the statistics of the token after it: every exchange between warps takes barriers
         dots = ()
         if len(q) > 0:
-            dots = device.as_columns(
-                parts.over_channels_of_parts(q, extremes, ROWS, PARTS, D), len(q) + len(extremes)
-            )
-        if FEEDBACK and PARTS > 1:
-            whole = dots[len(q) : len(q) + 2]
-            device.store_statistics(
-                statistics_ptr + token + 1, whole, row_of, is_first_part & (back > 0), ROWS
-            )
+            dots = device.as_columns(parts.over_channels_of_parts(q, ROWS, PARTS, D), len(q))
         if NORM:
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
@@ -321,53 +241,44 @@ def reverse_kernel(
                 q = q + (dots[i] - along_y * u_y[i],)
         else:
             q = dots[0:K]
+        before = tl.maximum(t - 1, 0)
         loaded = triton_replay.load_kept_token(
-            x_row + t_next * x_stride_t, y_row + t_next * d, grad_y_row + t_next * grad_y_stride_t,
-            mixed_row + i_next * d, raw_row + t_next * raw_stride_t,
-            fed_row + t_next * fed_stride_t, cols, in_row, d, u_at, K, FEEDBACK,
+            x_row + before * x_stride_t, y_row + before * d, grad_y_row + before * grad_y_stride_t,
+            mixed_row + before * d, raw_row + before * raw_stride_t,
+            fed_row + before * fed_stride_t, cols, in_row, d, u_at, K, FEEDBACK,
         )  # fmt: skip
-        if LOAD_AHEAD:
-            in_next = tl.maximum(in_chunk - 1, 0)
-            h_row = triton_replay.memory_before(
-                h0_row, kept_row, replayed_row, chunk, in_next, d, n
-            )
-            h_next = triton_blocks.load_head_blocks(h_row[:, None] + cols, in_row, d, n, N)
         w, applied = g, g
         if K > 0:
             T_g = square_times(device.load_scalars(row + AT_N, K * K, ROWS, D), q, K)
             w += combine(T_g, u, K)
             # x~ = x + U^T T U v, one reflection after the other
             U_g = add(
-                q, symmetric_times(device.load_scalars(row + AT_N // 3, PAIRS, ROWS, D), T_g, K), K
+                q,
+                symmetric_times(
+                    device.load_scalars(row + local_place(K, 1), PAIRS, ROWS, D), T_g, K
+                ),
+                K,
             )
             # defect and scale of the adjoint equation
             T = device.load_scalars(row, PAIRS, ROWS, D)
             applied += combine(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
-        if not FEEDBACK:
-            device.store_statistics(part_at + token, (defect, size), row_of, here, ROWS)
-        elif PARTS == 1:
-            device.store_statistics(statistics_ptr + token, (defect, size), row_of, here, ROWS)
-        else:
-            extremes = (defect, size)
+        device.store_statistics(part_at + token, (defect, size), row_of, here, ROWS)
         grad_mixed = from_memory + sigma * w
         if K > 0:
-            G = device.load_scalars(row + AT_N // 3 * 2, PAIRS, ROWS, D)
+            G = device.load_scalars(row + local_place(K, 2), PAIRS, ROWS, D)
             own = device.load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
             T_v = own[:K]
             along_u, grad_alpha = reflections_vjp(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
-        units = ()
-        for i in tl.static_range(BLOCKS):
-            states_at, given = triton_weights.state_columns(AT_B, i, n, N, D)
-            unit_at = row[:, None] + states_at[None, :]
-            units = units + (tl.load(unit_at, mask=given[None, :], other=0.0),)
-        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, units[0].shape[1])
+        states_at, given = triton_weights.state_columns(alphas, AT_B, n, N)
+        unit = tl.load(row[:, None] + states_at[None, :], mask=given[None, :], other=0.0)
+        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, unit.shape[1])
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
         rows = ()
-        to_alpha = tl.zeros([ROWS, triton_weights.BLOCK_ALPHA], tl.float32)
+        to_alpha = tl.zeros([ROWS, SMALL], tl.float32)
         grad_row = grad_raw_ptr + token * r
         for i in tl.static_range(K):
             if i > 0:
@@ -376,7 +287,7 @@ def reverse_kernel(
             grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along_u[i] * u[i]).to(kind)
             tl.store(grad_row[:, None] + u_at + i * d + cols, grad_u, mask=inside)
             rows = rows + (grad_u.to(ROUND),)
-            one = device.in_lanes(grad_alpha[i], ROWS, D)
+            one = device.in_lanes(grad_alpha[i], ROWS, D, SMALL)
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
@@ -386,38 +297,26 @@ def reverse_kernel(
         x_at = grad_x_ptr + token[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
+        if not HOLD:
+            # computed again, since it would not fit the registers
+            B, C = device.load_both(row + AT_B, n, ROWS, D, N)
+            A_t = device.load_head_states(A_at, in_row, d, n, N)
+            decay, _ = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         w_states = device.spread(w, ROWS, D, N)
-        states = ()
-        through = ()
-        for i in tl.static_range(BLOCKS):
-            h_block = h[i]
-            if HOLD:
-                A_block, B, C, decay, reach = held[i]
-            else:
-                # without it the compiler loads the values of all blocks first, and spills them
-                triton_blocks.keep_order(FAST)
-                if i + AHEAD < BLOCKS:
-                    h = h + (triton_blocks.load_head_block(h_at, i + AHEAD, in_row, d, n, N),)
-                A_block = triton_blocks.load_head_block(A_at, i, in_row, d, n, N)
-                B, C = triton_blocks.load_both(row + AT_B, i, n, ROWS, D, N)
-                decay, s = triton_blocks.discretize_block(
-                    A_block, delta, s, ROWS, D, N, COUPLED, FAST
-                )
-                reach = decay * h_block
-            total = H[i] + w_states * C
-            to_exponent = total * reach
-            if COUPLED:
-                # s is 1 - decay
-                to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
-            through = through + (device.sum_states(to_exponent * A_block, ROWS, D, N),)
-            if SELECTIVE:
-                to_C = (reach + written * B) * w_states
-                both = device.concatenated_states(total * written, to_C, ROWS, D, N)
-                states = states + (device.sum_channels(both, ROWS, D, 2 * N),)
-            to_A = grad_A[i] + to_exponent * device.spread(delta, ROWS, D, N)
-            grad_A = grad_A[:i] + (to_A,) + grad_A[i + 1 :]
-            H = H[:i] + (total * decay,) + H[i + 1 :]
-        to_delta = LN2 * total_of(through)
+        reach = decay * h
+        total = H + w_states * C
+        to_exponent = total * reach
+        if COUPLED:
+            # s is 1 - decay
+            to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
+        to_delta = LN2 * device.sum_states(to_exponent * A_t, ROWS, D, N)
+        states = no_small
+        if SELECTIVE:
+            to_C = (reach + written * B) * w_states
+            both = device.concatenated_states(total * written, to_C, ROWS, D, N)
+            states = device.sum_channels(both, ROWS, D, 2 * N)
+        grad_A += to_exponent * device.spread(delta, ROWS, D, N)
+        H = total * decay
         if INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif INPUT_SCALE == "bounded_delta":
@@ -426,35 +325,21 @@ def reverse_kernel(
         to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols, to_delta, mask=inside)
         if SELECTIVE:
-            if PARTS > 1:
-                states = triton_blocks.in_blocks(
-                    parts.sum_of_parts(triton_blocks.join_blocks(states, ROWS), PARTS), ROWS, BLOCKS
-                )
-            along = units[0] * states[0]
-            for i in tl.static_range(1, BLOCKS):
-                along += units[i] * states[i]
+            states = parts.sum_of_parts(states, PARTS)
+            along = unit * states
             GROUPS: tl.constexpr = along.shape[1] // N
             sums_of = tl.sum(tl.reshape(along, [ROWS, GROUPS, N]), axis=2)[:, :, None]
             along = tl.reshape(tl.broadcast_to(sums_of, [ROWS, GROUPS, N]), along.shape)
-            rounded = ()
-            for i in tl.static_range(BLOCKS):
-                states_at, given = triton_weights.state_columns(d, i, n, N, D)
-                inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
-                to_states = (inv * (states[i] - units[i] * along)).to(kind)
-                in_states = is_first_part[:, None] & given[None, :]
-                tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
-                rounded = rounded + (to_states.to(ROUND),)
-            states = rounded
+            states_at, given = triton_weights.state_columns(alphas, d, n, N)
+            inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
+            to_states = (inv * (states - unit * along)).to(kind)
+            in_states = is_first_part[:, None] & given[None, :]
+            tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
+            states = to_states.to(ROUND)
         if FEEDBACK:
             grads = triton_weights.in_tiles(
-                to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS, SELECTIVE
-            )  # fmt: skip
+                to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS
+            )
     at = sample[:, None] * (n * d) + cols
-    triton_blocks.store_head_blocks(H_ptr + at, H, inside, d, n, N)
-    triton_blocks.store_head_blocks(grad_A_ptr + at, grad_A, inside, d, n, N)
-    if FEEDBACK and PARTS > 1:
-        whole = parts.over_channels_of_parts(
-            (tl.zeros([ROWS, D], tl.float32),), extremes, ROWS, PARTS, D
-        )
-        at = statistics_ptr + sample * t_end + start
-        device.store_statistics(at, device.as_columns(whole[1:], 2), row_of, is_first_part, ROWS)
+    device.store_head_states(H_ptr + at, H, inside, d, n, N)
+    device.store_head_states(grad_A_ptr + at, grad_A, inside, d, n, N)

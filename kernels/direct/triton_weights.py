@@ -7,30 +7,29 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.direct.device import columns_of, join_rows, small_rows
-from bedouin.kernels.direct.limits import REVERSE_ALPHA
 from bedouin.kernels.direct.parts import part_of
-from bedouin.kernels.direct.triton_blocks import join_blocks
 
-BLOCK_ALPHA = tl.constexpr(REVERSE_ALPHA)
+
+@triton.constexpr_function
+def small_width(N, D):
+    """Columns of the cotangents of B and C, and as many for those of alpha: every thread of a warp
+    has one."""
+    return max(2 * N, min(32, D))
 
 
 @triton.jit
 def load_weight_tile(
     W_ptr, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
-    SELECTIVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr,
-    DOT: tl.constexpr, JOINED: tl.constexpr,
+    SELECTIVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Tile i of W^y of a head: Delta, u_1 .. u_k (d, d), [B | C | alpha] (BLOCK_S, d), and alpha
-    (ALPHA, d) if ALPHA is not 0."""
+    """Tile i of W^y of a head: Delta, u_1 .. u_k (d, d), and [B | C | alpha] (BLOCK_S, d)."""
     STATES: tl.constexpr = 2 * n if SELECTIVE else 0
     SMALL: tl.constexpr = 2 if JOINED else K + 1
     cols = tl.arange(0, BLOCK_D)
     if i == SMALL:
         rows = tl.arange(0, BLOCK_S)
         given, numbers = rows < STATES + K, small_rows(rows, d, n, K, SELECTIVE)
-    elif i > SMALL:
-        rows = tl.arange(0, ALPHA)
-        given, numbers = rows < K, d + STATES + K * d + rows
     elif i == 0:
         numbers = tl.arange(0, BLOCK_D)
         given = numbers < d
@@ -48,28 +47,21 @@ def load_weight_tile(
 @triton.jit
 def load_weight_tiles(
     W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, ALPHA: tl.constexpr, DOT: tl.constexpr,
-    JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """All tiles of `load_weight_tile`."""
     tiles = ()
-    for i in tl.static_range((2 if JOINED else K + 1) + (2 if ALPHA > 0 else 1)):
-        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, ALPHA, DOT, JOINED)
+    for i in tl.static_range(3 if JOINED else K + 2):
+        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
         tiles = tiles + (tile,)
     return tiles
 
 
 @triton.jit
-def state_columns(first, block, n: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """Of the columns of `sum_channels` for B and C of a block of N states: where these are, from
-    the `first` one on, and whether there are such."""
-    return _columns_at(tl.arange(0, max(2 * N, min(32, D))), first, block, n, N)
-
-
-@triton.jit
-def _columns_at(at, first, block, n: tl.constexpr, N: tl.constexpr):
-    state = block * N + at % N
-    return first + at // N * n + state, (at < 2 * N) & (state < n)
+def state_columns(at, first, n: tl.constexpr, N: tl.constexpr):
+    """Where columns `at` of the cotangents of B and C are, from the `first` one on, and whether
+    there are such."""
+    return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
 
 
 @triton.jit
@@ -81,12 +73,14 @@ def load_weight_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def small_columns(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    """The numbers of the raw values B, C and alpha, interleaved, and whether there are such."""
-    i = at // 2
-    even = at % 2 == 0
-    numbers = tl.where(even, d + i // N * n + i % N, d + 2 * n + K * d + i)
-    return numbers, (even & (i < 2 * N) & (i % N < n)) | ((at % 2 == 1) & (i < K))
+def _small_columns(
+    at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr, N: tl.constexpr
+):
+    """The numbers of the raw values B and C, interleaved with alpha, and whether there are such."""
+    numbers, given = state_columns(at // 2, d, n, N)
+    alpha_at: tl.constexpr = d + (2 * n if SELECTIVE else 0) + K * d
+    numbers = tl.where(at % 2 == 0, numbers, alpha_at + at // 2)
+    return numbers, tl.where(at % 2 == 0, given & SELECTIVE, at // 2 < K)
 
 
 @triton.jit
@@ -101,55 +95,36 @@ def _columns_of_tile(
     compiler chooses another layout of its factors, which takes more instructions.
     """
     u_at: tl.constexpr = d + (2 * n if SELECTIVE else 0)
-    FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
-    BLOCKS: tl.constexpr = triton.next_power_of_2((n + N - 1) // N)
+    FIRST: tl.constexpr = tiles_before_reflections(N, BLOCK_D, D)
     if i >= FIRST:
         if i - FIRST < K // 2:
             numbers, given = u_at + (2 * (i - FIRST) + at % 2) * d + at // 2, at // 2 < d
         else:
             numbers, given = u_at + (K - 1) * d + at, at < d
     elif FIRST == 1:
-        numbers, given = small_columns(at // 2, d, n, K, N)
+        numbers, given = _small_columns(at // 2, d, n, K, SELECTIVE, N)
         numbers = tl.where(at % 2 == 0, at // 2, numbers)
-        given = ((at % 2 == 0) & (at // 2 < d)) | ((at % 2 == 1) & given)
+        given = tl.where(at % 2 == 0, at // 2 < d, given)
     elif i == 0:
         numbers, given = at, at < d
-    elif SELECTIVE and FIRST == 2:
-        numbers, given = small_columns(at, d, n, K, N)
-    elif SELECTIVE and i == 1:
-        numbers, given = _columns_at(at // BLOCKS, d, at % BLOCKS, n, N)
     else:
-        numbers, given = u_at + K * d + at, at < K
+        numbers, given = _small_columns(at, d, n, K, SELECTIVE, N)
     return numbers, given
 
 
 @triton.constexpr_function
-def tiles_before_reflections(n, selective, N, block_d, D):
-    """Tiles of Delta, B, C and alpha: one of all, if B, C and alpha together are as wide as Delta;
-    one of Delta and one of the others, if B and C are as wide as alpha; else three."""
-    width = _width_of_states(n, selective, N, D)
-    if width != REVERSE_ALPHA:
-        return 3 if selective else 2
-    return 1 if 2 * REVERSE_ALPHA == block_d else 2
+def tiles_before_reflections(N, block_d, D):
+    """Tiles of Delta, B, C and alpha: one, if B, C and alpha together are as wide as Delta, else
+    one of Delta and one of the others."""
+    return 1 if 2 * small_width(N, D) == block_d else 2
 
 
 @triton.constexpr_function
-def _width_of_states(n, selective, N, D):
-    """Columns of B and C of all blocks of N states."""
-    blocks = triton.next_power_of_2((n + N - 1) // N)
-    return max(2 * N, min(32, D)) * blocks if selective else 0
-
-
-@triton.constexpr_function
-def width_of_tile(i, n, K, selective, N, block_d, D):
-    first = tiles_before_reflections(n, selective, N, block_d, D)
+def width_of_tile(i, K, N, block_d, D):
+    first = tiles_before_reflections(N, block_d, D)
     if i >= first:
         return 2 * block_d if i - first < K // 2 else block_d
-    if i == 0:
-        return 2 * block_d if first == 1 else block_d
-    if selective and first == 3 and i == 1:
-        return _width_of_states(n, selective, N, D)
-    return 2 * REVERSE_ALPHA if selective and first == 2 else REVERSE_ALPHA
+    return block_d if first == 2 and i == 0 else 2 * small_width(N, D) * (3 - first)
 
 
 @triton.jit
@@ -158,10 +133,10 @@ def load_transposed_weights(
     N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """(W^y)^T of a head in tiles of columns, those of `in_tiles`."""
-    FIRST: tl.constexpr = tiles_before_reflections(n, SELECTIVE, N, BLOCK_D, D)
+    FIRST: tl.constexpr = tiles_before_reflections(N, BLOCK_D, D)
     tiles = ()
     for i in tl.static_range(FIRST + (K + 1) // 2):
-        at = tl.arange(0, width_of_tile(i, n, K, SELECTIVE, N, BLOCK_D, D))
+        at = tl.arange(0, width_of_tile(i, K, N, BLOCK_D, D))
         numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
         tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
     return tiles
@@ -170,9 +145,8 @@ def load_transposed_weights(
 @triton.jit
 def in_tiles(
     delta, u,  # rows (s, d)
-    states,  # of each block, (s, .)
-    alpha,  # (s, .)
-    K: tl.constexpr, PARTS: tl.constexpr, SELECTIVE: tl.constexpr,
+    states, alpha,  # (s, .)
+    K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The raw values of a token in tiles, each a factor of one product.
 
@@ -181,20 +155,12 @@ def in_tiles(
     """
     ROWS: tl.constexpr = delta.shape[0]
     D: tl.constexpr = delta.shape[1]
-    alpha = part_of(alpha, PARTS)
-    if SELECTIVE:
-        states = part_of(join_blocks(states, ROWS), PARTS)
-    tiles = ()
-    if SELECTIVE and states.shape[1] == alpha.shape[1]:
-        small = join_rows((states, alpha), ROWS, 2, alpha.shape[1])
-        if small.shape[1] == D:
-            tiles = (join_rows((delta, small), ROWS, 2, D),)
-        else:
-            tiles = (delta, small)
-    elif SELECTIVE:
-        tiles = (delta, states, alpha)
-    else:
-        tiles = (delta, alpha)
+    small = join_rows(
+        (part_of(states, PARTS), part_of(alpha, PARTS)), ROWS, 2, alpha.shape[1] // PARTS
+    )
+    tiles = (delta, small)
+    if small.shape[1] == D:
+        tiles = (join_rows((delta, small), ROWS, 2, D),)
     for i in tl.static_range(0, K // 2):
         tiles = tiles + (join_rows(u[2 * i : 2 * i + 2], ROWS, 2, D),)
     if K % 2 == 1:
@@ -225,9 +191,9 @@ def _product_of_tile(
     PRECISION: tl.constexpr, DOT: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
     SELECTIVE: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Tile i of (W^y)^T times its part of the cotangents, no more than BLOCK_D columns at once."""
-    WIDTH: tl.constexpr = width_of_tile(i, n, K, SELECTIVE, N, BLOCK_D, D)
-    PARTS: tl.constexpr = max(1, WIDTH // BLOCK_D)
+    """Tile i of (W^y)^T times its part of the cotangents, one of two interleaved rows at once."""
+    WIDTH: tl.constexpr = width_of_tile(i, K, N, BLOCK_D, D)
+    PARTS: tl.constexpr = 2 if WIDTH == 2 * BLOCK_D else 1
     parts = (columns_of(grads.to(DOT), S, WIDTH, COLUMNS),)
     if PARTS == 2:
         parts = tl.split(tl.permute(tl.reshape(parts[0], [BLOCK_D, 2, COLUMNS]), (0, 2, 1)))

@@ -46,7 +46,7 @@ def fuse_iteration(
     lengths: the tokens of each sample that are judged, before its padding; None: all.
     Raises ValueError where `backend="triton"` cannot run, or heads, W_y and batch do not fit.
     """
-    operands.check(parameterization.feeds_x)
+    operands.check()
     chosen = choose_iteration(backend, operands, y, parameterization, bind_parameters, rule)
     if chosen == "reference":
         return None
@@ -94,8 +94,6 @@ def _unsupported(
         return "adaptive damping (patience)"
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return parameterization.without_layout
-    if parameterization.plain_only is not None:
-        return parameterization.plain_only
     k = layout.num_householder
     if k > MAX_REFLECTIONS:
         return f"{k} reflections (at most {MAX_REFLECTIONS})"

@@ -51,8 +51,10 @@ def gated_output(
     Raises ValueError for shapes that do not fit, a batch that is not H groups of one size, z
     without weight, or a backend that cannot run.
     """
-    operands = OutputOperands(y, x, D, gate, fed, z, weight)
-    _check_output(operands)
+    _check_output(y, x, D, gate, fed, z, weight)
+    for part in (fed, z):
+        gate = gate if part is None else gate + part
+    operands = OutputOperands(y, x, D, gate, weight)
     dtype = y.dtype if dtype is None else dtype
     if _choose(backend, y, y.dtype) == "triton":
         out: Tensor = gated_output_operation(*operands, eps, dtype)
@@ -78,11 +80,11 @@ def gated_norm(
     check_shape("weight", weight, (v,), "(v,)")
     wide = torch.float64 in (o.dtype, gate.dtype, weight.dtype)
     if _choose(backend, o, torch.float64 if wide else gate.dtype) == "triton":
-        operands = OutputOperands(o.flatten(-2), None, None, gate, None, None, weight)
+        operands = OutputOperands(o.flatten(-2), None, None, gate, weight)
         out: Tensor = gated_output_operation(*operands, eps, gate.dtype)
         return out
     o, gates = o.to(accumulator(o.dtype, gate.dtype)), gate.unflatten(-1, (h, v))
-    operands = OutputOperands(o, None, None, gates, None, None, weight)
+    operands = OutputOperands(o, None, None, gates, weight)
     return gated_output_reference(operands, eps).flatten(-2).to(gate.dtype)
 
 
@@ -121,9 +123,15 @@ def _choose(
     return implementation if y.numel() else "reference"
 
 
-def _check_output(operands: OutputOperands) -> None:
-    y, x, D, gate, fed, z, weight = operands
-    assert D is not None
+def _check_output(
+    y: Tensor,  # as all of them in `gated_output`
+    x: Tensor,
+    D: Tensor,
+    gate: Tensor,
+    fed: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor | None,
+) -> None:
     check_sequence("y", y)
     if (z is None) != (weight is None):
         raise ValueError(

@@ -1,8 +1,8 @@
 """The output stage in plain torch: the gate's feedback, the gate and the norm.
 
-    n_t   = norm(y_{t-1})                                      the operand of W^y
-    out_t = SiLU(gate_t + fed_t + z_t) * norm(y_t + D * x_t)   fed_t = W^y n_t, the gate's rows
-    out_t = (gate_t + fed_t) * SiLU(y_t + D * x_t)             the paper's, without z and norm
+    n_t   = norm(y_{t-1})                               the operand of W^y
+    out_t = SiLU(gate_t) * norm(y_t + D * x_t)          with all parts of the gate
+    out_t = gate_t * SiLU(y_t + D * x_t)                the paper's, without norm
 
 Letters: b batch, t time, d channels, H heads (kernels/heads.py).
 """
@@ -18,7 +18,7 @@ from bedouin.kernels.heads import per_sample, unfold
 
 
 class OutputOperands(NamedTuple):
-    """The tensors of the gated output, in the order of the arguments of `gated_output`.
+    """The tensors of the gated output, of which the gate is a sum of all its parts.
 
     Those of a memory have no x and no D, and all heads of a sample side by side in the d channels
     of y and gate; they have the norm's weight in common.
@@ -28,8 +28,6 @@ class OutputOperands(NamedTuple):
     x: Tensor | None  # (b, t, d)
     D: Tensor | None  # (d,) or (H, d)
     gate: Tensor  # (b, t, d)
-    fed: Tensor | None  # (b, t, d)
-    z: Tensor | None  # (b, t, d)
     weight: Tensor | None  # (d,) or (H, d), as D, of the norm; of a memory (d / H,)
 
     @property
@@ -48,12 +46,9 @@ class OutputOperands(NamedTuple):
 
 def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b / H, t, H d), as y
     """The gated output, computed in the dtype of y; without weight, that of the paper."""
-    y, x, D, gate, fed, z, weight = operands
-    dtype, heads = y.dtype, 1 if D is None else operands.heads
-    gate = gate.to(dtype)
-    for more in (fed, z):
-        gate = gate if more is None else gate + more.to(dtype)
-    v = y if x is None or D is None else y + _of_tokens(D, y) * x.to(dtype)
+    y, x, D, gate, weight = operands
+    gate, heads = gate.to(y.dtype), 1 if D is None else operands.heads
+    v = y if x is None or D is None else y + _of_tokens(D, y) * x.to(y.dtype)
     if weight is None:
         return unfold(gate * silu(v), heads)
     # torch's rms_norm would make zeros of vectors whose squares overflow

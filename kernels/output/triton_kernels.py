@@ -4,8 +4,9 @@ One program takes a token, or several where channels are few, with all channels 
 gradients of D and of the norm's weight are sums over tokens: in the backward a program takes every
 P-th tile of tokens and writes its part of both sums, which are then added in a fixed order.
 With several heads, the second axis of a launch, T counts the tokens of one head. In the output the
-heads of a token are beside each other. So they are in all tensors where BESIDE, as in a memory;
-otherwise the tokens of a head follow those of the one before. Rows are evenly spaced.
+heads of a token are beside each other. So they are in all tensors where BESIDE, as in a memory,
+which has no x and no D; otherwise the tokens of a head follow those of the one before. Rows are
+evenly spaced.
 Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/heads.py).
 """
 
@@ -33,8 +34,6 @@ def output_kernel(
     x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
     gate_ptr,  # (H, T, d)
-    fed_ptr,  # (H, T, d)
-    z_ptr,  # (H, T, d)
     weight_ptr,  # (H, d), or (d,) where BESIDE
     out_ptr,  # (T, H, d)
     T,
@@ -42,13 +41,8 @@ def output_kernel(
     y_stride,
     x_stride,
     gate_stride,
-    fed_stride,
-    z_stride,
     out_stride,
     BESIDE: tl.constexpr,
-    SKIP: tl.constexpr,
-    FED: tl.constexpr,
-    Z: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -64,12 +58,8 @@ def output_kernel(
 
     v = _load(y_ptr, row * y_stride + column, mask)
     gate = _load(gate_ptr, row * gate_stride + column, mask)
-    if SKIP:
+    if not BESIDE:
         v += _load(D_ptr, head * d + channel, in_d) * _load(x_ptr, row * x_stride + column, mask)
-    if FED:
-        gate += _load(fed_ptr, row * fed_stride + column, mask)
-    if Z:
-        gate += _load(z_ptr, row * z_stride + column, mask)
     if NORM:
         weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
@@ -86,25 +76,18 @@ def output_backward_kernel(
     x_ptr,  # (H, T, d)
     D_ptr,  # (H, d)
     gate_ptr,  # (H, T, d)
-    fed_ptr,  # (H, T, d)
-    z_ptr,  # (H, T, d)
     weight_ptr,  # (H, d), or (d,) where BESIDE
     grad_y_ptr,  # (H, T, d)
     grad_x_ptr,  # (H, T, d)
     grad_gate_ptr,  # (H, T, d)
-    sums_ptr,  # (P, SKIP + NORM, H, d), of D and weight
+    sums_ptr,  # (P, 2, H, d), of D unless BESIDE, and of weight with NORM
     T,
     d,
     y_stride,
     x_stride,
     gate_stride,
-    fed_stride,
-    z_stride,
     grad_stride,
     BESIDE: tl.constexpr,
-    SKIP: tl.constexpr,
-    FED: tl.constexpr,
-    Z: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -115,7 +98,7 @@ def output_backward_kernel(
     in_d = channel < d
     column = head * d + channel if BESIDE else channel
     size = d * tl.num_programs(1)
-    if SKIP:
+    if not BESIDE:
         D = _load(D_ptr, head * d + channel, in_d)
         D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
     if NORM:
@@ -129,13 +112,9 @@ def output_backward_kernel(
         grad = _load(grad_ptr, token * grad_stride + head * d + channel, mask)
         v = _load(y_ptr, row * y_stride + column, mask)
         gate = _load(gate_ptr, row * gate_stride + column, mask)
-        if SKIP:
+        if not BESIDE:
             x = _load(x_ptr, row * x_stride + column, mask)
             v += D * x
-        if FED:
-            gate += _load(fed_ptr, row * fed_stride + column, mask)
-        if Z:
-            gate += _load(z_ptr, row * z_stride + column, mask)
         if NORM:
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
@@ -153,16 +132,16 @@ def output_backward_kernel(
         to = row * (size if BESIDE else d) + column
         _store(grad_y_ptr, to, grad_v, mask)
         _store(grad_gate_ptr, to, grad_gate, mask)
-        if SKIP:
+        if not BESIDE:
             D_sum += grad_v * x
             _store(grad_x_ptr, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
-    at = program.to(tl.int64) * (SKIP + NORM) * size + head * d + channels
-    if SKIP:
+    at = program.to(tl.int64) * 2 * size + head * d + channels
+    if not BESIDE:
         _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
     if NORM:
-        _store(sums_ptr, at + SKIP * size, tl.sum(weight_sum, axis=0), channels < d)
+        _store(sums_ptr, at + size, tl.sum(weight_sum, axis=0), channels < d)
 
 
 @triton.jit
@@ -173,9 +152,7 @@ def shifted_norm_kernel(
     rows,
     t_end,
     d,
-    y_stride_b,
-    y_stride_t,
-    y0_stride,
+    y_stride,
     START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -186,9 +163,9 @@ def shifted_norm_kernel(
     channel = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
-    v = _load(y_ptr, b * y_stride_b + (t - 1) * y_stride_t + channel, mask & (t > 0))
+    v = _load(y_ptr, (row - 1) * y_stride + channel, mask & (t > 0))
     if START:
-        v += _load(y0_ptr, b * y0_stride + channel, mask & (t == 0))
+        v += _load(y0_ptr, b * d + channel, mask & (t == 0))
     if NORM:
         v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
     _store(out_ptr, row * d + channel, v, mask)
@@ -204,11 +181,8 @@ def shifted_norm_backward_kernel(
     rows,
     t_end,
     d,
-    grad_stride_b,
-    grad_stride_t,
-    y_stride_b,
-    y_stride_t,
-    y0_stride,
+    grad_stride,
+    y_stride,
     START: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -220,18 +194,16 @@ def shifted_norm_backward_kernel(
     mask = (row < rows) & (channel < d)
     # t + 1 rows a sample: y0, then every y; no token sees the last one
     b, t = row // (t_end + 1), row % (t_end + 1)
-    first = mask & (t == 0)
-    later = mask & (t > 0)
-    at = b * grad_stride_b + t * grad_stride_t + channel
-    grad = _load(grad_ptr, at, mask & (t < t_end))
+    first, later, token = mask & (t == 0), mask & (t > 0), b * t_end + t
+    grad = _load(grad_ptr, token * grad_stride + channel, mask & (t < t_end))
     if NORM:
-        v = _load(y_ptr, b * y_stride_b + (t - 1) * y_stride_t + channel, later)
+        v = _load(y_ptr, (token - 1) * y_stride + channel, later)
         if START:
-            v += _load(y0_ptr, b * y0_stride + channel, first)
+            v += _load(y0_ptr, b * d + channel, first)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
-    _store(grad_y_ptr, (b * t_end + t - 1) * d + channel, grad, later)
+    _store(grad_y_ptr, (token - 1) * d + channel, grad, later)
     if START:
         _store(grad_y0_ptr, b * d + channel, grad, first)

@@ -59,30 +59,47 @@ def choose_block(
     return block if b * ceil_div(d, block) >= BACKWARD_PROGRAMS else min(max(warp, least), most)
 
 
-def _launch_arguments(
-    rows: tuple[Tensor, ...],  # (b, t, ...), whose last axes are contiguous
-    operands: ScanOperands,
-    options: ScanOptions,
-    block: int,
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Strides of the batch and time axes of the rows, and the samples of a head; constants and
-    launch options of a program with a block of channels."""
-    block_n = next_power_of_two(operands.A.shape[-1])
-    heads = count_heads(operands.A)
-    constants = {
+def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
+    """What a program with a block of channels has at compile time, and its launch options."""
+    block_n = next_power_of_two(n)
+    return {
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
         "EXCLUSIVE": options.exclusive,
-        "HEADS": heads > 1,
-        "HAS_D": operands.D is not None,
         "FAST": not interpreter_is_on(),
         "CHUNK": SCAN_CHUNK,
         "BLOCK_D": block,
         "BLOCK_N": block_n,
         "num_warps": max(1, min(MOST_WARPS, block * block_n // WARP)),
     }
-    strides = [v.stride(axis) for v in rows for axis in (0, 1)]
-    return (*strides, len(operands.x) // heads), constants
+
+
+def _strides(*rows: Tensor) -> list[int]:
+    """Those of the batch and time axes of tensors (b, t, ...), whose last axes are contiguous."""
+    return [v.stride(axis) for v in rows for axis in (0, 1)]
+
+
+def launch_forward(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],  # x, delta (b, t, d), B, C (b, t, n), rows whole
+    A: Tensor,  # (H, n, d) or (n, d), contiguous
+    h0: Tensor,  # (b, n, d), contiguous
+    D: Tensor | None,  # (H, d) or (d,), contiguous
+    outputs: tuple[Tensor, Tensor, Tensor | None],  # y (b, t, d), the last h (b, d, n), kept
+    options: ScanOptions,
+) -> None:
+    """Launch the forward kernel, which writes the outputs: as those of `triton_scan`."""
+    from bedouin.kernels.scan.triton_forward import forward_kernel
+
+    x, (b, t, d), (n, heads) = rows[0], rows[0].shape, (A.shape[-2], count_heads(A))
+    y, last, kept = outputs
+    block = choose_block(x, n, reverse=False)
+    forward_kernel[(b * ceil_div(d, block),)](
+        *(x, rows[1], A, *rows[2:], h0, A if D is None else D),
+        *(y, last, last if kept is None else kept, t, d, n, 0, *_strides(*rows), b // heads),
+        HAS_D=D is not None,
+        KEEP=kept is not None,
+        **_constants(options, n, block),
+    )
 
 
 @operation(
@@ -91,21 +108,13 @@ def _launch_arguments(
 def triton_scan(*flat: Any) -> tuple[Tensor, ...]:
     """y (b, t, d) with D * x, the last h (b, d, n), and h before each chunk
     (b, ceil(t / SCAN_CHUNK), d, n); without `keep` of no chunk. No size may be 0."""
-    from bedouin.kernels.scan.triton_forward import forward_kernel
-
-    operands, keep, outputs = ScanOperands(*flat[:7]), flat[10], _scan_fake(*flat)
-    A, h0, D = operands.A, operands.h0, operands.D
-    x, delta, B, C = rows = tuple(map(last_axis_contiguous, operands.rows))
-    (b, t, d), n = x.shape, A.shape[-1]
-    block = choose_block(x, n, reverse=False)
-    numbers, constants = _launch_arguments(rows, operands, ScanOptions(*flat[7:10]), block)
-    forward_kernel[(b * ceil_div(d, block),)](
-        *(x, delta, A.mT.contiguous(), B, C, h0.mT.contiguous()),
-        *(A if D is None else D.contiguous(), *outputs, t, d, n, 0, *numbers),
-        KEEP=keep,
-        **constants,
-    )
-    return outputs
+    operands, (y, last, kept) = ScanOperands(*flat[:7]), _scan_fake(*flat)
+    x, delta, B, C = map(last_axis_contiguous, operands.rows)
+    D = None if operands.D is None else operands.D.contiguous()
+    states = operands.A.mT.contiguous(), operands.h0.mT.contiguous()
+    written = y, last, kept if flat[10] else None
+    launch_forward((x, delta, B, C), *states, D, written, ScanOptions(*flat[7:10]))
+    return y, last, kept
 
 
 @triton_scan.register_fake
@@ -138,7 +147,6 @@ def _scan_backward(
     (b, t, d), n, heads = x.shape, A.shape[-1], count_heads(A)
     block = choose_block(x, n, reverse=True)
     blocks = ceil_div(d, block)
-    numbers, constants = _launch_arguments(rows, operands, ScanOptions(*flat[7:]), block)
     cells = block * next_power_of_two(n)
     work = x.new_empty(b * blocks, SCAN_CHUNK, cells, dtype=torch.float32)
     grad_x, grad_delta, grad_h0 = empty_like(x, delta, operands.h0)
@@ -147,8 +155,21 @@ def _scan_backward(
     grad_D = A.new_empty(b, 0 if D is None else d, dtype=torch.float32)
     backward_kernel[(b * blocks,)](
         *(grad_y, grad_h, x, delta, A, B, C, A if D is None else D.contiguous(), kept, work),
-        *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D, t, d, n, *numbers),
-        **constants,
+        *(
+            grad_x,
+            grad_delta,
+            grad_A,
+            *grad_BC,
+            grad_h0,
+            grad_D,
+            t,
+            d,
+            n,
+            *_strides(*rows),
+            b // heads,
+        ),
+        HAS_D=D is not None,
+        **_constants(ScanOptions(*flat[7:]), n, block),
     )
     of_A = sum_samples(grad_A, heads).view(A.shape).to(A.dtype)
     # One reduction for both. They are copied even without a cast, or they would share its memory.

@@ -12,24 +12,17 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import (
-    build_coupled,
-    build_decay,
-    coupled_reach,
-    input_scale,
-)
+from bedouin.kernels.device.discretize import coupled_reach, discretize
 from bedouin.kernels.device.elementary import LN2
-from bedouin.kernels.scan.triton_forward import load_exponent, load_row
+from bedouin.kernels.scan.triton_forward import load_exponent
 
 
 @triton.jit
-def _build_rows(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
-    """lambda (d, n) and s, (d, n) for the coupled scale, else (d, 1)."""
-    if INPUT_SCALE == "one_minus_decay":
-        return build_coupled(delta[:, None] * A_log2, FULL, FAST)
-    else:
-        decay = build_decay(delta[:, None] * A_log2, FULL, FAST)
-        return decay, input_scale(delta, INPUT_SCALE, FAST)[:, None]
+def _load_row(pointer, stride, t, T, offsets, size):
+    """Entries `offsets` of the `size` of token t; zeros from token T on. Not converted, which would
+    wait for them."""
+    mask = offsets < tl.where(t < T, size, 0)
+    return tl.load(pointer + t * stride + offsets, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["head_samples"])
@@ -68,7 +61,6 @@ def backward_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     FAST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -87,10 +79,14 @@ def backward_kernel(
     slot = tl.arange(0, BLOCK_D)[:, None] * BLOCK_N + state[None, :]
     slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
 
-    if HEADS:
-        head = batch // head_samples
-        A_ptr += head * size
-        D_ptr += head * d
+    head = batch // head_samples
+    A_ptr += head * size
+    D_ptr += head * d
+    grad_y_ptr += batch * grad_y_stride_b
+    x_ptr += batch * x_stride_b
+    delta_ptr += batch * delta_stride_b
+    B_ptr += batch * B_stride_b
+    C_ptr += batch * C_stride_b
     A_log2 = load_exponent(A_ptr + cell, in_cell)
     g = tl.load(grad_end_ptr + batch * size + cell, mask=in_cell, other=0.0).to(tl.float32)
     grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=tl.float32)
@@ -104,34 +100,29 @@ def backward_kernel(
         kept = kept_ptr + (batch * chunks + chunk) * size
         h = tl.load(kept + cell, mask=in_cell, other=0.0).to(tl.float32)
         t = chunk * CHUNK
-        x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, d)
-        delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, d)
-        B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, n)
-        end = tl.where(t + 1 < T, d, 0)
-        x_1 = load_row(x_ptr, batch, t + 1, x_stride_b, x_stride_t, channel, end)
-        delta_1 = load_row(delta_ptr, batch, t + 1, delta_stride_b, delta_stride_t, channel, end)
+        x_0 = _load_row(x_ptr, x_stride_t, t, T, channel, d)
+        delta_0 = _load_row(delta_ptr, delta_stride_t, t, T, channel, d)
+        B_0 = _load_row(B_ptr, B_stride_t, t, T, state, n)
+        x_1 = _load_row(x_ptr, x_stride_t, t + 1, T, channel, d)
+        delta_1 = _load_row(delta_ptr, delta_stride_t, t + 1, T, channel, d)
         for i in range(CHUNK):
             t = chunk * CHUNK + i
             x, delta, B = x_0.to(tl.float32), delta_0.to(tl.float32), B_0.to(tl.float32)
             x_0, delta_0 = x_1, delta_1
-            end_d, end_n = tl.where(t + 2 < T, d, 0), tl.where(t + 1 < T, n, 0)
-            x_1 = load_row(x_ptr, batch, t + 2, x_stride_b, x_stride_t, channel, end_d)
-            delta_1 = load_row(
-                delta_ptr, batch, t + 2, delta_stride_b, delta_stride_t, channel, end_d
-            )
-            B_0 = load_row(B_ptr, batch, t + 1, B_stride_b, B_stride_t, state, end_n)
+            x_1 = _load_row(x_ptr, x_stride_t, t + 2, T, channel, d)
+            delta_1 = _load_row(delta_ptr, delta_stride_t, t + 2, T, channel, d)
+            B_0 = _load_row(B_ptr, B_stride_t, t + 1, T, state, n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
-        end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
         before_0 = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
-        grad_y_0 = load_row(grad_y_ptr, batch, t, grad_y_stride_b, grad_y_stride_t, channel, end_d)
-        x_0 = load_row(x_ptr, batch, t, x_stride_b, x_stride_t, channel, end_d)
-        delta_0 = load_row(delta_ptr, batch, t, delta_stride_b, delta_stride_t, channel, end_d)
-        B_0 = load_row(B_ptr, batch, t, B_stride_b, B_stride_t, state, end_n)
-        C_0 = load_row(C_ptr, batch, t, C_stride_b, C_stride_t, state, end_n)
+        grad_y_0 = _load_row(grad_y_ptr, grad_y_stride_t, t, T, channel, d)
+        x_0 = _load_row(x_ptr, x_stride_t, t, T, channel, d)
+        delta_0 = _load_row(delta_ptr, delta_stride_t, t, T, channel, d)
+        B_0 = _load_row(B_ptr, B_stride_t, t, T, state, n)
+        C_0 = _load_row(C_ptr, C_stride_t, t, T, state, n)
         for back_i in range(CHUNK):
             i = CHUNK - 1 - back_i
             t = chunk * CHUNK + i
@@ -141,18 +132,13 @@ def backward_kernel(
             ahead = tl.maximum(i - 1, 0)
             before_0 = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
             t_0 = chunk * CHUNK + ahead
-            end_d, end_n = tl.where(t_0 < T, d, 0), tl.where(t_0 < T, n, 0)
-            grad_y_0 = load_row(
-                grad_y_ptr, batch, t_0, grad_y_stride_b, grad_y_stride_t, channel, end_d
-            )
-            x_0 = load_row(x_ptr, batch, t_0, x_stride_b, x_stride_t, channel, end_d)
-            delta_0 = load_row(
-                delta_ptr, batch, t_0, delta_stride_b, delta_stride_t, channel, end_d
-            )
-            B_0 = load_row(B_ptr, batch, t_0, B_stride_b, B_stride_t, state, end_n)
-            C_0 = load_row(C_ptr, batch, t_0, C_stride_b, C_stride_t, state, end_n)
+            grad_y_0 = _load_row(grad_y_ptr, grad_y_stride_t, t_0, T, channel, d)
+            x_0 = _load_row(x_ptr, x_stride_t, t_0, T, channel, d)
+            delta_0 = _load_row(delta_ptr, delta_stride_t, t_0, T, channel, d)
+            B_0 = _load_row(B_ptr, B_stride_t, t_0, T, state, n)
+            C_0 = _load_row(C_ptr, C_stride_t, t_0, T, state, n)
 
-            decay, s = _build_rows(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
             decayed = decay * before
             written = s * x[:, None]
             read = decayed if EXCLUSIVE else decayed + written * B[None, :]
@@ -188,12 +174,9 @@ def backward_kernel(
             token = batch * T + t
             out = token * d + channel
             end_d, end_n = tl.where(t < T, d, 0), tl.where(t < T, n, 0)
+            of_delta = grad_delta.to(grad_delta_ptr.dtype.element_ty)
             tl.store(grad_x_ptr + out, grad_x.to(grad_x_ptr.dtype.element_ty), mask=channel < end_d)
-            tl.store(
-                grad_delta_ptr + out,
-                grad_delta.to(grad_delta_ptr.dtype.element_ty),
-                mask=channel < end_d,
-            )
+            tl.store(grad_delta_ptr + out, of_delta, mask=channel < end_d)
             part = (token * blocks + block) * n + state
             tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
             tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)

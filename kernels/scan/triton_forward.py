@@ -9,15 +9,8 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import build_coupled, build_decay, input_scale
+from bedouin.kernels.device.discretize import discretize
 from bedouin.kernels.device.elementary import LOG2E
-
-
-@triton.jit
-def load_row(pointer, batch, t, stride_b, stride_t, offsets, end):
-    """Entries `offsets` of token t; 0 from `end` on. Not converted, which would wait for them."""
-    row = pointer + batch * stride_b + t * stride_t + offsets
-    return tl.load(row, mask=offsets < end, other=0.0)
 
 
 @triton.jit
@@ -58,26 +51,6 @@ def load_exponent(pointers, mask):
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * LOG2E
 
 
-@triton.jit
-def build_step(A_log2, delta, INPUT_SCALE: tl.constexpr, FULL: tl.constexpr, FAST: tl.constexpr):
-    """lambda (n, d) of one token, and s, (n, d) if coupled, else (d,)."""
-    if INPUT_SCALE == "one_minus_decay":
-        return build_coupled(A_log2 * delta[None, :], FULL, FAST)
-    else:
-        decay = build_decay(A_log2 * delta[None, :], FULL, FAST)
-        return decay, input_scale(delta, INPUT_SCALE, FAST)
-
-
-@triton.jit
-def write(x, s, B, INPUT_SCALE: tl.constexpr):
-    """s x B^T (n, d) of one token."""
-    if INPUT_SCALE == "one_minus_decay":
-        written = s * (x[None, :] * B[:, None])
-    else:
-        written = (s * x)[None, :] * B[:, None]
-    return written
-
-
 @triton.jit(do_not_specialize=["T", "zero", "head_samples"])
 def forward_kernel(
     x_ptr,  # (b, t, d)
@@ -106,7 +79,6 @@ def forward_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_D: tl.constexpr,
     KEEP: tl.constexpr,
     FAST: tl.constexpr,
@@ -129,10 +101,9 @@ def forward_kernel(
     cell = state[:, None] + channel[None, :] * n
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
-    if HEADS:
-        head = batch // head_samples
-        A_ptr += head * size
-        D_ptr += head * d
+    head = batch // head_samples
+    A_ptr += head * size
+    D_ptr += head * d
     A_log2 = load_exponent(A_ptr + lanes, in_cell)
     h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
     if HAS_D:
@@ -168,14 +139,11 @@ def forward_kernel(
         Cs = load_columns(C_ptr, C_stride_t, left, state, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
-            decay, s = build_step(A_log2, delta, INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[None, :], INPUT_SCALE, FULL, FAST)
             h *= decay
-            if EXCLUSIVE:
-                y = tl.sum(h * C_4[i][:, None], axis=0)
-                h += write(x, s, B_4[i], INPUT_SCALE)
-            else:
-                h += write(x, s, B_4[i], INPUT_SCALE)
-                y = tl.sum(h * C_4[i][:, None], axis=0)
+            written = s * x[None, :] * B_4[i][:, None]
+            y = tl.sum((h if EXCLUSIVE else h + written) * C_4[i][:, None], axis=0)
+            h += written
             if HAS_D:
                 y += D * x
             end = tl.where(done + i < T, d, 0)

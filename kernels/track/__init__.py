@@ -4,16 +4,20 @@ Letters: b batch, t time, H heads, c channels and n states of a head.
 """
 
 import torch
+from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend, warn_of_reference
 from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.heads import fold
 from bedouin.kernels.launch import accumulator
+from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.output import gated_output
 from bedouin.kernels.track.limits import unfit
 from bedouin.kernels.track.reference import track_reference
-from bedouin.kernels.track.registered import track_operation
-from bedouin.kernels.track.types import Tracked, TrackInputs
+from bedouin.kernels.track.registered import plain_track, track_operation
+from bedouin.kernels.track.types import Recurrence, Tracked, TrackInputs
 
-__all__ = ["TrackInputs", "Tracked", "choose_track", "track", "track_reference"]
+__all__ = ["TrackInputs", "Tracked", "choose_track", "hidden_of", "track", "track_reference"]
 
 
 def track(
@@ -27,24 +31,52 @@ def track(
         y_t    = h_t C_t
         hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * skip_t) * weight
 
-    with B_t and C_t of unit length. `feedback_eps` is that of
-    n_t, `eps` that of the other norm. Computes in at least float32; in the Triton version products
-    with W_y have factors in the dtype of x. It takes heads of at most 64 channels with 128 states,
-    is once differentiable, and saves its inputs, y, the unit B and C, four vectors of a token and
-    h at every 16th token.
+    with B_t and C_t of unit length. `feedback_eps` is that of n_t, `eps` that of the other norm.
+    Computes in at least float32; in the Triton version products with W_y have factors in the dtype
+    of x. It takes heads of at most 64 channels with 128 states, is once differentiable, and saves
+    its inputs, y, n, the unit B and C, six vectors of a token and h at every 16th token. Its
+    backward needs c n numbers more for each token of a head.
 
     Raises ValueError for shapes that do not fit, or a backend that cannot run.
     """
     _check(inputs)
     if not inputs.x.numel() or choose_track(inputs, backend) == "reference":
+        # other runtimes decode by the elementary operations of a single token
+        is_one = torch.compiler.is_exporting() and inputs.x.shape[1] == 1
+        if inputs.x.numel() and torch.compiler.is_compiling() and not is_one:
+            return Tracked(*plain_track(*inputs, feedback_eps, eps))
         return track_reference(inputs, feedback_eps, eps)
     if (inputs.h0 is None) != (inputs.y0 is None):
         b, _, H, c, n = inputs.sizes
         h0, y0 = (inputs.A_log.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
         given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
         inputs = inputs._replace(h0=given[0], y0=given[1])
-    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in inputs])
-    return Tracked(*track_operation(*inputs, feedback_eps, eps, keep)[:3])
+    c = inputs.W_y.shape[-1]
+    W, W_gate = inputs.W_y.split([2 * c, c], 1)
+    parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, W
+    read = Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
+    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in read])
+    y, h, normed, *_ = track_operation(*read, feedback_eps, keep)
+    return Tracked(hidden_of(inputs, y, normed, W_gate, eps, backend=backend), h, y)
+
+
+def hidden_of(
+    inputs: TrackInputs,
+    y: Tensor,  # (b, t, H c)
+    normed: Tensor,  # (b, t, H c), norm(y_{t-1}), in the dtype of x
+    W_gate: Tensor,  # (H, c, c), the last rows of W_y
+    eps: float,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:  # (b, t, H c), in the dtype of x
+    """`hidden` of `track`, computed in the dtype of y, with a product in that of x."""
+    _, _, H, c, _ = inputs.sizes
+    low, axis = inputs.x.dtype, (H,) if H > 1 else ()
+    y, skip, gate, normed = (fold(v, H) for v in (y, inputs.skip, inputs.gate, normed))
+    W_gate = W_gate.to(low).view(*axis, c, c)
+    D, weight = (v.view(*axis, c) for v in (inputs.D, inputs.weight))
+    parts = y, skip, D, gate, None, apply_weight(normed, W_gate), weight
+    return gated_output(*parts, eps=eps, dtype=low, backend=backend)
 
 
 def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:

@@ -18,25 +18,12 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import LOG2E, exp2, log1p_of_fraction
-from bedouin.kernels.device.norms import inverse_norm
 
 
 @triton.jit
 def high(word):
     """The float32 whose upper half is the lower half of an int32."""
     return (word << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def word_of_two(a, b, FAST: tl.constexpr):
-    """Two float32 rounded to bfloat16, as the lower and the upper half of an int32."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = (a.to(tl.int32, bitcast=True) + 32768) >> 16
-        return (low & 65535) | ((b.to(tl.int32, bitcast=True) + 32768) & -65536)
 
 
 @triton.jit
@@ -80,21 +67,6 @@ def unpack(word, V: tl.constexpr):
 
 
 @triton.jit
-def couple(a, b, V: tl.constexpr, FAST: tl.constexpr):
-    """Two values in an int32, as bfloat16, if V = 4, else in an int64."""
-    return word_of_two(a, b, FAST) if V == 4 else pair(a, b)
-
-
-@triton.jit
-def decouple(word, V: tl.constexpr):
-    """The inverse of `couple`."""
-    if V == 4:
-        return high(word), (word & -65536).to(tl.float32, bitcast=True)
-    else:
-        return unpack(word, 2)
-
-
-@triton.jit
 def softplus(v, FAST: tl.constexpr):
     return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E, FAST))
 
@@ -111,12 +83,6 @@ def slope_of(delta):
 def load_rounded(ptr, mask, dtype: tl.constexpr):
     """Parameters as a product in `dtype` takes them, in float32."""
     return tl.load(ptr, mask=mask, other=0.0).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def norm_of(v, c: tl.constexpr, EPS: tl.constexpr):
-    """1 / rms of the rows (tokens, P) of v, (tokens, 1)."""
-    return inverse_norm(tl.sum(v * v, 1) / c, EPS)[:, None]
 
 
 @triton.jit

@@ -16,25 +16,18 @@ MAX_CHANNELS, MAX_STATES = 64, 128
 CHUNK = 16
 """Tokens between two kept memories, which the backward computes again from them."""
 
-STATES_OF_SWEEP, STATES_OF_REVERSE = 32, 16
-"""Most states of a channel that a thread of the sweep and of the reverse sweep holds, where that
-takes no more than `MOST_LANES` lanes of a warp."""
-
-LEAST_LANES, MOST_LANES = 2, 4
+STATES, LEAST_LANES, MOST_LANES = 16, 2, 4
+"""Most states of a channel that a thread of the sweeps holds, and lanes of a warp that share those
+of a channel, of which there may be too few for that."""
 
 GRADIENT_STATES = 16
 """States of a program of the gradients of A, B and C, which is one warp."""
 
-GRADIENT_CHUNKS, GRADIENT_PARTS = 8, 256
-"""Chunks of such a program, at least, and how many parts of the gradient of A there then are for
-the folded samples together, about."""
+PART = 8
+"""Chunks of such a program, whose part of the gradient of A is added to that of the others."""
 
-TOKENS, OUTPUT_TOKENS = 16, 32
-"""Tokens of a program of the preparation, and of the output and of what ends the backward."""
-
-WORKSPACE = 2**28
-"""Bytes of the decayed memories of all tokens that the backward holds at the same time; a longer
-call is computed in segments, each with launches of its own."""
+TOKENS, FINISH_TOKENS = 16, 32
+"""Tokens of a program of the preparation, and of what ends the backward."""
 
 
 def unfit(c: int, n: int) -> str | None:
@@ -70,27 +63,5 @@ class Sizes(NamedTuple):
         return ceil_div(self.t, CHUNK)
 
     @property
-    def low(self) -> torch.dtype:
-        """The dtype of what only multiplies cotangents: gradients in bfloat16 are rounded anyway.
-        float16 has too small a range for that."""
-        return torch.bfloat16 if self.V == 4 else torch.float32
-
-    @property
-    def blocks(self) -> int:
-        """Programs of OUTPUT_TOKENS tokens of a head, of t + 1 for each sample."""
-        return ceil_div(self.b * (self.t + 1), OUTPUT_TOKENS)
-
-    @property
-    def segment(self) -> int:
-        """Chunks of a segment of the backward."""
-        chunk = self.f * self.P * self.N * self.low.itemsize * CHUNK
-        return max(1, min(self.chunks, WORKSPACE // chunk))
-
-    @property
-    def per_part(self) -> int:
-        """Chunks of a program of the gradients of A, B and C."""
-        return min(self.segment, max(GRADIENT_CHUNKS, self.f * self.chunks // GRADIENT_PARTS))
-
-    def lanes(self, states: int) -> int:
-        """Lanes of a warp that share the states of a channel, if a thread has so many of them."""
-        return max(LEAST_LANES, min(MOST_LANES, self.N // states))
+    def lanes(self) -> int:
+        return max(LEAST_LANES, min(MOST_LANES, self.N // STATES))

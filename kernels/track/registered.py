@@ -1,7 +1,7 @@
-"""The tracker's recurrence in Triton as an operation of torch.library, once differentiable: three
-launches forward, and backward five and three sums.
+"""The tracker's recurrence in Triton as an operation of torch.library, once differentiable: two
+launches forward, and backward four, three sums and a product.
 
-Triton is imported when an operation runs. The operations take the fields of `TrackInputs` one by
+Triton is imported when an operation runs. The operations take the fields of `Recurrence` one by
 one. Letters as in `limits.py`.
 """
 
@@ -13,95 +13,84 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
-from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.householder import UNIT_EPS
-from bedouin.kernels.launch import ceil_div, dtype_of_factors, last_axis_contiguous
-from bedouin.kernels.operation import operation
+from bedouin.kernels.launch import accumulator, arguments_of, ceil_div, last_axis_contiguous
+from bedouin.kernels.operation import empty_like, operation, plain_operation
 from bedouin.kernels.track.limits import (
     CHUNK,
+    FINISH_TOKENS,
     GRADIENT_STATES,
-    OUTPUT_TOKENS,
-    STATES_OF_REVERSE,
-    STATES_OF_SWEEP,
+    PART,
     TOKENS,
     Sizes,
 )
-from bedouin.kernels.track.types import ROWS, Gradients, Kept, TrackInputs
+from bedouin.kernels.track.reference import track_reference
+from bedouin.kernels.track.types import Kept, Recurrence, Tracked, TrackInputs
 
 INPUTS = (
-    "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor gate, Tensor skip, "
-    "Tensor dt_bias, Tensor erase_bias, Tensor A_log, Tensor D, Tensor weight, Tensor W_y, "
-    "Tensor? h0, Tensor? y0, float feedback_eps, float eps"
+    "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor dt_bias, Tensor erase_bias, "
+    "Tensor A_log, Tensor W, Tensor? h0, Tensor? y0, float eps"
 )
-COUNT = len(TrackInputs._fields)
+KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
+COUNT = len(Recurrence._fields)
 
-FLAGS = "STARTED", "KEEP", "OF_Y", "LAST"
-"""Switches of a call: whether there is a state before it, a backward after it, and a cotangent of y
-and of the last memory."""
+FLAGS = "STARTED", "KEEP", "LAST"
+"""Switches of a call: whether there is a state before it, a backward after it, and a cotangent of
+the last memory."""
 
 SEQUENTIAL = "sweep_kernel", "replay_kernel", "reverse_kernel"
 """The kernels whose threads have one channel each."""
 
 
 @lru_cache(maxsize=1024)
-def options(
-    kernel: Any,
-    sizes: Sizes,
-    dtype: torch.dtype,
-    epsilons: tuple[float, float],
-    flags: tuple[str, ...],
-) -> dict[str, Any]:
+def options(kernel: Any, sizes: Sizes, eps: float, flags: tuple[str, ...]) -> dict[str, Any]:
     """What a kernel has at compile time, and its launch options; `flags` names the switches of the
     call that are on. Not to be changed."""
-    name = kernel.__name__
-    states = STATES_OF_SWEEP if name == "sweep_kernel" else STATES_OF_REVERSE
-    tokens = TOKENS if name == "prepare_kernel" else OUTPUT_TOKENS
-    every: dict[str, Any] = {
-        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V},
-        **{"NL": sizes.lanes(states), "CHUNK": CHUNK, "TOKENS": tokens, "S": GRADIENT_STATES},
-        **{"PL": 32 * sizes.V // GRADIENT_STATES, "FAST": not interpreter_is_on()},
-        **{"FEEDBACK_EPS": epsilons[0], "EPS": epsilons[1], "UNIT_EPS": UNIT_EPS},
-        "DOT": dtype_of_factors(dtype),
-        "PRECISION": "tf32x3",
-        **{flag: flag in flags for flag in FLAGS},
-    }
-    found = {name: v for name, v in every.items() if name in kernel.arg_names}
+    name, lanes = kernel.__name__, sizes.lanes
     warps = 1 if name == "gradients_kernel" else 4
     if name in SEQUENTIAL:
-        warps = sizes.P * every["NL"] // 32
-    return found | {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+        warps = sizes.P * lanes // 32
+    tokens = TOKENS if name == "prepare_kernel" else FINISH_TOKENS
+    every: dict[str, Any] = {
+        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": lanes},
+        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens, "FAST": not interpreter_is_on()},
+        **{"S": GRADIENT_STATES, "PL": 32 * sizes.V // GRADIENT_STATES},
+        **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
+        **{flag: flag in flags for flag in FLAGS},
+    }
+    return arguments_of(kernel, every)
 
 
-def _readable(inputs: TrackInputs) -> TrackInputs:
-    """The inputs as the kernels read them: rows whose last axis is contiguous, all else whole."""
-    whole = (None if v is None else v.contiguous() for v in inputs[ROWS:])
-    return TrackInputs(*map(last_axis_contiguous, inputs[:ROWS]), *whole)
+def _readable(given: tuple[Any, ...]) -> Recurrence:
+    """The tensors as the kernels read them: rows whose last axis is contiguous, all else whole."""
+    whole = (None if v is None else v.contiguous() for v in given[5:COUNT])
+    return Recurrence(*map(last_axis_contiguous, given[:5]), *whole)
 
 
-def _switches(inputs: TrackInputs, **others: bool) -> tuple[str, ...]:
+def _switches(inputs: Recurrence, **others: bool) -> tuple[str, ...]:
     """Those that are on, as `options` takes them."""
     others |= {"STARTED": inputs.y0 is not None}
     return tuple(name for name, is_on in others.items() if is_on)
 
 
-@operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 9)})")
+@operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})")
 def track_operation(*given: Any) -> tuple[Tensor, ...]:
-    """hidden (b, t, H c), the last h (b, H c, n), y (b, t, H c), and the fields of `Kept`, a part
-    of them without `keep`. h0 and y0 are both there or none is; no size may be 0."""
-    from bedouin.kernels.track.triton_output import output_kernel
+    """y (b, t, H c), the last h (b, H c, n), norm(y_{t-1}) (b, t, H c) in the dtype of x, and the
+    fields of `Kept`, a part of them without `keep`. h0 and y0 are both there or none is; no size
+    may be 0."""
     from bedouin.kernels.track.triton_sweep import sweep_kernel
     from bedouin.kernels.track.triton_tokens import prepare_kernel
 
-    inputs, (*epsilons, keep) = _readable(TrackInputs(*given[:COUNT])), given[COUNT:]
-    x, B, C, delta, erase, gate, skip = inputs[:ROWS]
-    b, t, H, _, _ = inputs.sizes
-    sizes = Sizes.of(*inputs.sizes, x.dtype)
-    how = sizes, x.dtype, tuple(epsilons), _switches(inputs, KEEP=keep)
-    hidden, h, y, *found = _fake(*given)
+    inputs, (eps, keep) = _readable(given), given[COUNT:]
+    x, B, C, delta, erase = inputs[:5]
+    sizes = inputs.sizes
+    b, t, H = sizes[:3]
+    how = sizes, eps, _switches(inputs, KEEP=keep)
+    y, h, normed, *found = _fake(*given)
     kept = Kept(*found)
-    words, numbers = (kept.B.view(torch.int32), kept.C.view(torch.int32)), (b * t, t, H)
+    words = kept.B.view(torch.int32), kept.C.view(torch.int32)
     prepare_kernel[(ceil_div(b * t, TOKENS), H)](
-        *(B, C, erase, inputs.erase_bias, *words, kept.scalars, *numbers),
+        *(B, C, erase, inputs.erase_bias, *words, kept.scalars, b * t, t, H),
         *(*B.stride()[:2], *C.stride()[:2], *erase.stride()[:2]),
         **options(prepare_kernel, *how),
     )
@@ -110,158 +99,111 @@ def track_operation(*given: Any) -> tuple[Tensor, ...]:
     with without_coalescing():
         sweep_kernel[(sizes.f,)](
             *(x, delta, kept.scalars, kept.B, kept.C),
-            *(inputs.dt_bias, inputs.A_log, inputs.W_y, *before, h, y, *kept[3:]),
+            *(inputs.dt_bias, inputs.A_log, inputs.W, *before, h, y, normed, *kept[3:]),
             *(t, H, *x.stride()[:2], *delta.stride()[:2]),
             **options(sweep_kernel, *how),
         )
-    output_kernel[(ceil_div(b * t, OUTPUT_TOKENS), H)](
-        *(skip, gate, y, before[1], inputs.D, inputs.weight, inputs.W_y, hidden, *numbers),
-        *(*skip.stride()[:2], *gate.stride()[:2]),
-        **options(output_kernel, *how),
-    )
-    return hidden, h, y, *kept
+    return y, h, normed, *kept
 
 
 @track_operation.register_fake
 def _fake(*given: Any) -> tuple[Tensor, ...]:
-    inputs = TrackInputs(*given[:COUNT])
-    x, (b, t, H, c, n) = inputs.x, inputs.sizes
-    kept = Kept.empty(x, Sizes.of(b, t, H, c, n, x.dtype), given[-1])
-    h, y = (x.new_empty(size, dtype=torch.float32) for size in ((b, H * c, n), (b, t, H * c)))
-    return x.new_empty(x.shape), h, y, *kept
+    x, sizes = given[0], Recurrence(*given[:COUNT]).sizes
+    b, t, H, c, n = sizes[:5]
+    y, h = (x.new_empty(size, dtype=torch.float32) for size in ((b, t, H * c), (b, H * c, n)))
+    return y, h, x.new_empty(b, t, H * c), *Kept.empty(x, sizes, given[-1])
 
 
 @operation(
     "track_backward",
-    "(Tensor grad, Tensor? grad_h, Tensor? grad_y, Tensor y, Tensor B_words, Tensor C_words, "
-    "Tensor scalars, Tensor rows, Tensor fed, Tensor states, "
-    f"{INPUTS}) -> ({', '.join(['Tensor'] * 12)})",
+    f"(Tensor grad_y, Tensor? grad_h, Tensor grad_normed, {KEPT}, {INPUTS}) "
+    f"-> ({', '.join(['Tensor'] * COUNT)})",
 )
 def _backward(
-    grad: Tensor,  # (b, t, H c)
+    grad_y: Tensor,  # (b, t, H c)
     grad_h: Tensor | None,  # (b, H c, n); None: zeros
-    grad_y: Tensor | None,  # (b, t, H c); None: zeros
-    y: Tensor,  # (b, t, H c)
+    grad_normed: Tensor,  # (b, t, H c)
     *given: Any,
 ) -> tuple[Tensor, ...]:
-    """The fields of `Gradients`. No size may be 0."""
-    from bedouin.kernels.track.triton_output import output_backward_kernel
+    """The gradients of the fields of `Recurrence`. No size may be 0."""
+    from bedouin.kernels.track.triton_gradients import gradients_kernel
+    from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
     from bedouin.kernels.track.triton_tokens import finish_kernel
 
-    kept, inputs = Kept(*given[:6]), _readable(TrackInputs(*given[6 : 6 + COUNT]))
-    x, gate, skip = inputs.x, inputs.gate, inputs.skip
-    sizes = Sizes.of(*inputs.sizes, x.dtype)
-    (b, t, H, c, n, P, N, _), f, blocks = sizes, sizes.f, sizes.blocks
-    how = sizes, x.dtype, given[6 + COUNT :], _switches(inputs, OF_Y=grad_y is not None)
-    found, grad = Gradients.empty(inputs), last_axis_contiguous(grad)
-    grad_y = y if grad_y is None else grad_y.contiguous()
-    fed, normed = x.new_empty(b, t, H, 3, c), x.new_empty(b, t, H, c)
-    past, inverse = kept.rows.new_empty(f, t + 1, P), y.new_empty(f, t + 1)
-    sums = y.new_empty(blocks, H, 4, c)
-    output_backward_kernel[(blocks, H)](
-        *(grad, grad_y, skip, gate, y, y if inputs.y0 is None else inputs.y0),
-        *(inputs.D, inputs.weight, inputs.W_y),
-        *(found.skip, found.gate, fed, normed, past, inverse, sums, b * (t + 1), t, H),
-        *(*grad.stride()[:2], *skip.stride()[:2], *gate.stride()[:2]),
-        **options(output_backward_kernel, *how),
-    )
-    read, adjoint = y.new_empty(f, t, P, dtype=sizes.low), torch.empty_like(kept.rows)
-    unit_B, unit_C = y.new_empty(f, t, N), y.new_empty(f, t, N)
-    buffers = past, inverse, adjoint, read, fed, unit_B, unit_C
-    parts = _reverse(grad_h, kept, inputs, buffers, found, how)
+    kept, inputs, eps = Kept(*given[:7]), _readable(given[7:]), given[-1]
+    x, A_log, sizes = inputs.x, inputs.A_log, inputs.sizes
+    (b, t, H, c, n, P, N, V), f, chunks = sizes, sizes.f, sizes.chunks
+    blocks = ceil_div(b * t, FINISH_TOKENS)
+    how = sizes, eps, _switches(inputs, LAST=grad_h is not None)
+    found, grad_y = empty_like(*inputs), grad_y.contiguous()
+    of_x, of_B, of_C, of_delta, of_erase, *_, of_h0, of_y0 = found
+    normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
+    adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
+    edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
+    read, grad_past = grad_y.new_empty(2, f, t, P)
+    unit_B, unit_C = grad_y.new_empty(2, f, t, N)
+    words = kept.scalars, kept.B, kept.C
+    # what a kernel does not read has any tensor in its place
+    last = grad_y if grad_h is None else grad_h.contiguous()
+    parts = grad_y.new_empty(f, ceil_div(chunks, PART), c, n)
+    sums = grad_y.new_empty(blocks, H, 2, c)
+    with without_coalescing():
+        replay_kernel[(f, chunks)](
+            *(x, kept.rows, kept.fed, *words, A_log, kept.states, kept.past, grad_y),
+            *(grad_normed.contiguous(), memory, factors, slopes, read, grad_past),
+            *(t, H, *x.stride()[:2]),
+            **options(replay_kernel, *how),
+        )
+        reverse_kernel[(f,)](
+            *(slopes, factors, kept.fed, memory, kept.past, grad_past, grad_y, *words),
+            *(A_log, inputs.W, last, of_h0, edges, adjoint, fed, of_y0, t, H),
+            **options(reverse_kernel, *how),
+        )
+        gradients_kernel[(f * parts.shape[1] * (N // GRADIENT_STATES),)](
+            *(kept.rows, adjoint, *words, memory, A_log, edges, unit_B, unit_C, parts, t, H),
+            **options(gradients_kernel, *how),
+        )
     finish_kernel[(blocks, H)](
-        *(inputs.B, inputs.C, kept.scalars, kept.rows, adjoint, read, unit_B, unit_C, fed),
-        *(found.x, found.B, found.C, found.delta, found.erase, sums, b * t, t, H),
+        *(inputs.B, inputs.C, kept.scalars, kept.rows, adjoint, read, kept.past, unit_B, unit_C),
+        *(fed, of_x, of_B, of_C, of_delta, of_erase, normed, sums, b * t, t, H),
         *(*inputs.B.stride()[:2], *inputs.C.stride()[:2]),
         **options(finish_kernel, *how),
     )
-    torch.sum(sums, 0, out=found.sums)
-    torch.sum(parts.view(b, H, -1, c, n), (0, 2), out=found.A_log.view(H, c, n))
-    rows, columns = fed.view(b * t, H, 3 * c), normed.view(b * t, H, c)
-    torch.bmm(rows.permute(1, 2, 0), columns.transpose(0, 1), out=found.W_y)
-    return found
+    rows, columns = fed.view(b * t, H, 2 * c), normed.view(b * t, H, c)
+    of_dt, of_erase_bias = sums.sum(0).unbind(1)
+    of_A_log = parts.view(b, H, -1, c, n).sum((0, 2)).view_as(A_log)
+    of_W = torch.bmm(rows.permute(1, 2, 0), columns.transpose(0, 1))
+    parameters = of_dt.reshape(-1), of_erase_bias[:, 0], of_A_log, of_W
+    # copied also without a cast, because an operation must not return two views of one tensor
+    cast = (
+        of.to(v.dtype, copy=v is inputs.erase_bias)
+        for of, v in zip(parameters, inputs[5:9], strict=True)
+    )
+    return *found[:5], *cast, of_h0, of_y0
 
 
-@_backward.register_fake
-def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    return Gradients.empty(TrackInputs(*given[10 : 10 + COUNT]))
+_backward.register_fake(
+    lambda grad_y, grad_h, grad_normed, *given: empty_like(*given[7 : 7 + COUNT])
+)
+track_operation.register_vjp(_backward, kept=7)
 
 
-def _reverse(
-    grad_h: Tensor | None,  # (b, H c, n), of the last h
-    kept: Kept,
-    inputs: TrackInputs,
-    buffers: tuple[Tensor, ...],  # past, inverse, adjoint, read, fed, unit_B, unit_C
-    found: Gradients,  # of which h0 and y0 are written
-    how: tuple[Sizes, torch.dtype, tuple[float, float], tuple[str, ...]],
-) -> Tensor:  # (f, parts, c, n), of A_log
-    """What depends on the order of the tokens, in segments from the last one on."""
-    from bedouin.kernels.track.triton_gradients import gradients_kernel
-    from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
-
-    past, inverse, adjoint, read, fed, unit_B, unit_C = buffers
-    (_, t, H, c, n, P, N, V), f, (x, A_log) = how[0], how[0].f, (inputs.x, inputs.A_log)
-    longest = min(how[0].segment * CHUNK, t)
-    memory, slopes = past.new_empty(f, longest, N * P // V), past.new_empty(f, longest, P)
-    factors, edges = kept.fed.new_empty(f, longest, P), torch.empty_like(kept.states)
-    words, numbers, parts = (kept.scalars, kept.B, kept.C), x.stride()[:2], []
-    last = found.h0 if grad_h is None else grad_h.contiguous()
-    with without_coalescing():
-        for start in reversed(range(0, t, longest)):
-            tokens = min(longest, t - start)
-            chunks = ceil_div(tokens, CHUNK)
-            replay_kernel[(f, chunks)](
-                *(x, kept.rows, kept.fed, *words, A_log, kept.states),
-                *(memory, factors, slopes, read, t, H, start, tokens, *numbers),
-                **options(replay_kernel, *how),
-            )
-            ends = start + tokens < t or grad_h is not None
-            reverse_kernel[(f,)](
-                *(slopes, factors, kept.fed, memory, past, inverse, *words, A_log, inputs.W_y),
-                *(last, found.h0, edges, adjoint, fed, found.y0, t, H, start, tokens),
-                **options(reverse_kernel, *how[:3], ("LAST",) if ends else ()),
-            )
-            part = found.A_log.new_empty(f, ceil_div(chunks, how[0].per_part), c, n)
-            gradients_kernel[(f * part.shape[1] * (N // GRADIENT_STATES),)](
-                *(kept.rows, adjoint, *words, memory, A_log, edges, unit_B, unit_C, part),
-                *(t, H, start, tokens, how[0].per_part, part.shape[1]),
-                **options(gradients_kernel, *how),
-            )
-            parts.append(part)
-            last = found.h0
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _plain(*flat: Any) -> Tracked:
+    *tensors, feedback_eps, eps = flat
+    return track_reference(TrackInputs(*tensors), feedback_eps, eps)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.feedback_eps, ctx.eps, keep = inputs
-    if not keep:
-        raise ValueError("keep must be True where gradients are recorded, got False")
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.set_materialize_grads(False)  # zeros for what is kept would be written and not read
-    ctx.save_for_backward(*output[2:], *tensors)
+def _plain_fake(*flat: Any) -> Tracked:
+    inputs = TrackInputs(*flat[:-2])
+    b, t, H, c, n = inputs.sizes
+    dtype = accumulator(*[v.dtype for v in inputs if v is not None])
+    h, y = (inputs.x.new_empty(shape, dtype=dtype) for shape in ((b, H * c, n), (b, t, H * c)))
+    return Tracked(inputs.x.new_empty(y.shape), h, y)
 
 
-def _gradients(
-    ctx: Any,
-    grad: Tensor | None,  # (b, t, H c)
-    grad_h: Tensor | None,  # (b, H c, n)
-    grad_y: Tensor | None,  # (b, t, H c)
-    *_: None,  # of what is kept
-) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    inputs = TrackInputs(*saved[7:])
-    grad = torch.zeros_like(inputs.x) if grad is None else grad
-    with torch.no_grad():
-        *rows, sums, A_log, W_y, h0, y0 = _backward(
-            grad, grad_h, grad_y, *saved, ctx.feedback_eps, ctx.eps
-        )
-        # unequal in what they belong to: D, the weight and dt_bias have (H c,), erase_bias (H,)
-        of_D, of_weight, of_dt, of_erase = sums.unbind(1)
-        found = [*rows, of_dt.reshape(-1), of_erase[:, 0], A_log, of_D.reshape(-1)]
-        found += [of_weight.reshape(-1), W_y, h0, y0]
-        pairs = zip(found, inputs, strict=True)
-        grads = [None if v is None else of.to(v.dtype) for of, v in pairs]
-    return *refuse_second_derivative(grads, [grad, grad_h, grad_y, *inputs]), *[None] * 3
-
-
-track_operation.register_autograd(_gradients, setup_context=_save)
+_TENSORS = ", ".join(
+    f"Tensor{'?' if name in ('h0', 'y0') else ''} {name}" for name in TrackInputs._fields
+)
+plain_track = plain_operation(
+    "plain_track", _TENSORS, "float feedback_eps, float eps", _plain, _plain_fake, results=3
+)

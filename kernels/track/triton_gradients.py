@@ -20,7 +20,7 @@ from bedouin.kernels.track.device import not_zero, rates_of, unknown_zeros, unpa
 @triton.jit
 def _load_token(
     rows,  # pointers to those of Delta and `written`, w and written_, scalars, B, C, q, and zeros
-    step,  # of the segment
+    step,
     vector, state, places,
     P: tl.constexpr, N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -32,14 +32,14 @@ def _load_token(
     return row, adjoint, beta, B, C, tl.load(at)
 
 
-@triton.jit(do_not_specialize=["t_end", "heads", "start", "tokens", "per_part", "parts"])
+@triton.jit(do_not_specialize=["t_end", "heads"])
 def gradients_kernel(
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
     adjoint_ptr,  # (f, t, P): pairs of w and written_
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
-    memory_ptr,  # (f, tokens, N P / V), words of q
+    memory_ptr,  # (f, t, N P / V), words of q
     A_log_ptr,  # (H, c, n)
     edges_ptr,  # (f, chunks, N, P)
     unit_B_ptr,  # (f, t, N), written
@@ -47,10 +47,6 @@ def gradients_kernel(
     grad_A_log_ptr,  # (f, parts, c, n), written
     t_end,
     heads,
-    start,  # the first token of the segment
-    tokens,  # of the segment
-    per_part,  # chunks
-    parts,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -60,6 +56,7 @@ def gradients_kernel(
     S: tl.constexpr,
     PL: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,  # chunks of a program
     FAST: tl.constexpr,
 ):
     PR: tl.constexpr = P // PL
@@ -68,8 +65,9 @@ def gradients_kernel(
     SIZE: tl.constexpr = P * N
     # programs of the same rows run at the same time, and find them in the L2 cache
     block, other = tl.program_id(0) % (N // S), tl.program_id(0) // (N // S)
+    chunks, parts = tl.cdiv(t_end, CHUNK), tl.cdiv(t_end, CHUNK * PART)
     part, f = other % parts, (other // parts).to(tl.int64)
-    head, chunks = f % heads, tl.cdiv(t_end, CHUNK)
+    head = f % heads
     pr, pl = tl.arange(0, PR), tl.arange(0, PL)
     vector = (pr * PL)[:, None] + pl[None, :]
     channel = (pr * PL)[:, None, None] + pl[None, None, :]
@@ -93,22 +91,22 @@ def gradients_kernel(
     inverse_A = ()
     for v in tl.static_range(V):
         inverse_A = inverse_A + (1 / not_zero(A[v]),)
-    sample = f * t_end + start
+    sample = f * t_end
     rows = (
         rows_ptr + sample * P,
         adjoint_ptr + sample * P,
         scalars_ptr + sample * 2 + 1,
         B_ptr + sample * WORDS,
         C_ptr + sample * WORDS,
-        memory_ptr + f * tokens * (P * WORDS),
+        memory_ptr + sample * (P * WORDS),
         unknown_zeros(pl, t_end, PL),
     )
-    begin = part * (per_part * CHUNK)
-    end = tl.minimum(begin + per_part * CHUNK, tokens)
+    begin = part * (PART * CHUNK)
+    end = tl.minimum(begin + PART * CHUNK, t_end)
     loaded = _load_token(rows, (end - 1).to(tl.int64), vector, word, places, P, N, V)
     for back in range(0, tl.cdiv(end - begin, CHUNK)):
         chunk_begin = begin + (tl.cdiv(end - begin, CHUNK) - 1 - back) * CHUNK
-        slot = f * chunks + (start + chunk_begin) // CHUNK
+        slot = f * chunks + chunk_begin // CHUNK
         H = ()
         for v in tl.static_range(V):
             H = H + (tl.load(edges_ptr + slot * SIZE + (of_word * V + v) * P + channel),)

@@ -5,17 +5,19 @@ With H the cotangent of h_t that token t + 1 sends, w that of y_t, and q = A a:
     written_ = H B + (B C) w                                      the cotangent of `written`
     raw_ = g H B + slope sum_n H q + read w                       that of raw Delta
     x_ = Delta written_
-    w_{t-1} = grad_{t-1} + the adjoint of norm of W_y^T (raw_, x_)
+    w_{t-1} = grad_{t-1} + the adjoint of norm of W_y^T (raw_, x_) + gate_
     H_{t-1} = exp(A Delta) * (H + w C^T - beta written_ B^T)
 
-The chain is H, w -> raw_, x_ -> one product with W_y -> w, and beside that product H -> the sums of
-H with B and q of the next earlier token. What it multiplies depends on the sweep alone and is
-computed for all chunks of tokens at once by `replay_kernel`, from their first h:
+with gate_ the cotangent of norm(y_{t-1}) that the gate sends. The chain is H, w -> raw_, x_ -> one
+product with W_y -> w, and beside that product H -> the sums of H with B and q of the next earlier
+token. What it multiplies depends on the sweep alone and is computed for all chunks of tokens at
+once by `replay_kernel`, from their first h:
 
     slope = Delta'(raw);  g = slope (x^ - beta sum_n q B);  read = (B C) g + slope sum_n q C
 
-and so is q itself. The gradients of A, B and C are computed afterwards, from w, written_ and H at
-the edges of chunks (`triton_gradients.py`), and that of x^ from written_ (`triton_tokens.py`).
+and so are q itself, and grad_{t-1} with what gate_ adds to it. The gradients of A, B and C are
+computed afterwards, from w, written_ and H at the edges of chunks (`triton_gradients.py`), and that
+of x^ from written_ (`triton_tokens.py`).
 The norm's adjoint subtracts norm(y) <v, norm(y)> / c for v = W_y^T (raw_, x_). That inner product
 is one of (raw_, x_) with W_y norm(y), which the sweep has kept: its terms are passed between the
 warps together with raw_ and x_, and added with the terms of v.
@@ -31,41 +33,45 @@ from bedouin.kernels.track import device
 
 @triton.jit
 def _load_replayed(
-    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, and
-    # zeros (P,)
+    first,  # pointers to the rows of x, of Delta and `written`, fed, scalars, B, C, zeros (P,),
+    # past, grad_y and grad_normed
     stride,  # of x
+    grad_stride,  # of grad_y and grad_normed
     step,
     c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     x = device.load_vector(first[0] + step * stride, c, P)
-    row, fed = (
-        device.load_vector(first[1] + step * P, P, P),
-        device.load_vector(first[2] + step * P, P, P),
-    )
+    row = device.load_vector(first[1] + step * P, P, P)
+    fed = device.load_vector(first[2] + step * P, P, P)
     at = first[3] + step * 2 + first[6]
     B = device.load_row(first[4] + step * WORDS, WORDS, NL)
     C = device.load_row(first[5] + step * WORDS, WORDS, NL)
-    return x, row, fed, tl.load(at), tl.load(at + 1), B, C
+    past = device.load_vector(first[7] + step * P, P, P)
+    grad_y = device.load_vector(first[8] + tl.maximum(step - 1, 0) * grad_stride, c, P)
+    grad_normed = device.load_vector(first[9] + step * grad_stride, c, P)
+    return x, row, fed, tl.load(at), tl.load(at + 1), B, C, past, grad_y, grad_normed
 
 
-@triton.jit(do_not_specialize=["t_end", "H", "start", "tokens"])
+@triton.jit(do_not_specialize=["t_end", "H"])
 def replay_kernel(
     x_ptr,  # (b, t, H c)
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
-    fed_ptr,  # (f, t, P): what was fed back to Delta and x, coupled
+    fed_ptr,  # (f, t, P): pairs of what was fed back to Delta and x
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     A_log_ptr,  # (H, c, n)
     states_ptr,  # (f, chunks, N, P)
-    memory_ptr,  # (f, tokens, N P / V), written: words of q
-    factors_ptr,  # (f, tokens, P), written: g and read, coupled
-    slopes_ptr,  # (f, tokens, P), written: pairs of Delta and its slope
+    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
+    grad_y_ptr,  # (b, t, H c)
+    grad_normed_ptr,  # (b, t, H c), of norm(y_{t-1})
+    memory_ptr,  # (f, t, N P / V), written: words of q
+    factors_ptr,  # (f, t, P), written: pairs of g and read
+    slopes_ptr,  # (f, t, P), written: pairs of Delta and its slope
     read_ptr,  # (f, t, P), written: a B
+    grad_past_ptr,  # (f, t, P), written: the cotangent of y_{t-1} but for the recurrence
     t_end,
     H,
-    start,  # the first token of the segment, of a chunk
-    tokens,  # of the segment
     x_stride_b,
     x_stride_t,
     c: tl.constexpr,
@@ -82,7 +88,7 @@ def replay_kernel(
     SIZE: tl.constexpr = P * N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
-    chunk = start // CHUNK + tl.program_id(1)
+    chunk = tl.program_id(1)
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, t_end)
     p, channels, places = (
@@ -92,7 +98,7 @@ def replay_kernel(
     )
     A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
     h = device.load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
-    token = f * t_end
+    token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * c, H * c
     first = (
         x_ptr + b * x_stride_b + head * c,
         rows_ptr + token * P,
@@ -101,16 +107,20 @@ def replay_kernel(
         B_ptr + token * WORDS,
         C_ptr + token * WORDS,
         device.unknown_zeros(p, t_end, P),
+        past_ptr + token * P,
+        grad_y_ptr + row_of_head,
+        grad_normed_ptr + row_of_head,
     )
-    loaded = _load_replayed(first, x_stride_t, tl.cast(begin, tl.int64), c, P, WORDS, NL)
+    step = tl.cast(begin, tl.int64)
+    loaded = _load_replayed(first, x_stride_t, grad_stride, step, c, P, WORDS, NL)
     A, h = device.wait_for(A, V), device.wait_for(h, V)
     for t in range(begin, end):
-        x, row, fed, B_C, beta, B_words, C_words = loaded
+        x, row, fed, B_C, beta, B_words, C_words, past, grad_y, grad_normed = loaded
         delta, written = device.unpack(row, 2)
         B, C = device.unpack(B_words, V), device.unpack(C_words, V)
-        mixed = x.to(tl.float32) + device.decouple(fed, V)[1]
+        mixed = x.to(tl.float32) + device.unpack(fed, 2)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
-        loaded = _load_replayed(first, x_stride_t, step, c, P, WORDS, NL)
+        loaded = _load_replayed(first, x_stride_t, grad_stride, step, c, P, WORDS, NL)
         products = ()
         after = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)
@@ -128,17 +138,21 @@ def replay_kernel(
         slope = device.slope_of(delta)
         g = slope * (mixed - beta * LN2 * device.over_states(q_B))
         read = B_C * g + slope * LN2 * device.over_states(q_C)
-        place = f * tokens + (t - start)
+        place = token + t
         device.store_words(memory_ptr + place * (SIZE // V), places, device.pack(products, V))
-        device.put(factors_ptr + place * P, device.couple(g, read, V, FAST), channels, P, P, NL)
+        device.put(factors_ptr + place * P, device.pair(g, read), channels, P, P, NL)
         device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
-        erased = device.over_states(r).to(read_ptr.dtype.element_ty)
-        device.put(read_ptr + (token + t) * P, erased, channels, P, P, NL)
+        device.put(read_ptr + place * P, device.over_states(r), channels, P, P, NL)
+        y_past, inverse = device.unpack(past, 2)
+        grad_normed, normed = grad_normed.to(tl.float32), y_past * inverse
+        grad_past = inverse * (grad_normed - normed * (tl.sum(grad_normed * normed, 0) / c))
+        grad_past += tl.where(t > 0, grad_y.to(tl.float32), 0.0)
+        device.put(grad_past_ptr + place * P, grad_past, channels, P, P, NL)
 
 
 @triton.jit
 def _load_transposed(
-    ptr,  # (3 c, c)
+    ptr,  # (2 c, c)
     dtype: tl.constexpr, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
 ):  # fmt: skip
     """W_y of Delta and x by outputs, (P / NL, 4, P, NL) for output jr NL + jl of input p, and zeros
@@ -153,26 +167,22 @@ def _load_transposed(
 
 @triton.jit
 def _load_token(
-    first,  # pointers to the rows of slopes, factors, past, B, C, scalars, inverse, q, zeros,
-    # and fed
-    step,  # of the segment
-    row,  # of the sample
-    places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
+    first,  # pointers to the rows of slopes, factors, fed, past, B, C, scalars, q, zeros, grad_past
+    step, places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
     WORDS: tl.constexpr = N // V
     slopes = device.load_vector(first[0] + step * P, P, P)
-    factors, fed = (
-        device.load_vector(first[1] + step * P, P, P),
-        device.load_vector(first[9] + row * P, P, P),
-    )
-    past = device.load_vector(first[2] + row * P, P, P)
-    at = first[5] + row * 2 + first[8]
-    scalars = tl.load(at), tl.load(at + 1), tl.load(first[6] + row + first[8])
-    B = device.load_row(first[3] + row * WORDS, WORDS, NL)
-    C = device.load_row(first[4] + row * WORDS, WORDS, NL)
+    factors = device.load_vector(first[1] + step * P, P, P)
+    fed = device.load_vector(first[2] + step * P, P, P)
+    past = device.load_vector(first[3] + step * P, P, P)
+    grad_past = device.load_vector(first[9] + step * P, P, P)
+    B = device.load_row(first[4] + step * WORDS, WORDS, NL)
+    C = device.load_row(first[5] + step * WORDS, WORDS, NL)
+    at = first[6] + step * 2 + first[8]
+    scalars = tl.load(at), tl.load(at + 1)
     q = device.load_words(first[7] + step * (P * WORDS), places)
-    return slopes, factors, past, scalars, B, C, q, fed
+    return slopes, factors, fed, past, grad_past, scalars, B, C, q
 
 
 @triton.jit
@@ -187,31 +197,28 @@ def _with_memory(H, B_words, q_words, V: tl.constexpr):
     return device.over_states(H_B), device.over_states(H_q)
 
 
-@triton.jit(do_not_specialize=["t_end", "H_heads", "start", "tokens"])
+@triton.jit(do_not_specialize=["t_end", "H_heads"])
 def reverse_kernel(
-    slopes_ptr,  # (f, tokens, P): pairs of Delta and its slope
-    factors_ptr,  # (f, tokens, P): g and read, coupled
-    fed_ptr,  # (f, t, P): what was fed back, coupled
-    memory_ptr,  # (f, tokens, N P / V), words of q
-    # (f, t + 1, P): pairs of the cotangent of y_s and -norm(y_s) / c, s from -1 on; the first of
-    # the one before `start` is replaced by w
-    past_ptr,
-    inverse_ptr,  # (f, t + 1): 1 / rms of y_s
+    slopes_ptr,  # (f, t, P): pairs of Delta and its slope
+    factors_ptr,  # (f, t, P): pairs of g and read
+    fed_ptr,  # (f, t, P): pairs of what was fed back
+    memory_ptr,  # (f, t, N P / V), words of q
+    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
+    grad_past_ptr,  # (f, t, P): the cotangent of y_{t-1} but for the recurrence
+    grad_y_ptr,  # (b, t, H c), of which the last token is read
     scalars_ptr,  # (f, t, 2)
     B_ptr,  # (f, t, N / V), words
     C_ptr,  # likewise
     A_log_ptr,  # (H, c, n)
-    W_ptr,  # (H, 3 c, c)
+    W_ptr,  # (H, 2 c, c)
     last_ptr,  # (f, c, n), with LAST: H after the last token, else zeros
-    H_ptr,  # (f, c, n), written: H before the first token
+    H_ptr,  # (f, c, n), written with STARTED: H before the first token
     edges_ptr,  # (f, chunks, N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (f, t, P), written: pairs of w and written_
-    grad_fed_ptr,  # (b, t, H, 3, c), of which the first is written: raw_
-    grad_y0_ptr,  # (f, c), written: w before `start`
+    grad_fed_ptr,  # (b, t, H, 2, c), of which the first is written: raw_
+    grad_y0_ptr,  # (f, c), written with STARTED: w before the first token
     t_end,
     H_heads,
-    start,
-    tokens,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -219,10 +226,11 @@ def reverse_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
+    STARTED: tl.constexpr,
     LAST: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """The tokens of a segment of a head of a sample, from the last one to the first."""
+    """The tokens of a head of a sample, from the last one to the first."""
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
     f = tl.program_id(0).to(tl.int64)
@@ -233,43 +241,44 @@ def reverse_kernel(
         device.places_of_words(P, N, NL, V),
     )
     A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
-    W = _load_transposed(W_ptr + head * (3 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
+    W = _load_transposed(W_ptr + head * (2 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
     slot = tl.arange(0, 4)[None, :, None, None]
     if LAST:
         H = device.load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
     else:
         H = device.zeros_like(A, V)
     chunks = tl.cdiv(t_end, CHUNK)
-    sample = f * t_end + start
-    past = past_ptr + (f * (t_end + 1) + start) * P
+    sample = f * t_end
     first = (
-        slopes_ptr + f * tokens * P,
-        factors_ptr + f * tokens * P,
-        past,
+        slopes_ptr + sample * P,
+        factors_ptr + sample * P,
+        fed_ptr + sample * P,
+        past_ptr + sample * P,
         B_ptr + sample * WORDS,
         C_ptr + sample * WORDS,
         scalars_ptr + sample * 2,
-        inverse_ptr + f * (t_end + 1) + start,
-        memory_ptr + f * tokens * (P * WORDS),
+        memory_ptr + sample * (P * WORDS),
         device.unknown_zeros(p, t_end, P),
-        fed_ptr + sample * P,
+        grad_past_ptr + sample * P,
     )
-    step = (tokens - 1).to(tl.int64)
-    loaded = _load_token(first, step, step, places, P, N, NL, V)
-    w = device.unpack(device.load_vector(past + tokens.to(tl.int64) * P, P, P), 2)[0]
+    step = (t_end - 1).to(tl.int64)
+    loaded = _load_token(first, step, places, P, N, NL, V)
+    last_row = grad_y_ptr + ((b * t_end + step) * H_heads + head) * c
+    w = device.load_vector(last_row, c, P).to(tl.float32)
     part = tl.arange(0, 32)
     A, H = device.wait_for(A, V), device.wait_for(H, V)
-    H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
-    for passed in range(0, tokens):
-        step = (tokens - 1 - passed).to(tl.int64)
+    H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
+    for passed in range(0, t_end):
+        step = (t_end - 1 - passed).to(tl.int64)
         earlier = tl.maximum(step - 1, 0)
-        slopes, factor_words, past_words, scalars, B_words, C_words, _, fed = loaded
-        loaded = _load_token(first, earlier, earlier, places, P, N, NL, V)
-        B_C, beta, inverse = scalars
+        slopes, factor_words, fed, past, grad_past, scalars, B_words, C_words, _ = loaded
+        loaded = _load_token(first, earlier, places, P, N, NL, V)
+        B_C, beta = scalars
         delta, slope = device.unpack(slopes, 2)
-        grad_past, along = device.unpack(past_words, 2)
-        g, read = device.decouple(factor_words, V)
-        fed_delta, fed_x = device.decouple(fed, V)
+        y_past, inverse = device.unpack(past, 2)
+        along = y_past * inverse * (-1.0 / c)
+        g, read = device.unpack(factor_words, 2)
+        fed_delta, fed_x = device.unpack(fed, 2)
         # on the chain, from here
         grad_written = H_B + B_C * w
         grad_raw = g * H_B + slope * H_q + read * w
@@ -280,8 +289,8 @@ def reverse_kernel(
         factor = tl.where(slot < 2, W, along[None, None, :, None])
         w_before = grad_past + inverse * device.over_inputs(factor * rows, 4 * P // NL, P, NL)
         # to here; beside this product
-        if (step + 1 == tokens) | ((start + step + 1) % CHUNK == 0):
-            chunk = f * chunks + (start + step) // CHUNK
+        if (step + 1 == t_end) | ((step + 1) % CHUNK == 0):
+            chunk = f * chunks + step // CHUNK
             device.store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
         B, C = device.unpack(B_words, V), device.unpack(C_words, V)
         after = ()
@@ -293,13 +302,13 @@ def reverse_kernel(
         device.put(
             adjoint_ptr + (sample + step) * P, device.pair(w, grad_written), channels, P, P, NL
         )
-        to = grad_fed_ptr + ((b * t_end + start + step) * H_heads + head) * (3 * c)
+        to = grad_fed_ptr + ((b * t_end + step) * H_heads + head) * (2 * c)
         device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
         ahead = tl.maximum(step - CHUNK, 0)
         memory = first[7] + ahead * (P * WORDS)
         device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
-        H_B, H_q = _with_memory(H, loaded[4], loaded[6], V)
+        H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
         w = w_before
-    device.put(past, device.pair(w, w), channels, P, P, NL)
-    device.put(grad_y0_ptr + f * c, w, channels, c, P, NL)
-    device.store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)
+    if STARTED:
+        device.put(grad_y0_ptr + f * c, w, channels, c, P, NL)
+        device.store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)

@@ -35,14 +35,14 @@ def _feed_back(
     W,  # of Delta and of x
     c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """W_y norm(y) of Delta and of x, (P,) each. Each thread computes the norm for its channel: a
-    sum of the whole block would cost barriers."""
+    """W_y norm(y) of Delta and of x, and 1 / rms of y, (P,) each. Each thread computes the norm for
+    its channel: a sum of the whole block would cost barriers."""
     before = tl.reshape(y, (P // NL, NL))[:, None, :]
     squares = tl.broadcast_to(before * before, (P // NL, P, NL))
     of_delta = device.over_inputs(W[0] * before, P // NL, P, NL)
     of_x = device.over_inputs(W[1] * before, P // NL, P, NL)
     inverse = inverse_norm(device.over_inputs(squares, P // NL, P, NL) / c, EPS)
-    return of_delta * inverse, of_x * inverse
+    return of_delta * inverse, of_x * inverse, inverse
 
 
 @triton.jit
@@ -81,13 +81,15 @@ def sweep_kernel(
     C_ptr,  # likewise
     dt_bias_ptr,  # (H, c)
     A_log_ptr,  # (H, c, n)
-    W_ptr,  # (H, 3 c, c)
+    W_ptr,  # (H, 2 c, c), the rows of Delta and of x
     h0_ptr,  # (f, c, n), with STARTED
     y0_ptr,  # (f, c), likewise
     h_ptr,  # (f, c, n), written
     y_ptr,  # (b, t, H c), written
+    normed_ptr,  # (b, t, H c), written: norm(y_{t-1})
     rows_ptr,  # (f, t, P), written with KEEP: pairs of Delta and `written`
-    fed_ptr,  # (f, t, P), likewise: what is fed back to Delta and x, coupled
+    fed_ptr,  # (f, t, P), likewise: pairs of what is fed back to Delta and x
+    past_ptr,  # (f, t, P), likewise: pairs of y_{t-1} and 1 / rms of it
     states_ptr,  # (f, chunks, N, P), likewise: h before each chunk
     t_end,
     H,
@@ -114,7 +116,7 @@ def sweep_kernel(
     b, head = f // H, f % H
     p, channels = tl.arange(0, P), device.places_of_channels(P, NL)
     A = device.wait_for(device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V), V)
-    W_head = W_ptr + head * (3 * c * c)
+    W_head = W_ptr + head * (2 * c * c)
     W = (
         _load_weights(W_head, dtype, c, P, NL),
         _load_weights(W_head + c * c, dtype, c, P, NL),
@@ -147,6 +149,7 @@ def sweep_kernel(
             t = 2 * turn + half
             if t < t_end:
                 x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
+                before = y
                 mixed = x.to(tl.float32) + fed[1]
                 delta = device.softplus(raw.to(tl.float32) + bias + fed[0], FAST)
                 # The compiler does not move the next token's loads before this condition.
@@ -175,7 +178,10 @@ def sweep_kernel(
                 y = device.over_states(q) + B_C * written
                 # the next token depends on this product, and on nothing below but h
                 fed_next = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
-                device.put(y_ptr + ((b * t_end + t) * H + head) * c, y, channels, c, P, NL)
+                at = ((b * t_end + t) * H + head) * c
+                device.put(y_ptr + at, y, channels, c, P, NL)
+                normed = (before * fed[2]).to(normed_ptr.dtype.element_ty)
+                device.put(normed_ptr + at, normed, channels, c, P, NL)
                 after = ()
                 for v in tl.static_range(V):
                     after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
@@ -183,8 +189,7 @@ def sweep_kernel(
                 if KEEP:
                     at = (token + t) * P
                     device.put(rows_ptr + at, device.pair(delta, written), channels, P, P, NL)
-                    device.put(
-                        fed_ptr + at, device.couple(fed[0], fed[1], V, FAST), channels, P, P, NL
-                    )
+                    device.put(fed_ptr + at, device.pair(fed[0], fed[1]), channels, P, P, NL)
+                    device.put(past_ptr + at, device.pair(before, fed[2]), channels, P, P, NL)
                 fed = fed_next
     device.store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)

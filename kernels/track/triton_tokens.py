@@ -100,15 +100,17 @@ def finish_kernel(
     rows_ptr,  # (f, t, P): pairs of Delta and `written`
     adjoint_ptr,  # (f, t, P): pairs of w and the cotangent of `written`
     read_ptr,  # (f, t, P): a B
+    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
     unit_B_ptr,  # (f, t, N): the cotangent of the unit B
     unit_C_ptr,  # (f, t, N)
-    grad_fed_ptr,  # (b, t, H, 3, c): the cotangents of raw Delta and, written, of x with feedback
+    grad_fed_ptr,  # (b, t, H, 2, c): the cotangents of raw Delta and, written, of x with feedback
     grad_x_ptr,  # (b, t, H c), written
     grad_B_ptr,  # (b, t, H n), written
     grad_C_ptr,  # (b, t, H n), written
     grad_delta_ptr,  # (b, t, H c), written
     grad_erase_ptr,  # (b, t, H), written
-    sums_ptr,  # (programs, H, 4, c), of which the last two are written: of dt_bias, of erase_bias
+    normed_ptr,  # (b, t, H, c), written: norm(y_{t-1})
+    sums_ptr,  # (programs, H, 2, c), written: of dt_bias, and in the first place of erase_bias
     count,  # b t
     t_end,
     H,
@@ -139,17 +141,19 @@ def finish_kernel(
     delta, _ = unpack(tl.load(rows_ptr + at, mask=channels, other=0), 2)
     _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
     grad_mixed = delta * grad_written
-    fed = grad_fed_ptr + wide * (3 * c) + p
+    fed = grad_fed_ptr + wide * (2 * c) + p
     grad_delta = tl.load(fed, mask=channels, other=0.0)
     _cast_store(grad_delta_ptr + wide * c + p, grad_delta, channels)
     _cast_store(fed + c, grad_mixed, channels)
     _cast_store(grad_x_ptr + wide * c + p, grad_mixed, channels)
-    read = tl.load(read_ptr + at, mask=channels, other=0.0).to(tl.float32)
+    y_past, inverse = unpack(tl.load(past_ptr + at, mask=channels, other=0), 2)
+    _cast_store(normed_ptr + wide * c + p, y_past * inverse, channels)
+    read = tl.load(read_ptr + at, mask=channels, other=0.0)
     beta = tl.load(scalars_ptr + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
     _cast_store(grad_erase_ptr + token * H + head, grad_erase, here)
     channel = tl.arange(0, P)
-    sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 4 + 2) * c + channel
+    sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 2) * c + channel
     tl.store(sums, tl.sum(grad_delta.to(tl.float32), 0), mask=channel < c)
     first = tl.where(channel == 0, tl.sum(grad_erase, 0), 0.0)
     tl.store(sums + c, first, mask=channel < c)

@@ -48,14 +48,36 @@ class Tracked(NamedTuple):
     y: Tensor  # (b, t, H c), in the dtype of h
 
 
+class Recurrence(NamedTuple):
+    """The fields of `TrackInputs` that the recurrence reads; W has the rows of Delta and of x."""
+
+    x: Tensor  # (b, t, H c)
+    B: Tensor  # (b, t, H n)
+    C: Tensor  # (b, t, H n)
+    delta: Tensor  # (b, t, H c)
+    erase: Tensor  # (b, t, H)
+    dt_bias: Tensor  # (H c,)
+    erase_bias: Tensor  # (H,)
+    A_log: Tensor  # (H c, n) or (H, c, n)
+    W: Tensor  # (H, 2 c, c)
+    h0: Tensor | None  # (b, H c, n)
+    y0: Tensor | None  # (b, H c)
+
+    @property
+    def sizes(self) -> Sizes:
+        b, t, H = self.erase.shape
+        return Sizes.of(b, t, H, self.W.shape[-1], self.A_log.shape[-1], self.x.dtype)
+
+
 class Kept(NamedTuple):
-    """What the backward reads besides the inputs and y; the last three empty without it."""
+    """What the backward reads besides the inputs; the last four empty without it."""
 
     B: Tensor  # (f, t, N / V) int64, words of the unit vectors
     C: Tensor  # likewise
     scalars: Tensor  # (f, t, 2): B C and beta
     rows: Tensor  # (f, t, P) int64: pairs of Delta and what is written
-    fed: Tensor  # (f, t, P): what is fed back to Delta and x, words of two, int32 or int64
+    fed: Tensor  # (f, t, P) int64: pairs of what is fed back to Delta and x
+    past: Tensor  # (f, t, P) int64: pairs of y_{t-1} and 1 / rms of it
     states: Tensor  # (f, chunks, N, P): h before each chunk
 
     @staticmethod
@@ -67,36 +89,7 @@ class Kept(NamedTuple):
         f, t, P, N, words = sizes.f, sizes.t, sizes.P, sizes.N, sizes.N // sizes.V
         B, C = (like.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
         scalars = like.new_empty(f, t, 2, dtype=torch.float32)
-        kind = torch.int32 if sizes.V == 4 else torch.int64
-        shapes = [(f, t, P), (f, t, P), (f, sizes.chunks, N, P)] if keep else [(0,)] * 3
-        dtypes = torch.int64, kind, torch.float32
-        pairs = zip(shapes, dtypes, strict=True)
-        return Kept(B, C, scalars, *(like.new_empty(shape, dtype=dtype) for shape, dtype in pairs))
-
-
-class Gradients(NamedTuple):
-    """The gradients of the inputs, and what their autograd function takes apart."""
-
-    x: Tensor  # (b, t, H c)
-    B: Tensor  # (b, t, H n)
-    C: Tensor  # (b, t, H n)
-    delta: Tensor  # (b, t, H c)
-    erase: Tensor  # (b, t, H)
-    gate: Tensor  # (b, t, H c)
-    skip: Tensor  # (b, t, H c)
-    sums: Tensor  # (H, 4, c): of D, of the weight, of dt_bias, and of erase_bias in the first place
-    A_log: Tensor  # (H c, n) or (H, c, n)
-    W_y: Tensor  # (H, 3 c, c)
-    h0: Tensor  # (b, H c, n)
-    y0: Tensor  # (b, H c)
-
-    @staticmethod
-    def empty(inputs: TrackInputs) -> "Gradients":
-        b, _, H, c, n = inputs.sizes
-        x, B, C, delta, erase, gate, skip = (v.new_empty(v.shape) for v in inputs[:ROWS])
-        sums, A_log, h0, y0 = (
-            inputs.x.new_empty(shape, dtype=torch.float32)
-            for shape in ((H, 4, c), inputs.A_log.shape, (b, H * c, n), (b, H * c))
-        )
-        W_y = inputs.x.new_empty(H, 3 * c, c)
-        return Gradients(x, B, C, delta, erase, gate, skip, sums, A_log, W_y, h0, y0)
+        chunks, tokens = (sizes.chunks, t) if keep else (0, 0)
+        rows, fed, past = (like.new_empty(f, tokens, P, dtype=torch.int64) for _ in range(3))
+        states = like.new_empty(f, chunks, N, P, dtype=torch.float32)
+        return Kept(B, C, scalars, rows, fed, past, states)

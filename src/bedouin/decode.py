@@ -28,6 +28,7 @@ from bedouin.state import RecurrentState
 from bedouin.wrapped import ReplacementWatch, is_untouched
 
 CHECK_TOKENS = 32  # tokens between two asynchronous checks of whether all of them were solved
+MOST_TOGETHER = 65_536  # values that one block of threads copies if torch copies several tensors
 WARMUP_RUNS = 2  # before a capture: Triton compiles and cuBLAS allocates its workspace there
 
 
@@ -247,8 +248,15 @@ class _Graph:
 
 
 def _load(buffers: list[RecurrentState], states: list[RecurrentState]) -> None:
-    for buffer, state in zip(buffers, states, strict=True):
-        torch._foreach_copy_(list(buffer.tensors), list(state.tensors))
+    """Copy states to buffers: one launch for all small tensors, one for each larger one."""
+    to, of = ([v for state in found for v in state.tensors] for found in (buffers, states))
+    pairs = list(zip(to, of, strict=True))
+    small = [pair for pair in pairs if pair[0].numel() <= MOST_TOGETHER]
+    if small:
+        torch._foreach_copy_([buffer for buffer, _ in small], [v for _, v in small])
+    for buffer, v in pairs:
+        if buffer.numel() > MOST_TOGETHER:
+            buffer.copy_(v)
 
 
 def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:

@@ -1,6 +1,5 @@
 """The study script: results, skipped steps, tasks, curricula, and options that are refused."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.tasks import IGNORE, Copying
+from bedouin.tasks import IGNORE, Copying, Group
+from common.options import decay
 from flags import UsageError
-from research import ensemble, stack, study
-from research.baselines import count
+from research import ensemble, length, stack, study
 from research.data import Data, eval_points, metrics
 
 POINT: dict[str, Any] = {
@@ -145,6 +144,52 @@ def test_a_run_with_too_many_skipped_steps_has_failed(
     assert not stack.has_failed(10, 1000) and stack.has_failed(11, 1000)
 
 
+def test_the_learning_rate_of_a_captured_step_changes_in_place() -> None:
+    one = stack.Ensemble(small(warmup=2), POINT, make_data(), CPU)
+    rates = [group["lr"] for group in one.optimizers[1].param_groups]
+    for step in range(4):
+        assert [float(rate) for rate in rates] == pytest.approx(
+            [1e-2 * decay("cosine", step, 2, 4)] * 2
+        )
+        one.step()
+        one.schedule.step()
+
+
+@pytest.mark.parametrize("name", ["tracking", "lstm_l1", "deltaproduct_l1"])
+def test_a_layer_by_name_learns_and_goes_on_from_states_of_other_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels of further steps go on with the products of the rows before."""
+    monkeypatch.setattr(length, "STEPS", 5)
+    monkeypatch.setattr(length, "RESTARTS", 0.0)
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {"zero": [], "carried": [], "noise": []}
+    step = length.Continued.step
+
+    def watched(one: length.Continued) -> None:
+        seen[one.kind].append((one.tokens[0].clone(), one.labels[0].clone()))
+        step(one)
+
+    monkeypatch.setattr(length.Continued, "step", watched)
+    options: dict[str, Any] = {"steps": (30,), "batch_size": (16,), "lr": (3e-3,), "log_every": 5}
+    options |= {"d_model": 256, "eval_rows": 4, "seeds": 1, "out": tmp_path}
+    ensemble.main(small(model=name, states=tuple(seen), **options))
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["point"].get("states") for row in rows] == [None, *seen]
+    assert [row["history"][-1]["step"] for row in rows] == [30, 5, 5, 5]
+    first, *_, last = (entry["loss"][0] for entry in rows[0]["history"])
+    assert last < first and rows[0]["smallest_conditioning"] == [None]
+    table = Group.from_name("A5").table
+    for kind, pairs in seen.items():
+        product = torch.zeros(16, dtype=torch.int64)
+        for tokens, labels in pairs:
+            product *= kind != "zero"
+            for token, label in zip(tokens.unbind(1), labels.unbind(1), strict=True):
+                product = table[product, token]
+                assert torch.equal(label, product)
+    with pytest.raises(ValueError, match="--states must be empty for a task other than word"):
+        length.Continued(stack.Ensemble(small(), POINT, make_data(task="parity"), CPU), "zero")
+
+
 def test_lengths_of_a_curriculum_end_and_those_that_passed_are_known() -> None:
     changes = {"task": "bound", "curriculum": "double", "curriculum_from": 2, "seeds": 2}
     data = make_data(**changes, max_operations=16, curriculum_until=0.5)
@@ -171,24 +216,10 @@ def test_a_model_by_name_takes_no_option_of_a_layer() -> None:
     ]
     with pytest.raises(ValueError, match="d_state must keep its default 16 for model 'hybrid_l2'"):
         study.make_model(config, {**DEFAULTS, "d_state": 2})
-    with pytest.raises(ValueError, match="--model must be among .*, got 'other' and 1"):
+    with pytest.raises(ValueError, match="solver must keep its default for model 'hybrid_l2'"):
+        study.make_model(small(model="hybrid_l2", d_model=256, solver="picard"), DEFAULTS)
+    with pytest.raises(ValueError, match="--model must be among .*, got 'other'"):
         small(model="other")
-
-
-def test_options_that_a_baseline_does_not_take_are_refused() -> None:
-    lstm = small(mixer_layer="lstm")
-    with pytest.raises(ValueError, match="decay must keep its default 'mamba' for mixer_layer"):
-        study.make_layer(lstm, {**DEFAULTS, "decay": "griffin"})
-    with pytest.raises(ValueError, match="num_heads must keep its default None for mixer_layer"):
-        study.make_layer(lstm, {**DEFAULTS, "num_heads": 2})
-    attention = study.make_layer(
-        dataclasses.replace(lstm, mixer_layer="attention"), {**DEFAULTS, "num_heads": 2}
-    )
-    assert attention.num_heads == 2
-    with pytest.raises(ValueError, match="eigenvalues must be None for mixer_layer 'lstm'"):
-        study.make_layer(dataclasses.replace(lstm, eigenvalues="full"), DEFAULTS)
-    with pytest.raises(ValueError, match="solver must keep its default for mixer_layer 'lstm'"):
-        study.make_layer(dataclasses.replace(lstm, solver="picard"), DEFAULTS)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -243,20 +274,8 @@ def test_a_longer_length_begins_with_the_step_after_the_log_entry() -> None:
     changes: dict[str, Any] = {"curriculum": "double", "length": 16, "seeds": 1}
     data, config = make_data(**changes), small(**changes)
     trained = stack.Ensemble(config, POINT | {"steps": 100}, data, CPU)
-    for length in (2, 4, 8):
+    for longest in (2, 4, 8):
         for _ in range(config.log_every):
             trained.refill()
-            assert int((trained.labels != IGNORE).sum(-1).max()) == length
+            assert int((trained.labels != IGNORE).sum(-1).max()) == longest
         data.advance([1.0])
-
-
-def test_a_width_is_found_for_a_number_of_parameters() -> None:
-    config = study.matched(small(match_parameters=200_000), DEFAULTS)
-    assert config.d_model % study.WIDTH_STEP == 0
-    sizes = [
-        count(study.make_model(dataclasses.replace(config, d_model=width), DEFAULTS)) - 200_000
-        for width in (config.d_model + shift for shift in (-32, 0, 32))
-    ]
-    assert min(sizes, key=abs) == sizes[1]
-    with pytest.raises(ValueError, match="--match-parameters must be at least"):
-        study.matched(small(match_parameters=10), DEFAULTS)

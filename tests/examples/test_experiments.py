@@ -25,17 +25,17 @@ import research.runs
 from bedouin.baselines import Attention
 from research import baselines, ensemble, experiment
 from research.experiments.plan import Experiment, Run
-from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, tables
+from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, settled, tables
 from research.models import MODELS
 from research.runs import RUNS, add_runs, read_run, read_runs
-from research.study import GRID, make_layer
+from research.study import GRID, make_layers
 from research.summary import figure_of_both, figure_of_lengths, summarize, tuning_markdown
 
 ALL = experiment.experiments()
 SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
 """Options whose default has changed since the earlier runs, without an effect on them."""
 REPORTED = ("table", "table-wide", "table-languages")
-TUNING = ("heads", "table-tuning")
+TUNING = ("heads", "table-tuning", "bedouin-tuning", "chess-tuning")
 NOT_PLANNED = {
     *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
 }
@@ -56,7 +56,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
         config = parsed(run)
         if run.script == "ensemble":
             with torch.device("meta"):
-                make_layer(config, {name: getattr(config, name)[0] for name in GRID})
+                make_layers(config, {name: getattr(config, name)[0] for name in GRID})
         if found.name in REPORTED:
             seeds = int(run.name[-1]) if "-seed" in run.name else 0, 1 if "-seed" in run.name else 3
             assert (config.first_seed, config.seeds) == seeds, run.name
@@ -77,7 +77,8 @@ def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
         saved = contents[run.name]["config"]
         names.add(run.name)
         config = asdict(parsed(run))
-        config["mixer_layer"] = config.get("mixer_layer") or config["layer"]
+        config["mixer_layer"] = config.get("layer", "bedouin")
+        saved["d_model"] = contents[run.name].get("rows", [saved])[0]["d_model"]
         for option in saved.keys() & config.keys() - set(SINCE):
             assert _listed(config[option]) == _listed(saved[option]), (run.name, option)
     assert contents.keys() - names == (NOT_PLANNED if name == "a5-cpu" else set())
@@ -248,7 +249,7 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     tuned("copy-tracking_no_read", {1e-3: 0.5, 2e-3: 0.4, 4e-3: 0.3})
     runs = read_runs(tmp_path / "table-tuning")
     assert chosen(runs, "s5", "rdn_l1") == ("rdn_l1_slow", 4e-3)
-    assert chosen(runs, "mqar", "tracking_no_read") == ("tracking_no_read", 1e-3)
+    assert chosen(runs, "mqar", "tracking_no_read") is None  # it has tuning runs of its own
     assert chosen(runs, "a5", "tracking_no_read") is None
     assert chosen(runs, "copy", "rdn_l1") is None
     found = {e.name: {run.name: run.options for run in e.runs} for e in tables(tmp_path)}
@@ -262,6 +263,27 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
     assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
     assert "--model rdn_l1_slow --compile --lr 0.008" in again["a5-rdn_l1"]
+
+
+def test_the_gate_chooses_the_rate_whose_worst_seed_is_the_best() -> None:
+    def run(*rates: tuple[float, list[float]]) -> dict[str, Any]:
+        rows = [
+            {"accuracy": {"16": {"token": of_seeds}}, "point": {"lr": rate}}
+            for rate, of_seeds in rates
+        ]
+        return {"rows": rows}
+
+    tuning = {
+        "a5-tracking": run((1e-3, [0.5]), (2e-3, [0.8]), (4e-3, [0.9])),
+        "a5-tracking-0.008": run((8e-3, [0.4])),
+    }
+    gate = {"a5-tracking": run((4e-3, [0.99, 0.7]))}
+    assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)  # a single rate
+    gate["a5-tracking-0.002"] = run((2e-3, [0.9, 0.75]))
+    assert settled(tuning, gate, "a5", "tracking") == ("tracking", 2e-3)
+    tuning["a5-tracking"]["rows"][1] = run((2e-3, [0.6]))["rows"][0]  # that of tuning is the worst
+    assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)
+    assert settled({}, gate, "a5", "tracking") is None
 
 
 def test_runs_that_others_bring_about_are_made_in_the_order_of_their_patterns(
@@ -332,12 +354,13 @@ def test_forms_of_rivals_begin_as_their_names_say() -> None:
     (i, f, *others), (_, recurrent, *_) = biases
     assert torch.equal(f + recurrent, torch.ones_like(f))
     assert max(bias.abs().max() for bias in (i, *others)) <= len(f) ** -0.5
-    (usual,), (slow,) = MODELS["gated_deltanet_l1_large"], MODELS["gated_deltanet_l1_slow"]
-    rates = []
-    for make in (usual, slow):
-        torch.manual_seed(0)
-        rates.append(make(256).get_parameter("A_log").exp())
-    torch.testing.assert_close(rates[1], rates[0] / 100)
+    pairs = {"gated_deltanet_l1_large": "gated_deltanet_l1_slow", "gdn2_l1": "gdn2_l1_slow"}
+    for names in pairs.items():
+        rates = []
+        for (make,) in map(MODELS.__getitem__, names):
+            torch.manual_seed(0)
+            rates.append(make(256).get_parameter("A_log").exp())
+        torch.testing.assert_close(rates[1], rates[0] / 100)
     for make in MODELS["attention_l2_nope"]:
         layer = make(256)
         assert isinstance(layer, Attention) and layer.rope_base is None

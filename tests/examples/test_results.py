@@ -216,6 +216,12 @@ def test_the_table_is_that_of_the_summary() -> None:
     assert json.loads((RESULTS / "summary.json").read_text(encoding="utf-8")) == summary()
 
 
+def of_rate(name: str, length: str) -> Seeds:
+    """The labels of seeds 0 to 4 of a run at a rate that is not that of the table."""
+    rows = [runs_of(folder)[name]["rows"][0] for folder in ("table", "table-more")]
+    return [v for row in rows for v in row["accuracy"][length]["token"]]
+
+
 def test_claims_of_the_table_and_the_index_hold() -> None:
     def worst(task: str, measure: str, *models: str) -> float:
         return min(float(v) for model in models for v in summary()[task][model][measure])
@@ -231,34 +237,40 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
     s5 = sorted(summary()["s5"]["tracking"]["token_512"])
     products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
     kept = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])
-    assert s5[0] < 0.05 and products[0] < 0.2 and products[1] > 0.99
+    assert s5[0] < 0.03 and s5[1] < 0.6 < 0.83 < s5[2] and products[0] < 0.2 and products[1] > 0.99
+    other = of_rate("s5-tracking-0.008", "512")
+    assert f"(the others {sorted(other)[1]:.2f} to {max(other):.2f} at 512)" in page
+    for name, length in (("a5-tracking-0.004", "512"), ("copy-tracking-0.008", "200")):
+        other = of_rate(name, length)
+        assert f" {min(other):.2f} to {max(other):.2f}" in page.split("end in a rate")[1]
+    assert max(of_rate("mqar-tracking_blocks-0.002", "512")) < 0.005
     copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
         "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
-        f"({s5[1]:.2f} to {s5[-1]:.2f} of the labels at 512)",
         f"keep {kept[1]:.2f} to {kept[-1]:.2f} of the sequences",
         f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
         f"`tracking` {copies['tracking']}, ",
         f"`recall` {copies['recall']}.",
-        f"({copies['recall_no_erase']})",
-        f"({span('a5', 'token_512', 'recall_no_x')} at 512)",
-        f"({span('bound_a5', 'token_16_32', 'recall')})",
-        f"(A5 0.02 at 512, S3 {span('bound_s3', 'token_16_32', 'recall_no_feedback')})",
+        f"in none ({span('bound_a5', 'token_16_32', 'recall')})",
     ):
         assert claim in page, claim
-    assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
+    for claim in (
+        f"({copies['recall_no_erase']})",
+        f"({span('a5', 'token_512', 'recall_no_x')} at 512)",
+        f"(A5 0.02 at 512, S3 {span('bound_s3', 'token_16_32', 'recall_no_feedback')})",
+    ):
+        assert claim in TEXTS["history"], claim
+    assert worst("a5", "token_512", "tracking", "recall", "lstm_l1") > 0.99
     assert best("a5", "token_512", "attention_l2", "gated_deltanet_l1") < 0.03
     assert best("a5", "token_512", "recall_no_feedback") < 0.025
-    assert 0.0005 < 0.99 - worst("s5", "token_128", "recall") < 0.0015
     assert worst("copy", "characters_200", "attention_l2") > 0.995
-    assert worst("copy", "characters_100", "recall") > 0.98
     four = ("attention_l2", "gated_deltanet_l1", "tracking", "recall")
     assert worst("mqar", "accuracy_512", *four) > 0.99
     assert worst("mqar", "accuracy_512", "recall_no_feedback") > 0.995
     assert best("mqar", "accuracy_512", "hybrid_l2") < 0.005
     learned = {m for m in summary()["bound_s3"] if worst("bound_s3", "token_16_32", m) > 0.99}
     of_recall = ("recall", "recall_no_x", "recall_k2", "recall_layer", "recall_by_head")
-    assert learned == {"tracking", "hybrid_l2", *of_recall}
+    assert learned == {"tracking", "tracking_blocks", "hybrid_l2", *of_recall}
     far = ("tracking", "recall_no_x", "recall_layer", "hybrid_l2")
     assert worst("bound_s3", "sequence_16_128", *far) > 0.98
     assert sum(v < 0.95 for v in summary()["bound_s3"]["recall"]["sequence_16_128"]) == 2
@@ -299,7 +311,7 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     rivals = [n for m, of in counts.items() if not m.startswith(("recall", "tracking")) for n in of]
     page = TEXTS["table-tuning"]
     assert f"Rivals have {min(rivals)} to {max(rivals)} runs a task" in page
-    assert counts["tracking"] == {3, 4, 5} and "`tracking` 3 to 5" in page
+    assert counts["tracking"] == {3, 5, 8, 10} and "`tracking` 3 to 10" in page
 
 
 # -- language, history, times

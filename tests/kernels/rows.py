@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from tests.kernels.rows_memory import CHUNK_RULE, RATE, SWEEP, TOKEN_RULE, TRACK
+from tests.kernels.rows_memory import CHUNK_RULE, RATE, STEP_RULE, SWEEP, TRACK
 from tests.kernels.table import (
     BF16,
     F16,
@@ -390,7 +390,7 @@ ROWS: dict[str, Row] = {
     "shifted norm": SHIFTED,
     "gated norm": NORM,
     "convolution": CONVOLUTION,
-    "rule by tokens": TOKEN_RULE,
+    "rule of steps": STEP_RULE,
     "rule in chunks": CHUNK_RULE,
     "rates": RATE,
     "tracker": TRACK,

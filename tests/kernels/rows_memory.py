@@ -70,10 +70,12 @@ def rule(
 
 
 EVERY = ("query", "key", "value", "beta", "log_decay", "memory")
-BY_CHUNKS = {"patch": {"bedouin.kernels.delta_rule.MOST_BY_TOKEN": 0}}
-TOKEN_RULE = Row(
+IN_CHUNKS = {torch.float64: 1e-9, F32: 1e-5, BF16: 4e-2, F16: 8e-3}
+"""In half precision each factor of a product is rounded to 8 or 11 bits, and errors of one token
+are factors of those of the next."""
+STEP_RULE = Row(
     rule,
-    {torch.float64: 1e-9, F32: 5e-5, BF16: 5e-3},
+    IN_CHUNKS | {F32: 5e-5},
     {"": {"t": 3, "k": 2}},
     [
         *(
@@ -108,22 +110,18 @@ TOKEN_RULE = Row(
         ),
     ],
     assert_near=in_2_norm,
+    spares=True,
 )
 CHUNK_RULE = Row(
     rule,
-    # in half precision each factor of a product is rounded to 8 or 11 bits, and errors of one token
-    # are factors of those of the next
-    {torch.float64: 1e-9, F32: 1e-5, BF16: 4e-2, F16: 8e-3},
+    IN_CHUNKS,
     {
         "": {},
         "without a decay": {"gated": False},
         "without a memory": {"starts": False},
     },
     [
-        *times(
-            sizes("tpv", (1, 16, 16), (2, 32, 64), (63, 40, 100), (64, 16, 64), (65, 128, 64)),
-            [BY_CHUNKS],
-        ),
+        *sizes("tpv", (1, 16, 16), (2, 32, 64), (63, 40, 100), (64, 16, 64), (65, 128, 64)),
         {"t": 130, "p": 64},
         *({"t": t, "p": 32, "v": 40, "dtype": of} for t, of in ((17, F16), (70, BF16))),
         *times([{"t": 70, "gated": False}], each("starts", True, False)),
@@ -133,7 +131,6 @@ CHUNK_RULE = Row(
         each("dtype", F32, BF16, F16),
         each("t", 16, 32, 1000),
         sizes("pv", (16, 16), (40, 100), (64, 128), (96, 64), (256, 64)),
-        [BY_CHUNKS],
     ),
     assert_near=in_2_norm,
     spares=True,
@@ -202,10 +199,6 @@ def tracker(
     return Call(run, exact, tensors, low, dtypes, slack={"erase_bias": 5})
 
 
-SEGMENTS = {
-    "bedouin.kernels.track.limits.WORKSPACE": 2**14,
-    "bedouin.kernels.track.limits.GRADIENT_CHUNKS": 2,
-}
 TRACK = Row(
     tracker,
     # feedback amplifies the roundings of bfloat16, which has 8 bits
@@ -227,8 +220,7 @@ TRACK = Row(
             [{"H": 1, "t": 22}],
         ),
         *times(each("H", 1, 2), [{"b": 3, "c": 16, "n": 16}]),
-        {"t": 100, "H": 1, "patch": SEGMENTS},
-        {"t": 100, "H": 1, "patch": {"bedouin.kernels.track.limits.WORKSPACE": 3 * 2**14}},
+        {"t": 100, "H": 1, "patch": {"bedouin.kernels.track.registered.PART": 2}},
     ],
     wrong=[
         ({"b": 2}, {name: shape}, f"{name} must have shape")

@@ -80,7 +80,7 @@ def main() -> None:
         "direct without feedback, 512 channels": layer(2, 6, 512, num_heads=1, feedback=()),
         "direct, many samples": layer(70, 6, 512, num_householder=4, num_heads=1),
         "direct, many states": layer(3, 18, 256, d_state=32, num_heads=1),
-        "direct, states in blocks": layer(2, 6, 256, d_state=64, num_heads=1),
+        "direct, 64 states": layer(2, 6, 256, d_state=64, num_heads=1),
         "direct, many states without feedback": layer(3, 18, 256, d_state=32, feedback=()),
         # a program of two samples of which one exists, and programs of eight
         "direct, heads": layer(3, num_heads=2),

@@ -56,19 +56,16 @@ class Case:
     fed: int | None = None  # raw values with feedback; None: all
     starts: bool = True
     has_axis: bool = True  # whether W_y and A have an axis of heads, as several need
-    erase: float = 0.0
-    feeds_x: bool = False
     low_rank: bool = False  # whether coefficients are those of `low_rank_bind`, which has no layout
     dtype: torch.dtype = torch.float32
     low: torch.dtype | None = None
 
     def layout(self) -> RawLayout:
-        return RawLayout(self.activation, self.selective, self.k, self.beta_max, self.erase)
+        return RawLayout(self.activation, self.selective, self.k, self.beta_max)
 
     def options(self) -> Parameterization:
         layout, scales = None if self.low_rank else self.layout(), (self.input_scale,)
-        given = *scales, self.eigenvalues, self.norm_eps
-        return Parameterization(layout, *given, feeds_x=self.feeds_x)
+        return Parameterization(layout, *scales, self.eigenvalues, self.norm_eps)
 
     def operands(self, device: str = "cpu") -> Operands:
         generator = torch.Generator().manual_seed(self.b + 10 * self.t)
@@ -82,8 +79,6 @@ class Case:
         x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)[:, : self.fed]
         A, h0, y0 = -draw(H, p, n).exp(), draw(b, p, n), draw(b, p)
         W_y = W_y if self.feedback else W_y[:, :0]
-        if self.feeds_x:
-            W_y = torch.cat([W_y, 0.2 * p**-0.5 * draw(H, p, p)], 1)
         start = (h0, y0) if self.starts else (None, None)
         if not self.has_axis:
             W_y, A = W_y.squeeze(0), A.squeeze(0)
@@ -118,7 +113,7 @@ def low_rank_bind(raw: Tensor, strength: Tensor) -> Coefficients:
     delta = softplus(delta - 1)
     e, M = torch.sigmoid(strength * delta), torch.diag_embed(-torch.sigmoid(alpha))
     U = unit(u.unflatten(-1, (k, p)))
-    return Coefficients(delta, unit(B), unit(C), e, U, M, raw[..., :0])
+    return Coefficients(delta, unit(B), unit(C), e, U, M)
 
 
 def cotangents(sweep: Sweep) -> list[Tensor]:

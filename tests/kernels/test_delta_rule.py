@@ -19,7 +19,6 @@ from tests.kernels.rows_memory import CHUNK_RULE, rule
 from tests.kernels.table import BF16, F32, F64, Tensors, implementations, in_2_norm, kernels
 from torch import Tensor
 
-import bedouin.kernels.delta_rule as package
 from bedouin.baselines import DeltaProduct
 from bedouin.kernels.delta_rule import (
     DeltaInputs,
@@ -90,7 +89,8 @@ def equal_keys_and_some_of_length_zero(v: Any) -> Tensors:
             (t, k, 16, partial(equal_keys, decay), 1e-5, 1e-5)
             for t, k, decay in ((9, 2, -500.0), (30, 2, -500.0), (70, 1, -20.0), (70, 1, -1000.0))
         ),
-        (30, 2, 16, partial(equal_keys, None), 1e-3, 1e-3),
+        # reflections along one line, whose gradients are differences of far larger sums
+        (30, 2, 16, partial(equal_keys, None), 1e-4, 0.0),
         (130, 1, 32, reflections_that_keep_the_memory, 1e-5, 0.0),
         # 1 - beta times the rounded square of a key's length is a factor of every later error
         (70, 1, 16, equal_keys_and_some_of_length_zero, 5e-5, 0.0),
@@ -131,14 +131,6 @@ def test_plain_torch_computes_in_at_least_float32() -> None:
     expected, last_expected = delta_rule(wide, None, F32, "torch")
     assert (o.dtype, last.dtype) == (BF16, F32)
     assert torch.equal(o, expected.bfloat16()) and torch.equal(last, last_expected)
-
-
-@pytest.mark.interpreter
-def test_which_kernel_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "MOST_BY_TOKEN", 16)
-    for t, k, name in ((16, 1, "delta_rule"), (17, 1, "delta_rule_chunks"), (17, 2, "delta_rule")):
-        o, _ = run_by("triton", F32)(*inputs_of(leaves_of(rule(1, t, k).given(F32, "cpu"))))
-        assert o.grad_fn is not None and o.grad_fn.name() == f"{name}Backward"
 
 
 @pytest.mark.gpu

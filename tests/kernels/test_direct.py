@@ -11,14 +11,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.sweeps import (
-    Case,
-    How,
-    run,
-)
+from tests.kernels.sweeps import Case, How, run
 from torch import Tensor
 
-from bedouin.kernels.direct import direct_sweep
 from bedouin.kernels.operands import Activation, Operands
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.testing import assert_close
@@ -46,7 +41,6 @@ OPTIONS: dict[str, Any] = {
     "fed": st.sampled_from([None, 1, 4, 6]),
     "input_scale": st.sampled_from(SCALES),
     "eigenvalues": st.sampled_from(RANGES),
-    "feeds_x": st.booleans(),
 }
 
 
@@ -61,7 +55,6 @@ OPTIONS: dict[str, Any] = {
     selective=st.booleans(),
     beta_max=st.sampled_from([1.0, 1.5]),
     norm_eps=st.sampled_from([1e-5, None]),
-    erase=st.sampled_from([0.0, 1.0, 2.0]),
     **OPTIONS,
 )
 def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None:
@@ -70,7 +63,7 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     else:
         options["t"] = min(options["t"], 40)
     if options["low_rank"]:
-        options |= {"k": 2, "selective": True, "erase": 0.0, "feeds_x": False, "fed": None}
+        options |= {"k": 2, "selective": True, "fed": None}
     if not options["selective"]:
         options["n"] = 1
     case = of_heads(**options)
@@ -87,6 +80,9 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
     # x fed back without a norm may diverge
     assume(size < 1e8)
     tolerance, actual = 1e-11 * (1 + size), run(case, how, given=given_operands)
+    near = run(case, how, given=given_operands._replace(raw=given_operands.raw * (1 + 1e-10)))
+    # a chaotic recurrence, too
+    assume(float((near["y"] - actual["y"]).abs().max() / actual["y"].abs().max()) < 1e-6)
     # where an elimination with pivots loses digits, so does the inverse
     defect, magnitude = expected.pop("defect"), expected.pop("magnitude")
     allowed = 1e-12 * actual["magnitude"] + 100 * defect
@@ -113,16 +109,6 @@ def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> 
     ours, theirs = (run(case, how, y_star=y_star) for how in ("buffers", "loop"))
     for name in (name for name in ours if name.startswith("gradient")):
         assert_close(name, ours[name], theirs[name], 1e-9, atol=1e-9)
-
-
-def test_a_given_fixed_point_with_erase_is_refused() -> None:
-    case = replace(ONE, erase=1.0)
-    y_star = torch.zeros_like(case.operands().x)
-    with pytest.raises(ValueError, match=r"y_star must be None with erase, got erase=1\.0"):
-        direct_sweep(case.operands(), case.options(), y_star=y_star)
-
-
-# -- feedback of a part of the raw values
 
 
 # -- derivatives

@@ -42,19 +42,22 @@ TOLERANCE = {
 
 
 def launched(
-    case: Case, samples: int, keep_every: int = CHUNK, parts: int | None = None
+    case: Case, samples: int, chunk: int = CHUNK, parts: int | None = None
 ) -> dict[str, Tensor]:
-    """What `run` returns, by the launches with so many samples of a program and parts of each."""
+    """What `run` returns, by the launches with so many samples of a program and parts of each, and
+    so many tokens between two kept h."""
     from bedouin.kernels.direct import launch
 
     operands, options = case.operands(DEVICE), case.options()
     chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
-    with patch.object(launch, "choose_rows", return_value=chosen):
-        y, h, kept, statistics = launch.launch_sweep(operands, options, keep_every)
+    with (
+        patch.object(launch, "choose_rows", return_value=chosen),
+        patch.object(launch, "CHUNK", chunk),
+    ):
+        y, h, kept, statistics = launch.launch_sweep(operands, options)
         sweep = Sweep(y, h.mT, *statistics)
         grad_y, grad_h = cotangents(sweep)
-        given = (grad_y, grad_h), y, kept, operands, options, keep_every
-        *every, report = launch.launch_reverse(*given, wants_y0=True)
+        *every, report = launch.launch_reverse((grad_y, grad_h), y, kept, operands, options)
     found = values_of(sweep)
     for name, v, operand in zip(Operands._fields, every, operands, strict=True):
         if operand is not None:
@@ -217,7 +220,6 @@ def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts
 
 
 @needs_triton
-@pytest.mark.parametrize("workspace", [1, 2**23])
 @pytest.mark.parametrize(
     ("case", "samples"),
     [
@@ -230,11 +232,8 @@ def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts
     ],
     ids=str,
 )
-def test_chunks_in_one_launch_of_the_reverse_sweep_and_in_several(
-    workspace: int, case: Case, samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bedouin.kernels.direct.launch.WORKSPACE", workspace)
-    assert_same(launched(case, samples, keep_every=2), expect(case), tolerance_of(case))
+def test_the_reverse_sweep_of_several_chunks(case: Case, samples: int) -> None:
+    assert_same(launched(case, samples, chunk=2), expect(case), tolerance_of(case))
 
 
 # tiles of all widths: of everything but the reflections, of two of them, of one, of many states

@@ -157,13 +157,15 @@ def test_values_and_statistics(case: Case, solver: IterativeSolver, tolerance: f
 def test_blocks_of_channels_and_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller blocks than a launch would have at these sizes change rounding only."""
     from bedouin.kernels.iteration import steps as module
+    from bedouin.kernels.scan import registered as of_scan
 
     case = replace(ONE, p=9, n=4)
     f, rule = map_of(case, case.operands(DEVICE), "triton"), Picard(0.2, 0.0).rule()
     found = []
     for smaller in (False, True):
-        for name in ("STATES", "DECIDE_TILE", "DECIDE_TOKENS") if smaller else ():
-            monkeypatch.setattr(module, name, 2)
+        if smaller:
+            monkeypatch.setattr(module, "DECIDE_TOKENS", 2)
+            monkeypatch.setattr(of_scan, "LANES", 2)
         steps = f.fuse(case.operands(DEVICE).x.cos(), rule)
         assert steps is not None
         for _ in range(3):

@@ -11,9 +11,8 @@ from tests.kernels.table import BF16, F64
 
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.backend import Backend, interpreter_is_on
-from bedouin.kernels.direct.limits import CHUNK, choose_chunk, choose_sweep
+from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
-from bedouin.kernels.operands import Operands
 from bedouin.solvers import Direct, Jacobi, Picard
 
 ONE = Case(heads=1, b=1, t=1, p=4, has_axis=False)
@@ -94,15 +93,6 @@ def test_a_tile_of_feedback_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ValueError, match="feedback of 128 channels with 16384 bytes"),
     ):
         choose_sweep("triton", case.operands(), case.options())
-
-
-@pytest.mark.parametrize(
-    ("t", "states", "chunk"),
-    [(16, 2**18, CHUNK), (16, 2**19, CHUNK // 2), (16, 2**20, CHUNK // 4), (17, 2**20, CHUNK)],
-)
-def test_large_memories_are_kept_more_often(t: int, states: int, chunk: int) -> None:
-    x, A = torch.empty(2, t, 1, device="meta"), torch.empty(2, states, 1, device="meta")
-    assert choose_chunk(Operands(x, x, A, A, None, None)) == chunk
 
 
 def test_the_precision_of_products_by_all_names_of_the_setting() -> None:

@@ -183,7 +183,8 @@ def test_results_without_a_gradient_are_the_same(name: str, backend: str, device
         ours = outputs_of(lambda *v: call.run(*v, backend=backend), list(tensors.values()))
     assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
     if backend == "triton" and row.spares:
-        kept = [sum(v.numel() for v in outputs) for _, _, outputs in (*less, *found)]
+        runs = (less, found)
+        kept = [sum(v.numel() for _, _, outputs in run for v in outputs) for run in runs]
         assert kept[0] < kept[1], "what only a backward reads is not kept"
 
 
@@ -234,12 +235,15 @@ def test_shapes_types_and_gradients_are_as_registered(name: str, backend: str, d
     if backend == "reference" and not name.startswith("sweep"):
         assert not found
         return
-    assert len(found) == 2, "an operation and its gradient"
-    (forward, inputs, _), (backward, given, _) = found
-    torch.library.opcheck(forward.overload, inputs, test_utils=UTILS)
-    # which has no gradient of its own
-    still = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
-    torch.library.opcheck(backward.overload, still, test_utils=UTILS)
+    # a tracker and its output
+    count = 2 if name.startswith("tracker") else 1
+    assert len(found) == 2 * count, "every operation and its gradient"
+    for forward, inputs, _ in found[:count]:
+        torch.library.opcheck(forward.overload, inputs, test_utils=UTILS)
+    for backward, given, _ in found[count:]:
+        # which has no gradient of its own
+        still = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
+        torch.library.opcheck(backward.overload, still, test_utils=UTILS)
 
 
 @pytest.mark.gpu
@@ -417,7 +421,7 @@ def test_no_operation_in_triton_is_missing_here() -> None:
         with recorded() as found:
             differentiated(*prepared(name, "cpu"))
         seen |= {operation.overload.name() for operation, _, _ in found}
-    plain = {"plain_scan", "plain_delta_rule"}
+    plain = set(OF_GRAPHS)
     plain |= {f"{name}_backward" for name in plain}
     assert {name.removeprefix("bedouin::") for name in OPERATIONS} - plain == {
         name.removeprefix("bedouin::").removesuffix(".default") for name in seen
@@ -426,7 +430,8 @@ def test_no_operation_in_triton_is_missing_here() -> None:
 
 OF_GRAPHS: dict[str, Callable[[], list[Any]]] = {
     "plain_scan": lambda: [*list(scan().tensors.values())[:6], "delta", "positive", False],
-    "plain_delta_rule": lambda: list(ROWS["rule by tokens"].make(t=5, k=2).tensors.values()),
+    "plain_delta_rule": lambda: list(ROWS["rule of steps"].make(t=5, k=2).tensors.values()),
+    "plain_track": lambda: [*ROWS["tracker"].make(t=5).tensors.values(), 1e-5, 1e-4],
 }
 
 

@@ -1,9 +1,6 @@
 """One layer with 1, 4, 8 and 16 heads, at equal width and at equal parameters."""
 
-from research import ensemble
-from research.baselines import count
 from research.experiments.plan import NARROW, STRINGS, THREE_TUNING, Experiment, Run, joined
-from research.study import GRID, make_model
 
 TASKS = {
     "a5": (
@@ -27,22 +24,21 @@ CHANGES = {
 kernels of one head and of large ones fill the GPU by themselves."""
 
 
-def parameters(options: str) -> int:
-    """The number of parameters of a model from its command line."""
-    config = ensemble.parse(options.split())
-    return count(make_model(config, {name: getattr(config, name)[0] for name in GRID}))
+EQUAL = {("a5", 1): 256, ("a5", 4): 416, ("a5", 16): 576}
+EQUAL |= {("copy", 1): 128, ("copy", 4): 224, ("copy", 16): 288}
+"""Values of d_model with about as many parameters as eight heads have at the task's width."""
 
 
 def heads() -> Experiment:
-    """The grid of heads; equal parameters are those of eight heads at the task's width."""
+    """The grid of heads."""
     runs = []
     for task, flags in TASKS.items():
-        size = f"--match-parameters {parameters(f'{flags} --num-heads 8')}"
         for number in HEADS:
             change = CHANGES.get((task, number), "")
             options = joined(flags, THREE_TUNING, f"--num-heads {number} --concurrent", change)
             runs.append(Run(f"{task}-heads{number}", options))
             if number != 8:
                 rate = "--lr 2e-3" if (task, number) == ("copy", 16) else ""
-                runs.append(Run(f"{task}-heads{number}-equal", joined(options, size, rate)))
+                width = f"--d-model {EQUAL[task, number]}"
+                runs.append(Run(f"{task}-heads{number}-equal", joined(options, width, rate)))
     return Experiment("heads", "How many heads, at equal width and parameters?", tuple(runs))

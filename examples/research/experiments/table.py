@@ -70,20 +70,24 @@ RATES_OF = {
 SLOWER = (("a5", 2e-3), ("s5", 2e-3), ("s5", 4e-3), ("copy", 2e-3), ("copy", 4e-3))
 """Further rates of "table-gate", for tasks on which a seed does not pass at the chosen one."""
 GATE = "table-gate"
+"""The folder of its runs."""
+_CONTROLS = "tracking_no_feedback", "tracking_no_read", "tracking_positive", "tracking_blocks"
 OWN_TUNING = {
     "mqar": (
         "tracking",
+        *_CONTROLS,
         "deltaproduct_l1",
         "gated_deltanet_l1",
         "lstm_l1",
         "m2rnn_l1",
         "hybrid_l2",
     ),
-    "s5": ("tracking",),
-    "bound_a5": ("tracking",),
+    "s5": ("tracking", "tracking_blocks"),
+    "bound_a5": ("tracking", "tracking_blocks"),
 }
 """Models that have tuning runs of their own on a task: on MQAR those that did not learn it with the
-rate of copying; `tracking` on every task. The number of tuning runs stands beside the results."""
+rate of copying; `tracking` and its parts in two blocks on every task. The number of tuning runs
+stands beside the results."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "tracking": ("tracking",),
@@ -102,6 +106,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "attention_l2": ("attention_l2", "attention_l2_nope"),
     "rdn_l1": ("rdn_l1", "rdn_l1_slow"),
     "m2rnn_l1": ("m2rnn_l1", "m2rnn_l1_square"),
+    "gdn2_l1": ("gdn2_l1", "gdn2_l1_slow"),
+    "kda_l1": ("kda_l1", "kda_l1_slow"),
+    "mamba3_l1": ("mamba3_l1",),
     "hybrid_l2": ("hybrid_l2", "hybrid_l2_lstm_first", "hybrid_l2_slow"),
 }
 """The models of the table, and the forms of each that tuning compares."""
@@ -169,22 +176,25 @@ def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
     return best if all(choice in rows for choice in wanted) else None
 
 
+def gate_rows(gate: Runs, task: str, model: str) -> list[dict[str, Any]]:
+    """The rows of the gate at several rates, which choose one; none where it has a single rate."""
+    rows = rows_of(gate, f"{task}-{model}")
+    return rows if len(rows) > 1 else []
+
+
 def settled(runs: Runs, gate: Runs, task: str, model: str) -> tuple[str, float] | None:
     """What `tuned` gives. Where the gate has seeds at several rates, the rate whose worst seed is
     the best, that of tuning and those of the gate together; none of them is reported."""
-    choice = tuned(runs, task, model)
-    if choice is None:
-        return None
-    rows = tuning_rows(runs, task, model)
-    worst = {
-        rate: min(*scores(row), *scores(rows[choice[0], rate]))
-        for row in rows_of(gate, f"{task}-{model}")
-        for rate in [row["point"]["lr"]]
-    }
-    return choice if len(worst) < 2 else (choice[0], max(worst, key=lambda rate: worst[rate]))
+    choice, rows = tuned(runs, task, model), tuning_rows(runs, task, model)
+    of_gate = {row["point"]["lr"]: row for row in gate_rows(gate, task, model)}
+    if choice is None or not of_gate:
+        return choice
+    form = choice[0]
+    worst = {rate: min(*scores(row), *scores(rows[form, rate])) for rate, row in of_gate.items()}
+    return form, max(worst, key=lambda rate: worst[rate])
 
 
-def _layer(form: str) -> str:
+def layer_flags(form: str) -> str:
     """The flags of a layer."""
     # kernels of this library, or of cuDNN, leave little that could be fused
     is_fused = form.startswith(("lstm_l1", "tracking"))
@@ -200,7 +210,7 @@ def _tuning(runs: Runs) -> Experiment:
                 continue
             best = chosen(runs, task, model)
             for form in forms:
-                options = joined(TASKS[task], RECIPE, NARROW, _layer(form), TUNING)
+                options = joined(TASKS[task], RECIPE, NARROW, layer_flags(form), TUNING)
                 rates = " ".join(f"{rate:g}" for rate in RATES)
                 found.append(Run(f"{task}-{form}", f"{options} --lr {rates}"))
                 further = set(ALSO.get(f"{task}-{form}", ()))
@@ -228,7 +238,7 @@ def _reported(
             choice = settled(runs, gate or {}, task, model)
             if choice is None:
                 continue
-            layer = f"{_layer(choice[0])} --lr {choice[1]:g}"
+            layer = f"{layer_flags(choice[0])} --lr {choice[1]:g}"
             options = joined(flags, RECIPE, width, layer)
             drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
             found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
@@ -239,7 +249,7 @@ def _gate(runs: Runs) -> Experiment:
     """What decides whether `tracking` replaces `recall`, on seeds after that of tuning."""
     name, question = GATE, "Does TrackingDeltaNet do on tuning seeds what recall of 0.2.0 did?"
     chosen_rate = _reported(runs, name, question, TASKS, range(101, 103), models=("tracking",))
-    options = joined(RECIPE, NARROW, _layer("tracking"), "--seeds 2 --first-seed 101")
+    options = joined(RECIPE, NARROW, layer_flags("tracking"), "--seeds 2 --first-seed 101")
     slower = (
         Run(f"{task}-tracking-{rate:g}", joined(TASKS[task], options, f"--lr {rate:g}"))
         for task, rate in SLOWER

@@ -71,10 +71,10 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
-            most 256, without second derivatives, in chunks for k = 1, else token by token in
-            float32; "fla": the kernels of flash-linear-attention, on a GPU in bfloat16 or float16,
-            except on Hopper with Triton from 3.4 to before 3.7.1, which miscompiles its backward
-            pass; "auto": "triton" on a GPU where it can, else "torch".
+            most 256, without second derivatives, in chunks, too; "fla": the kernels of
+            flash-linear-attention, on a GPU in bfloat16 or float16, except on Hopper with Triton
+            from 3.4 to before 3.7.1, which miscompiles its backward pass; "auto": "triton" on a
+            GPU where it can, else "torch".
     """
 
     state_type = DeltaState
@@ -142,7 +142,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        common.mark(self, "_no_weight_decay", "A_log", "dt_bias")
+        common.mark(self, "_no_weight_decay", "A_log", "dt_bias", "norm_weight")
 
     def _state_sizes(self) -> StateShapes:
         memory = self.num_heads, self.head_dim, self.value_dim

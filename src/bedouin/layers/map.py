@@ -76,7 +76,7 @@ class FixedPointMap:
         if self._wide is None:
             # cached with its graph, because later calls may record gradients if the first does not
             with torch.enable_grad():
-                self.operands.check(self.parameterization.feeds_x)
+                self.operands.check()
                 self._wide = self.operands.wide()
         return self._wide
 
@@ -92,8 +92,8 @@ class FixedPointMap:
                 self._mixer_values = tuple(value.to(dtype) for _, value in named)
         return self._mixer_values
 
-    def fed(self, y: Tensor) -> tuple[Tensor, Tensor]:  # (b, t, d) -> (b, t, d), (b, t, r)
-        """x and the raw values with the feedback W^y norm(y_{t-1}), at first that of the state."""
+    def fed(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, r)
+        """The raw values with the feedback W^y norm(y_{t-1}), at first that of the state."""
         return with_feedback(y, self.wide, self.parameterization)
 
     def __call__(self, y: Tensor) -> Tensor:  # (b, t, d) -> (b, t, d)
@@ -109,8 +109,7 @@ class FixedPointMap:
         return self._scan(y)[1]
 
     def _scan(self, y: Tensor) -> tuple[Tensor, Tensor]:  # (b, t, d) -> (b, t, d), (b, d, n)
-        x, raw = self.fed(y)
-        delta, B, C, mixer_raw = self.split(raw)
+        x, (delta, B, C, mixer_raw) = self.wide.x, self.split(self.fed(y))
         if self.mixer_values:
             mixed = _call(_Mix(self.mixer), self.mixer_values, mixer_raw, x, y)
         else:
@@ -158,9 +157,9 @@ class MixerBind:
 
     def __call__(self, raw: Tensor, *mixer_values: Tensor) -> Coefficients:  # (..., r), any shapes
         delta, B, C, mixer_raw = self.split(raw)
-        values, no_erase = mixer_values, raw[..., :0]
+        values = mixer_values
         form = _call(self.mixer, values, mixer_raw) if values else self.mixer(mixer_raw)
-        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]), no_erase)
+        return Coefficients(delta, B, C, *WYForm(*form).of_channels(delta.shape[-1]))
 
 
 class StructuredMap(FixedPointMap):
@@ -177,8 +176,7 @@ class StructuredMap(FixedPointMap):
         self, y: Tensor
     ) -> tuple[Tensor, Coefficients, Tensor | None, Tensor, direct.LocalFactors]:  # (b, t, d)
         """x, the coefficients for y, e or None for 0, sigma (b, t, d), and the factors."""
-        x, raw = self.fed(y)
-        found = self.bind(raw, *self.mixer_values)
+        x, found = self.wide.x, self.bind(self.fed(y), *self.mixer_values)
         diagonal = self.parameterization.diagonal(found.e)
         # except for the coupled scale, s has no state axis and does not depend on A, so that one
         # column of A is enough
@@ -224,7 +222,7 @@ class StructuredMap(FixedPointMap):
 
     def block_solve(self, y: Tensor) -> tuple[Tensor, Tensor]:  # y: (b, t, d)
         """G(y) (b, t, d), the solutions of the local equations, and the least pivot (b,)."""
-        x, (delta, B, C, _, U, M, _), diagonal, _, factors = self._local(y)
+        x, (delta, B, C, _, U, M), diagonal, _, factors = self._local(y)
         mixed, A = mix_channels(x, y, diagonal, U, M), self.operands.A
         options = self._scan_options()
         p, _ = selective_scan(mixed, delta, A, B, C, exclusive=True, **options)

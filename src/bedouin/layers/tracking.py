@@ -16,30 +16,21 @@ from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
 from bedouin.kernels.checks import check_number, positive_int
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
-from bedouin.kernels.direct import direct_sweep
-from bedouin.kernels.heads import fold, unfold
-from bedouin.kernels.linear import apply_weight, padding
-from bedouin.kernels.operands import Operands, Parameterization, RawLayout
-from bedouin.kernels.output import gated_output, shifted_norm
 from bedouin.kernels.padding import CLOSED, closed_value
-from bedouin.kernels.track import Tracked, TrackInputs, choose_track, track
+from bedouin.kernels.track import TrackInputs, track
 from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
-from bedouin.layers.heads import by_head, fold_state, make_linear, unfold_state
+from bedouin.layers.heads import make_linear
 from bedouin.layers.options import FEEDBACK_NORM_EPS
 from bedouin.packing import find_packing, last_token, tokens_before
-from bedouin.state import BedouinState, RecurrentState, StateShapes
+from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
 
 FEEDBACK_INIT = 0.1  # factor on W_y's usual initial values: with 1 the recurrence is chaotic
 # beta^e begins near 0.05: from 0.5 recall is learned less well (examples/results/history).
 ERASE_BIAS = -3.0
 WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256  # a channel's states, by d_model
-MAP = Parameterization(
-    RawLayout("softplus", True, 0, 1.0, 1.0), "delta", "positive", FEEDBACK_NORM_EPS, feeds_x=True
-)
-"""The recurrence of a tracker as a map without mixing, whose exact sweep the kernels compute."""
 
 
 class TrackerState(RecurrentState, namedtuple("_TrackerState", "conv ssm y")):  # type: ignore[misc]
@@ -144,7 +135,8 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        common.mark(self, "_no_weight_decay", "A_log", "dt_bias", "erase_bias", "D")
+        undecayed = "A_log", "dt_bias", "erase_bias", "D", "norm_weight"
+        common.mark(self, "_no_weight_decay", *undecayed)
         common.mark(self, "_no_reinit", "dt_bias")
 
     def _state_sizes(self) -> StateShapes:
@@ -221,12 +213,10 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         x = skip if of_x is None else fed
         with without_autocast(u.device):
             inputs = self._inputs((x, B, C, delta, erase, gate, skip), state, lengths)
-            if choose_track(inputs, self.backend) == "triton":
-                found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
-            else:
-                found = self._by_sweep(inputs)
+            found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
             y = found.y
-            last = y[:, -1] if lengths is None else last_token(y, lengths, state.y)
+            # a copy, since a view would keep the outputs of all tokens with the state
+            last = y[:, -1].clone() if lengths is None else last_token(y, lengths, state.y)
         output: Tensor = self.out_proj(found.hidden)
         return output, TrackerState(window, found.h, last)
 
@@ -248,30 +238,6 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
         parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
         return TrackInputs(x, B, C, delta, erase, gate, skip, *parameters, state.ssm, state.y)
-
-    def _by_sweep(self, inputs: TrackInputs) -> Tracked:
-        """`track` by the general sweep, which no transform of torch.func stops."""
-        H, c, low = self.num_trackers, self.tracker_dim, inputs.x.dtype
-        delta, erase = inputs.delta + inputs.dt_bias, inputs.erase + inputs.erase_bias
-        raw = [fold(v.to(low), H) for v in (delta, inputs.B, inputs.C, erase)]
-        r = sum(v.shape[-1] for v in raw)
-        # spare columns, so that the rows that kernels read begin at aligned addresses
-        raw.append(raw[0].new_zeros(*raw[0].shape[:2], padding(r)))
-        W_y, W_gate = inputs.W_y.to(low).squeeze(0).split([2 * c, c], -2)
-        h0 = y0 = None
-        if inputs.h0 is not None and inputs.y0 is not None:
-            before = fold_state(BedouinState(inputs.h0, inputs.y0), H)
-            h0, y0 = before.ssm, before.y
-        folded = torch.cat(raw, -1)[..., :r]
-        A = -torch.exp(common.at_least_float32(inputs.A_log))
-        operands = Operands(fold(inputs.x, H), folded, W_y, by_head(A, H), h0, y0)
-        y, h, *_ = direct_sweep(operands, MAP, backend=self.backend)
-        normed = shifted_norm(y, y0, FEEDBACK_NORM_EPS, dtype=low, backend=self.backend)
-        D, weight = (by_head(v, H) for v in (inputs.D, inputs.weight))
-        parts = fold(inputs.skip, H), D, fold(inputs.gate, H), None, apply_weight(normed, W_gate)
-        options: dict[str, Any] = {"eps": self.norm_eps, "dtype": low, "backend": self.backend}
-        hidden = gated_output(y, *parts, weight, **options)
-        return Tracked(hidden, unfold_state(BedouinState(h, y[:, -1]), H).ssm, unfold(y, H))
 
 
 _TrackingFields = namedtuple("_TrackingFields", "memory_conv memory tracker_conv ssm y")

@@ -1,0 +1,109 @@
+"""Length, reflections and feedback of `Bedouin`, and chess, in the order of their value.
+
+NAME-tuning trains every run at three rates on seed 100, NAME three seeds at the best of them. The
+seconds are those of one GPU (H200) without other work, for all runs with their tuning, estimated
+from runs of examples/results with as many tokens; several runs side by side take about half.
+
+    length            1,000     picard                1,000     bedouin --only "a5-*"      1,800
+    chess, "*-1m-*"   1,500     bedouin, "parity-*"   1,900     chess, "*-4m-*"            4,000
+
+The rivals of the table, `gdn2_l1`, `kda_l1` and `mamba3_l1`, are runs of "table-tuning" (1,900) and
+"table" (2,300).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from research.experiments import table
+from research.experiments.plan import TUNING, Experiment, Run, joined
+from research.experiments.table import LANGUAGES, NARROW, RECIPE, TASKS, layer_flags
+from research.runs import read_runs
+
+RATES = "5e-4 1e-3 2e-3"
+LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noise"
+CHESS = "--task chess --length 60 --eval-lengths 60 120 200 --batch-size 128 --steps 6000"
+HEADS = "--num-heads 8 --num-householder 2 --d-state 64"
+SIZES = {
+    "tracking": ("--model tracking --d-model 256", "--model tracking --d-model 624"),
+    "bedouin": (f"{HEADS} --d-model 256", f"{HEADS} --d-model 512"),
+    **{
+        name: (f"{layer_flags(form)} --d-model 256", f"{layer_flags(form)} --d-model 512")
+        for name, form in (
+            ("lstm_l1", "lstm_l1_forget"),
+            ("gated_deltanet_l1", "gated_deltanet_l1_slow"),
+            ("attention_l2", "attention_l2"),
+        )
+    },
+}
+"""Models of chess with 1.00 to 1.07 million parameters, and with 3.5 to 3.7."""
+
+LAYERS = {
+    "k0": "--num-householder 0",
+    "k0-unfed": "--num-householder 0 --feedback none",
+    **{
+        f"k{k}{beta}{fed}": joined(f"--num-householder {k}", bound, feedback)
+        for k in (1, 2, 4)
+        for beta, bound in (("", ""), ("-beta2", "--beta-max 2"))
+        for fed, feedback in (("", ""), ("-unfed", "--feedback none"))
+    },
+}
+"""Four heads of 128 channels; "unfed": without feedback."""
+
+SHORT = "--num-householder 2 --beta-max 2 --steps 3000 --batch-size 128 --seeds 2"
+PICARD = "--solver picard --rtol 0.1 --no-graph"
+TRAININGS = {
+    "exact": "",
+    "picard": PICARD,
+    "picard-one_step": f"{PICARD} --adjoint one_step",
+    "paper": f"{PICARD} --adjoint one_step --gamma-cap 4 1",
+}
+"""How two reflections are trained; paper: as Fixed-Point RNNs, section 4.4, with random caps."""
+PAPER_LAYER = (
+    "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
+)
+"""That of the paper but for the norms, which `Bedouin.from_paper` leaves out."""
+
+
+def tuned(name: str, question: str, options: Mapping[str, str], results: Path) -> list[Experiment]:
+    """The pair of experiments, of which the second one has the runs whose best rate is known."""
+    made, tuning, reported = read_runs(results / f"{name}-tuning"), [], []
+    for run, flags in options.items():
+        tuning.append(Run(run, joined(flags, TUNING, f"--lr {RATES}")))
+        if rows := made.get(run, {}).get("rows", ()):
+            best = max(rows, key=table.score)["point"]["lr"]
+            reported.append(Run(run, joined(flags, f"--seeds 3 --lr {best:g}")))
+    return [
+        Experiment(f"{name}-tuning", f"{question} Which learning rate?", tuple(tuning)),
+        Experiment(name, question, tuple(reported)),
+    ]
+
+
+def further(results: Path) -> list[Experiment]:
+    """All of them; length takes the rates of the table, or 2e-3."""
+    runs, gate, length = read_runs(results / table.TUNED), read_runs(results / table.GATE), []
+    for task in ("a5", "s5"):
+        for model, form in (("tracking", "tracking"), ("lstm_l1", "lstm_l1_forget")):
+            form, rate = table.settled(runs, gate, task, model) or (form, 2e-3)
+            options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
+            length.append(Run(f"{task}-{model}", options))
+            if task == "a5":
+                length.append(Run(f"{task}-from64-{model}", joined(options, "--length 64")))
+    games = {
+        f"chess-{size}-{name}": joined(CHESS, RECIPE, sizes[i])
+        for i, size in enumerate(("1m", "4m"))
+        for name, sizes in SIZES.items()
+    }
+    layers = {
+        f"{task}-{name}": joined(flags, "--steps 6000", RECIPE, NARROW, layer)
+        for task, flags in (("a5", TASKS["a5"]), ("parity", LANGUAGES["parity"]))
+        for name, layer in LAYERS.items()
+    }
+    base = joined(TASKS["a5"], RECIPE, NARROW, SHORT)
+    how = [Run(f"a5-{name}", joined(base, flags)) for name, flags in TRAININGS.items()]
+    how.append(Run("a5-paper-layer", joined(base, TRAININGS["paper"], PAPER_LAYER)))
+    return [
+        Experiment("length", "How far do models track from states of their own?", tuple(length)),
+        Experiment("picard", "What does the training of Fixed-Point RNNs reach?", tuple(how)),
+        *tuned("bedouin", "What are reflections and feedback for?", layers, results),
+        *tuned("chess", "Which layer knows the board after 60 to 200 plies?", games, results),
+    ]
