@@ -30,51 +30,67 @@ from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import FixedCap, GammaCap, Picard
 
-OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"feedback_norm": "no"}, TypeError, "feedback_norm must be True or False, got 'no'"),
-    ({"feedback_norm": 0}, TypeError, "feedback_norm must be True or False, got 0"),
-    ({"layer_idx": "0"}, TypeError, "layer_idx must be None or an int, got '0'"),
-    ({"layer_idx": True}, TypeError, "layer_idx must be None or an int, got True"),
-    ({"dtype": torch.int64}, TypeError,
+Row = tuple[Any, type[Exception], str]
+
+
+def of_kind(kind: type[Exception], rows: list[tuple[Any, str]]) -> list[Row]:
+    """Rows of what is wrong, the kind of the error, and its message."""
+    return [(wrong, kind, message) for wrong, message in rows]
+
+
+OPTIONS = of_kind(TypeError, [
+    ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
+    ({"feedback_norm": 0}, "feedback_norm must be True or False, got 0"),
+    ({"layer_idx": "0"}, "layer_idx must be None or an int, got '0'"),
+    ({"layer_idx": True}, "layer_idx must be None or an int, got True"),
+    ({"dtype": torch.int64},
      "dtype must be None or one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
      "got torch.int64"),
-    ({"dtype": "float32"}, TypeError, "dtype must be None or one of torch.float32, "),
-    ({"beta_max": True}, ValueError, "beta_max must be a finite number, got True"),
-    ({"feedback_init": "0.1"}, ValueError, "feedback_init must be a finite number, got '0.1'"),
-    ({"norm_eps": True}, ValueError, "norm_eps must be a finite number, got True"),
-    ({"d_conv": 0}, ValueError, "d_conv must be at least 1, got 0"),
-    ({"d_conv": 4.0}, TypeError, "d_conv must be an int >= 1, got 4.0"),
-    ({"num_householders": 2}, TypeError, "no option ... did you mean 'num_householder'?"),
-    ({"foo": 2}, TypeError, "has no option 'foo'. Valid: d_model, "),
-    ({"expand": 0}, ValueError, "expand must lie in (0, 1000.0], got 0"),
-    ({"expand": "2"}, ValueError, "expand must be a finite number, got '2'"),
-    ({"expand": 0.1}, ValueError, "must be a whole number of channels, at least 1, got 0.1 * 4"),
-    ({"expand": 1.3}, ValueError, "got 1.3 * 4 = 5.2: for 5 use expand=5 / 4"),
-    ({"num_householder": -1}, ValueError, "num_householder must be at least 1, got -1"),
-    ({"num_householder": 0, "beta_max": 1.0}, ValueError, "beta_max is that of ... got 1.0"),
-    ({"num_householder": 1.5}, TypeError, "num_householder must be an int >= 1, got 1.5"),
-    ({"beta_max": 0}, ValueError, "beta_max must lie in (0, 2], got 0"),
-    ({"beta_max": 2.5}, ValueError, "beta_max must lie in (0, 2], got 2.5"),
-    ({"mixer": LowRank(1), "num_householder": 2}, ValueError, "is shorthand ... not both"),
-    ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, ValueError, "beta_max is shorthand for"),
-    ({"mixer": "householder"}, TypeError, "mixer must be a ChannelMixer ... got 'householder'"),
-    ({"decay": "mamba2"}, ValueError, "decay must be one of ("),
-    ({"eigenvalues": "negative"}, ValueError, "eigenvalues must be one of ... got 'negative'"),
-    *(({"feedback": value}, ValueError, "feedback must be a collection of names from (")
+    ({"dtype": "float32"}, "dtype must be None or one of torch.float32, "),
+    ({"d_conv": 4.0}, "d_conv must be an int >= 1, got 4.0"),
+    ({"num_householders": 2}, "has no option 'num_householders'; did you mean 'num_householder'?"),
+    ({"foo": 2}, "has no option 'foo'. Valid: d_model, "),
+    ({"num_householder": 1.5}, "num_householder must be an int >= 1, got 1.5"),
+    ({"mixer": "householder"},
+     "mixer must be a ChannelMixer such as LowRank(2), got 'householder'"),
+    ({"solver": "direct"},
+     "solver must be 'auto' or a solver object such as Direct() or Picard(), got 'direct'"),
+    ({"adjoint": "implicit"},
+     "adjoint must be None or an adjoint object such as OneStepAdjoint(), got 'implicit'"),
+    ({"max_steps": 1.5}, "max_steps must be an int >= 1 or a Cap, got 1.5"),
+    ({"num_heads": 2.0}, "num_heads must be an int"),
+    ({"num_heads": True}, "num_heads must be an int"),
+]) + of_kind(ValueError, [
+    ({"beta_max": True}, "beta_max must be a finite number, got True"),
+    ({"feedback_init": "0.1"}, "feedback_init must be a finite number, got '0.1'"),
+    ({"norm_eps": True}, "norm_eps must be a finite number, got True"),
+    ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
+    ({"expand": 0}, "expand must lie in (0, 1000.0], got 0"),
+    ({"expand": "2"}, "expand must be a finite number, got '2'"),
+    ({"expand": 0.1}, "must be a whole number of channels, at least 1, got 0.1 * 4"),
+    ({"expand": 1.3}, "got 1.3 * 4 = 5.2: for 5 use expand=5 / 4"),
+    ({"num_householder": -1}, "num_householder must be at least 1, got -1"),
+    ({"num_householder": 0, "beta_max": 1.0},
+     "beta_max is that of reflections, of which num_householder=0 has none, got 1.0"),
+    ({"beta_max": 0}, "beta_max must lie in (0, 2], got 0"),
+    ({"beta_max": 2.5}, "beta_max must lie in (0, 2], got 2.5"),
+    ({"mixer": LowRank(1), "num_householder": 2},
+     "num_householder is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"),
+    ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, "beta_max is shorthand for"),
+    ({"decay": "mamba2"}, "decay must be one of ("),
+    ({"eigenvalues": "negative"},
+     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
+    *(({"feedback": value}, "feedback must be a collection of names from (")
       for value in (None, True, "mixer", [["mixer"]], {"mixer": False}, ("delta", "z"))),
-    ({"feedback_init": -1}, ValueError, "feedback_init must lie in [0, 1000.0], got -1"),
-    ({"norm_eps": 0.0}, ValueError, "norm_eps must lie in (0, 1], got 0.0"),
-    ({"solver": "direct"}, TypeError, "solver must be 'auto' or a solver object ... got 'direct'"),
-    ({"adjoint": "implicit"}, TypeError, "adjoint must be None or an adjoint ... got 'implicit'"),
-    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
-    ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
-    ({"on_unconverged": "print"}, ValueError, "on_unconverged must be one of ... got 'print'"),
-    ({"num_heads": 3}, ValueError, "num_heads must divide d_inner = ... = 8, got 3: use one"),
-    ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
-    ({"num_heads": 2.0}, TypeError, "num_heads must be an int"),
-    ({"num_heads": True}, TypeError, "num_heads must be an int"),
-    ({"backend": "cuda"}, ValueError, "backend must be one of ... got 'cuda'"),
-]  # fmt: skip
+    ({"feedback_init": -1}, "feedback_init must lie in [0, 1000.0], got -1"),
+    ({"norm_eps": 0.0}, "norm_eps must lie in (0, 1], got 0.0"),
+    ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+    ({"on_unconverged": "print"},
+     "on_unconverged must be one of ('warn', 'raise', 'ignore'), got 'print'"),
+    ({"num_heads": 3}, "num_heads must divide d_inner = ... = 8, got 3: use one"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ({"backend": "cuda"}, "backend must be one of ('auto', 'triton', 'reference'), got 'cuda'"),
+])  # fmt: skip
 
 
 def raises(kind: type[Exception], message: str) -> Any:
@@ -102,73 +118,77 @@ EARLIER = (
 )
 """Options of version 0.2.0."""
 BY_THE_PAPER = "decay", "input_scale", "feedback", "mixer", "beta_max", "output", "bias"
-CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (of(Bedouin, 4, d_state=0), ValueError, "d_state must be at least 1, got 0"),
-    (of(Bedouin, 4, d_state=True), TypeError, "d_state must be an int >= 1, got True"),
-    (of(Bedouin, 4, input_scale="tau"), ValueError, "input_scale must be one of ... got 'tau'"),
-    (of(Bedouin, 4, initialization=0.1), TypeError, "initialization must be None or an"),
-    (of(Bedouin, 4, initialization=Initialization(rates=(1.0, 0.1)), decay="griffin"), ValueError,
+CALLS = of_kind(ValueError, [
+    (of(Bedouin, 4, d_state=0), "d_state must be at least 1, got 0"),
+    (of(Bedouin, 4, input_scale="tau"),
+     "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
+    (of(Bedouin, 4, initialization=Initialization(rates=(1.0, 0.1)), decay="griffin"),
      "rates must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
-    (of(Bedouin.from_paper, 4, initialization=Initialization(rates=0.1)), ValueError,
+    (of(Bedouin.from_paper, 4, initialization=Initialization(rates=0.1)),
      "rates must be 1 with decay 'griffin', got 0.1"),
-    (of(Bedouin, 4, rate_scale=1.0), TypeError, "rate_scale: use ...Initialization(rates"),
-    (of(Bedouin, 4, delta_from_x_init=1.0), TypeError, "use ...Initialization(delta_from_x"),
-    *((of(Bedouin, 4, **{name: 1}), TypeError,
+    *((of(Bedouin, 4, feedback=iter(("delta", name))),
+       f"feedback must not contain '{name}', ... 0.2.0")
+      for name in ("x", "erase")),
+    (of(Initialization, delta_from_x="0"), "delta_from_x must be a finite number, got '0'"),
+    (of(Initialization, delta_from_x=-1.0), "delta_from_x must lie in [0, 1000.0], got -1"),
+    (of(Initialization, rates="1"), "rates must be a finite number, got '1'"),
+    (of(Initialization, rates=(1.0, 0.1, 0.1)), "rates must be a number, or a pair (first"),
+    (of(Initialization, rates=True), "rates must be a finite number, got True"),
+    (of(Initialization, rates=0.0), "rates must lie in (0, inf], got 0.0"),
+    (of(Initialization, rates=(1.0, float("inf"))), "rates must be a finite number, got inf"),
+    *((of(layer, 0), "d_model must be at least 1, got 0") for layer in (Bedouin, FixedPointRNN)),
+    (of(FixedPointRNN, 4, feedback=("B",)),
+     "feedback must be a collection of names from ('mixer',), got ('B',)"),
+    (of(HouseholderProduct, 0), "num_householder must be at least 1, got 0"),
+    (of(HouseholderProduct, 1, 0), "beta_max must lie in (0, 2], got 0"),
+    (of(HouseholderProduct, 1, float("nan")), "beta_max must be a finite number, got nan"),
+    (of(LowRank, 0), "rank must be at least 1, got 0"),
+    (of(Bedouin, 4, num_heads=1, mixer=Monarch((2, 3))),
+     "factors must have the product 8, ... got (2, 3)"),
+    (of(param_groups, torch.nn.Linear(2, 2), weight_decay=-0.1), "weight_decay must"),
+    (of(Bidirectional, Bedouin(4), Bedouin(8)), "must have one d_model, got 4 and 8"),
+    (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
+     "backend='triton' needs tensors on a CUDA device, got cpu"),
+]) + of_kind(TypeError, [
+    (of(Bedouin, 4, d_state=True), "d_state must be an int >= 1, got True"),
+    (of(Bedouin, 4, initialization=0.1), "initialization must be None or an Initialization such"),
+    (of(Bedouin, 4, rate_scale=1.0),
+     "no option rate_scale: use initialization=Initialization(rates=...)"),
+    (of(Bedouin, 4, delta_from_x_init=1.0),
+     "no option delta_from_x_init: use initialization=Initialization(delta_from_x=...)"),
+    *((of(Bedouin, 4, **{name: 1}),
        f"Bedouin has no option {name}: version 0.2.0 ... use TrackingDeltaNet")
       for name in EARLIER),
-    *((of(Bedouin, 4, feedback=iter(("delta", name))), ValueError,
-       f"feedback must not contain '{name}', ... 0.2.0") for name in ("x", "erase")),
-    (of(getattr, Bedouin, "recall"), AttributeError, "no recall: ... 0.2.0 ...Tracking"),
-    (of(FixedPointRNN, 4, projection="input"), TypeError, "no option projection: ... 0.2.0"),
-    (of(Bedouin, 4, output=None), TypeError, "Bedouin has no option output: Bedouin.from_paper"),
-    (of(Bedouin, 4, bias=None), TypeError, "Bedouin has no option bias: Bedouin.from_paper"),
-    (of(Initialization, delta_from_x="0"), ValueError, "delta_from_x must be a ... got '0'"),
-    (of(Initialization, delta_from_x=-1.0), ValueError, "delta_from_x must lie in ... got -1"),
-    (of(Initialization, rates="1"), ValueError, "rates must be a finite number, got '1'"),
-    (of(Initialization, rates=(1.0, 0.1, 0.1)), ValueError, "rates must be a number, or a pair"),
-    (of(Initialization, rates=True), ValueError, "rates must be a finite number, got True"),
-    (of(Initialization, rates=0.0), ValueError, "rates must lie in (0, inf], got 0.0"),
-    (of(Initialization, rates=(1.0, float("inf"))), ValueError, "rates must be a ... got inf"),
-    (of(Initialization, rate=1.0), TypeError, "no option 'rate'; did you mean 'rates'?"),
-    *((of(Initialization, **{name: 1}), TypeError,
-       f"Initialization has no option {name}: ... 0.2.0")
+    (of(FixedPointRNN, 4, projection="input"), "FixedPointRNN has no option projection: ... 0.2.0"),
+    (of(Bedouin, 4, output=None), "Bedouin has no option output: Bedouin.from_paper"),
+    (of(Bedouin, 4, bias=None), "Bedouin has no option bias: Bedouin.from_paper"),
+    (of(Initialization, rate=1.0), "Initialization has no option 'rate'; did you mean 'rates'?"),
+    *((of(Initialization, **{name: 1}), f"Initialization has no option {name}: ... 0.2.0")
       for name in ("memory_heads", "memory_rates", "memory_delta")),
-    *((of(layer, 0), ValueError, "d_model must be at least 1, got 0")
+    *((of(layer, 4.0), "d_model must be an int >= 1, got 4.0")
       for layer in (Bedouin, FixedPointRNN)),
-    *((of(layer, 4.0), TypeError, "d_model must be an int >= 1, got 4.0")
-      for layer in (Bedouin, FixedPointRNN)),
-    (of(FixedPointRNN, 4, d_state=4), TypeError, "FixedPointRNN has no option 'd_state'"),
-    (of(FixedPointRNN, 4, feedback=("B",)), ValueError, "feedback must be a ... got ('B',)"),
-    (of(HouseholderProduct, k=1), TypeError, "HouseholderProduct has no option 'k'"),
-    (of(HouseholderProduct, 0), ValueError, "num_householder must be at least 1, got 0"),
-    (of(HouseholderProduct, True), TypeError, "num_householder must be an int >= 1, got True"),
-    (of(HouseholderProduct, 1, 0), ValueError, "beta_max must lie in (0, 2], got 0"),
-    (of(HouseholderProduct, 1, float("nan")), ValueError, "beta_max must be a finite ... got nan"),
-    (of(LowRank, ranks=1), TypeError, "LowRank has no option 'ranks'; did you mean 'rank'?"),
-    (of(LowRank, 0), ValueError, "rank must be at least 1, got 0"),
-    (of(LowRank, "2"), TypeError, "rank must be an int >= 1, got '2'"),
-    (of(Kronecker, 4), TypeError, "factors must be None or a pair of ints, got 4"),
-    (of(Bedouin, 4, num_heads=1, mixer=Monarch((2, 3))), ValueError,
-     "factors must have the product 8, ... got (2, 3)"),
-    (of(SequenceModel, 3, 4, tie=1), TypeError, "SequenceModel has no option 'tie'"),
-    (of(Mamba, 4, dstate=1), TypeError, "Mamba has no option 'dstate'; did you mean 'd_state'?"),
-    (of(LSTM, 4, heads=1), TypeError, "LSTM has no option 'heads'. Valid: d_model, "),
-    (of(BedouinLayer, 8, d_model=8), TypeError,
-     "d_model is hidden_size here, got d_model=8: give that alone"),
-    *((of(Bedouin.from_paper, 4, **{name: None}), TypeError,
-       f"{name} of from_paper is fixed by the paper") for name in BY_THE_PAPER),
-    (of(Bedouin.from_paper, 8, decay="mamba"), TypeError,
+    (of(FixedPointRNN, 4, d_state=4), "FixedPointRNN has no option 'd_state'"),
+    (of(HouseholderProduct, k=1), "HouseholderProduct has no option 'k'"),
+    (of(HouseholderProduct, True), "num_householder must be an int >= 1, got True"),
+    (of(LowRank, ranks=1), "LowRank has no option 'ranks'; did you mean 'rank'?"),
+    (of(LowRank, "2"), "rank must be an int >= 1, got '2'"),
+    (of(Kronecker, 4), "factors must be None or a pair of ints, got 4"),
+    (of(SequenceModel, 3, 4, tie=1), "SequenceModel has no option 'tie'"),
+    (of(Mamba, 4, dstate=1), "Mamba has no option 'dstate'; did you mean 'd_state'?"),
+    (of(LSTM, 4, heads=1), "LSTM has no option 'heads'. Valid: d_model, "),
+    (of(BedouinLayer, 8, d_model=8), "d_model is hidden_size here, got d_model=8: give that alone"),
+    *((of(Bedouin.from_paper, 4, **{name: None}), f"{name} of from_paper is fixed by the paper")
+      for name in BY_THE_PAPER),
+    (of(Bedouin.from_paper, 8, decay="mamba"),
      "decay of from_paper is fixed by the paper, here to 'griffin', got 'mamba': leave it "),
-    (of(Bedouin.from_paper, 8, num_heads=2), TypeError, "num_heads"),
-    (of(param_groups, [], weight_decay=0.1), TypeError, "model must be an nn.Module, got list"),
-    (of(param_groups, torch.nn.Linear(2, 2), weight_decay=-0.1), ValueError, "weight_decay must"),
-    (of(Bidirectional, Bedouin(4), None), TypeError, "backwards must be a module, got NoneType"),
-    (of(Bidirectional, Bedouin(4), Bedouin(8)), ValueError, "must have one d_model, got 4 and 8"),
-    (lambda: Bidirectional(Bedouin(4), torch.nn.Linear(4, 4))(
-        torch.zeros(1, 2, 4), mask=torch.ones(1, 2).bool()), TypeError,
-     "mixer Linear takes no mask"),
-    (lambda: Bedouin(4, backend="triton")(torch.zeros(1, 1, 4)), ValueError, "needs ... CUDA"),
-]  # fmt: skip
+    (of(Bedouin.from_paper, 8, num_heads=2), "num_heads"),
+    (of(param_groups, [], weight_decay=0.1), "model must be an nn.Module, got list"),
+    (of(Bidirectional, Bedouin(4), None), "backwards must be a module, got NoneType"),
+    (of(Bidirectional(Bedouin(4), torch.nn.Linear(4, 4)), torch.zeros(1, 2, 4),
+        mask=torch.ones(1, 2).bool()), "mixer Linear takes no mask"),
+]) + of_kind(AttributeError, [
+    (of(getattr, Bedouin, "recall"), "Bedouin has no recall: version 0.2.0 ... Tracking"),
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), CALLS, ids=range(len(CALLS)))
@@ -194,26 +214,29 @@ def test_a_cap_that_is_set_later_is_checked() -> None:
     assert layer.cap == GammaCap(2.0)
 
 
-INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
-    (torch.zeros(2, 4), ValueError, "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
-    (torch.zeros(1, 2, 3, 4), ValueError, "with m = d_model = 4, got (1, 2, 3, 4)"),
-    (torch.zeros(2, 3, 5), ValueError, "x must have shape (b, t, m) with m = ... got (2, 3, 5)"),
-    (torch.zeros(2, 3, 4, dtype=torch.int64), TypeError, "x must have ... embed tokens"),
-    (torch.zeros(2, 3, 4, dtype=torch.float64), TypeError, "x must have the layer's dtype ... got"),
-    (list(torch.zeros(2, 3, 4)), TypeError,  # type: ignore[list-item]
+INPUTS = of_kind(ValueError, [
+    (torch.zeros(2, 4), "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
+    (torch.zeros(1, 2, 3, 4), "with m = d_model = 4, got (1, 2, 3, 4)"),
+    (torch.zeros(2, 3, 5), "x must have shape (b, t, m) with m = d_model = 4, got (2, 3, 5)"),
+    (torch.zeros(2, 3, 4, device="meta"), "x must be on the layer's device cpu, got meta"),
+]) + of_kind(TypeError, [
+    (torch.zeros(2, 3, 4, dtype=torch.int64),
+     "x must have a floating dtype, got torch.int64: embed tokens first"),
+    (torch.zeros(2, 3, 4, dtype=torch.float64),
+     "x must have the layer's dtype torch.float32, got torch.float64"),
+    (list(torch.zeros(2, 3, 4)),
      "x must be a tensor (b, t, m), got list: join its tensors with torch.stack"),
-    (torch.zeros(2, 3, 4).tolist(), TypeError,  # type: ignore[list-item]
+    (torch.zeros(2, 3, 4).tolist(),
      "x must be a tensor (b, t, m), got list: convert it with torch.as_tensor"),
-    ((torch.zeros(2, 3, 4),), TypeError,  # type: ignore[list-item]
+    ((torch.zeros(2, 3, 4),),
      "x must be a tensor (b, t, m), got tuple: join its tensors with torch.stack"),
-    (memoryview(b"1"), TypeError,  # type: ignore[list-item]
+    (memoryview(b"1"),
      "x must be a tensor (b, t, m), got memoryview: convert it with torch.as_tensor"),
-    (pack_sequence([torch.zeros(3, 4)]), TypeError,  # type: ignore[list-item]
+    (pack_sequence([torch.zeros(3, 4)]),
      "x must be a tensor (b, t, m), got PackedSequence: pad it with "
      "torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"),
-    (None, TypeError, "x must be a tensor (b, t, m), got NoneType"),  # type: ignore[list-item]
-    (torch.zeros(2, 3, 4, device="meta"), ValueError, "x must be on the layer's ... got meta"),
-]  # fmt: skip
+    (None, "x must be a tensor (b, t, m), got NoneType"),
+])  # fmt: skip
 
 
 KINDS = (
@@ -260,25 +283,28 @@ def test_inputs_of_a_step() -> None:
 
 
 ssm, y = torch.zeros(2, 8, 3), torch.zeros(2, 8)
-STATES: list[tuple[Any, type[Exception], str]] = [
-    ((ssm, y), TypeError, "state must be a BedouinState or None, got tuple: make one with "
+STATES = of_kind(TypeError, [
+    ((ssm, y),
+     "state must be a BedouinState or None, got tuple: make one with "
      "init_state(batch_size) or BedouinState(ssm, y)"),
-    (ssm, TypeError, "state must be a BedouinState or None, got Tensor: make one with"),
-    (BedouinState(1.0, y), TypeError,  # type: ignore[arg-type]
+    (ssm, "state must be a BedouinState or None, got Tensor: make one with"),
+    (BedouinState(1.0, y),  # type: ignore[arg-type]
      "state.ssm must be a tensor (b, d, n), got float"),
-    (BedouinState(ssm, None), TypeError,  # type: ignore[arg-type]
+    (BedouinState(ssm, None),  # type: ignore[arg-type]
      "state.y must be a tensor (b, d), got NoneType"),
-    (BedouinState(ssm[:1], y[:1]), ValueError, "(2, 8, 3), got (1, 8, 3): make one with init"),
-    (BedouinState(ssm[0], y[0]), ValueError, "state.ssm must have shape (2, 8, 3), got (1, 8, 3)"),
-    (BedouinState(ssm, y[:, :4]), ValueError, "state.y must have shape (2, 8), got (2, 4)"),
-    (BedouinState(ssm[..., :2], y), ValueError, "state.ssm must have shape ... got (2, 8, 2)"),
-    (BedouinState(ssm.double(), y), ValueError, "state.ssm must have dtype ... use state.to("),
-    (BedouinState(ssm, y.double()), ValueError, "state.y must have dtype ... got torch.float64"),
-    (BedouinState(ssm, y.int()), ValueError, "state.y must have dtype ... got torch.int32"),
-    (BedouinState(ssm.to("meta"), y), ValueError,
-     "state.ssm must be on cpu, got meta: use state.to(device)"),
-    (BedouinState(ssm, y.to("meta")), ValueError, "state.y must be on cpu, got meta"),
-]  # fmt: skip
+]) + of_kind(ValueError, [
+    (BedouinState(ssm[:1], y[:1]),
+     "state.ssm must have shape (2, 8, 3), got (1, 8, 3): make one with init_state(batch_size)"),
+    (BedouinState(ssm[0], y[0]), "state.ssm must have shape (2, 8, 3), got (1, 8, 3)"),
+    (BedouinState(ssm, y[:, :4]), "state.y must have shape (2, 8), got (2, 4)"),
+    (BedouinState(ssm[..., :2], y), "state.ssm must have shape (2, 8, 3), got (2, 8, 2)"),
+    (BedouinState(ssm.double(), y),
+     "state.ssm must have dtype torch.float32, got torch.float64: use state.to(torch.float32)"),
+    (BedouinState(ssm, y.double()), "state.y must have dtype torch.float32, got torch.float64"),
+    (BedouinState(ssm, y.int()), "state.y must have dtype torch.float32, got torch.int32"),
+    (BedouinState(ssm.to("meta"), y), "state.ssm must be on cpu, got meta: use state.to(device)"),
+    (BedouinState(ssm, y.to("meta")), "state.y must be on cpu, got meta"),
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(("state", "kind", "message"), STATES, ids=lambda v: str(v)[:30])
