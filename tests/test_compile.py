@@ -214,6 +214,16 @@ def test_saved_tensors_of_a_graph_may_be_packed(solve: str) -> None:
     assert_close(actual, results(layer, layer, x, "train"))
 
 
+def test_low_precision_is_that_of_eager_mode() -> None:
+    layer, x = Bedouin(3, d_state=2), torch.randn(2, 3, 3)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = (results(run, layer, x, "train") for run in (call, layer))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
 COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])

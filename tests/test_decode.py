@@ -25,6 +25,7 @@ from bedouin import (
     Decoder,
     FixedPointRNN,
     Kronecker,
+    SequenceModel,
     TrackingDeltaNet,
     decode,
 )
@@ -256,6 +257,22 @@ def test_graph_equals_forward(name: str, dtype: torch.dtype, autocast: Any, b: i
             assert_close(f"step {t}", y_t, whole[:, t], rtol)
             assert_close(f"decoder {t}", decoder(x[:, t]), y_t, rtol)
     assert layer.stats is not None and bool(layer.stats.converged.all())
+
+
+@gpu
+@pytest.mark.parametrize("options", [CONVOLVED, CONVOLVED | {"num_householder": 0}, {}])
+@torch.no_grad()
+def test_a_graph_of_several_layers_has_the_bits_of_single_launches(options: Any) -> None:
+    layers = [Bedouin(64, **options, device="cuda") for _ in range(3)]
+    model = SequenceModel(11, 64, layers, device="cuda")
+    decoder, state = Decoder(model, 2), model.init_state(2)
+    for t, token in enumerate(torch.randint(11, (48, 2), device="cuda")):
+        expected, state = model.step(token, state)
+        assert torch.equal(decoder(token), expected), t
+        for parameter in model.parameters() if t % 8 == 7 else ():
+            parameter.mul_(1.01)
+    for found, kept in zip(decoder.state, state, strict=True):
+        assert all(map(torch.equal, found.tensors, kept.tensors))
 
 
 @gpu

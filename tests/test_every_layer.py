@@ -219,24 +219,36 @@ def test_layers_with_random_options(
     check_documents(layer, row, every, ends, of_documents, 1e-12 * growth)
 
 
-@drawn(40, RNGS, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+
+
+@drawn(40, RNGS, DTYPES, st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_a_call_changes_nothing_and_says_what_failed(
-    rng: random.Random, dtype: torch.dtype
+    rng: random.Random, dtype: torch.dtype, b: int, t: int, autocast: bool
 ) -> None:
-    """With any solver and adjoint: what has converged is finite, and so are its gradients; the same
-    call gives the same bits; only what has not converged is an error."""
+    """With any solver and adjoint, under autocast, of no samples or tokens: what has converged is
+    finite, and so are its gradients; the same call gives the same bits; only what has not converged
+    is an error."""
     layer = random_layer(rng, dtype=dtype, **random_solve(rng))
     hypothesis.note(f"{layer} {layer.extra_repr()}")
-    x = (rng.choice((1.0, 0.0, 1e-6, 1e2)) * torch.randn(3, 5, layer.d_model)).to(dtype)
-    incoming, kept = random_state(layer, 3), copy.deepcopy(layer.state_dict())
+    size = rng.choice((1.0, 0.0, 1e-6, 1e2))
+    x = (size * torch.randn(b, t, layer.d_model)).to(dtype)
+    incoming, kept = random_state(layer, b), copy.deepcopy(layer.state_dict())
     generator, layer.record_history = torch.get_rng_state(), rng.choice((True, False))
-    output, state = layer(x.requires_grad_(), incoming, return_state=True)
+    autocast &= dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output, state = layer(x.requires_grad_(), incoming, return_state=True)
+    assert output.shape == x.shape and output.dtype == (torch.bfloat16 if autocast else dtype)
+    assert [v.dtype for v in state.tensors] == [v.dtype for v in incoming.tensors]
     stats: Any = layer.stats
     good = stats.converged
     assert (stats.history is not None) == layer.record_history
     assert output[good].isfinite().all() and state.ssm[good].isfinite().all()
     (output.double().sum() + state.ssm.double().sum()).backward()
-    if good.all() and (stats.backward is None or stats.backward.converged.all()):
+    # cotangents of float16 may overflow, where x is small or a convolution adds them up
+    overflows = dtype == torch.float16 and (layer.conv is not None or size < 1)
+    is_good = good.all() and (stats.backward is None or stats.backward.converged.all())
+    if is_good and not overflows:
         grads = [v.grad for v in (x, *layer.parameters()) if v.grad is not None]
         assert not any(grad.isnan().any() for grad in grads)
     assert torch.equal(torch.get_rng_state(), generator)

@@ -206,6 +206,38 @@ def test_padding_and_documents_run_the_kernels_of_a_batch(
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "batch", "places", "most"),
+    [
+        # documents of one length are a batch as it is; others are gathered, in both directions
+        ((1, 96), (2, 48), {"cu_seqlens": torch.tensor([0, 48, 96])}, (2, 0)),
+        ((1, 96), (3, 66), {"cu_seqlens": torch.tensor([0, 10, 30, 96])}, (29, 7)),
+        # which orders the tokens, and masks input, raw values and output
+        ((40, 16), (40, 16), {"mask": torch.arange(16) < torch.arange(40)[:, None] % 17}, (37, 9)),
+    ],
+    ids=["documents of one length", "documents", "padding"],
+)
+def test_the_launches_beyond_those_of_a_batch(
+    shape: tuple[int, int],
+    batch: tuple[int, int],
+    places: dict[str, Tensor],
+    most: tuple[int, int],
+    num_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, counts = 32 * num_heads, []
+    layer = Bedouin(m, num_heads=num_heads, backend="triton", on_unconverged="ignore")
+    for size, given in ((batch, {}), (shape, places)):
+        layer.zero_grad()
+        x = torch.randn(*size, m, requires_grad=True)
+        counts.append([found.names for found in launches_of(layer, x, monkeypatch, **given)])
+    for plain, found, more in zip(*counts, most, strict=True):
+        assert len(found) <= len(plain) + more, found
+        assert "mask" in places or not {"index_add", "index_put"} & {*found}
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("feedback", "num_heads", "most", "mixed"),
     [

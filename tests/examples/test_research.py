@@ -33,6 +33,12 @@ def test_steps_are_counted_before_and_after_training(tmp_path: Path) -> None:
     assert (tmp_path / "iterations.png").stat().st_size > 1000
 
 
+def test_a_solve_that_does_not_converge_is_null() -> None:
+    config, feedback = iterations.Config(lengths=(16,), cap=1), iterations.FEEDBACK["with feedback"]
+    found = iterations.counts(config, iterations.make_model(config, feedback, "auto"), feedback)
+    assert all(of == {"16": None} for of in found.values())
+
+
 @pytest.mark.parametrize("layer", list(iterations.FEEDBACK))
 def test_the_page_of_iterations_has_the_numbers_of_its_runs(layer: str) -> None:
     runs = read_runs(iterations.RESULTS)
