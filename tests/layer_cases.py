@@ -131,13 +131,9 @@ CPU = Place("cpu", torch.float64, 4, 1e-11)
 GPU = Place("cuda", torch.float32, 64, 1e-3)
 # the paper's map amplifies roundings of float32 a thousandfold, in plain torch on a CPU too
 ON_GPU = [name for name in (*FIXED_POINTS, *MEMORIES) if name not in (*ITERATED, "paper")]
-places = pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(pytest.param(name, CPU, id=name) for name in LAYERS),
-        *(pytest.param(n, GPU, id=f"{n}, cuda", marks=pytest.mark.gpu) for n in ON_GPU),
-    ],
-)
+PLACES = [pytest.param(name, CPU, id=name) for name in LAYERS]
+PLACES += [pytest.param(n, GPU, id=f"{n}, cuda", marks=pytest.mark.gpu) for n in ON_GPU]
+places = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
 def make(name: str, place: Place = CPU, **options: Any) -> Any:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tests.layer_cases import (
     BASELINES,
     CPU,
-    FIXED_POINTS,
     GPU,
     LAYERS,
     MEMORIES,
+    PLACES,
     RNGS,
     SOLVES,
     Place,
@@ -261,14 +261,6 @@ def test_a_call_changes_nothing_and_says_what_failed(
         layer(x)
 
 
-@places
-@torch.no_grad()
-def test_a_state_keeps_no_memory_of_other_tokens(name: str, place: Place) -> None:
-    layer, x, before = on_places(name, place, 2, 5)
-    _, state = layer(x, before, return_state=True)
-    assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.tensors)
-
-
 @layers_and_solves
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -336,13 +328,11 @@ def test_a_state_is_selected_joined_detached_and_converted(name: str) -> None:
     assert torch.equal(layer(x.unsqueeze(1), zeros), layer(x.unsqueeze(1)))
 
 
-@layers_and_solves
-def test_a_returned_state_owns_its_memory(name: str) -> None:
-    for b in (1, 2):
-        assert_owns_memory(make(name), draw(b, 20))
-    if name in FIXED_POINTS | SOLVES:
-        with torch.no_grad():
-            assert_owns_memory(make(name), draw(2, 20))
+@pytest.mark.parametrize(("name", "place"), [*PLACES, *((name, CPU) for name in SOLVES)])
+@pytest.mark.parametrize(("b", "recorded"), [(1, True), (2, True), (2, False)])
+def test_a_returned_state_owns_its_memory(name: str, place: Place, b: int, recorded: bool) -> None:
+    with torch.set_grad_enabled(recorded):
+        assert_owns_memory(make(name, place), draw(b, 20, place))
 
 
 def gathered(state: Any) -> Any:

@@ -24,8 +24,6 @@ from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.iteration import IterationRule, choose_iteration
 from bedouin.layers.mixers import StructuredMixer
 from bedouin.solvers import (
-    Anderson,
-    Broyden,
     Direct,
     ImplicitAdjoint,
     Jacobi,
@@ -34,41 +32,13 @@ from bedouin.solvers import (
     Solver,
     UnrolledAdjoint,
 )
-from bedouin.testing import assert_close, decode_gap, find_fixed_point, layer_gradients
+from bedouin.testing import assert_close, decode_gap, layer_gradients
 
 
 def matrix(mixer: ChannelMixer, raw: Tensor, d: int) -> Tensor:
     """Q (d, d), column by column."""
     basis = torch.eye(d, dtype=raw.dtype)
     return basis - torch.stack([mixer.complement(raw, e) for e in basis], 1)
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 4), st.integers(1, 7), st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 999))
-def test_householder_product_is_its_definition(k: int, d: int, beta_max: float, seed: int) -> None:
-    torch.manual_seed(seed)
-    mixer = HouseholderProduct(k, beta_max) if k else NoMixing()
-    raw = torch.randn(mixer.raw_size(d), dtype=torch.float64)
-    Q = torch.eye(d, dtype=torch.float64)
-    for i in range(k):
-        u = raw[i * d : (i + 1) * d]
-        u = u / (u.square().sum() + d * 1e-6).sqrt()
-        Q = Q @ (torch.eye(d) - beta_max * torch.sigmoid(raw[k * d + i]) * torch.outer(u, u))
-    assert_close("Q", matrix(mixer, raw, d), Q, 1e-13, atol=1e-14)
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 4), st.integers(1, 7), st.integers(0, 999))
-def test_low_rank_is_its_definition(k: int, d: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    mixer = LowRank(k)
-    raw = torch.randn(mixer.raw_size(d), dtype=torch.float64)
-    Q = torch.zeros(d, d, dtype=torch.float64)
-    for i in range(k):
-        u = raw[i * d : (i + 1) * d]
-        u = u / (u.square().sum() + d * 1e-6).sqrt()
-        Q = Q + torch.sigmoid(raw[k * d + i]) * torch.outer(u, u)
-    assert_close("Q", matrix(mixer, raw, d), Q, 1e-13, atol=1e-14)
 
 
 def bounded(raw: Tensor) -> Tensor:
@@ -300,20 +270,6 @@ def test_an_unstructured_mixer_is_solved_by_picard() -> None:
     assert layer.stats.conditioning is None
     layer.solver = Picard(rtol=1e-13, atol=1e-300)
     assert decode_gap(layer, x) < 1e-10
-
-
-@pytest.mark.parametrize(
-    "solver",
-    [Anderson(rtol=1e-11, atol=1e-300), Broyden(rtol=1e-11, atol=1e-300)],
-    ids=["anderson", "broyden"],
-)
-def test_solvers_agree_on_an_unstructured_mixer(solver: Solver) -> None:
-    layer = dense_layer()
-    x = torch.randn(2, 5, 4, dtype=torch.float64)
-    found = find_fixed_point(layer, x, solver=solver)
-    expected = find_fixed_point(layer, x, solver=Picard(rtol=0.0, atol=0.0))
-    assert found.residual.max() < 1e-10 and expected.residual.max() < 1e-13
-    assert_close("fixed point", found.y, expected.y, 1e-9)
 
 
 @pytest.mark.parametrize("solver", [Direct(), Jacobi()], ids=str)

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from bedouin import Bedouin, FixedPointRNN, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
-    Adjoint,
     Anderson,
     Broyden,
     ConvergenceError,
@@ -21,23 +20,13 @@ from bedouin.solvers import (
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
-    PhantomAdjoint,
     Picard,
     Solver,
-    UnrolledAdjoint,
     solve,
 )
 from bedouin.solvers.reporting import DeferredWarning
 
 SOLVERS: list[Solver] = [Direct(), Jacobi(), Picard(), Anderson(), Broyden()]
-ADJOINTS: list[Adjoint | None] = [
-    None,
-    ImplicitAdjoint(Picard()),
-    ImplicitAdjoint(Jacobi()),
-    OneStepAdjoint(),
-    PhantomAdjoint(2),
-    UnrolledAdjoint(),
-]
 NAN = torch.nan
 interpreted = pytest.param("triton", marks=pytest.mark.interpreter)
 on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)

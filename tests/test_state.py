@@ -7,7 +7,7 @@ from typing import Any, assert_type
 
 import pytest
 import torch
-from tests.layer_cases import CPU, LAYERS, assert_owns_memory, make
+from tests.layer_cases import CPU, LAYERS, make
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
@@ -99,13 +99,6 @@ def test_a_state_is_a_node_with_its_fields_as_children() -> None:
     doubled = tree_map(lambda v: 2 * v, state)
     assert isinstance(doubled, BedouinState) and torch.equal(doubled.ssm, 2 * state.ssm)
     assert list(state._asdict()) == ["ssm", "y"] and state._replace(y=state.y).ssm is state.ssm
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("solver", [Direct(), Picard(0.5), Jacobi()], ids=str)
-def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
-    layer = Bedouin(4, d_state=1, expand=1, num_householder=1, solver=solver, backend="triton")
-    assert_owns_memory(layer, torch.randn(1, 2, 4))
 
 
 def test_calls_without_and_with_a_state() -> None:

@@ -35,10 +35,6 @@ def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
     return DeltaInputs(*inputs), memory  # type: ignore[arg-type]
 
 
-def leaves_of(tensors: Tensors) -> Tensors:
-    return {k: v if v is None else v.detach().requires_grad_() for k, v in tensors.items()}
-
-
 def results(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
     """Outputs, last memory, and the gradients of a sum that weighs both unevenly."""
     return table.results(rule(), lambda *v: run(DeltaInputs(*v[:5]), v[5]), tensors)

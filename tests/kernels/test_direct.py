@@ -25,9 +25,6 @@ ONE = Case(heads=1, t=5, p=4, n=3, has_axis=False, dtype=F64)
 
 hows = pytest.mark.parametrize("how", ["loop", "buffers"])
 """Plain torch, for any coefficients and for those of a layout."""
-implementations = pytest.mark.parametrize(
-    ("how", "low_rank"), [("loop", False), ("loop", True), ("buffers", False)]
-)
 
 
 def of_heads(heads: int, **options: Any) -> Case:
