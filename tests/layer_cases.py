@@ -4,6 +4,7 @@ and layers with random options.
 Letters: b batch, t time, m d_model.
 """
 
+import copy
 import io
 import os
 import random
@@ -28,12 +29,15 @@ from bedouin import (
     LowRank,
     Monarch,
     NoMixing,
+    SequenceModel,
     Tracker,
     TrackingDeltaNet,
 )
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.heads import HeadLinear
 from bedouin.solvers import (
+    Adjoint,
     Anderson,
     Broyden,
     Direct,
@@ -42,6 +46,7 @@ from bedouin.solvers import (
     OneStepAdjoint,
     PhantomAdjoint,
     Picard,
+    Solver,
     UnrolledAdjoint,
 )
 from bedouin.testing import assert_close
@@ -108,6 +113,17 @@ SOLVES: dict[str, Callable[..., Any]] = {
     "gate alone": partial(Bedouin, feedback=("mixer",), mixer=NoMixing(), input_scale="delta"),
 }
 """Layers with solvers and adjoints that are not exact enough for all laws."""
+MODELS: dict[str, Callable[..., Any]] = {
+    "model": lambda m, **k: SequenceModel(5, m, [Bedouin(m, **k), FixedPointRNN(m, **k)], **k),
+}
+PAIRS: list[tuple[Solver, Adjoint | None]] = [
+    *((Direct(), adjoint) for adjoint in (None, UnrolledAdjoint(), OneStepAdjoint())),
+    *((Picard(), adjoint) for adjoint in (None, ImplicitAdjoint(Picard()), UnrolledAdjoint())),
+    *((Picard(), adjoint) for adjoint in (OneStepAdjoint(), PhantomAdjoint())),
+    *((Jacobi(), adjoint) for adjoint in (None, ImplicitAdjoint(Jacobi()), PhantomAdjoint())),
+    *((Anderson(), adjoint) for adjoint in (None, OneStepAdjoint())),
+]
+"""Solvers with adjoints that go together."""
 ITERATED = "picard", "jacobi"
 WITHOUT_KERNELS = "full", "low rank", "dense", "paper"
 """Of the fixed points: kernels neither have all of these options, nor are they as exact."""
@@ -140,7 +156,7 @@ def make(name: str, place: Place = CPU, **options: Any) -> Any:
     """A layer of the table, in which weights that begin at zero, or small, do not."""
     torch.manual_seed(0)
     factory: dict[str, Any] = {"device": place.device, "dtype": place.dtype}
-    layer = (LAYERS | SOLVES)[name](place.m, **factory | options).eval()
+    layer = (LAYERS | SOLVES | MODELS)[name](place.m, **factory | options).eval()
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             if "read_proj" in parameter_name:
@@ -274,6 +290,56 @@ def assert_owns_memory(layer: Any, x: Tensor) -> None:
         if output.requires_grad:
             found.append(gradients(of, layer.parameters()))
     assert not found or all(map(torch.equal, *found))
+
+
+class LoRA(nn.Module):
+    """W v + B A dropout(v) for a projection with the weight W, with A and B of rank 2."""
+
+    def __init__(self, base: nn.Linear | HeadLinear, dropout: float) -> None:
+        super().__init__()
+        *heads, r, p = base.weight.shape
+        self.base, self.dropout = base, nn.Dropout(dropout)
+        dtype = base.weight.dtype
+        self.A = nn.Parameter(0.3 * torch.randn(*heads, 2, p, dtype=dtype))
+        self.B = nn.Parameter(0.3 * torch.randn(*heads, r, 2, dtype=dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """As PEFT's adapters have it."""
+        return self.base.weight
+
+    def forward(self, v: Tensor) -> Any:  # (H b, ..., p) -> (H b, ..., r)
+        update = self.B @ self.A
+        if update.dim() == 2:
+            return self.base(v) + nn.functional.linear(self.dropout(v), update)
+        rows = self.dropout(v).reshape(len(update), -1, v.shape[-1])
+        return self.base(v) + (rows @ update.mT).reshape(*v.shape[:-1], -1)
+
+    def merged(self) -> nn.Linear | HeadLinear:
+        base: nn.Linear | HeadLinear = copy.deepcopy(self.base)
+        with torch.no_grad():
+            base.weight.add_(self.B @ self.A)
+        return base
+
+
+def put(layer: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(owner), name, module)
+
+
+def wrap(layer: nn.Module, *names: str, dropout: float = 0.0) -> None:
+    """Adapters of the projections with these names, or of all."""
+    for path, module in list(layer.named_modules()):
+        if isinstance(module, nn.Linear | HeadLinear) and (path in names or not names):
+            put(layer, path, LoRA(module, dropout))
+
+
+def merge(layer: nn.Module) -> Any:
+    merged = copy.deepcopy(layer)
+    for path, module in list(merged.named_modules()):
+        if isinstance(module, LoRA):
+            put(merged, path, module.merged())
+    return merged
 
 
 def saved(module: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import PAIRS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -15,31 +16,18 @@ from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Adjoint,
     Anderson,
-    Direct,
     FixedCap,
     GammaCap,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
-    PhantomAdjoint,
     Picard,
     Solver,
-    UnrolledAdjoint,
     draws,
     solve,
 )
 
 CAP = GammaCap(4.0, 1.0, 12, seed=3)
-PAIRS: list[tuple[Solver, Adjoint | None]] = [
-    (Direct(), None),
-    (Picard(), OneStepAdjoint()),
-    (Picard(), None),
-    (Picard(), UnrolledAdjoint()),
-    (Picard(), ImplicitAdjoint(Picard())),
-    (Jacobi(), PhantomAdjoint()),
-    (Jacobi(), ImplicitAdjoint(Jacobi())),
-    (Anderson(), OneStepAdjoint()),
-]
 
 
 class _OwnCheckpoint(torch.autograd.Function):

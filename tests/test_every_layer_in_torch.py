@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from tests.layer_cases import (
     GPU,
     ITERATED,
     LAYERS,
-    MEMORIES,
     ON_GPU,
     SOLVES,
     WITH_KERNELS,
+    LoRA,
     OneToken,
     Whole,
     assert_all_close,
@@ -31,18 +32,20 @@ from tests.layer_cases import (
     layers,
     layers_and_solves,
     make,
+    merge,
     results,
     saved,
     total,
+    wrap,
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from bedouin import Decoder
+from bedouin import Decoder, SequenceModel
 from bedouin.solvers import Jacobi, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
@@ -61,13 +64,18 @@ EXPORTED = (
 
 def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
     mask = torch.arange(t) < torch.arange(1, b + 1).unsqueeze(1)
+    if isinstance(layer, SequenceModel):
+        tokens = torch.randint(5, (b, t))
+        with torch.no_grad():
+            return tokens, layer(tokens.flip(1), return_state=True)[1], mask
     return draw(b, t), earlier_state(layer, b), mask
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "make_module"),
-    [*((n, Whole) for n in IN_ONE_GRAPH), *((n, OneToken) for n in ("one head", "vector, heads"))],
+    [(n, Whole) for n in IN_ONE_GRAPH]
+    + [(n, OneToken) for n in ("one head", "vector, heads", "model")],
 )
 def test_one_graph_for_all_batch_sizes_and_lengths(name: str, make_module: type[Whole]) -> None:
     """Values, states and gradients, also those of a state that comes in, are those of eager calls,
@@ -77,7 +85,7 @@ def test_one_graph_for_all_batch_sizes_and_lengths(name: str, make_module: type[
     call = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for i, (b, t) in enumerate(((5, 7), (7, 11))):
         given = arguments(layer, b, t)
-        before = [v.requires_grad_() for v in floats(given[1].tensors)]
+        before = [v.requires_grad_() for v in floats(tree_leaves(given[1]))]
         expected = tree_leaves(module(*given))
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             actual = tree_leaves(call(*given))
@@ -92,19 +100,17 @@ BATCH, LENGTH = torch.export.Dim("b"), torch.export.Dim("t")
 
 
 def of_any_batch(state: Any) -> Any:
+    if type(state) is tuple:
+        return tuple(map(of_any_batch, state))
     return [{0: BATCH}] * len(state.tensors)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize(
     ("name", "make_module"),
-    [
-        *((name, Whole) for name in (*EXPORTED, "one picard step")),
-        ("low rank", OneToken),
-        ("full", OneToken),
-    ]
-    + [("no mixing", OneToken), ("convolution", OneToken), ("vector", OneToken)]
-    + [("tracking", OneToken)],
+    [(name, Whole) for name in (*EXPORTED, "one picard step", "model")]
+    + [(name, OneToken) for name in ("low rank", "full", "no mixing", "convolution", "vector")]
+    + [(name, OneToken) for name in ("tracking", "model")],
 )
 def test_an_exported_layer_takes_any_batch_size_and_length(
     name: str, make_module: type[Whole]
@@ -115,9 +121,9 @@ def test_an_exported_layer_takes_any_batch_size_and_length(
     given = arguments(layer, 3, 5)
     rows = {0: BATCH, 1: LENGTH}
     shapes = rows, of_any_batch(given[1]), rows
-    stats = getattr(layer, "stats", None)
+    stats = tree_leaves(getattr(layer, "stats", None))
     program = torch.export.export(module, given, dynamic_shapes=shapes)
-    assert getattr(layer, "stats", None) is stats
+    assert all(map(is_, tree_leaves(getattr(layer, "stats", None)), stats))
     torch.export.save(program, file := io.BytesIO())
     file.seek(0)
     for run in (program.module(), torch.export.load(file).module()):
@@ -161,7 +167,7 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
     batched += [over in ("samples", part) for part in ("first", *["others"] * (len(state) - 1))]
     given = [v if yes else v[0] for v, yes in zip(leaves, batched, strict=True)]
     loss = loss_of(layer)
-    for function in (loss, grad(loss, (0, 1))):
+    for function in (loss, torch.func.grad(loss, (0, 1))):
 
         def call(*leaves: Tensor, function: Any = function) -> Any:
             return function(*tree_unflatten(leaves, tree))
@@ -257,39 +263,28 @@ def test_shapes_of_fake_tensors_and_on_the_meta_device(name: str, backend: str) 
         assert [v.shape for v in on_meta] == [v.shape for v in expected[: len(on_meta)]]
 
 
-class Adapted(nn.Module):
-    """base(x) + x A, as of an adapter that is not merged, with the base's weight as PEFT's have."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-        self.A = nn.Parameter(0.3 * torch.randn_like(base.weight.mT))
-
-    @property
-    def weight(self) -> Any:
-        return self.base.weight
-
-    def forward(self, x: Tensor) -> Any:
-        return self.base(x) + x @ self.A
-
-
-@pytest.mark.parametrize("name", [*MEMORIES, *BASELINES])
+@pytest.mark.parametrize("name", [*LAYERS, "one step"])
 def test_adapters_of_every_projection_train_and_merge(name: str) -> None:
-    """test_wrapped.py has those of fixed points."""
-    layer, x, adapters = make(name), draw(2, 4), []
-    merged = copy.deepcopy(layer)
-    for path, module in list(layer.named_modules()):
-        if isinstance(module, nn.Linear):
-            owner, _, child = path.rpartition(".")
-            adapters.append(Adapted(module))
-            setattr(layer.get_submodule(owner), child, adapters[-1])
-            with torch.no_grad():
-                merged.get_submodule(path).weight.add_(adapters[-1].A.mT)
+    layer, x = make(name), draw(2, 4)
+    before = layer(x)
+    wrap(layer)
+    merged = merge(layer)
     (output, state), (expected, after) = (one(x, return_state=True) for one in (layer, merged))
+    assert (output - before).abs().max() > 1e-3
     assert_all_close([output, *state.tensors], [expected, *after.tensors], 1e-11)
     assert_all_close([layer.step(x[:, 0], state)[0]], [merged.step(x[:, 0], after)[0]], 1e-11)
+    if name not in BASELINES:
+        assert_all_close([vmap(layer)(x.unsqueeze(1)).squeeze(1)], [output], 1e-11)
+        with torch.no_grad():
+            decoded = [Decoder(one, 2, state=state)(x[:, 0]) for one in (layer, merged)]
+        assert_all_close(decoded[:1], decoded[1:], 1e-11)
     output.square().sum().backward()
-    assert adapters and all(v.A.grad is not None and v.A.grad.any() for v in adapters)
+    expected.square().sum().backward()
+    for path, module in layer.named_modules():
+        if isinstance(module, LoRA):
+            A, B, grad = module.A, module.B, merged.get_submodule(path).weight.grad
+            assert A.grad is not None and B.grad is not None
+            assert_all_close([A.grad, B.grad], [B.mT @ grad, grad @ A.mT], 1e-8)
 
 
 @layers

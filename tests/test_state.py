@@ -7,7 +7,7 @@ from typing import Any, assert_type
 
 import pytest
 import torch
-from tests.layer_cases import CPU, LAYERS, make
+from tests.layer_cases import CPU, LAYERS, PAIRS, make
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
@@ -17,15 +17,8 @@ from bedouin.baselines.lstm import LSTMState
 from bedouin.decode import Decoder
 from bedouin.solvers import (
     Adjoint,
-    Anderson,
-    Direct,
-    ImplicitAdjoint,
-    Jacobi,
-    OneStepAdjoint,
-    PhantomAdjoint,
     Picard,
     Solver,
-    UnrolledAdjoint,
 )
 
 
@@ -128,19 +121,6 @@ def test_an_index_of_a_state_is_a_state() -> None:
     assert_type(h, Tensor)
     assert sample.ssm.shape == h.shape[1:] and sample.y.shape == y.shape[1:]
     assert type(assert_type(BedouinState.stack([sample]), BedouinState)) is BedouinState
-
-
-PAIRS: list[tuple[Solver, Adjoint | None]] = [
-    (Direct(), None),
-    (Direct(), UnrolledAdjoint()),
-    (Direct(), OneStepAdjoint()),
-    (Jacobi(), None),
-    (Jacobi(), ImplicitAdjoint(Jacobi())),
-    (Picard(), ImplicitAdjoint(Picard())),
-    (Picard(), PhantomAdjoint()),
-    (Picard(), UnrolledAdjoint()),
-    (Anderson(), None),
-]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,5 @@
-"""Projections that another library has wrapped, replaced, hooked or parametrized.
+"""Projections that another library has wrapped, replaced, hooked or parametrized;
+test_every_layer_in_torch.py has adapters of every layer.
 
 Letters: b batch, t time, m d_model, H heads, p inputs and r outputs of a projection.
 """
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import merge, wrap
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from bedouin import Bedouin, Decoder, FixedPointRNN
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.heads import HeadLinear, HeadNorm
+from bedouin.layers.heads import HeadNorm
 from bedouin.layers.mixers import HouseholderProduct, LowRank, StructuredMixer, WYForm
-from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
+from bedouin.solvers import Direct, Jacobi, Picard
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
 LAYERS: dict[str, Any] = {
@@ -41,49 +43,8 @@ backends = pytest.mark.parametrize(
 NAMES = ("in_proj", "x_proj", "y_proj", "b_proj", "out_proj")
 
 
-class LoRA(nn.Module):
-    """W v + B A dropout(v) for a projection with the weight W, with A and B of rank 2."""
-
-    def __init__(self, base: nn.Linear | HeadLinear, dropout: float = 0.0) -> None:
-        super().__init__()
-        *heads, r, p = base.weight.shape
-        self.base, self.dropout = base, nn.Dropout(dropout)
-        dtype = base.weight.dtype
-        self.A = nn.Parameter(0.3 * torch.randn(*heads, 2, p, dtype=dtype))
-        self.B = nn.Parameter(0.3 * torch.randn(*heads, r, 2, dtype=dtype))
-
-    def forward(self, v: Tensor) -> Tensor:  # (H b, ..., p) -> (H b, ..., r)
-        update = self.B @ self.A
-        if update.dim() == 2:
-            out: Tensor = self.base(v) + nn.functional.linear(self.dropout(v), update)
-            return out
-        rows = self.dropout(v).reshape(len(update), -1, v.shape[-1])
-        out = self.base(v) + (rows @ update.mT).reshape(*v.shape[:-1], -1)
-        return out
-
-    def merged(self) -> nn.Linear | HeadLinear:
-        base: nn.Linear | HeadLinear = copy.deepcopy(self.base)
-        with torch.no_grad():
-            base.weight.add_(self.B @ self.A)
-        return base
-
-
 def draw() -> Tensor:
     return torch.randn(2, 3, 4, **FLOAT64)
-
-
-def wrap(layer: FixedPointLayer, names: tuple[str, ...] = NAMES, **options: Any) -> None:
-    for name in names:
-        if getattr(layer, name, None) is not None:
-            setattr(layer, name, LoRA(getattr(layer, name), **options))
-
-
-def merge(layer: FixedPointLayer) -> FixedPointLayer:
-    merged = copy.deepcopy(layer)
-    for name, module in list(merged.named_children()):
-        if isinstance(module, LoRA):
-            setattr(merged, name, module.merged())
-    return merged
 
 
 def results(layer: FixedPointLayer, x: Tensor) -> list[Tensor]:
@@ -101,55 +62,15 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *((kind, {"num_heads": num_heads}) for kind in LAYERS for num_heads in (1, 2)),
-        ("Bedouin", {"solver": Picard()}),
-        ("Bedouin", {"adjoint": OneStepAdjoint()}),
-    ],
-    ids=str,
-)
-def test_adapters_get_gradients_and_merge_to_the_same_layer(
-    kind: str, options: dict[str, Any]
-) -> None:
-    layer, x = LAYERS[kind](**options), draw()
-    before = layer(x)
-    wrap(layer)
-    actual, expected = results(layer, x), results(merge(layer), x)
-    assert_close(actual, expected)
-    assert (actual[0] - before).abs().max() > 1e-3
-    assert_close([torch.func.vmap(layer)(x.unsqueeze(1)).squeeze(1)], [actual[0]])
-    actual[0].square().sum().backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters() if name[-2:] in (".A", ".B")}
-    wrapped = sum(isinstance(module, LoRA) for module in layer.children())
-    assert len(gradients) == 2 * wrapped >= 6
-    assert all(grad is not None and grad.any() for grad in gradients.values())
-
-
-def test_the_gradients_of_adapters_are_those_of_the_product() -> None:
-    layer, x = LAYERS["Bedouin"](), torch.randn(1, 3, 4, **FLOAT64)
-    wrap(layer, ("x_proj", "y_proj"))
-    adapters = [p for n, p in layer.named_parameters() if n.endswith((".A", ".B"))]
-
-    def loss(*values: Tensor) -> Tensor:
-        names = (n for n, _ in layer.named_parameters() if n.endswith((".A", ".B")))
-        named = dict(zip(names, values, strict=True))
-        out: Tensor = torch.func.functional_call(layer, named, (x,))
-        return out.square().sum()
-
-    assert torch.autograd.gradcheck(loss, adapters, fast_mode=True)
-
-
 def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
     layer, x = LAYERS["Bedouin"](), draw()
-    wrap(layer, ("x_proj", "y_proj"), dropout=0.5)
+    wrap(layer, "x_proj", "y_proj", dropout=0.5)
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert_close(results(layer, x), results(merge(layer), x))
     assert layer.y_proj.training is False and layer.y_proj.dropout.training is False
     # the feedback drops the same channels at all tokens, so one token alone gives the same numbers
-    wrap(other := LAYERS["Bedouin"](), ("y_proj",), dropout=0.5)
+    wrap(other := LAYERS["Bedouin"](), "y_proj", dropout=0.5)
     torch.manual_seed(1)
     whole, _ = other(x, return_state=True)
     torch.manual_seed(1)

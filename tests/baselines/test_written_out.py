@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.baselines.kinds import Kind, assert_written_out, every_kind
+from tests.layer_cases import BASELINES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -27,6 +27,24 @@ from bedouin.baselines import (
     PaddedAttentionState,
 )
 from bedouin.testing import assert_close
+
+Kind = Callable[..., Any]
+every_kind = pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES)
+
+
+def assert_written_out(
+    layer: Any, expected: Callable[..., Tensor], shape: tuple[int, ...], tolerance: float = 1e-9
+) -> None:
+    """The layer's outputs and gradients in float64 are those of expected(layer, x, state)."""
+    x, state = torch.randn(shape, dtype=torch.float64, requires_grad=True), None
+    if not isinstance(layer, Attention):  # whose state holds tokens
+        empty = layer.init_state(shape[0])
+        state = empty._make(torch.randn_like(v) for v in empty.tensors)
+    outputs = layer(x, state), expected(layer, x, state)
+    inputs = [x, *layer.parameters()]
+    grads = [torch.autograd.grad(v.square().sum(), inputs) for v in outputs]
+    for pair in (outputs, *zip(*grads, strict=True)):
+        torch.testing.assert_close(*pair, rtol=tolerance, atol=tolerance)
 
 
 def lstm(layer: LSTM, x: Tensor, state: LSTMState) -> Tensor:
