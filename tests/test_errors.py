@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -118,7 +119,50 @@ EARLIER = (
 )
 """Options of version 0.2.0."""
 BY_THE_PAPER = "decay", "input_scale", "feedback", "mixer", "beta_max", "output", "bias"
+READ_ONCE: list[tuple[Any, tuple[str, ...]]] = [
+    (Bedouin(4), ("norm_eps", "beta_max", "num_householder", "d_state", "decay", "dtype")),
+    (FixedPointRNN(4), ("norm_eps", "beta_max", "expand", "eigenvalues", "d_conv")),
+    (LSTM(4), ("expand", "d_conv")),
+    (Mamba(4), ("d_state", "eigenvalues")),
+    (TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
+]
+LAYER, MODEL = Bedouin(4), SequenceModel(5, 4, [Bedouin(4)])
+STATE, WIDER = LAYER.init_state(2), Bedouin(8).init_state(2)
+WINDOWED, PACKED = Bedouin(4, d_conv=3), pack_sequence([torch.zeros(3, 4)])
+JOINS = BedouinState.cat, BedouinState.stack
+PLACED = HouseholderProduct(1)
+PLACED.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
+HOOKED = Bedouin(4)
+HOOKED.register_forward_hook(lambda module, args, output: None)
 CALLS = of_kind(ValueError, [
+    (of(setattr, LAYER, "max_steps", 0), "max_steps must be at least 1, got 0"),
+    (of(setattr, LAYER, "mixer", LowRank(1)),
+     "mixer must have 18 raw values a token and head, for which the layer's projections were "
+     "made, got LowRank(rank=1) with 9: make a new layer, Bedouin(..., mixer=...)"),
+    (of(Bedouin, 4, mixer=PLACED, device="meta"),
+     "mixer must be on the layer's device meta, got weight on cpu: make"),
+    (of(LAYER.step, torch.zeros(2, 1, 4), STATE),
+     "x must have shape (b, m) with m = d_model = 4, got (2, 1, 4)"),
+    (of(LAYER.step, torch.zeros(2, 3), STATE),
+     "x must have shape (b, m) with m = d_model = 4, got (2, 3)"),
+    *((call, f"batch_size must be an int >= 0, got {size!r}") for size in (-1, 2.0, "2", True)
+      for call in (of(LAYER.init_state, size), of(Decoder, LAYER, size, state=STATE[:1]))),
+    (of(Decoder(MODEL, 2), torch.zeros(3, dtype=torch.int64)),
+     "tokens must have shape (batch_size,) = (2,), got (3,)"),
+    (of(Decoder, MODEL, 2, state=STATE),
+     "state must be a tuple with one entry for each of the 1 layers, got "),
+    (of(LAYER.step, torch.zeros(2, 4), WINDOWED.init_state(2)),
+     "state.conv must be None, since the layer has no conv"),
+    (of(WINDOWED.step, torch.zeros(2, 4), STATE), "state.conv must be a tensor of shape (2, 2, 8)"),
+    (of(BedouinState.cat, [STATE, WINDOWED.init_state(1)]),
+     "states of one layer, got one with 2 and one with 3"),
+    *((of(join, wrong), "must get a list of at least one BedouinState, got")
+      for join in JOINS for wrong in (list[BedouinState](), STATE)),
+    (of(BedouinState.cat, [STATE[0]]), "cat needs states with a batch axis, got one that has no"),
+    (of(BedouinState.stack, [STATE]), "stack needs states of single samples...: use cat"),
+    (of(getitem, STATE[0], 0), "an index needs states with a batch axis"),
+    (of(BedouinState.cat, [STATE, WIDER]), "cat needs states of one layer, got ...8... and ...16"),
+    (of(BedouinState.stack, [STATE[0], WIDER[0]]), "stack needs states of one layer"),
     (of(Bedouin, 4, d_state=0), "d_state must be at least 1, got 0"),
     (of(Bedouin, 4, input_scale="tau"),
      "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
@@ -150,6 +194,23 @@ CALLS = of_kind(ValueError, [
     (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
      "backend='triton' needs tensors on a CUDA device, got cpu"),
 ]) + of_kind(TypeError, [
+    (of(Bedouin, 4, foo=1), "feedback_norm...solver...layer_idx...dtype"),
+    (of(setattr, LAYER, "cap", 5), "cap must be a Cap such as FixedCap(20)"),
+    (of(setattr, LAYER, "solver", "best"),
+     "solver must be 'auto' or a solver object ... got 'best'"),
+    *((call, f"x must be a tensor (b, m), got {type(wrong).__name__}")
+      for wrong in ([0.0], None, PACKED)
+      for call in (of(LAYER.step, wrong, STATE), of(Decoder(LAYER, 2), wrong))),
+    *((of(layer.step, torch.zeros(2, 4), None),
+       "state must not be None: make one with init_state(batch_size)")
+      for layer in (LAYER, HOOKED)),
+    (of(Decoder, torch.nn.Linear(4, 4), 2),
+     "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, or "),
+    (of(Decoder(MODEL, 2), [1, 2]), "tokens must be a tensor (b,), got list"),
+    *((of(join, [tuple(STATE)]), "must get a list of BedouinState, got one of tuple")
+      for join in JOINS),
+    (of(getitem, STATE, (0, 1)), "index must select samples of the batch, got the tuple"),
+    (of(BedouinState._make, [torch.zeros(1, 2, 3)]), "..."),
     (of(Bedouin, 4, d_state=True), "d_state must be an int >= 1, got True"),
     (of(Bedouin, 4, initialization=0.1), "initialization must be None or an Initialization such"),
     (of(Bedouin, 4, rate_scale=1.0),
@@ -188,6 +249,9 @@ CALLS = of_kind(ValueError, [
         mask=torch.ones(1, 2).bool()), "mixer Linear takes no mask"),
 ]) + of_kind(AttributeError, [
     (of(getattr, Bedouin, "recall"), "Bedouin has no recall: version 0.2.0 ... Tracking"),
+    *((of(setattr, layer, name, 7),
+       f"{name} of a {type(layer).__name__} is read by its constructor alone, got 7: make a new ")
+      for layer, names in READ_ONCE for name in names),
 ])  # fmt: skip
 
 
@@ -195,23 +259,6 @@ CALLS = of_kind(ValueError, [
 def test_calls(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with raises(kind, message):
         call()
-
-
-def test_unknown_options_list_the_valid() -> None:
-    with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
-        Bedouin(4, foo=1)  # type: ignore[call-arg]
-
-
-def test_a_cap_that_is_set_later_is_checked() -> None:
-    layer: Any = Bedouin(4)
-    with raises(TypeError, "cap must be a Cap such as FixedCap(20)"):
-        layer.cap = 5
-    with raises(ValueError, "max_steps must be at least 1, got 0"):
-        layer.max_steps = 0
-    layer.max_steps = 3
-    assert layer.cap == layer.max_steps == FixedCap(3)
-    layer.max_steps = GammaCap(2.0)
-    assert layer.cap == GammaCap(2.0)
 
 
 INPUTS = of_kind(ValueError, [
@@ -264,24 +311,6 @@ def test_autocast_casts_no_float64(x_dtype: torch.dtype, dtype: torch.dtype) -> 
         layer.step(x[:, 0], layer.init_state(2))
 
 
-def test_inputs_of_a_step() -> None:
-    layer = Bedouin(4)
-    for wrong in ([0.0], None, pack_sequence([torch.zeros(3, 4)])):
-        with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
-            layer.step(wrong, layer.init_state(2))  # type: ignore[arg-type]
-        with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
-            Decoder(layer, 2)(wrong)  # type: ignore[arg-type]
-    with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 1, 4)"):
-        layer.step(torch.zeros(2, 1, 4), layer.init_state(2))
-    with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 3)"):
-        layer.step(torch.zeros(2, 3), layer.init_state(2))
-    for hooked in (False, True):
-        if hooked:
-            layer.register_forward_hook(lambda module, args, output: None)
-        with raises(TypeError, "state must not be None: make one with init_state(batch_size)"):
-            layer.step(torch.zeros(2, 4), None)  # type: ignore[arg-type]
-
-
 ssm, y = torch.zeros(2, 8, 3), torch.zeros(2, 8)
 STATES = of_kind(TypeError, [
     ((ssm, y),
@@ -318,32 +347,6 @@ def test_states(state: Any, kind: type[Exception], message: str) -> None:
         Decoder(layer, 2, state=state)
 
 
-@pytest.mark.parametrize("batch_size", [-1, 2.0, "2", True])
-def test_batch_sizes(batch_size: Any) -> None:
-    layer = Bedouin(4)
-    with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
-        layer.init_state(batch_size)
-    with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
-        Decoder(layer, batch_size, state=layer.init_state(1))
-
-
-def test_a_decoder_is_of_a_layer() -> None:
-    other: Any = torch.nn.Linear(4, 4)
-    message = (
-        "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, or "
-    )
-    with raises(TypeError, message):
-        Decoder(other, 2)
-    model = SequenceModel(5, 4, [Bedouin(4)])
-    decoder = Decoder(model, 2)
-    with raises(TypeError, "tokens must be a tensor (b,), got list"):
-        decoder([1, 2])  # type: ignore[arg-type]
-    with raises(ValueError, "tokens must have shape (batch_size,) = (2,), got (3,)"):
-        decoder(torch.zeros(3, dtype=torch.int64))
-    with raises(ValueError, "state must be a tuple with one entry for each of the 1 layers, got "):
-        Decoder(model, 2, state=model.init_state(2)[0])
-
-
 LAYOUTS = {
     "jagged": (torch.jagged, "give mask, or join its parts and give cu_seqlens"),
     "strided": (torch.strided, "give mask, or join its parts and give cu_seqlens"),
@@ -370,44 +373,17 @@ def test_the_layout_of_an_input_that_is_not_dense_is_named(name: str) -> None:
         model(tokens)
 
 
-READ_ONCE: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
-    (lambda: Bedouin(4), ("norm_eps", "beta_max", "num_householder", "d_state", "decay", "dtype")),
-    (lambda: FixedPointRNN(4), ("norm_eps", "beta_max", "expand", "eigenvalues", "d_conv")),
-    (lambda: LSTM(4), ("expand", "d_conv")),
-    (lambda: Mamba(4), ("d_state", "eigenvalues")),
-    (lambda: TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
-]
-
-
-@pytest.mark.parametrize("index", range(len(READ_ONCE)))
-def test_options_that_only_the_constructor_reads_are_not_set(index: int) -> None:
-    make, names = READ_ONCE[index]
-    layer = make()
-    owner = type(layer).__name__
-    for name in names:
-        message = f"{name} of a {owner} is read by its constructor alone, got 7: make a new layer, "
-        with raises(AttributeError, message):
-            setattr(layer, name, 7)
-
-
 def test_options_that_a_call_reads_are_set() -> None:
-    layer, x = Bedouin(4), torch.randn(2, 3, 4)
+    layer: Any = Bedouin(4)
+    x = torch.randn(2, 3, 4)
     layer.solver, layer.max_steps, layer.backend = Picard(), 200, "reference"
     layer.on_unconverged, layer.layer_idx = "ignore", 3
+    assert layer.cap == layer.max_steps == FixedCap(200)
+    layer.max_steps = GammaCap(2.0, limit=200)
+    assert layer.cap == GammaCap(2.0, limit=200)
     layer.mixer = HouseholderProduct(2, beta_max=1.5)
     assert layer(x).isfinite().all() and layer.stats is not None
     assert layer.stats.conditioning is None
-
-
-def test_a_mixer_that_is_set_has_the_raw_values_of_the_first() -> None:
-    layer = Bedouin(4)
-    message = (
-        "mixer must have 18 raw values a token and head, for which the layer's projections were "
-        "made, got LowRank(rank=1) with 9: make a new layer, Bedouin(..., mixer=...)"
-    )
-    with raises(ValueError, message):
-        layer.mixer = LowRank(1)
-    layer.mixer = LowRank(2)
 
 
 def test_a_state_prints_its_shapes() -> None:
@@ -427,10 +403,3 @@ def test_a_parameter_of_another_dtype_is_named() -> None:
         layer(x.bfloat16())
     with raises(TypeError, message):
         layer.step(x[:, 0].bfloat16(), layer.init_state(1))
-
-
-def test_a_mixer_is_where_the_layer_is() -> None:
-    mixer = HouseholderProduct(1)
-    mixer.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
-    with raises(ValueError, "mixer must be on the layer's device meta, got weight on cpu: make"):
-        Bedouin(4, mixer=mixer, device="meta")

@@ -26,15 +26,11 @@ from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
-    Broyden,
     Direct,
     FixedCap,
     ImplicitAdjoint,
-    Jacobi,
     Picard,
-    Solver,
 )
-from bedouin.state import BedouinState
 from bedouin.testing import assert_close
 
 KINDS = [Bedouin, FixedPointRNN]
@@ -44,27 +40,6 @@ def test_a_layer_without_its_methods_cannot_be_made() -> None:
     base: Any = FixedPointLayer
     with pytest.raises(TypeError, match="abstract.*_A"):
         base(4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("solver", [Picard(), Jacobi(), Anderson(), Broyden()], ids=repr)
-@pytest.mark.parametrize("kind", KINDS)
-def test_small_inputs_are_solved_as_well_as_large_ones(kind: Any, solver: Solver) -> None:
-    iterated, exact = kind(4, solver=solver), kind(4)
-    exact.load_state_dict(iterated.state_dict())
-    x = 1e-10 * torch.randn(2, 6, 4)
-    x[1] = 0
-    y, expected = (layer(x, return_state=True)[1].y for layer in (iterated, exact))
-    assert iterated.stats.converged.all()
-    assert_close("y", y, expected, 1e-2)
-    assert expected[0].any() and not y[1].any()
-
-
-@torch.no_grad()
-def test_the_paper_s_rule_takes_zeros_for_solved() -> None:
-    layer = Bedouin.from_paper(4, on_unconverged="raise")
-    assert not layer(torch.zeros(2, 6, 4)).any()
-    assert layer.stats is not None and layer.stats.num_steps.tolist() == [1, 1]
 
 
 @torch.no_grad()
@@ -138,11 +113,11 @@ def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     assert len(grouped) == len(set(grouped)) and set(grouped) == set(names)
     parts = {names[id(p)].rpartition("mixer.")[2] for p in exempt["params"]}
     assert {"D", "omega", "A_log", "dt_bias", "raw_bias", "dt_proj.bias", "norm.weight"} <= parts
-    for of in ("memory.A_log", "memory.dt_bias", "tracker.A_log", "tracker.D", "tracker.dt_bias"):
-        assert of in parts
+    of_both, of_tracker = ("A_log", "dt_bias", "norm_weight"), ("D", "erase_bias")
+    assert {f"{part}.{name}" for part in ("memory", "tracker") for name in of_both} <= parts
+    assert {f"tracker.{name}" for name in of_tracker} <= parts
     kept = {names[id(p)].rpartition(".")[2] for p in decayed["params"]}
-    # the norms of memories and trackers decay
-    assert kept == {"weight", "original0", "original1", "norm_weight"}
+    assert kept == {"weight", "original0", "original1"}
     assert not [name for name in parts if "proj.weight" in name or "embedding" in name]
 
 
@@ -182,16 +157,6 @@ def test_a_width_of_one_is_silu_alone() -> None:
     assert not torch.allclose(layer(x), plain(x))
 
 
-def test_errors_of_the_window() -> None:
-    layer, plain = Bedouin(8, d_conv=3), Bedouin(8)
-    with pytest.raises(ValueError, match="state.conv must be None, since the layer has no conv"):
-        plain.step(torch.randn(2, 8), layer.init_state(2))
-    with pytest.raises(ValueError, match=r"state.conv must be a tensor of shape \(2, 2, 16\)"):
-        layer.step(torch.randn(2, 8), plain.init_state(2))
-    with pytest.raises(ValueError, match="states of one layer, got one with 2 and one with 3"):
-        BedouinState.cat([plain.init_state(1), layer.init_state(1)])
-
-
 # -- the meta device
 
 
@@ -208,8 +173,6 @@ def test_the_solver_may_be_set_to_auto() -> None:
     layer = Bedouin(4, solver=Picard())
     layer.solver = "auto"
     assert layer.solver == FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
-    with pytest.raises(TypeError, match="solver must be 'auto' or a solver object .* got 'best'"):
-        layer.solver = "best"  # type: ignore[assignment]
 
 
 def test_repr_says_what_is_solved_how() -> None:

@@ -3,7 +3,7 @@ no memory is kept after a call."""
 
 import gc
 from collections.abc import Iterator
-from typing import Any, assert_type
+from typing import assert_type
 
 import pytest
 import torch
@@ -30,33 +30,6 @@ def test_a_step_is_exact_whatever_the_solver() -> None:
     x_t, state = torch.randn(2, 4, dtype=torch.float64), loose.init_state(2)
     assert torch.equal(loose.step(x_t, state)[0], exact.step(x_t, state)[0])
     assert loose.stats is not None and loose.stats.residual.max() < 1e-14
-
-
-def test_errors_of_joins() -> None:
-    state: Any = Bedouin(4).init_state(2)
-    other: Any = (state.ssm, state.y)
-    for join in (BedouinState.cat, BedouinState.stack):
-        with pytest.raises(ValueError, match="must get a list of at least one BedouinState, got"):
-            join([])
-        with pytest.raises(ValueError, match="must get a list of at least one BedouinState, got"):
-            join(state)
-        with pytest.raises(TypeError, match="must get a list of BedouinState, got one of tuple"):
-            join([other])
-    with pytest.raises(ValueError, match="cat needs states with a batch axis, got one that has no"):
-        BedouinState.cat([state[0]])
-    with pytest.raises(ValueError, match=r"stack needs states of single samples.*: use cat"):
-        BedouinState.stack([state])
-    with pytest.raises(ValueError, match="an index needs states with a batch axis"):
-        state[0][0]
-    with pytest.raises(TypeError, match="index must select samples of the batch, got the tuple"):
-        state[0, 1]
-    wider: Any = Bedouin(8).init_state(2)
-    with pytest.raises(ValueError, match=r"cat needs states of one layer, got .*8.* and .*16"):
-        BedouinState.cat([state, wider])
-    with pytest.raises(ValueError, match="stack needs states of one layer"):
-        BedouinState.stack([state[0], wider[0]])
-    with pytest.raises(TypeError):
-        BedouinState._make([torch.zeros(1, 2, 3)])
 
 
 @torch.no_grad()
