@@ -351,7 +351,8 @@ def test_float64_is_left_alone_by_autocast_and_the_default_dtype(name: str) -> N
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", [*WITH_KERNELS, *ITERATED])
-def test_interpreted_kernels_give_what_float64_gives(name: str) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_interpreted_kernels_give_what_float64_gives(name: str, padded: bool) -> None:
     """In calls, steps and decoders, also with another parameter."""
     kind = {"picard": Picard, "jacobi": Jacobi}.get(name)
     # which never converges, so that both take all steps
@@ -360,13 +361,23 @@ def test_interpreted_kernels_give_what_float64_gives(name: str) -> None:
     layer = make(name, dtype=torch.float32, backend="triton", **never)
     exact = make(name, backend="reference", **never)
     exact.load_state_dict(layer.state_dict())
-    x, state = draw(2, 3).float(), earlier_state(layer, 2)
-    decoder = Decoder(layer, 2, state=state)
+    x, state = draw(3, 3).float(), earlier_state(layer, 3)
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]]).bool()
+    padding = {"mask": mask} if padded else {}
+    decoder = Decoder(layer, 3, state=state)
     for one in (layer, exact):
         one.D = nn.Parameter(1.1 * one.D.detach())
-    found, expected = results(layer, x, state), results(exact, x.double(), state.to(torch.float64))
+    found = results(layer, x, state, **padding)
+    expected = results(exact, x.double(), state.to(torch.float64), **padding)
     assert {v.dtype for v in found} == {torch.float32}
     assert_all_close(found, expected, 1e-5, 1e-6)
+    layer(x, **padding)
+    exact(x.double(), **padding)
+    ours, theirs = layer.stats, exact.stats
+    assert torch.equal(ours.num_steps, theirs.num_steps)
+    assert torch.equal(ours.converged, theirs.converged)
+    if theirs.conditioning is not None:
+        assert_all_close([ours.conditioning], [theirs.conditioning], 1e-4)
     step, _ = exact.step(x[:, 0].double(), state.to(torch.float64))
     with torch.no_grad():
         assert_all_close([decoder(x[:, 0])], [step], 5e-6, 1e-7)

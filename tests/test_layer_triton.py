@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
-from bedouin.state import BedouinState
+from bedouin.solvers import Direct, OneStepAdjoint, Picard
 from bedouin.testing import assert_close
 
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
@@ -30,22 +29,6 @@ VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"mixer": NoMixing(), "feedback": ("delta",), "num_heads": 2}),
     (Bedouin, PICARD | {"adjoint": OneStepAdjoint()}),
 ]
-HEADS: list[dict[str, Any]] = [
-    {},
-    {"feedback": ("delta", "B", "C")},
-    {"feedback": (), "decay": "griffin"},
-    {"num_heads": 3, "feedback_norm": False},
-    {"mixer": NoMixing(), "num_householder": None},
-    {
-        "mixer": NoMixing(),
-        "num_householder": None,
-        "feedback": ("delta",),
-        "input_scale": "one_minus_decay",
-        "d_state": 1,
-    },
-    {"solver": Jacobi(rtol=1e-3, atol=0.0), "max_steps": 4},
-    {"solver": Picard(0.1, 0.0, stop_rule="paper"), "max_steps": 4},
-]
 # compiled, exponentials and quotients are approximations
 TOLERANCE = {"cpu": 5e-6, "cuda": 1e-4}
 
@@ -58,32 +41,6 @@ def pair(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[Fix
     layers = [kind(6, backend=backend, **options) for backend in ("triton", "reference")]
     layers[1].load_state_dict(layers[0].state_dict())
     return layers
-
-
-@devices
-@pytest.mark.parametrize("options", HEADS, ids=str)
-@pytest.mark.parametrize("padded", [False, True])
-def test_heads_with_a_state_in_float32(padded: bool, options: dict[str, Any], device: str) -> None:
-    options = {"num_heads": 2, "num_householder": 2, **options}
-    layer, reference = pair(Bedouin, device, torch.float32, **options)
-    reference.double()
-    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]], device=device).bool()
-    places: dict[str, Any] = {"mask": mask} if padded else {}
-    x = torch.randn(3, 3, 6).to(device)
-    before = BedouinState(*(torch.randn_like(v) for v in layer.init_state(3)))
-    exact = BedouinState(*(v.double() for v in before))
-    ours = results(layer, x, before, **places)
-    theirs = results(reference, x.double(), exact, **places)
-    assert all(v.dtype == torch.float32 for v in ours)
-    assert_all_close(ours, theirs, 1e-4, 1e-5)
-    for one, given in ((layer, x), (reference, x.double())):
-        one(given, **places)
-    found, expected = layer.stats, reference.stats
-    assert found is not None and expected is not None
-    assert found.converged.all() and expected.converged.all()
-    assert found.num_steps.tolist() == expected.num_steps.tolist()
-    if found.conditioning is not None and expected.conditioning is not None:
-        assert_close("pivot", found.conditioning.double(), expected.conditioning, 1e-4)
 
 
 @devices

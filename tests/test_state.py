@@ -7,14 +7,13 @@ from typing import assert_type
 
 import pytest
 import torch
-from tests.layer_cases import CPU, LAYERS, PAIRS, make
+from tests.layer_cases import PAIRS
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, SequenceModel
 from bedouin.baselines import LSTM, Attention
 from bedouin.baselines.lstm import LSTMState
-from bedouin.decode import Decoder
 from bedouin.solvers import (
     Adjoint,
     Picard,
@@ -40,21 +39,6 @@ def test_the_places_of_a_padded_cache_keep_their_dtype() -> None:
     cast = state._replace(keys=state.keys.bfloat16(), values=state.values.bfloat16())
     expected = layer(x, cast._replace(keys=cast.keys.float(), values=cast.values.float()))
     assert torch.equal(layer(x, cast), expected)
-
-
-@torch.no_grad()
-def test_a_model_takes_up_the_states_of_its_layers() -> None:
-    place = CPU._replace(dtype=torch.float32)
-    model = SequenceModel(5, 4, [make(n, place) for n in LAYERS if n not in ("picard", "jacobi")])
-    tokens, idx = torch.randint(5, (2, 4)), torch.tensor([[0, 0, 1, 1]] * 2)
-    cast = tuple(s.to(torch.bfloat16) for s in model.eval()(tokens, return_state=True)[1])
-    expected = tuple(state.to(torch.float32) for state in cast)
-    assert torch.equal(model(tokens, cast), model(tokens, expected))
-    documents = model(tokens, cast, seq_idx=idx), model(tokens, expected, seq_idx=idx)
-    assert torch.equal(*documents)
-    step, _ = model.step(tokens[:, 0], expected)
-    assert torch.equal(model.step(tokens[:, 0], cast)[0], step)
-    torch.testing.assert_close(Decoder(model, 2, state=cast)(tokens[:, 0]), step)
 
 
 def test_a_state_is_a_node_with_its_fields_as_children() -> None:

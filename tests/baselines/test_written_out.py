@@ -177,44 +177,6 @@ def test_equals_the_definition(
     assert_written_out(make(8, dtype=torch.float64), expected, (2, 6, 8), tolerance)
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
-    "mamba": partial(Mamba, d_state=2),
-    "delta_net": partial(DeltaNet, num_heads=2, head_dim=32, expand_v=0.5),
-    "gated_delta_product": partial(
-        DeltaProduct, num_heads=2, head_dim=32, expand_v=0.5, gated=True, num_householder=3
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.interpreter),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-@pytest.mark.parametrize(
-    ("name", "autocast"), [*((name, False) for name in KERNELS), ("mamba", True)]
-)
-def test_triton_equals_plain_torch(name: str, device: str, autocast: bool) -> None:
-    """Outputs, state and gradients, through a second chunk."""
-    pair = [KERNELS[name](8, device=device, backend="triton") for _ in range(2)]
-    pair[1].backend = "reference" if name == "mamba" else "torch"
-    pair[1].load_state_dict(pair[0].state_dict())
-    x, results = torch.randn(2, 9, 8, device=device), []
-    for layer in pair:
-        u = x.clone().requires_grad_()
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            first, state = layer(u[:, :5], return_state=True)
-            y, state = layer(u[:, 5:], state, return_state=True)
-        found = (first, y, *state.tensors)
-        loss = torch.stack([v.float().square().sum() for v in found]).sum()
-        results.append((*found, *torch.autograd.grad(loss, [u, *layer.parameters()])))
-    # on a GPU the reference's products may be in TensorFloat32
-    tolerance = 2e-2 if autocast else 2e-5 if device == "cpu" else 1e-3
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
-
-
 def test_defaults_and_initial_values_are_the_authors() -> None:
     plain, gated, product = DeltaNet(16), DeltaNet(16, gated=True), DeltaProduct(16)
     assert (plain.num_householder, plain.head_dim, plain.value_dim, plain.g_proj) == (1, 4, 4, None)
