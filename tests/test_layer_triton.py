@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.layer_cases import assert_all_close, results
+from tests.modes import Watching
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, NoMixing
 from bedouin.layers.fixed_point import FixedPointLayer
@@ -79,29 +79,15 @@ def test_bfloat16_with_kernels(
     assert_all_close(map(Tensor.double, ours), map(Tensor.double, theirs), 0.05, 0.05)
 
 
-class _SweepOperands(TorchDispatchMode):
-    """Records dtype and row stride of the operands x and raw of the operation "direct_sweep"."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[torch.dtype, torch.dtype, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.name() == "bedouin::direct_sweep":
-            x, raw = (arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 3)
-            self.seen.append((x.dtype, raw.dtype, raw.stride(1) % 64))
-        return func(*args, **(kwargs or {}))
-
-
 @devices
 def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
-    layer, _ = pair(Bedouin, device, torch.bfloat16)
-    x = torch.randn(2, 2, 6).bfloat16().to(device)
-    with _SweepOperands() as operands:
-        layer(x)
-    assert operands.seen == [(torch.bfloat16, torch.bfloat16, 0)]
+    """And rows of raw values that begin at multiples of 64."""
+    (layer, _), calls = pair(Bedouin, device, torch.bfloat16), []
+    with Watching(lambda func, args, results: calls.append((func.name(), args))):
+        layer(torch.randn(2, 2, 6).bfloat16().to(device))
+    (args,) = [args for name, args in calls if name == "bedouin::direct_sweep"]
+    x, raw = (v for v in args if isinstance(v, Tensor) and v.dim() == 3)
+    assert (x.dtype, raw.dtype, raw.stride(1) % 64) == (torch.bfloat16, torch.bfloat16, 0)
 
 
 # the interpreter computes with numpy, which warns

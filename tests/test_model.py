@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.modes import Watching
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, BedouinState
 from bedouin.model import GatedMLP, SequenceModel
@@ -216,25 +216,14 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
         call()
 
 
-class Gathers(TorchDispatchMode):
-    """Counts gathers of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.index_select, torch.ops.aten.scatter)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("bounds", "gathers"), [([0, 3, 6], 0), ([0, 2, 6], 2)])
 def test_a_model_gathers_tokens_once(bounds: list[int], gathers: int) -> None:
     """Its layers are told that padding follows the tokens."""
     model = SequenceModel(5, 4, lambda i: Bedouin(4), num_layers=2).double()
     tokens = torch.randint(5, (1, 6))
-    with Gathers() as seen:
+    seen: list[Any] = []
+    with Watching(lambda func, args, results: seen.append(func.overloadpacket)):
         found = model(tokens, cu_seqlens=torch.tensor(bounds))
-    assert seen.count == gathers
+    assert sum(map(seen.count, (torch.ops.aten.index_select, torch.ops.aten.scatter))) == gathers
     parts = [model(tokens[:, a:b]) for a, b in pairwise(bounds)]
     assert_close("logits", found, torch.cat(parts, 1), 1e-12)

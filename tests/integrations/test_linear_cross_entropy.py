@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.live_bytes import LiveBytes
+from tests.modes import LiveBytes
 from torch import Tensor
 from torch.nn import functional as F
 

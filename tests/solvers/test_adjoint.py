@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.live_bytes import LiveBytes
+from tests.modes import LiveBytes
 from tests.toy_map import ToyMap
 from torch import Tensor
 
