@@ -72,8 +72,8 @@ FIXED_POINTS: dict[str, Callable[..., Any]] = {
     "full": partial(
         Bedouin, d_state=2, num_householder=4, beta_max=2.0, eigenvalues="full", feedback_norm=False
     ),
-    "no mixing": lambda m, **k: Bedouin(m, d_state=2, num_heads=2, mixer=NoMixing(), **k),
-    "low rank": lambda m, **k: Bedouin(m, d_state=2, num_heads=2, mixer=LowRank(2), **k),
+    "no mixing": partial(Bedouin, d_state=2, num_heads=2, num_householder=0),
+    "low rank": lambda m, **k: Bedouin(m, d_state=2, mixer=LowRank(2), **{"num_heads": 2} | k),
     "dense": lambda m, **k: Bedouin(m, d_state=2, num_heads=2, mixer=Kronecker(), **k),
     "convolution": partial(Bedouin, d_state=2, num_heads=2, d_conv=3),
     "paper": partial(Bedouin.from_paper, d_state=2, solver="auto", adjoint=ImplicitAdjoint()),

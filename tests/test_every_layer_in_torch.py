@@ -263,28 +263,37 @@ def test_shapes_of_fake_tensors_and_on_the_meta_device(name: str, backend: str) 
         assert [v.shape for v in on_meta] == [v.shape for v in expected[: len(on_meta)]]
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "one step"])
-def test_adapters_of_every_projection_train_and_merge(name: str) -> None:
-    layer, x = make(name), draw(2, 4)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "auto") for name in (*LAYERS, "one step"))]
+    + [pytest.param(n, "triton", marks=pytest.mark.interpreter) for n in ("heads", "vector")],
+)
+def test_adapters_of_every_projection_train_and_merge(name: str, backend: str) -> None:
+    options: dict[str, Any] = {}
+    if backend == "triton":
+        options = {"backend": backend, "dtype": torch.float32}
+    layer = make(name, **options)
+    x, rtol = draw(2, 4).to(next(layer.parameters())), 1e-4 if options else 1e-11
     before = layer(x)
     wrap(layer)
     merged = merge(layer)
     (output, state), (expected, after) = (one(x, return_state=True) for one in (layer, merged))
     assert (output - before).abs().max() > 1e-3
-    assert_all_close([output, *state.tensors], [expected, *after.tensors], 1e-11)
-    assert_all_close([layer.step(x[:, 0], state)[0]], [merged.step(x[:, 0], after)[0]], 1e-11)
+    assert_all_close([output, *state.tensors], [expected, *after.tensors], rtol)
+    assert_all_close([layer.step(x[:, 0], state)[0]], [merged.step(x[:, 0], after)[0]], rtol)
     if name not in BASELINES:
-        assert_all_close([vmap(layer)(x.unsqueeze(1)).squeeze(1)], [output], 1e-11)
+        if backend == "auto":
+            assert_all_close([vmap(layer)(x.unsqueeze(1)).squeeze(1)], [output], rtol)
         with torch.no_grad():
             decoded = [Decoder(one, 2, state=state)(x[:, 0]) for one in (layer, merged)]
-        assert_all_close(decoded[:1], decoded[1:], 1e-11)
+        assert_all_close(decoded[:1], decoded[1:], rtol)
     output.square().sum().backward()
     expected.square().sum().backward()
     for path, module in layer.named_modules():
         if isinstance(module, LoRA):
             A, B, grad = module.A, module.B, merged.get_submodule(path).weight.grad
             assert A.grad is not None and B.grad is not None
-            assert_all_close([A.grad, B.grad], [B.mT @ grad, grad @ A.mT], 1e-8)
+            assert_all_close([A.grad, B.grad], [B.mT @ grad, grad @ A.mT], 1e3 * rtol)
 
 
 @layers

@@ -1,6 +1,5 @@
 """Channel mixers: their matrices, and layers that use them."""
 
-import copy
 import warnings
 from typing import Any
 
@@ -68,49 +67,6 @@ def test_kronecker_and_monarch_are_their_definitions(factors: tuple[int, int], s
     assert monarch.raw_size(d) == len(raw)
     assert_close("Monarch", matrix(monarch, raw, d), L @ P.T @ R @ P, 1e-13, atol=1e-14)
     assert_close("dense", monarch.dense(raw), L @ P.T @ R @ P, 1e-13, atol=1e-14)
-
-
-class Rotation(ChannelMixer):
-    """A mixer of a user's own that declares Q as a matrix: rotations of pairs of channels."""
-
-    def raw_size(self, d_inner: int) -> int:
-        return d_inner // 2
-
-    def dense(self, raw: Tensor) -> Tensor:
-        sine, cosine = raw.sin().unsqueeze(-1), raw.cos().unsqueeze(-1)
-        pairs = torch.cat([cosine, -sine, sine, cosine], -1).unflatten(-1, (2, 2))
-        d = 2 * raw.shape[-1]
-        blocks = torch.zeros(raw.shape[-1], d, 2, dtype=raw.dtype)
-        for i in range(len(blocks)):
-            blocks[i, 2 * i : 2 * i + 2] = torch.eye(2, dtype=raw.dtype)
-        Q: Tensor = (blocks @ pairs @ blocks.mT).sum(-3)
-        return Q
-
-    def complement(self, raw: Tensor, v: Tensor) -> Tensor:
-        return v - (self.dense(raw) @ v.unsqueeze(-1)).squeeze(-1)
-
-
-@pytest.mark.parametrize(
-    "mixer", [Kronecker(), Monarch(), Rotation()], ids=lambda v: type(v).__name__
-)
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("feedback", [(), ("delta", "mixer")], ids=["open", "fed"])
-def test_dense_local_systems(mixer: Any, num_heads: int, feedback: tuple[str, ...]) -> None:
-    """Solved exactly, with the exact gradient, in the sweep, by Jacobi, and token by token."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "feedback_init": 1.0}
-    layer = Bedouin(4, d_state=3, mixer=copy.deepcopy(mixer), dtype=torch.float64, **options)
-    x = torch.randn(2, 5, 4, dtype=torch.float64)
-    y = layer(x)
-    assert layer.solver == Direct() and layer.stats is not None
-    assert bool(layer.stats.converged.all()) and layer.stats.conditioning is not None
-    expected = layer_gradients(layer, x, UnrolledAdjoint())
-    for name, grad in layer_gradients(layer, x).items():
-        assert_close(name, grad, expected[name], 1e-9, atol=1e-12)
-    assert decode_gap(layer, x) < 1e-12
-    for solver in (Jacobi(rtol=1e-13), Picard(rtol=1e-12)):
-        layer.solver = solver
-        assert_close(str(solver), layer(x), y, 1e-9)
 
 
 def test_dense_systems_are_those_of_small_heads() -> None:

@@ -11,27 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import merge, wrap
+from tests.layer_cases import make, merge, wrap
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from bedouin import Bedouin, Decoder, FixedPointRNN
+from bedouin import Bedouin, Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.heads import HeadNorm
 from bedouin.layers.mixers import HouseholderProduct, LowRank, StructuredMixer, WYForm
 from bedouin.solvers import Direct, Jacobi, Picard
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
-LAYERS: dict[str, Any] = {
-    "Bedouin": lambda **k: Bedouin(4, d_state=2, **FLOAT64 | k),
-    "without feedback": lambda **k: Bedouin(4, d_state=2, feedback=(), **FLOAT64 | k),
-    "FixedPointRNN": lambda **k: FixedPointRNN(4, **FLOAT64 | k),
-}
-LOOKED_AT = LAYERS | {
-    "no mixing": lambda **k: Bedouin(4, d_state=2, num_householder=0, **FLOAT64 | k),
-    "low rank": lambda **k: Bedouin(4, d_state=2, mixer=LowRank(), **FLOAT64 | k),
-}
-layers = pytest.mark.parametrize("kind", LAYERS)
+KINDS = "one head", "no feedback", "vector"
+kinds = pytest.mark.parametrize("kind", KINDS)
+with_convolution = pytest.mark.parametrize("kind", [*KINDS, "convolution"])
 heads = pytest.mark.parametrize("num_heads", [1, 2])
 backends = pytest.mark.parametrize(
     ("backend", "dtype"),
@@ -63,14 +56,14 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
+    layer, x = make("one head"), draw()
     wrap(layer, "x_proj", "y_proj", dropout=0.5)
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert_close(results(layer, x), results(merge(layer), x))
     assert layer.y_proj.training is False and layer.y_proj.dropout.training is False
     # the feedback drops the same channels at all tokens, so one token alone gives the same numbers
-    wrap(other := LAYERS["Bedouin"](), "y_proj", dropout=0.5)
+    wrap(other := make("one head"), "y_proj", dropout=0.5)
     torch.manual_seed(1)
     whole, _ = other(x, return_state=True)
     torch.manual_seed(1)
@@ -79,7 +72,7 @@ def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
 
 @heads
 def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
-    layer, x = LAYERS["Bedouin"](num_heads=num_heads), draw()
+    layer, x = make("one head", num_heads=num_heads), draw()
     own, expected = layer.x_proj, copy.deepcopy(layer)
 
     class Shifted(nn.Module):
@@ -97,10 +90,10 @@ def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
         layer(x)
 
 
-@layers
+@kinds
 def test_weight_norm(kind: str) -> None:
     """Of every weight, also of the norm's."""
-    layer, x = LAYERS[kind](), draw()
+    layer, x = make(kind), draw()
     expected = results(layer, x)
     for name in NAMES:
         if getattr(layer, name, None) is not None:
@@ -117,7 +110,7 @@ def test_weight_norm(kind: str) -> None:
 
 
 def test_hooks_on_x_proj_run_with_its_vectors() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
+    layer, x = make("one head"), draw()
     expected, seen = layer(x), []
     layer.x_proj.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
     assert_close([layer(x)], [expected])
@@ -136,11 +129,11 @@ def look(layer: nn.Module) -> list[nn.Module]:
 
 
 @heads
-@pytest.mark.parametrize("kind", LOOKED_AT)
+@pytest.mark.parametrize("kind", [*KINDS, "no mixing", "low rank"])
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(1e-12), Picard(1e-12)])
 @pytest.mark.filterwarnings("ignore:.*has hooks or a forward of its own:UserWarning")
 def test_hooks_that_only_look_see_every_child(kind: str, num_heads: int, solver: Any) -> None:
-    layer, x = LOOKED_AT[kind](num_heads=num_heads, solver=solver), draw()
+    layer, x = make(kind, num_heads=num_heads, solver=solver), draw()
     expected = results(layer, x)
     seen = look(layer)
     assert_close(results(layer, x), expected)
@@ -150,7 +143,7 @@ def test_hooks_that_only_look_see_every_child(kind: str, num_heads: int, solver:
 
 
 def test_hooks_on_y_proj_act_where_they_are_linear() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
+    layer, x = make("one head"), draw()
     doubled_weight = copy.deepcopy(layer)
     with torch.no_grad():
         doubled_weight.y_proj.weight.mul_(2)
@@ -164,7 +157,7 @@ def test_hooks_on_y_proj_act_where_they_are_linear() -> None:
 
 @heads
 def test_hooks_on_the_norm_act_and_are_told_once(num_heads: int) -> None:
-    layer, x = LAYERS["Bedouin"](num_heads=num_heads), draw()
+    layer, x = make("one head", num_heads=num_heads), draw()
     expected = 2 * layer(x)
     layer.norm.register_forward_hook(doubled)
     with pytest.warns(UserWarning, match="norm of Bedouin has hooks"):
@@ -194,17 +187,12 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
     assert layer(x).isfinite().all()
 
 
-OFFLOADED: dict[str, Any] = LAYERS | {
-    "convolution": lambda **k: Bedouin(4, d_state=2, d_conv=4, **FLOAT64 | k)
-}
-
-
-@pytest.mark.parametrize("kind", OFFLOADED)
+@with_convolution
 @heads
 def test_layers_that_accelerate_dispatches_or_offloads(kind: str, num_heads: int) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     accelerate = pytest.importorskip("accelerate")
-    layer, x = OFFLOADED[kind](num_heads=num_heads), draw()
+    layer, x = make(kind, num_heads=num_heads), draw()
     expected, first = results(layer, x), layer.step(x[:, 0], layer.init_state(2))
     hooks.attach_execution_device_hook(layer, "cpu")
     assert "forward" in vars(layer.out_proj)
@@ -285,13 +273,13 @@ def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
     return (2 * output[0], output[1]) if isinstance(output, tuple) else 2 * output
 
 
-@pytest.mark.parametrize("kind", OFFLOADED)
+@with_convolution
 @backends
 @torch.no_grad()
 def test_hooks_on_a_layer_run_in_steps_and_decoders(
     kind: str, backend: str, dtype: torch.dtype
 ) -> None:
-    layer, x = OFFLOADED[kind](dtype=dtype), torch.randn(2, 3, 4, dtype=dtype)
+    layer, x = make(kind, dtype=dtype), torch.randn(2, 3, 4, dtype=dtype)
     layer.solve_options = replace(layer.solve_options, backend=backend)
     state, decoder = layer.init_state(2), Decoder(layer, 2)
     expected, after = layer.step(x[:, 0], state)
@@ -330,10 +318,10 @@ class Quantized(Tensor):
         raise NotImplementedError(f"{func} of a quantized weight")
 
 
-@layers
+@kinds
 @torch.no_grad()
 def test_quantized_weights_are_read_in_calls(kind: str) -> None:
-    layer, x = LAYERS[kind](num_heads=1), torch.randn(2, 30, 4, **FLOAT64)
+    layer, x = make(kind, num_heads=1), torch.randn(2, 30, 4, **FLOAT64)
     expected = results(layer, x)
     for name in NAMES:
         if getattr(layer, name, None) is not None:
@@ -344,9 +332,9 @@ def test_quantized_weights_are_read_in_calls(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("kind", OFFLOADED)
+@with_convolution
 def test_recording_by_torch_jit_is_refused(kind: str) -> None:
-    layer, x = OFFLOADED[kind](), draw()
+    layer, x = make(kind), draw()
     trace: Any = torch.jit.trace
     with pytest.raises(RuntimeError, match=r"cannot be recorded by .*: use torch\.compile or"):
         trace(layer, x)
@@ -354,32 +342,7 @@ def test_recording_by_torch_jit_is_refused(kind: str) -> None:
 
 def test_a_layer_with_adapters_is_one_graph() -> None:
     torch.compiler.reset()
-    layer, x = LAYERS["FixedPointRNN"](), draw()
+    layer, x = make("vector"), draw()
     wrap(layer)
     call: Any = torch.compile(layer, fullgraph=True, backend="eager")
     assert_close([call(x)], [layer(x)])
-
-
-@pytest.mark.parametrize(("kind", "num_heads"), [("Bedouin", 2), ("FixedPointRNN", 1)])
-@pytest.mark.parametrize(
-    ("device", "rtol"),
-    [
-        pytest.param("cpu", 2e-6, marks=pytest.mark.interpreter),
-        # whose exponentials and quotients are approximations
-        pytest.param("cuda", 1e-3, marks=pytest.mark.gpu),
-    ],
-)
-def test_adapters_with_kernels(kind: str, num_heads: int, device: str, rtol: float) -> None:
-    """In float32, against plain torch in float64."""
-    exact = LAYERS[kind](num_heads=num_heads, num_householder=1, backend="reference")
-    wrap(exact)
-    layer, x = copy.deepcopy(exact).to(device, torch.float32), torch.randn(1, 2, 4)
-    layer.backend = "triton"
-    exact.load_state_dict(layer.state_dict())
-    found = []
-    for one, given in ((exact, x.double()), (layer, x.to(device))):
-        values = results(one, given)
-        grads = torch.autograd.grad(values[0].sum(), list(one.parameters()))
-        found.append([v.float().cpu() for v in (*values, *grads)])
-    for expected, actual in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 20)

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tests.kernels.sweeps import Case, each_head
-from tests.kernels.table import BF16, DEVICE, F16, F32, far_apart, needs_triton
+from tests.kernels.sweeps import Case
+from tests.kernels.table import BF16, DEVICE, F16, far_apart, needs_triton
 from torch import Tensor
 
 from bedouin import Bedouin, HouseholderProduct
@@ -129,6 +129,13 @@ OF_MANY: list[tuple[int, int, int, InputScale]] = [
     (1000, 12, 3, "one_minus_decay"),
     (512, 64, 5, "delta"),
 ]
+COUPLED: dict[str, Any] = {"t": 2, "input_scale": "one_minus_decay"}
+OF_HEADS: list[tuple[int, int, Picard, dict[str, Any]]] = [
+    (2, 2, Picard(0.05, 1e-6, damping=0.9), COUPLED),
+    (2, 1, Picard(0.05, 0.0, stop_rule="paper"), COUPLED),
+    (3, 1, Picard(0.05, 1e-6, damping=0.9), COUPLED | {"feedback": False}),
+    (2, 1, Picard(0.05, 1e-6, damping=0.9), COUPLED | {"low": BF16}),
+]
 LARGE = [
     *(
         replace(ONE, b=3, t=t, p=p, n=16, low=low)
@@ -145,6 +152,11 @@ LARGE = [
         *(pytest.param(case, NEVER, 2e-5, marks=needs_triton) for case in CASES),
         # a plain loop that calls the kernels of the scan
         pytest.param(ONE, Jacobi(0.0, 0.0), 2e-5, marks=needs_triton),
+        # samples of several heads, each of which converges by itself
+        *(
+            pytest.param(Case(heads, b, p=3, n=1, k=1, **of), solver, 2e-5, marks=needs_triton)
+            for heads, b, solver, of in OF_HEADS
+        ),
         *(pytest.param(case, NEVER, 1e-4, marks=pytest.mark.gpu) for case in LARGE),
     ],
     ids=str,
@@ -314,44 +326,6 @@ def test_tokens_may_be_too_far_apart_for_offsets_of_32_bits() -> None:
         moved = operands._replace(**{name: far_apart(getattr(operands, name))})
         # sums depend on what the compiler knows of strides
         torch.testing.assert_close(steps(moved), expected, rtol=1e-2, atol=1e-2)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("num_heads", "b", "solver", "fed", "low"),
-    [
-        (2, 2, Picard(0.05, 1e-6, damping=0.9), True, F32),
-        (2, 1, Picard(0.05, 0.0, stop_rule="paper"), True, F32),
-        (3, 1, Picard(0.05, 1e-6, damping=0.9), False, F32),
-        (2, 1, Picard(0.05, 1e-6, damping=0.9), True, BF16),
-    ],
-    ids=str,
-)
-def test_samples_of_several_heads_are_iterations_of_one_head_each(
-    num_heads: int, b: int, solver: Picard, fed: bool, low: torch.dtype
-) -> None:
-    """At every step of a solve: samples of all heads converge by themselves."""
-    coupled: Any = {"input_scale": "one_minus_decay", "feedback": fed, "low": low}
-    case = Case(num_heads, b, t=2, p=3, n=2, k=1, **coupled)
-    joint, options = case.operands(DEVICE), case.options()
-    joint.raw[::2] *= 0.1  # some converge early
-    start = torch.zeros(num_heads * b, 2, 3, device=DEVICE)
-
-    def fused(given: Operands) -> Any:
-        y = start[: len(given.x)]
-        return fuse_iteration(given, y, options, (), solver.rule(), backend="triton")
-
-    together, heads = fused(joint), [fused(one) for one in each_head(case, joint)]
-    for _ in range(2):
-        for steps in (together, *heads):
-            steps.advance()
-        for name, ours in together.progress._asdict().items():
-            theirs = [getattr(steps.progress, name) for steps in heads]
-            if ours is None:
-                assert theirs == [None] * num_heads
-            else:
-                # a product of other shapes sums in another order
-                torch.testing.assert_close(ours, torch.cat(theirs), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.gpu
