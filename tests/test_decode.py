@@ -6,7 +6,6 @@ computes the token again on the same buffers. Letters: b batch, t time, m d_mode
 """
 
 import copy
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -95,11 +94,6 @@ def test_states_and_statistics_do_not_change_later(graphs: list[Tensor]) -> None
     assert torch.equal(branch(x[:, 1]), y_1)
     assert_same(branch.state, decoder.state, 0.0)
     assert not start.ssm.any() and not start.y.any()
-    for copied in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
-        assert torch.equal(copied.residual, stats.residual)
-        assert copied.conditioning is not None
-        assert torch.equal(copied.conditioning, stats.conditioning)
-    assert "residual=tensor" in repr(stats)
 
 
 @torch.no_grad()

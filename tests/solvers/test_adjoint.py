@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import CPU, make
 from tests.modes import LiveBytes
 from tests.toy_map import ToyMap
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN
-from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.map import StructuredMap
 from bedouin.solvers import (
     Adjoint,
@@ -288,14 +287,6 @@ def test_the_gradient_is_that_of_the_loop_over_tokens(
 
 # -- at the y that three steps have reached, which is no fixed point
 
-LAYERS: dict[str, Any] = {
-    "default": (Bedouin, {}),
-    "heads": (Bedouin, {"num_heads": 2}),
-    "coupled": (Bedouin, {"input_scale": "one_minus_decay", "num_householder": 3}),
-    "part of the feedback": (Bedouin, {"feedback": ("B", "mixer"), "feedback_norm": False}),
-    "no feedback": (Bedouin, {"feedback": ()}),
-    "vector state": (FixedPointRNN, {}),
-}
 ENDLESS: list[Solver] = [
     Picard(0.0, 0.0),
     Picard(0.0, 0.0, damping=0.6),
@@ -306,16 +297,15 @@ ENDLESS: list[Solver] = [
 
 @pytest.mark.parametrize("solver", ENDLESS, ids=str)
 @pytest.mark.parametrize("exact", [True, False], ids=["implicit", "one step"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", ["one head", "heads", "coupled", "full", "paper", "no feedback", "vector"]
+)
 def test_after_three_steps_the_gradient_is_linearized_at_the_y_that_was_returned(
     name: str, exact: bool, solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(dF/dtheta)^T w with w = (I - J^T)^-1 g, or w = g, from the dense Jacobian of F at that y; no
     token is solved anew for it."""
-    torch.manual_seed(0)
-    kind, options = LAYERS[name]
-    layer: FixedPointLayer = kind(3, d_state=2, **options) if kind is Bedouin else kind(3)
-    layer = layer.double()
+    layer = make(name, CPU._replace(m=3))
     x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
     start = torch.zeros(2, 6, layer.d_inner, dtype=torch.float64)
     monkeypatch.setattr(StructuredMap, "sweep", None)
