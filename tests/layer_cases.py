@@ -114,7 +114,7 @@ SOLVES: dict[str, Callable[..., Any]] = {
 }
 """Layers with solvers and adjoints that are not exact enough for all laws."""
 MODELS: dict[str, Callable[..., Any]] = {
-    "model": lambda m, **k: SequenceModel(5, m, [Bedouin(m, **k), FixedPointRNN(m, **k)], **k),
+    "model": lambda m, **k: SequenceModel(5, m, [Bedouin(m, **k), FixedPointRNN(m, **k)], **k)
 }
 PAIRS: list[tuple[Solver, Adjoint | None]] = [
     *((Direct(), adjoint) for adjoint in (None, UnrolledAdjoint(), OneStepAdjoint())),

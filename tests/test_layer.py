@@ -24,13 +24,7 @@ from bedouin import (
 )
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import (
-    Anderson,
-    Direct,
-    FixedCap,
-    ImplicitAdjoint,
-    Picard,
-)
+from bedouin.solvers import Anderson, Direct, FixedCap, ImplicitAdjoint, Picard
 from bedouin.testing import assert_close
 
 KINDS = [Bedouin, FixedPointRNN]

@@ -14,11 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from bedouin import Bedouin, BedouinState, FixedPointRNN, SequenceModel
 from bedouin.baselines import LSTM, Attention
 from bedouin.baselines.lstm import LSTMState
-from bedouin.solvers import (
-    Adjoint,
-    Picard,
-    Solver,
-)
+from bedouin.solvers import Adjoint, Picard, Solver
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
 REPORTED = ("table", "table-wide", "table-languages")
 TUNING = ("heads", "table-tuning", "bedouin-tuning", "chess-tuning")
 NOT_PLANNED = {
-    *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
+    *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100")
 }
 """Runs whose commands are in the README of their experiment alone."""
 
@@ -64,10 +64,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             assert config.first_seed >= 100, run.name
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["a5-cpu", "controls-cpu", "heads"],
-)
+@pytest.mark.parametrize("name", ["a5-cpu", "controls-cpu", "heads"])
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
     contents = read_runs(experiment.RESULTS / name)

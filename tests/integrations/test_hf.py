@@ -20,10 +20,7 @@ from tests.integrations.hf_models import (  # noqa: E402
 )
 from tests.integrations.mixings import same  # noqa: E402
 
-from bedouin.integrations.hf import (  # noqa: E402
-    BedouinCacheLayer,
-    BedouinForCausalLM,
-)
+from bedouin.integrations.hf import BedouinCacheLayer, BedouinForCausalLM  # noqa: E402
 from bedouin.integrations.hf.models import BedouinAttention, attention_options  # noqa: E402
 
 pytestmark = [

@@ -15,14 +15,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from tests.integrations.hf_models import (  # noqa: E402
-    CONVOLVED,
-    HYBRID,
-    TRACKING,
-    VOCAB,
-    make_config,
-    mixers,
-)
+from tests.integrations.hf_models import CONVOLVED, HYBRID, TRACKING, VOCAB, make_config, mixers  # noqa: E402
 from tests.integrations.mixings import same  # noqa: E402
 
 import bedouin  # noqa: E402
@@ -38,11 +31,7 @@ from bedouin import (  # noqa: E402
     Tracker,
     TrackingDeltaNet,
 )
-from bedouin.integrations.hf import (  # noqa: E402
-    BedouinConfig,
-    BedouinForCausalLM,
-    BedouinModel,
-)
+from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM, BedouinModel  # noqa: E402
 from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, Picard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -115,11 +115,7 @@ STEP_RULE = Row(
 CHUNK_RULE = Row(
     rule,
     IN_CHUNKS,
-    {
-        "": {},
-        "without a decay": {"gated": False},
-        "without a memory": {"starts": False},
-    },
+    {"": {}, "without a decay": {"gated": False}, "without a memory": {"starts": False}},
     [
         *sizes("tpv", (1, 16, 16), (2, 32, 64), (63, 40, 100), (64, 16, 64), (65, 128, 64)),
         {"t": 130, "p": 64},

@@ -212,11 +212,7 @@ def test_barriers_and_registers_of_the_trackers_chains(kernel: Any, barriers: in
 
 
 @pytest.mark.parametrize(("c", "n", "dtype"), [(40, 100, BF16), (64, 128, F32), (3, 128, F16)])
-@pytest.mark.parametrize(
-    "kernel",
-    [*SEQUENTIAL, prepare_kernel, finish_kernel],
-    ids=by_kernel,
-)
+@pytest.mark.parametrize("kernel", [*SEQUENTIAL, prepare_kernel, finish_kernel], ids=by_kernel)
 def test_every_kernel_of_the_tracker_adds_in_a_fixed_order(
     kernel: Any, c: int, n: int, dtype: torch.dtype
 ) -> None:
@@ -301,11 +297,7 @@ def test_a_token_of_a_head_fits_the_registers(
     ],
 )
 def test_weights_fit_the_shared_memory(
-    kernel: Any,
-    target: tuple[int, int],
-    weights: torch.dtype,
-    k: int,
-    streamed: bool,
+    kernel: Any, target: tuple[int, int], weights: torch.dtype, k: int, streamed: bool
 ) -> None:
     blocks = head_blocks(128, 16, RawLayout("softplus", True, k, 1.0))
     assert blocks.streams(weights.itemsize, target[1]) == streamed

@@ -11,14 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.kernels.sweeps import (
-    Case,
-    assert_same,
-    cotangents,
-    run,
-    shared_memory,
-    values_of,
-)
+from tests.kernels.sweeps import Case, assert_same, cotangents, run, shared_memory, values_of
 from tests.kernels.table import BF16, DEVICE, F32, each, needs_triton, sizes, times
 from torch import Tensor
 

@@ -141,11 +141,7 @@ def test_a_stream_of_all_rows_takes_every_state() -> None:
 X = IGNORE
 LABELS = torch.tensor([[1, 0, 1, 1], [0, 1, X, X], [X, X, X, X], [X, 0, X, 1]])
 PREDICTED = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]])
-BY_HAND = [
-    (token_accuracy, 4 / 8),
-    (sequence_accuracy, 1 / 3),
-    (last_position_accuracy, 2 / 3),
-]
+BY_HAND = [(token_accuracy, 4 / 8), (sequence_accuracy, 1 / 3), (last_position_accuracy, 2 / 3)]
 accuracies = pytest.mark.parametrize("accuracy", [accuracy for accuracy, _ in BY_HAND])
 
 
