@@ -1,6 +1,7 @@
 """Dtypes of results in each precision, and errors for mixed dtypes."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -114,16 +115,38 @@ def assert_right_or_nan(
             assert bool(layer.stats.converged[i])
 
 
-@pytest.mark.parametrize("scale", [1e12, 1e19, 1e25, 3e38])
-@pytest.mark.parametrize(("kind", "options"), HUGE, ids=str)
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+WITH_KERNELS: list[tuple[Any, dict[str, Any], float]] = [
+    (Bedouin, {"num_householder": 4}, 1e25),
+    (Bedouin, {"num_heads": 2, "num_householder": 1}, 1e25),
+    (Bedouin, {"num_heads": 2, "num_householder": 0, "feedback": ("delta",)}, 1e25),
+    (FixedPointRNN, {}, 1e12),
+    (FixedPointRNN, {"feedback": (), "num_heads": 2}, 1e12),
+]
+SCALES = 1e12, 1e19, 1e25, 3e38
+
+
+# the interpreter computes with numpy, which warns
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "options", "scale", "solver", "backend", "device"),
+    [
+        *((*of, *rest, "reference", "cpu") for of in HUGE for rest in product(SCALES, SOLVERS)),
+        *(
+            pytest.param(*case, SOLVERS[0], "triton", device, marks=mark)
+            for case in WITH_KERNELS
+            for device, mark in (("cpu", pytest.mark.interpreter), ("cuda", pytest.mark.gpu))
+        ),
+    ],
+    ids=lambda v: str(v)[:40],
+)
 def test_squares_that_overflow_are_no_zeros(
-    kind: Any, options: dict[str, Any], solver: Solver, scale: float
+    kind: Any, options: dict[str, Any], scale: float, solver: Solver, backend: Any, device: str
 ) -> None:
     """The sum of the squares of a vector is Inf in float32 from about 1e19 on, and of y in
     FixedPointRNN, which grows as the square of the input, from 1e10 on."""
-    layer, reference = pair(kind, torch.float32, solver=solver, **options)
-    x = torch.randn(2, 5, 16).clamp(-1, 1)
+    layer, reference = (v.to(device) for v in pair(kind, torch.float32, solver=solver, **options))
+    layer.backend = backend
+    x = torch.randn(2, 5, 16, device=device).clamp(-1, 1)
     plain = layer(x)
     huge = torch.stack([x[0] * scale, x[1]])
     output, exact = layer(huge), reference(huge.double())

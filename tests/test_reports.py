@@ -47,39 +47,36 @@ def draw(*spoiled: int, b: int = 3, t: int = 4, dtype: torch.dtype = torch.float
 # -- random caps
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("limit", [1, 50])
-def test_a_sample_that_is_not_finite_is_reported_with_a_random_cap(
-    solver: Solver, limit: int
-) -> None:
-    layer = make(solver=solver, max_steps=GammaCap(limit=limit), on_unconverged="raise")
+SHORT = GammaCap(shape=1e-3, scale=1e-3, limit=9)
+FAILING: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     # an iteration cannot converge in a single step, but this cap is also the limit
-    count = 3 if limit == 1 and not solver.is_exact else 1
-    message = f"{count} of 3 samples.*not finite"
+    *(
+        ({"solver": solver, "max_steps": GammaCap(limit=limit)}, (1,), f"{count} of 3.*not finite")
+        for solver in SOLVERS
+        for limit, count in ((1, 1 if solver.is_exact else 3), (50, 1))
+    ),
+    (
+        {"solver": Picard(0.0, 0.0), "max_steps": GammaCap(shape=50.0, limit=3)},
+        (),
+        "Bedouin: 3 of 3 samples did not converge in 3 steps .*raise max_steps",
+    ),
+    # rounding is the only reason for an exact solve not to converge
+    ({"adjoint": OneStepAdjoint(), "max_steps": SHORT}, (2,), "1 of 3"),
+]
+
+
+@pytest.mark.parametrize(("options", "spoiled", "message"), FAILING, ids=str)
+def test_what_a_random_cap_does_not_excuse(
+    options: dict[str, Any], spoiled: tuple[int, ...], message: str
+) -> None:
+    """A sample that is not finite, a cap drawn at its limit, and an exact solve that is cut."""
+    assert SHORT.draw(0) == 1
+    layer = make(on_unconverged="raise", **options)
     with pytest.raises(ConvergenceError, match=message):
-        layer(draw(1))
+        layer(draw(*spoiled))
     layer.on_unconverged = "warn"
     with pytest.warns(ConvergenceWarning, match=message):
-        layer(draw(1))
-
-
-def test_a_cap_drawn_at_its_limit_is_no_excuse() -> None:
-    cap = GammaCap(shape=50.0, limit=3)
-    layer = make(solver=Picard(0.0, 0.0), max_steps=cap, on_unconverged="raise")
-    with pytest.raises(
-        ConvergenceError,
-        match="Bedouin: 3 of 3 samples did not converge in 3 steps .*raise max_steps",
-    ):
-        layer(draw())
-
-
-def test_direct_is_not_cut_by_a_cap() -> None:
-    """Also by one of a single step: rounding is the only reason for it not to converge."""
-    layer = make(max_steps=GammaCap(shape=1e-3, scale=1e-3, limit=9), on_unconverged="raise")
-    layer.adjoint = OneStepAdjoint()
-    assert layer.cap.draw(0) == 1
-    with pytest.raises(ConvergenceError, match="1 of 3"):
-        layer(draw(2))
+        layer(draw(*spoiled))
 
 
 @pytest.mark.parametrize("solver", [Direct(), Picard()])
