@@ -253,25 +253,6 @@ def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(b=1, t=2, k=1, feedback=False),
-        Case(b=1, t=2, k=1, low=BF16),
-        Case(heads=1, b=2, t=17, p=20, k=2, has_axis=False),
-        Case(heads=3, b=1, t=2, p=5, n=1, k=0, selective=False, input_scale="one_minus_decay"),
-        Case(b=1, t=33, p=33, n=17, k=4, starts=False),
-    ],
-    ids=str,
-)
-def test_a_given_fixed_point(case: Case) -> None:
-    y_star = run(case, "buffers", DEVICE)["y"]
-    actual = run(case, "triton", DEVICE, y_star=y_star)
-    assert torch.equal(actual["y"], y_star)
-    assert_same(actual, run(case, "buffers", DEVICE, y_star=y_star), tolerance_of(case))
-
-
-@needs_triton
 @pytest.mark.parametrize(("inputs", "weights"), [(BF16, F32), (F32, BF16), (torch.float16,) * 2])
 def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
     case = Case(b=1, t=2, n=1, k=1, starts=False)

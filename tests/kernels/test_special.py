@@ -25,8 +25,6 @@ from bedouin.kernels.track import TrackInputs, track_reference
 from bedouin.kernels.track.types import ROWS
 from bedouin.layers.convolution import ShortConvolution
 
-ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
-
 
 def test_the_complement_of_a_small_beta_does_not_cancel() -> None:
     v, U, beta = torch.randn(2, 64), unit(torch.randn(2, 4, 64)), 1e-6 * torch.rand(2, 4)
@@ -38,13 +36,7 @@ def test_the_complement_of_a_small_beta_does_not_cancel() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-12)
 
 
-def test_unit_has_length_one_up_to_its_eps() -> None:
-    v = 3 * torch.randn(4, 50, dtype=torch.float64)
-    expected = (v.square().sum(-1) / (v.square().sum(-1) + 50e-6)).sqrt()
-    torch.testing.assert_close(unit(v).norm(dim=-1), expected)
-
-
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 7, 512])
 def test_unit_at_the_zero_vector_has_a_moderate_gradient(length: int, dtype: torch.dtype) -> None:
     v = torch.zeros(length, dtype=dtype, requires_grad=True)
@@ -65,13 +57,6 @@ def test_the_coupled_scale_never_gains(seed: int, eig: Eigenvalues) -> None:
     assert delta is not None and A is not None
     decay, s = discretize(delta, A, "one_minus_decay", eig)
     assert bool((decay.abs() + s <= 1 + 1e-15).all()) and bool((s >= 0).all())
-
-
-def test_bounded_delta_stays_below_one_and_full_eigenvalues_reach_minus_one() -> None:
-    delta = torch.tensor([0.0, 1.0, 1e6])
-    decay, s = discretize(delta, -torch.ones(3, 1), "bounded_delta", "full")
-    torch.testing.assert_close(s.flatten(), torch.tensor([0.0, 0.5, 1e6 / (1e6 + 1)]))
-    torch.testing.assert_close(decay[[0, 2]].flatten(), torch.tensor([1.0, -1.0]))
 
 
 @pytest.mark.parametrize(
