@@ -1,24 +1,49 @@
 """What is special to single operations; test_operations.py compares each with its definition.
 
-Products of reflections where rounding matters, the state, scales and memory of the scan, hard
-decays of the tracker, hooks on the convolution. The checks of the kernels run on the CPU in the
-interpreter and compiled on a GPU.
-Letters: b batch, t time, d channels, n states, H heads, c channels of a head.
+Products of reflections where rounding matters, the state and memory of the scan, hard decays of the
+tracker, hooks on the convolution; hard inputs of the delta rule, and flash-linear-attention. The
+checks of the kernels run on the CPU in the interpreter and compiled on a GPU.
+Letters: b batch, t time, d channels, n states, H heads, c channels of a head; of the delta rule k
+steps a token, h heads, p key and v value channels of a head.
 """
 
 import math
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import table
 from tests.kernels.rows import scan
-from tests.kernels.rows_memory import tracker
-from tests.kernels.table import F32, Call, Tensors, kernels, results
+from tests.kernels.rows_memory import CHUNK_RULE, rule, tracker
+from tests.kernels.table import (
+    BF16,
+    F32,
+    F64,
+    Call,
+    Tensors,
+    implementations,
+    in_2_norm,
+    kernels,
+    results,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
+from bedouin.baselines import DeltaProduct
+from bedouin.kernels.delta_rule import (
+    DeltaInputs,
+    delta_rule,
+    delta_rule_chunked,
+    delta_rule_reference,
+)
+from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
 from bedouin.kernels.householder import apply_complement, unit, wy_factor
 from bedouin.kernels.scan import Eigenvalues, discretize, selective_scan
 from bedouin.kernels.track import TrackInputs, track_reference
@@ -155,3 +180,180 @@ def test_a_hook_on_the_module_acts() -> None:
     expected = F.silu(2 * conv(x, window)[0])
     conv.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
     torch.testing.assert_close(conv.activated(x, window)[0], expected)
+
+
+def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
+    *inputs, memory = tensors.values()
+    assert memory is not None
+    return DeltaInputs(*inputs), memory  # type: ignore[arg-type]
+
+
+def of_rule(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
+    """Outputs, last memory, and the gradients of a sum that weighs both unevenly."""
+    return table.results(rule(), lambda *v: run(DeltaInputs(*v[:5]), v[5]), tensors)
+
+
+def run_by(backend: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    chosen: Any = "torch" if backend == "reference" else backend
+    return lambda inputs, memory: delta_rule(inputs, memory, dtype, chosen)
+
+
+def check(
+    tensors: Tensors, backend: str, tolerance: float, atol: float = 0.0, dtype: torch.dtype = F32
+) -> None:
+    """Agreement with the loop in float64 on the same tensors."""
+    exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
+    found = of_rule(run_by(backend, dtype), tensors)
+    for name, theirs in of_rule(delta_rule_reference, exact).items():
+        if atol:
+            ours = found[name].double()
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=atol)
+        else:
+            in_2_norm(name, found[name].double(), theirs, tolerance)
+
+
+def equal_keys(decay: float | None, v: Any) -> Tensors:
+    """With beta = 2 and a strong decay, if there is one."""
+    strong = None if decay is None else torch.full_like(v["log_decay"], decay)
+    key, beta = v["key"][:, :1, :1].expand_as(v["key"]), torch.full_like(v["beta"], 2)
+    return {"key": key, "beta": beta, "log_decay": strong}
+
+
+def reflections_that_keep_the_memory(v: Any) -> Tensors:
+    return {"beta": 2 - 1e-3 * v["beta"], "log_decay": 1e-4 * v["log_decay"]}
+
+
+def equal_keys_and_some_of_length_zero(v: Any) -> Tensors:
+    key, beta = v["key"][:, :1].expand_as(v["key"]).clone(), v["beta"].clone()
+    key[:, 3], beta[:, 7] = 0, 0
+    return {"key": key, "beta": beta}
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("t", "k", "p", "change", "tolerance", "atol"),
+    [
+        # the gradient of a decay is a difference of far larger sums
+        *(
+            (t, k, 16, partial(equal_keys, decay), 1e-5, 1e-5)
+            for t, k, decay in ((9, 2, -500.0), (30, 2, -500.0), (70, 1, -20.0), (70, 1, -1000.0))
+        ),
+        # reflections along one line, whose gradients are differences of far larger sums
+        (30, 2, 16, partial(equal_keys, None), 1e-4, 0.0),
+        (130, 1, 32, reflections_that_keep_the_memory, 1e-5, 0.0),
+        # 1 - beta times the rounded square of a key's length is a factor of every later error
+        (70, 1, 16, equal_keys_and_some_of_length_zero, 5e-5, 0.0),
+    ],
+)
+def test_hard_inputs(
+    t: int, k: int, p: int, change: Any, tolerance: float, atol: float, backend: str, device: str
+) -> None:
+    dtype = F32
+    if backend == "reference" and atol:
+        dtype, tolerance, atol = F64, 1e-9, 1e-9
+    tensors = rule(1, t, k, p=p).given(dtype, device)
+    check(tensors | change(tensors), backend, tolerance, atol, dtype)
+
+
+@kernels
+def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
+    tensors = rule(1, 40).given(F32, device)
+    check(tensors, "triton", CHUNK_RULE.tolerance[BF16], dtype=BF16)
+    o, last = run_by("triton", BF16)(*inputs_of(tensors))
+    assert (o.dtype, last.dtype) == (F32, F32)
+
+
+@kernels
+def test_a_rounded_key_does_not_make_the_memory_grow(device: str) -> None:
+    inputs, memory = inputs_of(rule(1, 1000, 1, 1, 64, 16, gated=False).given(F32, device))
+    key, beta = inputs.key[:, :1].expand_as(inputs.key), torch.full_like(inputs.beta, 2)
+    inputs = inputs._replace(key=key, beta=beta, value=torch.zeros_like(inputs.value))
+    _, last = run_by("triton", BF16)(inputs, memory)
+    torch.testing.assert_close(float(last.norm()), float(memory.norm()), rtol=0.05, atol=0)
+
+
+def test_plain_torch_computes_in_at_least_float32() -> None:
+    tensors = {k: None if v is None else v.to(BF16) for k, v in rule(1, 9).tensors.items()}
+    inputs, _ = inputs_of(tensors)
+    o, last = delta_rule(inputs, None, BF16, "torch")
+    wide = DeltaInputs(*(v if v is None else v.float() for v in inputs))  # type: ignore[arg-type]
+    expected, last_expected = delta_rule(wide, None, F32, "torch")
+    assert (o.dtype, last.dtype) == (BF16, F32)
+    assert torch.equal(o, expected.bfloat16()) and torch.equal(last, last_expected)
+
+
+@pytest.mark.gpu
+def test_a_compiled_layer_under_autocast() -> None:
+    """The layer looks for flash-linear-attention while it is traced."""
+    torch.compiler.reset()
+    layer = DeltaProduct(64, num_householder=1, gated=True, device="cuda")
+    x = torch.randn(2, 20, 64, device="cuda")
+    with torch.autocast("cuda", BF16):
+        torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=0.05, atol=0.05)
+
+
+# -- at the sizes of a layer, on a GPU
+
+
+# Bounds of the relative error: with beta near 2 and hardly a decay, the rounding of a factor stays
+# for as long as what is written, for hundreds of tokens, and adds up.
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(F32, 3e-5), (BF16, 0.3)])
+@pytest.mark.parametrize("sizes", [(8, 1000, 4, 128, 256), (1, 32768, 2, 128, 128)], ids=str)
+def test_the_sizes_of_a_layer(sizes: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    """Of one that hardly forgets: beta in [1.9, 2], exp(log_decay) in [0.999, 1]."""
+    b, t, h, p, v = sizes
+    tensors: Any = rule(b, t, 1, h, p, v, dtype=dtype).given(dtype, "cuda")
+    tensors |= {"beta": 2 - tensors["beta"] / 20, "log_decay": tensors["log_decay"] / 1000}
+    found, again = (of_rule(run_by("triton", dtype), tensors) for _ in range(2))
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
+    for name, theirs in of_rule(delta_rule_chunked, exact).items():
+        in_2_norm(name, found[name].double(), theirs, bound)
+
+
+# -- flash-linear-attention
+
+
+def test_fla_needs_a_gpu_and_low_precision() -> None:
+    message = "needs a CUDA device and bfloat16 or float16, got cpu and torch.float64: use"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        delta_rule(*inputs_of(rule(1, 3).tensors), F64, "fla")
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "wrong"),
+    [
+        ("3.3.1", (9, 0), False),
+        ("3.4.0", (9, 0), True),
+        ("3.6.0+git1", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.6.0", (8, 0), False),
+        ("", (9, 0), False),
+        ("unknown", (9, 0), False),
+    ],
+)
+def test_fla_is_avoided_and_refused_where_triton_miscompiles_it(
+    version: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.backend._TRITON", version)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert fla_is_wrong(torch.device("cuda")) is wrong
+    if wrong:
+        query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+        with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
+            check_call(query, BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fla_equals_the_loop(k: int, gated: bool) -> None:
+    if fla_is_wrong(torch.device("cuda")):
+        pytest.skip("this Triton miscompiles flash-linear-attention for this GPU")
+    tensors = rule(2, 100, k, 2, 32, 64, gated=gated).given(F32, "cuda")
+    got = of_rule(lambda inputs, memory: delta_rule_fla(inputs, memory, BF16), tensors)
+    # the kernels' products are in bfloat16: eight bits of each of hundreds of summands
+    for name, theirs in of_rule(delta_rule_reference, tensors).items():
+        in_2_norm(name, got[name], theirs, 0.03)
