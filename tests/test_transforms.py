@@ -33,8 +33,8 @@ from bedouin.solvers import (
 )
 
 # torch compiles its formulas for forward mode with TorchScript, which is deprecated; dynamo
-# instantiates torch.autograd.Function when it traces a subclass, and reads .grad of the tensors that
-# one graph passes to the next
+# instantiates torch.autograd.Function when it traces a subclass, and reads .grad of tensors that a
+# graph passes to the next one
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.usefixtures("fresh_compiler"),
