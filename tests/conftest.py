@@ -1,6 +1,5 @@
 """Setup of all tests: one thread, fixed seeds, NaN in uninitialized memory, skipped GPU tests."""
 
-import functools
 import os
 import random
 import warnings
@@ -120,42 +119,9 @@ def _spare_the_interpreter() -> None:
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
         tensor.numel, tensor.shape = kind.sizes if kind.is_block() else scalar
 
-    semantic = type(interpreter.interpreter_semantic)
-    convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    join = functools.cache(np.broadcast_shapes)
-    plain = "int32", "int64", "fp32", "fp64"
-
-    # Equal dtypes, and a number beside a tensor, need no rules of promotion.
-    def convert_if_different(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor, other = (lhs, rhs) if isinstance(lhs, tl.tensor) else (rhs, lhs)
-        if isinstance(tensor, tl.tensor) and tensor.dtype.name in plain:
-            if isinstance(other, tl.tensor):
-                if tensor.dtype.name == other.dtype.name:
-                    return self.broadcast_impl_value(lhs, rhs)
-            elif type(other) is int or type(other) is float and tensor.dtype.is_floating():
-                data = np.full_like(tensor.handle.data, other)
-                filled = tl.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
-                return (lhs, filled) if tensor is lhs else (filled, rhs)
-        return convert(self, lhs, rhs, *args, **kwargs)
-
-    def broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
-        if not (lhs.type.is_block() and rhs.type.is_block()):
-            return broadcast(self, lhs, rhs)
-        shape = join(lhs.handle.data.shape, rhs.handle.data.shape)
-
-        def spread(v: Any) -> Any:
-            if v.handle.data.shape == shape:
-                return v
-            kind = tl.block_type(v.type.scalar, list(shape))
-            return tl.tensor(self.builder.create_broadcast(v.handle, shape), kind)
-
-        return spread(lhs), spread(rhs)
-
     interpreter._get_np_dtype = look_up_once
     tl.block_type.__init__ = make_block
     tl.tensor.__init__ = make_tensor
-    semantic.broadcast_impl_value = broadcast_if_different
-    semantic.binary_op_type_checking_impl = convert_if_different
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -172,9 +138,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "fuzz" not in config.option.markexpr:
-        # left out, not skipped: the default run has a short form of each of these tests
-        items[:] = [item for item in items if item.get_closest_marker("fuzz") is None]
     # first, so that no process waits for them at the end
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     missing = {

@@ -4,7 +4,9 @@ and layers with random options.
 Letters: b batch, t time, m d_model.
 """
 
+import copy
 import io
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bedouin import (
@@ -23,19 +27,26 @@ from bedouin import (
     HouseholderProduct,
     Kronecker,
     LowRank,
+    Monarch,
     NoMixing,
+    SequenceModel,
     Tracker,
     TrackingDeltaNet,
 )
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.heads import HeadLinear
 from bedouin.solvers import (
+    Adjoint,
     Anderson,
+    Broyden,
+    Direct,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
     PhantomAdjoint,
     Picard,
+    Solver,
     UnrolledAdjoint,
 )
 from bedouin.testing import assert_close
@@ -61,8 +72,8 @@ FIXED_POINTS: dict[str, Callable[..., Any]] = {
     "full": partial(
         Bedouin, d_state=2, num_householder=4, beta_max=2.0, eigenvalues="full", feedback_norm=False
     ),
-    "no mixing": lambda m, **k: Bedouin(m, d_state=2, num_heads=2, mixer=NoMixing(), **k),
-    "low rank": lambda m, **k: Bedouin(m, d_state=2, num_heads=2, mixer=LowRank(2), **k),
+    "no mixing": partial(Bedouin, d_state=2, num_heads=2, num_householder=0),
+    "low rank": lambda m, **k: Bedouin(m, d_state=2, mixer=LowRank(2), **{"num_heads": 2} | k),
     "dense": lambda m, **k: Bedouin(m, d_state=2, num_heads=2, mixer=Kronecker(), **k),
     "convolution": partial(Bedouin, d_state=2, num_heads=2, d_conv=3),
     "paper": partial(Bedouin.from_paper, d_state=2, solver="auto", adjoint=ImplicitAdjoint()),
@@ -89,10 +100,12 @@ BASELINES: dict[str, Callable[..., Any]] = {
     "attention, convolution": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
 }
 LAYERS = FIXED_POINTS | MEMORIES | BASELINES
+ONE_STEP: dict[str, Any] = {"adjoint": OneStepAdjoint(), "max_steps": 1, "on_unconverged": "ignore"}
 SOLVES: dict[str, Callable[..., Any]] = {
     "loose": partial(Bedouin, d_state=2, num_heads=2, solver=Picard(0.5)),
     "solver of the adjoint": partial(Bedouin, solver=Jacobi(), adjoint=ImplicitAdjoint(Picard())),
     "one step": partial(Bedouin, num_heads=2, solver=Picard(), adjoint=OneStepAdjoint()),
+    "one picard step": partial(Bedouin, num_heads=2, solver=Picard(), **ONE_STEP),
     "phantom": partial(Bedouin, solver=Anderson(), adjoint=PhantomAdjoint()),
     "unrolled": partial(Bedouin, num_heads=2, adjoint=UnrolledAdjoint()),
     "unrolled picard": partial(Bedouin, solver=Picard(), adjoint=UnrolledAdjoint()),
@@ -100,6 +113,17 @@ SOLVES: dict[str, Callable[..., Any]] = {
     "gate alone": partial(Bedouin, feedback=("mixer",), mixer=NoMixing(), input_scale="delta"),
 }
 """Layers with solvers and adjoints that are not exact enough for all laws."""
+MODELS: dict[str, Callable[..., Any]] = {
+    "model": lambda m, **k: SequenceModel(5, m, [Bedouin(m, **k), FixedPointRNN(m, **k)], **k)
+}
+PAIRS: list[tuple[Solver, Adjoint | None]] = [
+    *((Direct(), adjoint) for adjoint in (None, UnrolledAdjoint(), OneStepAdjoint())),
+    *((Picard(), adjoint) for adjoint in (None, ImplicitAdjoint(Picard()), UnrolledAdjoint())),
+    *((Picard(), adjoint) for adjoint in (OneStepAdjoint(), PhantomAdjoint())),
+    *((Jacobi(), adjoint) for adjoint in (None, ImplicitAdjoint(Jacobi()), PhantomAdjoint())),
+    *((Anderson(), adjoint) for adjoint in (None, OneStepAdjoint())),
+]
+"""Solvers with adjoints that go together."""
 ITERATED = "picard", "jacobi"
 WITHOUT_KERNELS = "full", "low rank", "dense", "paper"
 """Of the fixed points: kernels neither have all of these options, nor are they as exact."""
@@ -123,20 +147,16 @@ CPU = Place("cpu", torch.float64, 4, 1e-11)
 GPU = Place("cuda", torch.float32, 64, 1e-3)
 # the paper's map amplifies roundings of float32 a thousandfold, in plain torch on a CPU too
 ON_GPU = [name for name in (*FIXED_POINTS, *MEMORIES) if name not in (*ITERATED, "paper")]
-places = pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(pytest.param(name, CPU, id=name) for name in LAYERS),
-        *(pytest.param(n, GPU, id=f"{n}, cuda", marks=pytest.mark.gpu) for n in ON_GPU),
-    ],
-)
+PLACES = [pytest.param(name, CPU, id=name) for name in LAYERS]
+PLACES += [pytest.param(n, GPU, id=f"{n}, cuda", marks=pytest.mark.gpu) for n in ON_GPU]
+places = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
 def make(name: str, place: Place = CPU, **options: Any) -> Any:
     """A layer of the table, in which weights that begin at zero, or small, do not."""
     torch.manual_seed(0)
     factory: dict[str, Any] = {"device": place.device, "dtype": place.dtype}
-    layer = (LAYERS | SOLVES)[name](place.m, **factory | options).eval()
+    layer = (LAYERS | SOLVES | MODELS)[name](place.m, **factory | options).eval()
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             if "read_proj" in parameter_name:
@@ -272,11 +292,84 @@ def assert_owns_memory(layer: Any, x: Tensor) -> None:
     assert not found or all(map(torch.equal, *found))
 
 
+class LoRA(nn.Module):
+    """W v + B A dropout(v) for a projection with the weight W, with A and B of rank 2."""
+
+    def __init__(self, base: nn.Linear | HeadLinear, dropout: float) -> None:
+        super().__init__()
+        *heads, r, p = base.weight.shape
+        self.base, self.dropout = base, nn.Dropout(dropout)
+        dtype = base.weight.dtype
+        self.A = nn.Parameter(0.3 * torch.randn(*heads, 2, p, dtype=dtype))
+        self.B = nn.Parameter(0.3 * torch.randn(*heads, r, 2, dtype=dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """As PEFT's adapters have it."""
+        return self.base.weight
+
+    def forward(self, v: Tensor) -> Any:  # (H b, ..., p) -> (H b, ..., r)
+        update = self.B @ self.A
+        if update.dim() == 2:
+            return self.base(v) + nn.functional.linear(self.dropout(v), update)
+        rows = self.dropout(v).reshape(len(update), -1, v.shape[-1])
+        return self.base(v) + (rows @ update.mT).reshape(*v.shape[:-1], -1)
+
+    def merged(self) -> nn.Linear | HeadLinear:
+        base: nn.Linear | HeadLinear = copy.deepcopy(self.base)
+        with torch.no_grad():
+            base.weight.add_(self.B @ self.A)
+        return base
+
+
+def put(layer: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(owner), name, module)
+
+
+def wrap(layer: nn.Module, *names: str, dropout: float = 0.0) -> None:
+    """Adapters of the projections with these names, or of all."""
+    for path, module in list(layer.named_modules()):
+        if isinstance(module, nn.Linear | HeadLinear) and (path in names or not names):
+            put(layer, path, LoRA(module, dropout))
+
+
+def merge(layer: nn.Module) -> Any:
+    merged = copy.deepcopy(layer)
+    for path, module in list(merged.named_modules()):
+        if isinstance(module, LoRA):
+            put(merged, path, module.merged())
+    return merged
+
+
 def saved(module: Any) -> Any:
     """As a file of torch.save has it."""
     torch.save(module, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
+
+
+RNGS = st.randoms(use_true_random=False)
+CASES = int(os.environ.get("FUZZ_CASES", "0"))
+
+
+def drawn(number: int, *strategies: Any) -> Callable[[Any], Any]:
+    """A test of so many random cases; of FUZZ_CASES, if those are more."""
+
+    number_of_cases: Any = settings(max_examples=max(number, CASES))
+    cases: Any = given(*strategies)
+    return lambda test: pytest.mark.fuzz(number_of_cases(cases(test)))
+
+
+def random_solve(rng: random.Random) -> dict[str, Any]:
+    """A solver and an adjoint of any kind that go together."""
+    kinds: list[Callable[..., Any]] = [Picard, Jacobi, Anderson, Broyden]
+    kinds += [partial(Picard, **of) for of in ({"damping": 0.7}, {"patience": 3})]
+    kinds += [lambda rtol: Direct(), partial(Picard, stop_rule="paper")]
+    solver, other = (rng.choice(kinds)(1e-6) for _ in range(2))
+    adjoints: list[Any] = [None, ImplicitAdjoint(other), OneStepAdjoint(), PhantomAdjoint()]
+    adjoints += [UnrolledAdjoint()] if solver.can_unroll else []
+    return {"solver": solver, "adjoint": rng.choice(adjoints), "max_steps": 150}
 
 
 def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
@@ -288,7 +381,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
     """
     kind = fixed.pop("kind", None) or rng.choice((Bedouin, FixedPointRNN))
     products = [HouseholderProduct(k, beta) for k in (1, 2, 3, 4) for beta in (0.5, 1.0, 2.0)]
-    mixers = [NoMixing(), *products, *(LowRank(k) for k in (1, 2, 3))]
+    mixers = [NoMixing(), *products, *(LowRank(k) for k in (1, 2, 3)), Kronecker(), Monarch()]
     options: dict[str, Any] = {
         "d_model": rng.randint(1, 5),
         "expand": rng.choice((1, 2)),

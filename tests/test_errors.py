@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -30,60 +31,67 @@ from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import FixedCap, GammaCap, Picard
 
-OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"feedback_norm": "no"}, TypeError, "feedback_norm must be True or False, got 'no'"),
-    ({"feedback_norm": 0}, TypeError, "feedback_norm must be True or False, got 0"),
-    ({"layer_idx": "0"}, TypeError, "layer_idx must be None or an int, got '0'"),
-    ({"layer_idx": True}, TypeError, "layer_idx must be None or an int, got True"),
-    ({"dtype": torch.int64}, TypeError,
+Row = tuple[Any, type[Exception], str]
+
+
+def of_kind(kind: type[Exception], rows: list[tuple[Any, str]]) -> list[Row]:
+    """Rows of what is wrong, the kind of the error, and its message."""
+    return [(wrong, kind, message) for wrong, message in rows]
+
+
+OPTIONS = of_kind(TypeError, [
+    ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
+    ({"feedback_norm": 0}, "feedback_norm must be True or False, got 0"),
+    ({"layer_idx": "0"}, "layer_idx must be None or an int, got '0'"),
+    ({"layer_idx": True}, "layer_idx must be None or an int, got True"),
+    ({"dtype": torch.int64},
      "dtype must be None or one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
      "got torch.int64"),
-    ({"dtype": "float32"}, TypeError, "dtype must be None or one of torch.float32, "),
-    ({"beta_max": True}, ValueError, "beta_max must be a finite number, got True"),
-    ({"feedback_init": "0.1"}, ValueError, "feedback_init must be a finite number, got '0.1'"),
-    ({"norm_eps": True}, ValueError, "norm_eps must be a finite number, got True"),
-    ({"d_conv": 0}, ValueError, "d_conv must be at least 1, got 0"),
-    ({"d_conv": 4.0}, TypeError, "d_conv must be an int >= 1, got 4.0"),
-    ({"num_householders": 2}, TypeError,
-     "has no option 'num_householders'; did you mean 'num_householder'?"),
-    ({"foo": 2}, TypeError, "has no option 'foo'. Valid: d_model, "),
-    ({"expand": 0}, ValueError, "expand must lie in (0, 1000.0], got 0"),
-    ({"expand": "2"}, ValueError, "expand must be a finite number, got '2'"),
-    ({"expand": 0.1}, ValueError, "must be a whole number of channels, at least 1, got 0.1 * 4"),
-    ({"expand": 1.3}, ValueError, "got 1.3 * 4 = 5.2: for 5 use expand=5 / 4"),
-    ({"num_householder": -1}, ValueError, "num_householder must be at least 1, got -1"),
-    ({"num_householder": 0, "beta_max": 1.0}, ValueError,
-     "beta_max is that of reflections, of which num_householder=0 has none, got 1.0"),
-    ({"num_householder": 1.5}, TypeError, "num_householder must be an int >= 1, got 1.5"),
-    ({"beta_max": 0}, ValueError, "beta_max must lie in (0, 2], got 0"),
-    ({"beta_max": 2.5}, ValueError, "beta_max must lie in (0, 2], got 2.5"),
-    ({"mixer": LowRank(1), "num_householder": 2}, ValueError,
-     "num_householder is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"),
-    ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, ValueError, "beta_max is shorthand for"),
-    ({"mixer": "householder"}, TypeError,
+    ({"dtype": "float32"}, "dtype must be None or one of torch.float32, "),
+    ({"d_conv": 4.0}, "d_conv must be an int >= 1, got 4.0"),
+    ({"num_householders": 2}, "has no option 'num_householders'; did you mean 'num_householder'?"),
+    ({"foo": 2}, "has no option 'foo'. Valid: d_model, "),
+    ({"num_householder": 1.5}, "num_householder must be an int >= 1, got 1.5"),
+    ({"mixer": "householder"},
      "mixer must be a ChannelMixer such as LowRank(2), got 'householder'"),
-    ({"decay": "mamba2"}, ValueError, "decay must be one of ("),
-    ({"eigenvalues": "negative"}, ValueError,
-     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
-    *(({"feedback": value}, ValueError, "feedback must be a collection of names from (")
-      for value in (None, True, "mixer", [["mixer"]], {"mixer": False}, ("delta", "z"))),
-    ({"feedback_init": -1}, ValueError, "feedback_init must lie in [0, 1000.0], got -1"),
-    ({"norm_eps": 0.0}, ValueError, "norm_eps must lie in (0, 1], got 0.0"),
-    ({"solver": "direct"}, TypeError,
+    ({"solver": "direct"},
      "solver must be 'auto' or a solver object such as Direct() or Picard(), got 'direct'"),
-    ({"adjoint": "implicit"}, TypeError,
+    ({"adjoint": "implicit"},
      "adjoint must be None or an adjoint object such as OneStepAdjoint(), got 'implicit'"),
-    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
-    ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
-    ({"on_unconverged": "print"}, ValueError,
+    ({"max_steps": 1.5}, "max_steps must be an int >= 1 or a Cap, got 1.5"),
+    ({"num_heads": 2.0}, "num_heads must be an int"),
+    ({"num_heads": True}, "num_heads must be an int"),
+]) + of_kind(ValueError, [
+    ({"beta_max": True}, "beta_max must be a finite number, got True"),
+    ({"feedback_init": "0.1"}, "feedback_init must be a finite number, got '0.1'"),
+    ({"norm_eps": True}, "norm_eps must be a finite number, got True"),
+    ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
+    ({"expand": 0}, "expand must lie in (0, 1000.0], got 0"),
+    ({"expand": "2"}, "expand must be a finite number, got '2'"),
+    ({"expand": 0.1}, "must be a whole number of channels, at least 1, got 0.1 * 4"),
+    ({"expand": 1.3}, "got 1.3 * 4 = 5.2: for 5 use expand=5 / 4"),
+    ({"num_householder": -1}, "num_householder must be at least 1, got -1"),
+    ({"num_householder": 0, "beta_max": 1.0},
+     "beta_max is that of reflections, of which num_householder=0 has none, got 1.0"),
+    ({"beta_max": 0}, "beta_max must lie in (0, 2], got 0"),
+    ({"beta_max": 2.5}, "beta_max must lie in (0, 2], got 2.5"),
+    ({"mixer": LowRank(1), "num_householder": 2},
+     "num_householder is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"),
+    ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, "beta_max is shorthand for"),
+    ({"decay": "mamba2"}, "decay must be one of ("),
+    ({"eigenvalues": "negative"},
+     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
+    *(({"feedback": value}, "feedback must be a collection of names from (")
+      for value in (None, True, "mixer", [["mixer"]], {"mixer": False}, ("delta", "z"))),
+    ({"feedback_init": -1}, "feedback_init must lie in [0, 1000.0], got -1"),
+    ({"norm_eps": 0.0}, "norm_eps must lie in (0, 1], got 0.0"),
+    ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+    ({"on_unconverged": "print"},
      "on_unconverged must be one of ('warn', 'raise', 'ignore'), got 'print'"),
-    ({"num_heads": 3}, ValueError, "num_heads must divide d_inner = ... = 8, got 3: use one"),
-    ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
-    ({"num_heads": 2.0}, TypeError, "num_heads must be an int"),
-    ({"num_heads": True}, TypeError, "num_heads must be an int"),
-    ({"backend": "cuda"}, ValueError,
-     "backend must be one of ('auto', 'triton', 'reference'), got 'cuda'"),
-]  # fmt: skip
+    ({"num_heads": 3}, "num_heads must divide d_inner = ... = 8, got 3: use one"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ({"backend": "cuda"}, "backend must be one of ('auto', 'triton', 'reference'), got 'cuda'"),
+])  # fmt: skip
 
 
 def raises(kind: type[Exception], message: str) -> Any:
@@ -111,87 +119,140 @@ EARLIER = (
 )
 """Options of version 0.2.0."""
 BY_THE_PAPER = "decay", "input_scale", "feedback", "mixer", "beta_max", "output", "bias"
-CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (of(Bedouin, 4, d_state=0), ValueError, "d_state must be at least 1, got 0"),
-    (of(Bedouin, 4, d_state=True), TypeError, "d_state must be an int >= 1, got True"),
-    (of(Bedouin, 4, input_scale="tau"), ValueError,
+READ_ONCE: list[tuple[Any, tuple[str, ...]]] = [
+    (Bedouin(4), ("norm_eps", "beta_max", "num_householder", "d_state", "decay", "dtype")),
+    (FixedPointRNN(4), ("norm_eps", "beta_max", "expand", "eigenvalues", "d_conv")),
+    (LSTM(4), ("expand", "d_conv")),
+    (Mamba(4), ("d_state", "eigenvalues")),
+    (TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
+]
+LAYER, MODEL = Bedouin(4), SequenceModel(5, 4, [Bedouin(4)])
+STATE, WIDER = LAYER.init_state(2), Bedouin(8).init_state(2)
+WINDOWED, PACKED = Bedouin(4, d_conv=3), pack_sequence([torch.zeros(3, 4)])
+JOINS = BedouinState.cat, BedouinState.stack
+PLACED = HouseholderProduct(1)
+PLACED.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
+HOOKED = Bedouin(4)
+HOOKED.register_forward_hook(lambda module, args, output: None)
+CALLS = of_kind(ValueError, [
+    (of(setattr, LAYER, "max_steps", 0), "max_steps must be at least 1, got 0"),
+    (of(setattr, LAYER, "mixer", LowRank(1)),
+     "mixer must have 18 raw values a token and head, for which the layer's projections were "
+     "made, got LowRank(rank=1) with 9: make a new layer, Bedouin(..., mixer=...)"),
+    (of(Bedouin, 4, mixer=PLACED, device="meta"),
+     "mixer must be on the layer's device meta, got weight on cpu: make"),
+    (of(LAYER.step, torch.zeros(2, 1, 4), STATE),
+     "x must have shape (b, m) with m = d_model = 4, got (2, 1, 4)"),
+    (of(LAYER.step, torch.zeros(2, 3), STATE),
+     "x must have shape (b, m) with m = d_model = 4, got (2, 3)"),
+    *((call, f"batch_size must be an int >= 0, got {size!r}") for size in (-1, 2.0, "2", True)
+      for call in (of(LAYER.init_state, size), of(Decoder, LAYER, size, state=STATE[:1]))),
+    (of(Decoder(MODEL, 2), torch.zeros(3, dtype=torch.int64)),
+     "tokens must have shape (batch_size,) = (2,), got (3,)"),
+    (of(Decoder, MODEL, 2, state=STATE),
+     "state must be a tuple with one entry for each of the 1 layers, got "),
+    (of(LAYER.step, torch.zeros(2, 4), WINDOWED.init_state(2)),
+     "state.conv must be None, since the layer has no conv"),
+    (of(WINDOWED.step, torch.zeros(2, 4), STATE), "state.conv must be a tensor of shape (2, 2, 8)"),
+    (of(BedouinState.cat, [STATE, WINDOWED.init_state(1)]),
+     "states of one layer, got one with 2 and one with 3"),
+    *((of(join, wrong), "must get a list of at least one BedouinState, got")
+      for join in JOINS for wrong in (list[BedouinState](), STATE)),
+    (of(BedouinState.cat, [STATE[0]]), "cat needs states with a batch axis, got one that has no"),
+    (of(BedouinState.stack, [STATE]), "stack needs states of single samples...: use cat"),
+    (of(getitem, STATE[0], 0), "an index needs states with a batch axis"),
+    (of(BedouinState.cat, [STATE, WIDER]), "cat needs states of one layer, got ...8... and ...16"),
+    (of(BedouinState.stack, [STATE[0], WIDER[0]]), "stack needs states of one layer"),
+    (of(Bedouin, 4, d_state=0), "d_state must be at least 1, got 0"),
+    (of(Bedouin, 4, input_scale="tau"),
      "input_scale must be one of ('delta', 'bounded_delta', 'one_minus_decay'), got 'tau'"),
-    (of(Bedouin, 4, initialization=0.1), TypeError,
-     "initialization must be None or an Initialization such"),
-    (of(Bedouin, 4, initialization=Initialization(rates=(1.0, 0.1)), decay="griffin"), ValueError,
+    (of(Bedouin, 4, initialization=Initialization(rates=(1.0, 0.1)), decay="griffin"),
      "rates must be 1 with decay 'griffin', got (1.0, 0.1): use decay='mamba'"),
-    (of(Bedouin.from_paper, 4, initialization=Initialization(rates=0.1)), ValueError,
+    (of(Bedouin.from_paper, 4, initialization=Initialization(rates=0.1)),
      "rates must be 1 with decay 'griffin', got 0.1"),
-    (of(Bedouin, 4, rate_scale=1.0), TypeError,
+    *((of(Bedouin, 4, feedback=iter(("delta", name))),
+       f"feedback must not contain '{name}', ... 0.2.0")
+      for name in ("x", "erase")),
+    (of(Initialization, delta_from_x="0"), "delta_from_x must be a finite number, got '0'"),
+    (of(Initialization, delta_from_x=-1.0), "delta_from_x must lie in [0, 1000.0], got -1"),
+    (of(Initialization, rates="1"), "rates must be a finite number, got '1'"),
+    (of(Initialization, rates=(1.0, 0.1, 0.1)), "rates must be a number, or a pair (first"),
+    (of(Initialization, rates=True), "rates must be a finite number, got True"),
+    (of(Initialization, rates=0.0), "rates must lie in (0, inf], got 0.0"),
+    (of(Initialization, rates=(1.0, float("inf"))), "rates must be a finite number, got inf"),
+    *((of(layer, 0), "d_model must be at least 1, got 0") for layer in (Bedouin, FixedPointRNN)),
+    (of(FixedPointRNN, 4, feedback=("B",)),
+     "feedback must be a collection of names from ('mixer',), got ('B',)"),
+    (of(HouseholderProduct, 0), "num_householder must be at least 1, got 0"),
+    (of(HouseholderProduct, 1, 0), "beta_max must lie in (0, 2], got 0"),
+    (of(HouseholderProduct, 1, float("nan")), "beta_max must be a finite number, got nan"),
+    (of(LowRank, 0), "rank must be at least 1, got 0"),
+    (of(Bedouin, 4, num_heads=1, mixer=Monarch((2, 3))),
+     "factors must have the product 8, ... got (2, 3)"),
+    (of(param_groups, torch.nn.Linear(2, 2), weight_decay=-0.1), "weight_decay must"),
+    (of(Bidirectional, Bedouin(4), Bedouin(8)), "must have one d_model, got 4 and 8"),
+    (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
+     "backend='triton' needs tensors on a CUDA device, got cpu"),
+]) + of_kind(TypeError, [
+    (of(Bedouin, 4, foo=1), "feedback_norm...solver...layer_idx...dtype"),
+    (of(setattr, LAYER, "cap", 5), "cap must be a Cap such as FixedCap(20)"),
+    (of(setattr, LAYER, "solver", "best"),
+     "solver must be 'auto' or a solver object ... got 'best'"),
+    *((call, f"x must be a tensor (b, m), got {type(wrong).__name__}")
+      for wrong in ([0.0], None, PACKED)
+      for call in (of(LAYER.step, wrong, STATE), of(Decoder(LAYER, 2), wrong))),
+    *((of(layer.step, torch.zeros(2, 4), None),
+       "state must not be None: make one with init_state(batch_size)")
+      for layer in (LAYER, HOOKED)),
+    (of(Decoder, torch.nn.Linear(4, 4), 2),
+     "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, or "),
+    (of(Decoder(MODEL, 2), [1, 2]), "tokens must be a tensor (b,), got list"),
+    *((of(join, [tuple(STATE)]), "must get a list of BedouinState, got one of tuple")
+      for join in JOINS),
+    (of(getitem, STATE, (0, 1)), "index must select samples of the batch, got the tuple"),
+    (of(BedouinState._make, [torch.zeros(1, 2, 3)]), "..."),
+    (of(Bedouin, 4, d_state=True), "d_state must be an int >= 1, got True"),
+    (of(Bedouin, 4, initialization=0.1), "initialization must be None or an Initialization such"),
+    (of(Bedouin, 4, rate_scale=1.0),
      "no option rate_scale: use initialization=Initialization(rates=...)"),
-    (of(Bedouin, 4, delta_from_x_init=1.0), TypeError,
+    (of(Bedouin, 4, delta_from_x_init=1.0),
      "no option delta_from_x_init: use initialization=Initialization(delta_from_x=...)"),
-    *((of(Bedouin, 4, **{name: 1}), TypeError,
+    *((of(Bedouin, 4, **{name: 1}),
        f"Bedouin has no option {name}: version 0.2.0 ... use TrackingDeltaNet")
       for name in EARLIER),
-    *((of(Bedouin, 4, feedback=iter(("delta", name))), ValueError,
-       f"feedback must not contain '{name}', ... 0.2.0") for name in ("x", "erase")),
-    (of(getattr, Bedouin, "recall"), AttributeError,
-     "Bedouin has no recall: version 0.2.0 ... Tracking"),
-    (of(FixedPointRNN, 4, projection="input"), TypeError,
-     "FixedPointRNN has no option projection: ... 0.2.0"),
-    (of(Bedouin, 4, output=None), TypeError, "Bedouin has no option output: Bedouin.from_paper"),
-    (of(Bedouin, 4, bias=None), TypeError, "Bedouin has no option bias: Bedouin.from_paper"),
-    (of(Initialization, delta_from_x="0"), ValueError,
-     "delta_from_x must be a finite number, got '0'"),
-    (of(Initialization, delta_from_x=-1.0), ValueError,
-     "delta_from_x must lie in [0, 1000.0], got -1"),
-    (of(Initialization, rates="1"), ValueError, "rates must be a finite number, got '1'"),
-    (of(Initialization, rates=(1.0, 0.1, 0.1)), ValueError,
-     "rates must be a number, or a pair (first"),
-    (of(Initialization, rates=True), ValueError, "rates must be a finite number, got True"),
-    (of(Initialization, rates=0.0), ValueError, "rates must lie in (0, inf], got 0.0"),
-    (of(Initialization, rates=(1.0, float("inf"))), ValueError,
-     "rates must be a finite number, got inf"),
-    (of(Initialization, rate=1.0), TypeError,
-     "Initialization has no option 'rate'; did you mean 'rates'?"),
-    *((of(Initialization, **{name: 1}), TypeError,
-       f"Initialization has no option {name}: ... 0.2.0")
+    (of(FixedPointRNN, 4, projection="input"), "FixedPointRNN has no option projection: ... 0.2.0"),
+    (of(Bedouin, 4, output=None), "Bedouin has no option output: Bedouin.from_paper"),
+    (of(Bedouin, 4, bias=None), "Bedouin has no option bias: Bedouin.from_paper"),
+    (of(Initialization, rate=1.0), "Initialization has no option 'rate'; did you mean 'rates'?"),
+    *((of(Initialization, **{name: 1}), f"Initialization has no option {name}: ... 0.2.0")
       for name in ("memory_heads", "memory_rates", "memory_delta")),
-    *((of(layer, 0), ValueError, "d_model must be at least 1, got 0")
+    *((of(layer, 4.0), "d_model must be an int >= 1, got 4.0")
       for layer in (Bedouin, FixedPointRNN)),
-    *((of(layer, 4.0), TypeError, "d_model must be an int >= 1, got 4.0")
-      for layer in (Bedouin, FixedPointRNN)),
-    (of(FixedPointRNN, 4, d_state=4), TypeError, "FixedPointRNN has no option 'd_state'"),
-    (of(FixedPointRNN, 4, feedback=("B",)), ValueError,
-     "feedback must be a collection of names from ('mixer',), got ('B',)"),
-    (of(HouseholderProduct, k=1), TypeError, "HouseholderProduct has no option 'k'"),
-    (of(HouseholderProduct, 0), ValueError, "num_householder must be at least 1, got 0"),
-    (of(HouseholderProduct, True), TypeError, "num_householder must be an int >= 1, got True"),
-    (of(HouseholderProduct, 1, 0), ValueError, "beta_max must lie in (0, 2], got 0"),
-    (of(HouseholderProduct, 1, float("nan")), ValueError,
-     "beta_max must be a finite number, got nan"),
-    (of(LowRank, ranks=1), TypeError, "LowRank has no option 'ranks'; did you mean 'rank'?"),
-    (of(LowRank, 0), ValueError, "rank must be at least 1, got 0"),
-    (of(LowRank, "2"), TypeError, "rank must be an int >= 1, got '2'"),
-    (of(Kronecker, 4), TypeError, "factors must be None or a pair of ints, got 4"),
-    (of(Bedouin, 4, num_heads=1, mixer=Monarch((2, 3))), ValueError,
-     "factors must have the product 8, ... got (2, 3)"),
-    (of(SequenceModel, 3, 4, tie=1), TypeError, "SequenceModel has no option 'tie'"),
-    (of(Mamba, 4, dstate=1), TypeError, "Mamba has no option 'dstate'; did you mean 'd_state'?"),
-    (of(LSTM, 4, heads=1), TypeError, "LSTM has no option 'heads'. Valid: d_model, "),
-    (of(BedouinLayer, 8, d_model=8), TypeError,
-     "d_model is hidden_size here, got d_model=8: give that alone"),
-    *((of(Bedouin.from_paper, 4, **{name: None}), TypeError,
-       f"{name} of from_paper is fixed by the paper") for name in BY_THE_PAPER),
-    (of(Bedouin.from_paper, 8, decay="mamba"), TypeError,
+    (of(FixedPointRNN, 4, d_state=4), "FixedPointRNN has no option 'd_state'"),
+    (of(HouseholderProduct, k=1), "HouseholderProduct has no option 'k'"),
+    (of(HouseholderProduct, True), "num_householder must be an int >= 1, got True"),
+    (of(LowRank, ranks=1), "LowRank has no option 'ranks'; did you mean 'rank'?"),
+    (of(LowRank, "2"), "rank must be an int >= 1, got '2'"),
+    (of(Kronecker, 4), "factors must be None or a pair of ints, got 4"),
+    (of(SequenceModel, 3, 4, tie=1), "SequenceModel has no option 'tie'"),
+    (of(Mamba, 4, dstate=1), "Mamba has no option 'dstate'; did you mean 'd_state'?"),
+    (of(LSTM, 4, heads=1), "LSTM has no option 'heads'. Valid: d_model, "),
+    (of(BedouinLayer, 8, d_model=8), "d_model is hidden_size here, got d_model=8: give that alone"),
+    *((of(Bedouin.from_paper, 4, **{name: None}), f"{name} of from_paper is fixed by the paper")
+      for name in BY_THE_PAPER),
+    (of(Bedouin.from_paper, 8, decay="mamba"),
      "decay of from_paper is fixed by the paper, here to 'griffin', got 'mamba': leave it "),
-    (of(Bedouin.from_paper, 8, num_heads=2), TypeError, "num_heads"),
-    (of(param_groups, [], weight_decay=0.1), TypeError, "model must be an nn.Module, got list"),
-    (of(param_groups, torch.nn.Linear(2, 2), weight_decay=-0.1), ValueError, "weight_decay must"),
-    (of(Bidirectional, Bedouin(4), None), TypeError, "backwards must be a module, got NoneType"),
-    (of(Bidirectional, Bedouin(4), Bedouin(8)), ValueError, "must have one d_model, got 4 and 8"),
-    (lambda: Bidirectional(Bedouin(4), torch.nn.Linear(4, 4))(
-        torch.zeros(1, 2, 4), mask=torch.ones(1, 2).bool()), TypeError,
-     "mixer Linear takes no mask"),
-    (lambda: Bedouin(4, backend="triton")(torch.zeros(1, 1, 4)), ValueError,
-     "backend='triton' needs tensors on a CUDA device, got cpu"),
-]  # fmt: skip
+    (of(Bedouin.from_paper, 8, num_heads=2), "num_heads"),
+    (of(param_groups, [], weight_decay=0.1), "model must be an nn.Module, got list"),
+    (of(Bidirectional, Bedouin(4), None), "backwards must be a module, got NoneType"),
+    (of(Bidirectional(Bedouin(4), torch.nn.Linear(4, 4)), torch.zeros(1, 2, 4),
+        mask=torch.ones(1, 2).bool()), "mixer Linear takes no mask"),
+]) + of_kind(AttributeError, [
+    (of(getattr, Bedouin, "recall"), "Bedouin has no recall: version 0.2.0 ... Tracking"),
+    *((of(setattr, layer, name, 7),
+       f"{name} of a {type(layer).__name__} is read by its constructor alone, got 7: make a new ")
+      for layer, names in READ_ONCE for name in names),
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), CALLS, ids=range(len(CALLS)))
@@ -200,62 +261,29 @@ def test_calls(call: Callable[[], Any], kind: type[Exception], message: str) -> 
         call()
 
 
-def test_unknown_options_list_the_valid() -> None:
-    with pytest.raises(TypeError, match="feedback_norm.*solver.*layer_idx.*dtype"):
-        Bedouin(4, foo=1)  # type: ignore[call-arg]
-
-
-def test_a_cap_that_is_set_later_is_checked() -> None:
-    layer: Any = Bedouin(4)
-    with raises(TypeError, "cap must be a Cap such as FixedCap(20)"):
-        layer.cap = 5
-    with raises(ValueError, "max_steps must be at least 1, got 0"):
-        layer.max_steps = 0
-    layer.max_steps = 3
-    assert layer.cap == layer.max_steps == FixedCap(3)
-    layer.max_steps = GammaCap(2.0)
-    assert layer.cap == GammaCap(2.0)
-
-
-def test_the_vector_state_has_mixer_feedback_only() -> None:
-    with raises(ValueError, "feedback must be a collection of names from ('mixer',), got ('B',)"):
-        FixedPointRNN(4, feedback=("B",))
-
-
-@pytest.mark.parametrize(
-    "name", ["decay", "input_scale", "feedback", "mixer", "beta_max", "output", "bias"]
-)
-def test_from_paper_may_not_be_contradicted(name: str) -> None:
-    from_paper: Callable[..., Bedouin] = Bedouin.from_paper
-    with pytest.raises(TypeError, match=f"{name} of from_paper is fixed by the paper"):
-        from_paper(4, **{name: None})
-
-
-INPUTS: list[tuple[torch.Tensor, type[Exception], str]] = [
-    (torch.zeros(2, 4), ValueError,
-     "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
-    (torch.zeros(1, 2, 3, 4), ValueError, "with m = d_model = 4, got (1, 2, 3, 4)"),
-    (torch.zeros(2, 3, 5), ValueError,
-     "x must have shape (b, t, m) with m = d_model = 4, got (2, 3, 5)"),
-    (torch.zeros(2, 3, 4, dtype=torch.int64), TypeError,
+INPUTS = of_kind(ValueError, [
+    (torch.zeros(2, 4), "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
+    (torch.zeros(1, 2, 3, 4), "with m = d_model = 4, got (1, 2, 3, 4)"),
+    (torch.zeros(2, 3, 5), "x must have shape (b, t, m) with m = d_model = 4, got (2, 3, 5)"),
+    (torch.zeros(2, 3, 4, device="meta"), "x must be on the layer's device cpu, got meta"),
+]) + of_kind(TypeError, [
+    (torch.zeros(2, 3, 4, dtype=torch.int64),
      "x must have a floating dtype, got torch.int64: embed tokens first"),
-    (torch.zeros(2, 3, 4, dtype=torch.float64), TypeError,
+    (torch.zeros(2, 3, 4, dtype=torch.float64),
      "x must have the layer's dtype torch.float32, got torch.float64"),
-    (list(torch.zeros(2, 3, 4)), TypeError,  # type: ignore[list-item]
+    (list(torch.zeros(2, 3, 4)),
      "x must be a tensor (b, t, m), got list: join its tensors with torch.stack"),
-    (torch.zeros(2, 3, 4).tolist(), TypeError,  # type: ignore[list-item]
+    (torch.zeros(2, 3, 4).tolist(),
      "x must be a tensor (b, t, m), got list: convert it with torch.as_tensor"),
-    ((torch.zeros(2, 3, 4),), TypeError,  # type: ignore[list-item]
+    ((torch.zeros(2, 3, 4),),
      "x must be a tensor (b, t, m), got tuple: join its tensors with torch.stack"),
-    (memoryview(b"1"), TypeError,  # type: ignore[list-item]
+    (memoryview(b"1"),
      "x must be a tensor (b, t, m), got memoryview: convert it with torch.as_tensor"),
-    (pack_sequence([torch.zeros(3, 4)]), TypeError,  # type: ignore[list-item]
+    (pack_sequence([torch.zeros(3, 4)]),
      "x must be a tensor (b, t, m), got PackedSequence: pad it with "
      "torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"),
-    (None, TypeError, "x must be a tensor (b, t, m), got NoneType"),  # type: ignore[list-item]
-    (torch.zeros(2, 3, 4, device="meta"), ValueError,
-     "x must be on the layer's device cpu, got meta"),
-]  # fmt: skip
+    (None, "x must be a tensor (b, t, m), got NoneType"),
+])  # fmt: skip
 
 
 KINDS = (
@@ -283,49 +311,29 @@ def test_autocast_casts_no_float64(x_dtype: torch.dtype, dtype: torch.dtype) -> 
         layer.step(x[:, 0], layer.init_state(2))
 
 
-def test_inputs_of_a_step() -> None:
-    layer = Bedouin(4)
-    for wrong in ([0.0], None, pack_sequence([torch.zeros(3, 4)])):
-        with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
-            layer.step(wrong, layer.init_state(2))  # type: ignore[arg-type]
-        with raises(TypeError, f"x must be a tensor (b, m), got {type(wrong).__name__}"):
-            Decoder(layer, 2)(wrong)  # type: ignore[arg-type]
-    with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 1, 4)"):
-        layer.step(torch.zeros(2, 1, 4), layer.init_state(2))
-    with raises(ValueError, "x must have shape (b, m) with m = d_model = 4, got (2, 3)"):
-        layer.step(torch.zeros(2, 3), layer.init_state(2))
-    for hooked in (False, True):
-        if hooked:
-            layer.register_forward_hook(lambda module, args, output: None)
-        with raises(TypeError, "state must not be None: make one with init_state(batch_size)"):
-            layer.step(torch.zeros(2, 4), None)  # type: ignore[arg-type]
-
-
 ssm, y = torch.zeros(2, 8, 3), torch.zeros(2, 8)
-STATES: list[tuple[Any, type[Exception], str]] = [
-    ((ssm, y), TypeError, "state must be a BedouinState or None, got tuple: make one with "
+STATES = of_kind(TypeError, [
+    ((ssm, y),
+     "state must be a BedouinState or None, got tuple: make one with "
      "init_state(batch_size) or BedouinState(ssm, y)"),
-    (ssm, TypeError, "state must be a BedouinState or None, got Tensor: make one with"),
-    (BedouinState(1.0, y), TypeError,  # type: ignore[arg-type]
+    (ssm, "state must be a BedouinState or None, got Tensor: make one with"),
+    (BedouinState(1.0, y),  # type: ignore[arg-type]
      "state.ssm must be a tensor (b, d, n), got float"),
-    (BedouinState(ssm, None), TypeError,  # type: ignore[arg-type]
+    (BedouinState(ssm, None),  # type: ignore[arg-type]
      "state.y must be a tensor (b, d), got NoneType"),
-    (BedouinState(ssm[:1], y[:1]), ValueError,
+]) + of_kind(ValueError, [
+    (BedouinState(ssm[:1], y[:1]),
      "state.ssm must have shape (2, 8, 3), got (1, 8, 3): make one with init_state(batch_size)"),
-    (BedouinState(ssm[0], y[0]), ValueError, "state.ssm must have shape (2, 8, 3), got (1, 8, 3)"),
-    (BedouinState(ssm, y[:, :4]), ValueError, "state.y must have shape (2, 8), got (2, 4)"),
-    (BedouinState(ssm[..., :2], y), ValueError,
-     "state.ssm must have shape (2, 8, 3), got (2, 8, 2)"),
-    (BedouinState(ssm.double(), y), ValueError,
+    (BedouinState(ssm[0], y[0]), "state.ssm must have shape (2, 8, 3), got (1, 8, 3)"),
+    (BedouinState(ssm, y[:, :4]), "state.y must have shape (2, 8), got (2, 4)"),
+    (BedouinState(ssm[..., :2], y), "state.ssm must have shape (2, 8, 3), got (2, 8, 2)"),
+    (BedouinState(ssm.double(), y),
      "state.ssm must have dtype torch.float32, got torch.float64: use state.to(torch.float32)"),
-    (BedouinState(ssm, y.double()), ValueError,
-     "state.y must have dtype torch.float32, got torch.float64"),
-    (BedouinState(ssm, y.int()), ValueError,
-     "state.y must have dtype torch.float32, got torch.int32"),
-    (BedouinState(ssm.to("meta"), y), ValueError,
-     "state.ssm must be on cpu, got meta: use state.to(device)"),
-    (BedouinState(ssm, y.to("meta")), ValueError, "state.y must be on cpu, got meta"),
-]  # fmt: skip
+    (BedouinState(ssm, y.double()), "state.y must have dtype torch.float32, got torch.float64"),
+    (BedouinState(ssm, y.int()), "state.y must have dtype torch.float32, got torch.int32"),
+    (BedouinState(ssm.to("meta"), y), "state.ssm must be on cpu, got meta: use state.to(device)"),
+    (BedouinState(ssm, y.to("meta")), "state.y must be on cpu, got meta"),
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(("state", "kind", "message"), STATES, ids=lambda v: str(v)[:30])
@@ -337,32 +345,6 @@ def test_states(state: Any, kind: type[Exception], message: str) -> None:
         layer.step(torch.zeros(2, 4), state)
     with raises(kind, message):
         Decoder(layer, 2, state=state)
-
-
-@pytest.mark.parametrize("batch_size", [-1, 2.0, "2", True])
-def test_batch_sizes(batch_size: Any) -> None:
-    layer = Bedouin(4)
-    with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
-        layer.init_state(batch_size)
-    with raises(ValueError, f"batch_size must be an int >= 0, got {batch_size!r}"):
-        Decoder(layer, batch_size, state=layer.init_state(1))
-
-
-def test_a_decoder_is_of_a_layer() -> None:
-    other: Any = torch.nn.Linear(4, 4)
-    message = (
-        "layer must be a Bedouin, a FixedPointRNN, a TrackingDeltaNet or one of its parts, or "
-    )
-    with raises(TypeError, message):
-        Decoder(other, 2)
-    model = SequenceModel(5, 4, [Bedouin(4)])
-    decoder = Decoder(model, 2)
-    with raises(TypeError, "tokens must be a tensor (b,), got list"):
-        decoder([1, 2])  # type: ignore[arg-type]
-    with raises(ValueError, "tokens must have shape (batch_size,) = (2,), got (3,)"):
-        decoder(torch.zeros(3, dtype=torch.int64))
-    with raises(ValueError, "state must be a tuple with one entry for each of the 1 layers, got "):
-        Decoder(model, 2, state=model.init_state(2)[0])
 
 
 LAYOUTS = {
@@ -391,44 +373,17 @@ def test_the_layout_of_an_input_that_is_not_dense_is_named(name: str) -> None:
         model(tokens)
 
 
-READ_ONCE: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
-    (lambda: Bedouin(4), ("norm_eps", "beta_max", "num_householder", "d_state", "decay", "dtype")),
-    (lambda: FixedPointRNN(4), ("norm_eps", "beta_max", "expand", "eigenvalues", "d_conv")),
-    (lambda: LSTM(4), ("expand", "d_conv")),
-    (lambda: Mamba(4), ("d_state", "eigenvalues")),
-    (lambda: TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
-]
-
-
-@pytest.mark.parametrize("index", range(len(READ_ONCE)))
-def test_options_that_only_the_constructor_reads_are_not_set(index: int) -> None:
-    make, names = READ_ONCE[index]
-    layer = make()
-    owner = type(layer).__name__
-    for name in names:
-        message = f"{name} of a {owner} is read by its constructor alone, got 7: make a new layer, "
-        with raises(AttributeError, message):
-            setattr(layer, name, 7)
-
-
 def test_options_that_a_call_reads_are_set() -> None:
-    layer, x = Bedouin(4), torch.randn(2, 3, 4)
+    layer: Any = Bedouin(4)
+    x = torch.randn(2, 3, 4)
     layer.solver, layer.max_steps, layer.backend = Picard(), 200, "reference"
     layer.on_unconverged, layer.layer_idx = "ignore", 3
+    assert layer.cap == layer.max_steps == FixedCap(200)
+    layer.max_steps = GammaCap(2.0, limit=200)
+    assert layer.cap == GammaCap(2.0, limit=200)
     layer.mixer = HouseholderProduct(2, beta_max=1.5)
     assert layer(x).isfinite().all() and layer.stats is not None
     assert layer.stats.conditioning is None
-
-
-def test_a_mixer_that_is_set_has_the_raw_values_of_the_first() -> None:
-    layer = Bedouin(4)
-    message = (
-        "mixer must have 18 raw values a token and head, for which the layer's projections were "
-        "made, got LowRank(rank=1) with 9: make a new layer, Bedouin(..., mixer=...)"
-    )
-    with raises(ValueError, message):
-        layer.mixer = LowRank(1)
-    layer.mixer = LowRank(2)
 
 
 def test_a_state_prints_its_shapes() -> None:
@@ -448,10 +403,3 @@ def test_a_parameter_of_another_dtype_is_named() -> None:
         layer(x.bfloat16())
     with raises(TypeError, message):
         layer.step(x[:, 0].bfloat16(), layer.init_state(1))
-
-
-def test_a_mixer_is_where_the_layer_is() -> None:
-    mixer = HouseholderProduct(1)
-    mixer.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
-    with raises(ValueError, "mixer must be on the layer's device meta, got weight on cpu: make"):
-        Bedouin(4, mixer=mixer, device="meta")

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.layer_cases import (
     ON_GPU,
     SOLVES,
     WITH_KERNELS,
+    LoRA,
     OneToken,
     Whole,
     assert_all_close,
@@ -28,19 +30,23 @@ from tests.layer_cases import (
     floats,
     gradients,
     layers,
+    layers_and_solves,
     make,
+    merge,
     results,
     saved,
     total,
+    wrap,
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from bedouin import Decoder
+from bedouin import Decoder, SequenceModel
+from bedouin.solvers import Jacobi, Picard
 
 # dynamo instantiates torch.autograd.Function when it traces a subclass
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -58,20 +64,28 @@ EXPORTED = (
 
 def arguments(layer: Any, b: int, t: int) -> tuple[Tensor, Any, Tensor]:
     mask = torch.arange(t) < torch.arange(1, b + 1).unsqueeze(1)
+    if isinstance(layer, SequenceModel):
+        tokens = torch.randint(5, (b, t))
+        with torch.no_grad():
+            return tokens, layer(tokens.flip(1), return_state=True)[1], mask
     return draw(b, t), earlier_state(layer, b), mask
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", IN_ONE_GRAPH)
-def test_one_graph_for_all_batch_sizes_and_lengths(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make_module"),
+    [(n, Whole) for n in IN_ONE_GRAPH]
+    + [(n, OneToken) for n in ("one head", "vector, heads", "model")],
+)
+def test_one_graph_for_all_batch_sizes_and_lengths(name: str, make_module: type[Whole]) -> None:
     """Values, states and gradients, also those of a state that comes in, are those of eager calls,
     which may come in between."""
     layer = make(name)
-    module = Whole(layer)
+    module = make_module(layer)
     call = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for i, (b, t) in enumerate(((5, 7), (7, 11))):
         given = arguments(layer, b, t)
-        before = [v.requires_grad_() for v in floats(given[1].tensors)]
+        before = [v.requires_grad_() for v in floats(tree_leaves(given[1]))]
         expected = tree_leaves(module(*given))
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             actual = tree_leaves(call(*given))
@@ -86,15 +100,17 @@ BATCH, LENGTH = torch.export.Dim("b"), torch.export.Dim("t")
 
 
 def of_any_batch(state: Any) -> Any:
+    if type(state) is tuple:
+        return tuple(map(of_any_batch, state))
     return [{0: BATCH}] * len(state.tensors)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize(
     ("name", "make_module"),
-    [*((name, Whole) for name in EXPORTED), ("low rank", OneToken), ("full", OneToken)]
-    + [("no mixing", OneToken), ("convolution", OneToken), ("vector", OneToken)]
-    + [("tracking", OneToken)],
+    [(name, Whole) for name in (*EXPORTED, "one picard step", "model")]
+    + [(name, OneToken) for name in ("low rank", "full", "no mixing", "convolution", "vector")]
+    + [(name, OneToken) for name in ("tracking", "model")],
 )
 def test_an_exported_layer_takes_any_batch_size_and_length(
     name: str, make_module: type[Whole]
@@ -105,9 +121,9 @@ def test_an_exported_layer_takes_any_batch_size_and_length(
     given = arguments(layer, 3, 5)
     rows = {0: BATCH, 1: LENGTH}
     shapes = rows, of_any_batch(given[1]), rows
-    stats = getattr(layer, "stats", None)
+    stats = tree_leaves(getattr(layer, "stats", None))
     program = torch.export.export(module, given, dynamic_shapes=shapes)
-    assert getattr(layer, "stats", None) is stats
+    assert all(map(is_, tree_leaves(getattr(layer, "stats", None)), stats))
     torch.export.save(program, file := io.BytesIO())
     file.seek(0)
     for run in (program.module(), torch.export.load(file).module()):
@@ -151,7 +167,7 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
     batched += [over in ("samples", part) for part in ("first", *["others"] * (len(state) - 1))]
     given = [v if yes else v[0] for v, yes in zip(leaves, batched, strict=True)]
     loss = loss_of(layer)
-    for function in (loss, grad(loss, (0, 1))):
+    for function in (loss, torch.func.grad(loss, (0, 1))):
 
         def call(*leaves: Tensor, function: Any = function) -> Any:
             return function(*tree_unflatten(leaves, tree))
@@ -162,7 +178,7 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
             assert_all_close([v[i] for v in found], tree_leaves(call(*own)), 1e-9)
 
 
-@layers
+@layers_and_solves
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_and_saved_tensors_change_nothing(name: str, use_reentrant: bool) -> None:
     layer, x = make(name), draw(2, 5).requires_grad_()
@@ -184,13 +200,15 @@ def marks(layer: nn.Module) -> set[tuple[str, str]]:
     }
 
 
-@layers
+@layers_and_solves
 def test_copies_compute_the_same(name: str) -> None:
-    """Also after a backward pass, and after a token."""
+    """Also after a backward pass, a token and a transform."""
     layer, x = make(name), draw(2, 4)
     output, state = layer(x, return_state=True)
     output.sum().backward()
     layer.step(x[:, 0], state.detach())
+    if name in LAYERS and name not in BASELINES:
+        vmap(layer)(x.unsqueeze(1))
     loaded = make(name)
     loaded.reset_parameters()
     loaded.load_state_dict(layer.state_dict(), strict=True)
@@ -243,6 +261,39 @@ def test_shapes_of_fake_tensors_and_on_the_meta_device(name: str, backend: str) 
         on_meta = run("meta")
         assert all(v.is_meta for v in on_meta)
         assert [v.shape for v in on_meta] == [v.shape for v in expected[: len(on_meta)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "auto") for name in (*LAYERS, "one step"))]
+    + [pytest.param(n, "triton", marks=pytest.mark.interpreter) for n in ("heads", "vector")],
+)
+def test_adapters_of_every_projection_train_and_merge(name: str, backend: str) -> None:
+    options: dict[str, Any] = {}
+    if backend == "triton":
+        options = {"backend": backend, "dtype": torch.float32}
+    layer = make(name, **options)
+    x, rtol = draw(2, 4).to(next(layer.parameters())), 1e-4 if options else 1e-11
+    before = layer(x)
+    wrap(layer)
+    merged = merge(layer)
+    (output, state), (expected, after) = (one(x, return_state=True) for one in (layer, merged))
+    assert (output - before).abs().max() > 1e-3
+    assert_all_close([output, *state.tensors], [expected, *after.tensors], rtol)
+    assert_all_close([layer.step(x[:, 0], state)[0]], [merged.step(x[:, 0], after)[0]], rtol)
+    if name not in BASELINES:
+        if backend == "auto":
+            assert_all_close([vmap(layer)(x.unsqueeze(1)).squeeze(1)], [output], rtol)
+        with torch.no_grad():
+            decoded = [Decoder(one, 2, state=state)(x[:, 0]) for one in (layer, merged)]
+        assert_all_close(decoded[:1], decoded[1:], rtol)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    for path, module in layer.named_modules():
+        if isinstance(module, LoRA):
+            A, B, grad = module.A, module.B, merged.get_submodule(path).weight.grad
+            assert A.grad is not None and B.grad is not None
+            assert_all_close([A.grad, B.grad], [B.mT @ grad, grad @ A.mT], 1e3 * rtol)
 
 
 @layers
@@ -305,6 +356,40 @@ def test_float64_is_left_alone_by_autocast_and_the_default_dtype(name: str) -> N
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(again, output)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", [*WITH_KERNELS, *ITERATED])
+@pytest.mark.parametrize("padded", [False, True])
+def test_interpreted_kernels_give_what_float64_gives(name: str, padded: bool) -> None:
+    """In calls, steps and decoders, also with another parameter."""
+    kind = {"picard": Picard, "jacobi": Jacobi}.get(name)
+    # which never converges, so that both take all steps
+    never: dict[str, Any] = {} if kind is None else {"solver": kind(0.0, 0.0), "max_steps": 2}
+    never |= {"on_unconverged": "ignore"}
+    layer = make(name, dtype=torch.float32, backend="triton", **never)
+    exact = make(name, backend="reference", **never)
+    exact.load_state_dict(layer.state_dict())
+    x, state = draw(3, 3).float(), earlier_state(layer, 3)
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]]).bool()
+    padding = {"mask": mask} if padded else {}
+    decoder = Decoder(layer, 3, state=state)
+    for one in (layer, exact):
+        one.D = nn.Parameter(1.1 * one.D.detach())
+    found = results(layer, x, state, **padding)
+    expected = results(exact, x.double(), state.to(torch.float64), **padding)
+    assert {v.dtype for v in found} == {torch.float32}
+    assert_all_close(found, expected, 1e-5, 1e-6)
+    layer(x, **padding)
+    exact(x.double(), **padding)
+    ours, theirs = layer.stats, exact.stats
+    assert torch.equal(ours.num_steps, theirs.num_steps)
+    assert torch.equal(ours.converged, theirs.converged)
+    if theirs.conditioning is not None:
+        assert_all_close([ours.conditioning], [theirs.conditioning], 1e-4)
+    step, _ = exact.step(x[:, 0].double(), state.to(torch.float64))
+    with torch.no_grad():
+        assert_all_close([decoder(x[:, 0])], [step], 5e-6, 1e-7)
 
 
 @pytest.mark.gpu

@@ -316,13 +316,3 @@ def test_generate_needs_classes_that_are_ids_and_mixers_with_states() -> None:
     both = Bidirectional(Bedouin(8), Bedouin(8))
     with pytest.raises(TypeError, match=r"mixer Bidirectional has no init_state\(\)"):
         SequenceModel(VOCAB, 8, [both]).generate(ids(1, 2), 1)
-
-
-@torch.no_grad()
-def test_both_directions_of_time_in_a_model() -> None:
-    layer = Bidirectional(make("one head"), make("mamba"))
-    model = SequenceModel(VOCAB, 4, [layer], dtype=torch.float64)
-    tokens = ids(1, 6)
-    found = model(tokens, cu_seqlens=torch.tensor([0, 4, 6]))
-    assert_close("model", found[:, :4], model(tokens[:, :4]), 1e-12)
-    assert layer.stats is not None and layer.stats[0].converged.all() and layer.stats[1] is None

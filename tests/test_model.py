@@ -1,14 +1,15 @@
 """SequenceModel around dummy mixers: shapes, causality, states, ensembles, messages."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.modes import Watching
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin import Bedouin, BedouinState
 from bedouin.model import GatedMLP, SequenceModel
@@ -68,7 +69,7 @@ class Returns(nn.Module):
         return self.output(x)
 
 
-def make(num_layers: int = 2, **options: Any) -> SequenceModel:
+def make(num_layers: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
     return SequenceModel(
         VOCAB, D_MODEL, [Leaky() for _ in range(num_layers)], **{"dtype": None, **options}
@@ -77,17 +78,6 @@ def make(num_layers: int = 2, **options: Any) -> SequenceModel:
 
 def ids(b: int, t: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (b, t), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("mixer", [Leaky, Foreign])
-@pytest.mark.parametrize("mlp_expand", [None, 2.5])
-@pytest.mark.parametrize(("b", "t"), [(3, 5), (1, 1), (0, 4)])
-def test_shapes(mixer: type[nn.Module], mlp_expand: float | None, b: int, t: int) -> None:
-    model = SequenceModel(VOCAB, D_MODEL, [mixer()], output_size=7, mlp_expand=mlp_expand)
-    logits = model(ids(b, t))
-    assert logits.shape == (b, t, 7)
-    assert logits.isfinite().all()
-    assert make()(ids(2, 0)).shape == (2, 0, VOCAB)
 
 
 def test_by_hand() -> None:
@@ -144,106 +134,86 @@ def test_stats_are_those_of_the_mixers_that_have_any() -> None:
     assert model.stats == ["called", "called"]
 
 
+def of(mixers: Any = None, **options: Any) -> Callable[[], SequenceModel]:
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "d_model": D_MODEL}
+    return lambda: SequenceModel(**sizes | {"mixers": mixers or [Leaky()]} | options)
+
+
+def returning(output: Callable[[Tensor], object]) -> Callable[[], Any]:
+    return lambda: SequenceModel(VOCAB, D_MODEL, [Returns(output)])(ids(2, 3))
+
+
+NO_STATE, TWO = r"mixer Foreign has no init_state\(\)", "state must be a tuple with one entry for"
+OTHER_WIDTH = "mixers must have the model's d_model=32, got Bedouin with d_model=16"
+FOREIGN: Any = SequenceModel(VOCAB, D_MODEL, [Foreign()])
+PLAIN: Any = SequenceModel(5, 4, [nn.Identity()])
+NO_MASK, ONE_ROW = "mixer Identity takes no mask, which padding and doc", ids(1, 6) % 5
+ONE_STATE = BedouinState(torch.zeros(2, 8, 3), torch.zeros(2, 8))
+VALUES: list[tuple[Callable[[], Any], str]] = [
+    (of(vocab_size=0), "vocab_size must be at least 1, got 0"),
+    (of(d_model=-1), "d_model must be at least 1, got -1"),
+    (of(output_size=0), "output_size must be at least 1, got 0"),
+    (of(mlp_expand=0.0), r"mlp_expand must lie in \(0, 1000.0\], got 0.0"),
+    (of(mlp_expand=True), "mlp_expand must be a finite number, got True"),
+    (of(norm_eps="0"), "norm_eps must be a finite number, got '0'"),
+    (of(embedding_std=-1.0), r"embedding_std must lie in \[0, 1000.0\], got -1"),
+    (lambda: SequenceModel(VOCAB, D_MODEL, []), "mixers must contain at least one layer"),
+    (of(num_layers=1), "num_layers must be None .*got 1 and 1 mixers"),
+    (of(output_size=3, tie_embeddings=True), "tie_embeddings needs output_size .* = 11, got 3"),
+    (of([Bedouin(32), Bedouin(16)], d_model=32), OTHER_WIDTH),
+    (of(lambda index: Bedouin(16), d_model=32, num_layers=2), OTHER_WIDTH),
+    (returning(lambda x: x[:, :1]), r"shape of its input, \(2, 3, 8\), got \(2, 1, 8\)"),
+    (lambda: make()(ids(2, 3)[:, 0]), r"tokens must have shape \(b, t\), got \(2,\)"),
+    (
+        lambda: make().step(ids(2, 3), make().init_state(2)),
+        r"tokens must have shape \(b,\), got \(2, 3\)",
+    ),
+    (
+        lambda: make()(ids(2, 3), state=make().init_state(2)[:1]),
+        "each of the 2 layers, got 1: start from model.init",
+    ),
+]
+TYPES: list[tuple[Callable[[], Any], str]] = [
+    (of(vocab_size=True), "vocab_size must be an int >= 1, got True"),
+    (of(d_model=8.0), r"d_model must be an int >= 1, got 8\.0"),
+    (of(output_size="7"), "output_size must be an int >= 1, got '7'"),
+    (of(tie_embeddings="no"), "tie_embeddings must be True or False, got 'no'"),
+    (of(dtype=torch.int64), "dtype must be None or one of torch.float32, "),
+    (of(3), "mixers must be a sequence of modules.* got int"),
+    (of(lambda i: Leaky(), num_layers=1.5), "num_layers must be an int"),
+    (of(lambda i: Leaky()), "num_layers must be an int >= 1, got None"),
+    (of(Leaky()), r"sequence of modules, as \[Bedouin.*got Leaky"),
+    (of(["mamba"]), "mixers must be nn.Modules, got str"),
+    (returning(lambda x: None), "mixer Returns must return a tensor .* got NoneType"),
+    (returning(lambda x: (None, x)), "a tuple that begins with one, got tuple"),
+    (returning(lambda x: ()), "got tuple"),
+    (lambda: FOREIGN.init_state(2), f"{NO_STATE}, .*bedouin.Bedouin"),
+    (lambda: FOREIGN.step(ids(2, 1)[:, 0], (None,)), r"mixer Foreign has no step\(\)"),
+    (lambda: FOREIGN(ids(2, 3), state=(None,)), NO_STATE),
+    (lambda: FOREIGN(ids(2, 3), return_state=True), NO_STATE),
+    (lambda: make()(ids(2, 3).float()), r"int64 or int32 ids, got torch\.float32"),
+    *(
+        (partial(make(), wrong), r"tokens must be a tensor \(b, t\), got ")
+        for wrong in ([[1, 2]], None, "ab")
+    ),
+    *(
+        (partial(make().step, torch.zeros(2, dtype=torch.int64), wrong), f"{TWO} each layer")
+        for wrong in (None, torch.zeros(2), ONE_STATE)
+    ),
+    # also documents of one length, which have no padding
+    (lambda: PLAIN(ONE_ROW, cu_seqlens=torch.tensor([0, 3, 6])), NO_MASK),
+    (lambda: PLAIN(ONE_ROW, mask=torch.ones(1, 6).bool()), NO_MASK),
+]
+
+
 @pytest.mark.parametrize(
-    ("output", "error", "message"),
-    [
-        (lambda x: None, TypeError, "mixer Returns must return a tensor .* got NoneType"),
-        (lambda x: (None, x), TypeError, "a tuple that begins with one, got tuple"),
-        (lambda x: (), TypeError, "got tuple"),
-        (lambda x: x[:, :1], ValueError, r"shape of its input, \(2, 3, 8\), got \(2, 1, 8\)"),
-    ],
+    ("call", "error", "message"),
+    [(call, ValueError, message) for call, message in VALUES]
+    + [(call, TypeError, message) for call, message in TYPES],
 )
-def test_bad_outputs(
-    output: Callable[[Tensor], object], error: type[Exception], message: str
-) -> None:
-    model = SequenceModel(VOCAB, D_MODEL, [Returns(output)])
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        model(ids(2, 3))
-
-
-def test_mixers_have_the_width_of_the_model() -> None:
-    message = "mixers must have the model's d_model=32, got Bedouin with d_model=16"
-    with pytest.raises(ValueError, match=message):
-        SequenceModel(10, 32, [Bedouin(32), Bedouin(16)])
-    with pytest.raises(ValueError, match=message):
-        SequenceModel(10, 32, lambda index: Bedouin(16), num_layers=2)
-
-
-def test_mixers_without_states() -> None:
-    model = SequenceModel(VOCAB, D_MODEL, [Foreign()])
-    with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\), .*bedouin.Bedouin"):
-        model.init_state(2)
-    with pytest.raises(TypeError, match=r"mixer Foreign has no step\(\)"):
-        model.step(ids(2, 1)[:, 0], (None,))
-    with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\)"):
-        model(ids(2, 3), state=(None,))
-    with pytest.raises(TypeError, match=r"mixer Foreign has no init_state\(\)"):
-        model(ids(2, 3), return_state=True)
-
-
-def test_bad_tokens_and_states() -> None:
-    model = make()
-    with pytest.raises(TypeError, match=r"int64 or int32 ids, got torch\.float32"):
-        model(ids(2, 3).float())
-    with pytest.raises(ValueError, match=r"tokens must have shape \(b, t\), got \(2,\)"):
-        model(ids(2, 3)[:, 0])
-    with pytest.raises(ValueError, match=r"tokens must have shape \(b,\), got \(2, 3\)"):
-        model.step(ids(2, 3), model.init_state(2))
-    wrong: Any
-    for wrong in ([[1, 2]], None, "ab"):
-        with pytest.raises(TypeError, match=r"tokens must be a tensor \(b, t\), got "):
-            model(wrong)
-    for wrong in (None, torch.zeros(2), BedouinState(torch.zeros(2, 8, 3), torch.zeros(2, 8))):
-        with pytest.raises(TypeError, match="state must be a tuple with one entry for each layer"):
-            model.step(torch.zeros(2, dtype=torch.int64), wrong)
-    with pytest.raises(ValueError, match="each of the 2 layers, got 1: start from model.init"):
-        model(ids(2, 3), state=model.init_state(2)[:1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
-        ({"d_model": -1}, ValueError, "d_model must be at least 1, got -1"),
-        ({"output_size": 0}, ValueError, "output_size must be at least 1, got 0"),
-        ({"mlp_expand": 0.0}, ValueError, r"mlp_expand must lie in \(0, 1000.0\], got 0.0"),
-        ({"vocab_size": True}, TypeError, "vocab_size must be an int >= 1, got True"),
-        ({"d_model": 8.0}, TypeError, r"d_model must be an int >= 1, got 8\.0"),
-        ({"output_size": "7"}, TypeError, "output_size must be an int >= 1, got '7'"),
-        ({"mlp_expand": True}, ValueError, "mlp_expand must be a finite number, got True"),
-        ({"norm_eps": "0"}, ValueError, "norm_eps must be a finite number, got '0'"),
-        ({"embedding_std": -1.0}, ValueError, r"embedding_std must lie in \[0, 1000.0\], got -1"),
-        ({"tie_embeddings": "no"}, TypeError, "tie_embeddings must be True or False, got 'no'"),
-        ({"dtype": torch.int64}, TypeError, "dtype must be None or one of torch.float32, "),
-        ({"mixers": 3}, TypeError, "mixers must be a sequence of modules.* got int"),
-        ({"mixers": lambda i: Leaky(), "num_layers": 1.5}, TypeError, "num_layers must be an int"),
-        ({"mixers": []}, ValueError, "mixers must contain at least one layer"),
-        ({"mixers": Leaky()}, TypeError, r"sequence of modules, as \[Bedouin.*got Leaky"),
-        ({"mixers": ["mamba"]}, TypeError, "mixers must be nn.Modules, got str"),
-        ({"mixers": lambda i: Leaky()}, TypeError, "num_layers must be an int >= 1, got None"),
-        ({"num_layers": 1}, ValueError, "num_layers must be None .*got 1 and 1 mixers"),
-        (
-            {"output_size": 3, "tie_embeddings": True},
-            ValueError,
-            "tie_embeddings needs output_size = vocab_size = 11, got 3",
-        ),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        SequenceModel(**{"vocab_size": VOCAB, "d_model": D_MODEL, "mixers": [Leaky()], **arguments})
-
-
-class Gathers(TorchDispatchMode):
-    """Counts gathers of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.index_select, torch.ops.aten.scatter)
-        return func(*args, **(kwargs or {}))
+        call()
 
 
 @pytest.mark.parametrize(("bounds", "gathers"), [([0, 3, 6], 0), ([0, 2, 6], 2)])
@@ -251,18 +221,9 @@ def test_a_model_gathers_tokens_once(bounds: list[int], gathers: int) -> None:
     """Its layers are told that padding follows the tokens."""
     model = SequenceModel(5, 4, lambda i: Bedouin(4), num_layers=2).double()
     tokens = torch.randint(5, (1, 6))
-    with Gathers() as seen:
+    seen: list[Any] = []
+    with Watching(lambda func, args, results: seen.append(func.overloadpacket)):
         found = model(tokens, cu_seqlens=torch.tensor(bounds))
-    assert seen.count == gathers
+    assert sum(map(seen.count, (torch.ops.aten.index_select, torch.ops.aten.scatter))) == gathers
     parts = [model(tokens[:, a:b]) for a, b in pairwise(bounds)]
     assert_close("logits", found, torch.cat(parts, 1), 1e-12)
-
-
-def test_padding_and_documents_need_layers_that_take_a_mask() -> None:
-    """Also documents of one length, which have no padding."""
-    model = SequenceModel(5, 4, [nn.Identity()])
-    bounds, mask = torch.tensor([0, 3, 6]), torch.ones(1, 6).bool()
-    every: list[dict[str, Any]] = [{"cu_seqlens": bounds}, {"mask": mask}]
-    for places in every:
-        with pytest.raises(TypeError, match="mixer Identity takes no mask, which padding and doc"):
-            model(torch.zeros(1, 6, dtype=torch.long), **places)

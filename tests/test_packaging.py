@@ -1,8 +1,14 @@
-"""The wheel's list of packages, the names on sys.path, and the direction of imports."""
+"""The wheel's list of packages, the names on sys.path, and the direction of imports; the wheel and
+the sdist contain the whole library and nothing else."""
 
 import ast
+import re
+import shutil
+import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -120,16 +126,6 @@ def test_packages_are_those_with_an_init() -> None:
     assert len(settings["packages"]) == len(set(settings["packages"]))
 
 
-def test_every_module_lies_in_a_package() -> None:
-    lost = [str(path) for _, path in modules() if not (path.parent / "__init__.py").exists()]
-    assert not lost, f"no __init__.py beside them, so no wheel holds them: {lost}"
-
-
-def test_no_folder_of_src_shadows_a_mapped_one() -> None:
-    assert not (ROOT / "src" / "bedouin" / "kernels").exists()
-    assert not (ROOT / "src" / "bedouin" / "solvers").exists()
-
-
 @pytest.mark.parametrize("name", ["kernels", "solvers"])
 def test_no_top_level_module_of_ours(name: str) -> None:
     loaded = [module for key, module in sys.modules.items() if is_below(key, name)]
@@ -167,3 +163,82 @@ def test_the_mapped_folders_are_the_ones_imported() -> None:
     for module, folder in ((bedouin.kernels, "kernels"), (bedouin.solvers, "solvers")):
         assert module.__file__ is not None
         assert Path(module.__file__).resolve() == ROOT / folder / "__init__.py"
+
+
+COPIED = ("src", "kernels", "solvers", "tests", "examples")
+ALSO_COPIED = ("pyproject.toml", "Makefile", "README.md", "LICENSE", ".ci/pypi.md")
+MAPPING = {"bedouin": "src/bedouin", "bedouin/kernels": "kernels", "bedouin/solvers": "solvers"}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sdist and wheel of a copy, so that no old build/lib and no egg-info takes part."""
+    copy = tmp_path_factory.mktemp("copy")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    (copy / ".ci").mkdir()
+    for name in ALSO_COPIED:
+        shutil.copy(ROOT / name, copy / name)
+    author = ["-c", "user.name=test", "-c", "user.email=test@example.invalid"]
+    for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "-m", "copy"]):
+        subprocess.run(["git", *arguments], cwd=copy, check=True)
+    command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", "dist", "."]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy / "dist"
+
+
+def repository_modules() -> set[str]:
+    return {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+        for package, folder in MAPPING.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == repository_modules() | {"bedouin/py.typed"}
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_builds_tests_and_trains(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    paths = {path for folder in COPIED for path in (ROOT / folder).rglob("*.*") if path.is_file()}
+    built = {path for path in paths if "__pycache__" in str(path) or ".egg-info" in str(path)}
+    wanted = {path.relative_to(ROOT).as_posix() for path in paths - built} | set(ALSO_COPIED)
+    assert {"tests/conftest.py", "tests/examples/conftest.py"} <= wanted
+    assert wanted <= names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+@pytest.mark.slow
+def test_long_description_needs_no_file_of_the_repository(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        header, _, text = archive.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in header
+    assert text.startswith("# bedouin\n") and "```python\nimport torch\n" in text
+    assert not re.findall(r"!\[", text)
+    links = re.findall(r"\[[^\]]*\]\(([^)]*)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
+
+
+@pytest.mark.slow
+def test_wheel_runs(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    script = str(ROOT / "tests" / "smoke_wheel.py")
+    start = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], "
+    command = [sys.executable, "-I", "-c", start + "run_name='__main__')", str(tmp_path), script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Bedouin(16) gives (2, 5, 16)" in done.stdout

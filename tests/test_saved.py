@@ -1,21 +1,261 @@
-"""Files of earlier versions load strictly and compute what they computed then.
+"""Files of earlier versions load strictly and compute what they computed then; parameters loaded
+into a layer with other options are told.
 
-Write the file of a new version with `python -P tests/test_saved.py tests/saved/NAME.pt`, and keep
-the older ones.
+Write the file of a new version with `python -P tests/test_saved.py tests/saved/NAME.pt`, and
+keep the older ones.
 """
 
+import copy
+import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
-from bedouin import Bedouin, FixedPointRNN, LowRank, SequenceModel
-from bedouin.baselines import LSTM
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
+from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
+from bedouin.layers.mixers import Kronecker
+from bedouin.layers.tracking import Tracker
+from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
+
+Load = Callable[[nn.Module, nn.Module], Any]
+
+
+def load(target: nn.Module, source: nn.Module) -> None:
+    target.load_state_dict(source.state_dict(), strict=True)
+
+
+def warnings_of(load: Load, target: nn.Module, source: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load(target, source)
+    told = [warning for warning in found if "were saved" in str(warning.message)]
+    assert all(warning.filename == __file__ for warning in told)
+    return [str(warning.message) for warning in told]
+
+
+DIFFERENCES: list[tuple[Callable[..., nn.Module], str, Any, Any]] = [
+    (Bedouin, "input_scale", "bounded_delta", "one_minus_decay"),
+    (Bedouin, "beta_max", 1.0, 2.0),
+    (Bedouin, "eigenvalues", "positive", "full"),
+    (Bedouin, "feedback_norm", True, False),
+    (Bedouin, "norm_eps", 1e-5, 1e-3),
+    (Bedouin, "feedback", ["B"], ["C"]),
+    (Bedouin, "d_conv", None, 1),
+    (FixedPointRNN, "beta_max", 1.0, 0.5),
+    (Mamba, "eigenvalues", "positive", "full"),
+    (DeltaProduct, "eigenvalues", "full", "positive"),
+    (DeltaProduct, "norm_eps", 1e-5, 1e-3),
+    (DeltaNet, "eigenvalues", "positive", "full"),
+    (Tracker, "norm_eps", 1e-5, 1e-3),
+    (Attention, "num_heads", 4, 2),
+    (Attention, "rope_base", 1e4, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "option", "saved", "present"), DIFFERENCES, ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_warning_names_the_option_and_both_values(
+    kind: Callable[..., nn.Module], option: str, saved: Any, present: Any, inside: bool
+) -> None:
+    first, second = (kind(16, **{option: value}) for value in (saved, present))
+    if inside:
+        first, second = (SequenceModel(5, 16, [layer]) for layer in (first, second))
+    (message,) = warnings_of(load, second, first)
+    assert f"saved with {option}={saved!r}, but it has {option}={present!r}," in message
+    load(second, copy.deepcopy(second))  # any warning is an error here
+
+
+def test_mixers_of_the_same_number_of_raw_values_are_told_apart() -> None:
+    (message,) = warnings_of(load, Bedouin(8, mixer=LowRank(2)), Bedouin(8))
+    assert "saved with mixer='HouseholderProduct', but it has mixer='LowRank'" in message
+    pair = (Bedouin(8, mixer=Kronecker(factors)) for factors in ((2, 8), (8, 2)))
+    (message,) = warnings_of(load, *pair)
+    assert "saved with factors=[8, 2], but it has factors=[2, 8]" in message
+
+
+def test_all_options_that_differ_are_in_one_warning() -> None:
+    target = Bedouin(8, eigenvalues="full", norm_eps=0.1)
+    (message,) = warnings_of(load, target, Bedouin(8))
+    assert "saved with eigenvalues='positive', norm_eps=1e-05, but" in message
+
+
+def test_options_of_the_model_itself_are_saved() -> None:
+    def make(**options: Any) -> SequenceModel:
+        return SequenceModel(5, 4, [Bedouin(4)], **options)
+
+    (message,) = warnings_of(load, make(norm_eps=0.1), make())
+    assert "this SequenceModel were saved with norm_eps=1e-05, but it has norm_eps=0.1" in message
+    (message,) = warnings_of(load, make(tie_embeddings=True), make())
+    assert "tie_embeddings=False, but" in message
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "expand": (1,),
+    "d_state": (8,),
+    "num_heads": (2,),
+    "head_dim": (6,),
+    "expand_v": (1,),
+    "dt_rank": (2,),
+    "num_householder": (1,),
+    "beta_max": (0.5,),
+    "mixer": (LowRank(2), NoMixing()),
+    "decay": ("griffin",),
+    "input_scale": ("one_minus_decay",),
+    "eigenvalues": ("positive", "full"),
+    "d_conv": (None, 1, 3),
+    "feedback": ((), ("mixer",)),
+    "feedback_norm": (False,),
+    "norm_eps": (0.1,),
+    "rope_base": (100.0,),
+    "gated": (True,),
+    "output_gate": (False,),
+    "conv_bias": (True, False),
+    "bias": (True, False),
+}
+KINDS = Bedouin, FixedPointRNN, Mamba, DeltaProduct, Attention
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(k, name) for k in KINDS for name in inspect.signature(k).parameters if name in VALUES],
+    ids=str,
+)
+def test_no_option_changes_numbers_in_silence(kind: type[Any], option: str) -> None:
+    """It changes the names or shapes of the parameters, or is told, or has no effect."""
+    source = kind(16, dtype=torch.float64).eval()
+    for value in VALUES[option]:
+        target = kind(16, dtype=torch.float64, **{option: value}).eval()
+        try:
+            told = warnings_of(load, target, source)
+        except RuntimeError as error:
+            assert "key(s) in state_dict" in str(error) or "size mismatch" in str(error)
+            continue
+        if not told:
+            x = torch.randn(2, 5, 16, dtype=torch.float64)
+            torch.testing.assert_close(target(x), source(x))
+
+
+def cast(target: nn.Module, source: nn.Module) -> None:
+    target.load_state_dict({k: v.bfloat16() for k, v in source.state_dict().items()})
+
+
+def averaged(target: nn.Module, source: nn.Module) -> None:
+    states = source.state_dict(), copy.deepcopy(source).state_dict()
+    target.load_state_dict({k: (v + states[1][k]) / 2 for k, v in states[0].items()})
+
+
+def stacked(target: nn.Module, source: nn.Module) -> None:
+    stack = {k: torch.stack([v, v]) for k, v in source.state_dict().items()}
+    target.load_state_dict({k: v[1] for k, v in stack.items()})
+
+
+def assigned(target: nn.Module, source: nn.Module) -> None:
+    target.to("meta").load_state_dict(source.state_dict(), assign=True)
+
+
+def by_safetensors(target: nn.Module, source: nn.Module) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    target.load_state_dict(safetensors.load(safetensors.save(source.state_dict())))
+
+
+def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
+    """In place; torch.distributed.checkpoint refuses tensors of other sizes."""
+    with TemporaryDirectory() as folder:
+        save_checkpoint(source.state_dict(), checkpoint_id=folder)
+        state = target.state_dict()
+        load_checkpoint(state, checkpoint_id=folder)
+    target.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned, by_safetensors, by_checkpoint])
+def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
+    source = Bedouin(4, feedback=("B",))
+    source(torch.randn(1, 2, 4))
+    (message,) = warnings_of(way, Bedouin(4, beta_max=2.0, feedback=("C",)), source)
+    assert "feedback=['B'], beta_max=1.0, but it has feedback=['C'], beta_max=2.0," in message
+    target = Bedouin(4, feedback=("B",))
+    way(target, source)
+    assert target.num_calls == 1
+
+
+def test_averages_of_other_options_are_told() -> None:
+    first, second = Bedouin(4), Bedouin(4, input_scale="one_minus_decay")
+    states = first.state_dict(), second.state_dict()
+    mean = {k: (v + states[1][k]) / 2 for k, v in states[0].items()}
+    with pytest.warns(UserWarning, match="this Bedouin were saved cannot be read from its extra"):
+        first.load_state_dict(mean)
+
+
+def test_a_count_alone_loads_as_versions_up_to_0_2_saved_it() -> None:
+    layer = Bedouin(4, beta_max=2.0)
+    layer.load_state_dict(Bedouin(4, beta_max=2.0).state_dict() | {"_extra_state": torch.tensor(7)})
+    assert layer.num_calls == 7
+
+
+def test_an_option_of_another_version_is_no_difference() -> None:
+    class Later(Bedouin):
+        saved_options = (*Bedouin.saved_options, "d_model")
+
+    load(Bedouin(4), Later(4))
+    load(Later(4), Bedouin(4))
+
+
+def test_classes_that_torch_derives_are_no_difference() -> None:
+    class Scaled(HouseholderProduct):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    layer = Bedouin(4, mixer=Scaled())
+    nn.utils.parametrize.register_parametrization(layer.mixer, "scale", nn.Identity())
+    assert layer.number_options()["mixer"] == "Scaled"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"solver": Picard()},
+        {"solver": Jacobi(), "adjoint": OneStepAdjoint()},
+        {"adjoint": ImplicitAdjoint(Picard())},
+        {"max_steps": GammaCap()},
+        {"backend": "reference", "on_unconverged": "ignore"},
+    ],
+    ids=str,
+)
+def test_checkpoints_fit_layers_that_solve_otherwise(other: dict[str, Any]) -> None:
+    first = Bedouin(4, max_steps=GammaCap())
+    first(torch.randn(1, 2, 4))
+    second = Bedouin(4, **other)
+    second.load_state_dict(first.state_dict(), strict=True)
+    first.load_state_dict(second.state_dict(), strict=True)
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert second.num_calls == 1
+
+
+def test_functional_calls_take_a_whole_state_dict() -> None:
+    layers = [Bedouin(4) for _ in range(2)]
+    x, states = torch.randn(1, 3, 4), [layer.state_dict() for layer in layers]
+    stack = {k: torch.stack([state[k] for state in states]) for k in states[0]}
+    template = copy.deepcopy(layers[0])
+
+    def call(own: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(template, own, (x,))
+        return output
+
+    expected = torch.stack([layer(x) for layer in layers])
+    torch.testing.assert_close(torch.vmap(call)(stack), expected)
+
 
 FILES = sorted((Path(__file__).parent / "saved").glob("*.pt"))
 SMALL: dict[str, Any] = {"expand": 1, "dtype": torch.float64}

@@ -1,16 +1,33 @@
-"""The recurrent state: what test_every_layer.py leaves out."""
+"""The recurrent state, padded rows and packed documents: what test_every_layer.py leaves out, what
+type checkers say of states, and that no memory is kept after a call."""
 
-from typing import Any
+import gc
+from collections.abc import Iterator
+from typing import Any, assert_type
 
 import pytest
 import torch
-from tests.layer_cases import CPU, LAYERS, assert_owns_memory, make
+from tests.layer_cases import PAIRS, check_alone, random_state, rows_of
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from bedouin import Bedouin, BedouinState, SequenceModel
-from bedouin.baselines import Attention
-from bedouin.decode import Decoder
-from bedouin.solvers import Direct, Jacobi, Picard, Solver
+from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
+from bedouin.baselines import LSTM, Attention
+from bedouin.baselines.lstm import LSTMState
+from bedouin.solvers import (
+    Adjoint,
+    Anderson,
+    Broyden,
+    Direct,
+    ImplicitAdjoint,
+    Jacobi,
+    OneStepAdjoint,
+    PhantomAdjoint,
+    Picard,
+    Solver,
+    UnrolledAdjoint,
+)
+from bedouin.testing import assert_close
 
 
 @torch.no_grad()
@@ -23,33 +40,6 @@ def test_a_step_is_exact_whatever_the_solver() -> None:
     assert loose.stats is not None and loose.stats.residual.max() < 1e-14
 
 
-def test_errors_of_joins() -> None:
-    state: Any = Bedouin(4).init_state(2)
-    other: Any = (state.ssm, state.y)
-    for join in (BedouinState.cat, BedouinState.stack):
-        with pytest.raises(ValueError, match="must get a list of at least one BedouinState, got"):
-            join([])
-        with pytest.raises(ValueError, match="must get a list of at least one BedouinState, got"):
-            join(state)
-        with pytest.raises(TypeError, match="must get a list of BedouinState, got one of tuple"):
-            join([other])
-    with pytest.raises(ValueError, match="cat needs states with a batch axis, got one that has no"):
-        BedouinState.cat([state[0]])
-    with pytest.raises(ValueError, match=r"stack needs states of single samples.*: use cat"):
-        BedouinState.stack([state])
-    with pytest.raises(ValueError, match="an index needs states with a batch axis"):
-        state[0][0]
-    with pytest.raises(TypeError, match="index must select samples of the batch, got the tuple"):
-        state[0, 1]
-    wider: Any = Bedouin(8).init_state(2)
-    with pytest.raises(ValueError, match=r"cat needs states of one layer, got .*8.* and .*16"):
-        BedouinState.cat([state, wider])
-    with pytest.raises(ValueError, match="stack needs states of one layer"):
-        BedouinState.stack([state[0], wider[0]])
-    with pytest.raises(TypeError):
-        BedouinState._make([torch.zeros(1, 2, 3)])
-
-
 @torch.no_grad()
 def test_the_places_of_a_padded_cache_keep_their_dtype() -> None:
     layer, x = Attention(8), torch.randn(2, 3, 8)
@@ -58,21 +48,6 @@ def test_the_places_of_a_padded_cache_keep_their_dtype() -> None:
     cast = state._replace(keys=state.keys.bfloat16(), values=state.values.bfloat16())
     expected = layer(x, cast._replace(keys=cast.keys.float(), values=cast.values.float()))
     assert torch.equal(layer(x, cast), expected)
-
-
-@torch.no_grad()
-def test_a_model_takes_up_the_states_of_its_layers() -> None:
-    place = CPU._replace(dtype=torch.float32)
-    model = SequenceModel(5, 4, [make(n, place) for n in LAYERS if n not in ("picard", "jacobi")])
-    tokens, idx = torch.randint(5, (2, 4)), torch.tensor([[0, 0, 1, 1]] * 2)
-    cast = tuple(s.to(torch.bfloat16) for s in model.eval()(tokens, return_state=True)[1])
-    expected = tuple(state.to(torch.float32) for state in cast)
-    assert torch.equal(model(tokens, cast), model(tokens, expected))
-    documents = model(tokens, cast, seq_idx=idx), model(tokens, expected, seq_idx=idx)
-    assert torch.equal(*documents)
-    step, _ = model.step(tokens[:, 0], expected)
-    assert torch.equal(model.step(tokens[:, 0], cast)[0], step)
-    torch.testing.assert_close(Decoder(model, 2, state=cast)(tokens[:, 0]), step)
 
 
 def test_a_state_is_a_node_with_its_fields_as_children() -> None:
@@ -85,8 +60,206 @@ def test_a_state_is_a_node_with_its_fields_as_children() -> None:
     assert list(state._asdict()) == ["ssm", "y"] and state._replace(y=state.y).ssm is state.ssm
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("solver", [Direct(), Picard(0.5), Jacobi()], ids=str)
-def test_states_of_the_kernels_own_their_memory(solver: Solver) -> None:
-    layer = Bedouin(4, d_state=1, expand=1, num_householder=1, solver=solver, backend="triton")
-    assert_owns_memory(layer, torch.randn(1, 2, 4))
+def test_calls_without_and_with_a_state() -> None:
+    """The runtime checks what a type checker was told."""
+    x, mask = torch.zeros(1, 2, 4), torch.ones(1, 2, dtype=torch.bool)
+    layer, rnn = Bedouin(4), FixedPointRNN(4)
+    for output in (
+        assert_type(layer(x), Tensor),
+        assert_type(layer(x, mask=mask), Tensor),
+        assert_type(rnn(x, rnn.init_state(1), cu_seqlens=torch.tensor([0, 2])), Tensor),
+        assert_type(LSTM(4)(x, seq_idx=mask.int()), Tensor),
+        assert_type(SequenceModel(5, 4, [layer])(mask.long()), Tensor),
+    ):
+        assert isinstance(output, Tensor) and output.shape[:2] == (1, 2)
+    found = assert_type(layer(x, return_state=True), tuple[Tensor, BedouinState])
+    lstm = assert_type(LSTM(4)(x, return_state=True, mask=mask), tuple[Tensor, LSTMState])
+    assert type(found[1]) is BedouinState and type(lstm[1]) is LSTMState
+
+
+def test_an_index_of_a_state_is_a_state() -> None:
+    """Although the fields of a state are those of a named tuple."""
+    state = Bedouin(4).init_state(3)
+    sample = assert_type(state[0], BedouinState)
+    assert_type(state[[1, 2]], BedouinState)
+    assert_type(state[:2].ssm, Tensor)
+    h, y = state
+    assert_type(h, Tensor)
+    assert sample.ssm.shape == h.shape[1:] and sample.y.shape == y.shape[1:]
+    assert type(assert_type(BedouinState.stack([sample]), BedouinState)) is BedouinState
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> Iterator[None]:
+    """Hides from the collector what exists already, of which there is a lot after other tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+@pytest.mark.parametrize(("solver", "adjoint"), PAIRS)
+def test_no_tensor_outlives_a_call(solver: Solver, adjoint: Adjoint | None) -> None:
+    layer = Bedouin(6, solver=solver, adjoint=adjoint, on_unconverged="ignore")
+    x = torch.randn(2, 5, 6)
+
+    def call(backward: bool) -> None:
+        y, state = layer(x, return_state=True)
+        if backward:
+            (y.sum() + state.ssm.sum()).backward()
+
+    call(True)
+    before = _live_tensors()
+    # a call without a backward follows, because a backward frees what the call before it kept
+    for backward in (True, True, False, False):
+        call(backward)
+    assert _live_tensors() <= before
+
+
+KINDS: list[dict[str, Any]] = [
+    {"solver": Direct()},
+    {"solver": Direct(), "adjoint": UnrolledAdjoint()},
+    {"solver": Direct(), "mixer": LowRank(2), "input_scale": "one_minus_decay"},
+    {"solver": Picard(rtol=1e-13, atol=0.0)},
+    {"solver": Picard(rtol=1e-3), "adjoint": OneStepAdjoint()},
+    {"solver": Picard(rtol=1e-9, patience=2), "adjoint": PhantomAdjoint(2)},
+    {"solver": Picard(rtol=0.1, stop_rule="paper"), "adjoint": OneStepAdjoint()},
+    {"solver": Picard(rtol=1e-9), "adjoint": UnrolledAdjoint()},
+    {"solver": Jacobi(rtol=1e-13, atol=0.0), "mixer": LowRank(2)},
+    {"solver": Jacobi(rtol=1e-9), "adjoint": ImplicitAdjoint(Jacobi(rtol=1e-9, atol=0.0))},
+    {"solver": Jacobi(rtol=1e-9), "adjoint": ImplicitAdjoint(Picard(rtol=1e-9, atol=0.0))},
+    {"solver": Anderson(rtol=1e-9), "adjoint": ImplicitAdjoint(Anderson(rtol=1e-9))},
+    {"solver": Broyden(rtol=1e-9), "adjoint": ImplicitAdjoint(Broyden(rtol=1e-9, atol=0.0))},
+]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(map(str, o.values()))[:60])
+@pytest.mark.parametrize(("num_heads", "documents"), [(1, True), (2, False)])
+def test_statistics_are_those_of_the_tokens(
+    options: dict[str, Any], num_heads: int, documents: bool
+) -> None:
+    """Steps, residual and pivot, of the solve and of its adjoint, for every solver and adjoint."""
+    layer = Bedouin(4, num_heads=num_heads, dtype=torch.float64, **options)
+    x = torch.randn(4, 6, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 1], [0] * 6, [1] * 6]).bool()
+    before: Any = random_state(layer, 4)
+    # quasi-Newton steps sum over all tokens, in another order if there is padding
+    rough = isinstance(layer.solver, Anderson | Broyden)
+    places: dict[str, Any] = {"mask": mask}
+    if documents:
+        # one document in each row, as the padding has no index
+        places["seq_idx"] = torch.where(mask, 7, torch.arange(6))
+    pieces = rows_of(mask)
+    check_alone(layer, x, pieces, before, 1e-7 if rough else 1e-11, 1e-13, **places)
+    layer(x, before, **places).sum().backward()
+    found = layer.stats
+    assert found is not None and found.converged.all()
+    for i, piece in enumerate(pieces):
+        output = layer(x[piece].unsqueeze(0), before[i : i + 1])
+        output.sum().backward()
+        one = layer.stats
+        assert one is not None
+        if piece.any() and one.backward is not None:
+            assert found.backward is not None and found.backward.converged.all()
+            assert rough or found.backward.num_steps[i] == one.backward.num_steps[0]
+            back = found.backward.residual[i], one.backward.residual[0]
+            assert_close("residual of the adjoint", *back, 1e-2, 1e-9 if rough else 1e-12)
+        assert found.num_steps[i] == one.num_steps[0]
+        assert_close("residual", found.residual[i], one.residual[0], 1e-2, 1e-12)
+        if one.conditioning is not None and found.conditioning is not None:
+            assert_close("pivot", found.conditioning[i], one.conditioning[0], 1e-11)
+
+
+@torch.no_grad()
+def test_masks_of_an_ensemble() -> None:
+    """vmap over stacked parameters, and over masks."""
+    layers = [Bedouin(4, dtype=torch.float64) for _ in range(2)]
+    x, mask = torch.randn(3, 5, 4, dtype=torch.float64), torch.rand(3, 5) > 0.4
+    parameters, _ = torch.func.stack_module_state(list(layers))
+
+    def run(values: dict[str, Tensor], mask: Tensor) -> Any:
+        return torch.func.functional_call(layers[0], values, (x,), {"mask": mask})
+
+    found = torch.func.vmap(run)(parameters, torch.stack([mask, ~mask]))
+    for output, layer, rows in zip(found, layers, (mask, ~mask), strict=True):
+        assert_close("output", output, layer(x, mask=rows), 1e-12)
+
+
+def test_documents_under_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    """The graph breaks where the host reads them, without a word from the compiler."""
+    layer = Bedouin(4, dtype=torch.float64)
+    compiled = torch.compile(layer, backend="aot_eager")
+    for t in (5, 7):
+        x, bounds = torch.randn(1, t, 4, dtype=torch.float64), torch.tensor([0, 2, t])
+        found = compiled(x, cu_seqlens=bounds)
+        assert_close("output", found, layer(x, cu_seqlens=bounds), 1e-12)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_masks_on_a_gpu(num_heads: int, no_synchronization: Any) -> None:
+    """Without waiting for the GPU, and captured; documents are refused during a capture."""
+    layer = Bedouin(64, num_heads=num_heads, device="cuda")
+    x, mask = torch.randn(4, 32, 64, device="cuda"), torch.rand(4, 32, device="cuda") > 0.3
+    layer(x, mask=mask).sum().backward()
+    with no_synchronization():
+        output, state = layer(x, return_state=True, mask=mask)
+        output.sum().backward()
+    for i in range(4):
+        alone, after = layer(x[i][mask[i]].unsqueeze(0), return_state=True)
+        # float32, in other sums: as many tokens in another batch
+        assert_close(f"row {i}", output[i][mask[i]], alone[0], 1e-3)
+        assert_close(f"ssm {i}", state.ssm[i], after.ssm[0], 1e-3)
+    graph, bounds = torch.cuda.CUDAGraph(), torch.tensor([0, 32], device="cuda")
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(x, mask=mask)
+        with pytest.raises(ValueError, match="cu_seqlens must be None during the capture"):
+            layer(x[:1], cu_seqlens=bounds)
+    graph.replay()
+    assert_close("captured", captured, output, 1e-4)
+
+
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"mask": [True]}, TypeError, "mask must be a tensor (b, t), got list"),
+    ({"mask": torch.ones(1, 4)}, TypeError, "mask must have dtype torch.bool, got torch.float32"),
+    ({"mask": torch.ones(1, 3).bool()}, ValueError,
+     "mask must have shape (b, t) = (1, 4), got (1, 3)"),
+    ({"mask": torch.ones(1, 4, device="meta").bool()}, ValueError,
+     "mask must be on the device of x"),
+    ({"seq_idx": torch.ones(1, 4)}, TypeError,
+     "seq_idx must have dtype torch.int32 or torch.int64, got torch.float32"),
+    ({"cu_seqlens": [0, 4]}, TypeError,
+     "cu_seqlens must be a tensor (documents + 1,), got list: convert it with torch.as_tensor"),
+    ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens must have dtype torch.int32"),
+    ({"cu_seqlens": torch.tensor(4)}, ValueError, "cu_seqlens must have shape (documents + 1,)"),
+    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError,
+     "cu_seqlens must ascend from 0 to t = 4, got [0, 3]"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "cu_seqlens must ascend from 0"),
+    ({"cu_seqlens": torch.tensor([1, 4])}, ValueError, "cu_seqlens must ascend from 0"),
+    ({"cu_seqlens": torch.tensor([0, 4]), "seq_idx": torch.ones(1, 4).int()}, ValueError,
+     "at most one of cu_seqlens and seq_idx says where documents begin, got both"),
+    ({"cu_seqlens": torch.tensor([0, 9]), "mask": torch.ones(1, 4).bool()}, ValueError,
+     "cu_seqlens must ascend from 0 to t = 4, got [0, 9]"),
+    ({"seq_idx": torch.ones(1, 4).int(), "mask": torch.ones(1, 4)}, TypeError,
+     "mask must have dtype torch.bool"),
+    ({"cu_seqlens": torch.tensor([0, 2, 4]), "state": Bedouin(2).init_state(1)}, ValueError,
+     "state.ssm must have shape (2, 4, 16), got (1, 4, 16)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), ERRORS, ids=lambda v: str(v)[:50])
+def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        Bedouin(2)(torch.zeros(1, 4, 2), **options)
+    assert message in str(caught.value)
+
+
+def test_documents_need_a_single_row() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens needs a single row, x \(1, t, m\)"):
+        Bedouin(2)(torch.zeros(2, 4, 2), cu_seqlens=torch.tensor([0, 4]))

@@ -1,26 +1,29 @@
-"""torch's transforms of whole layers: batched cotangents, vmap, forward mode, saved-tensor hooks.
+"""torch's transforms of whole layers: batched cotangents, vmap, forward mode; torch.compile: one
+graph, the numbers of eager mode, no recompilation, on the plain path and with kernels.
 
 What is supported equals a loop; what is not raises an error that names bedouin and a remedy.
 
 Letters: b batch, t time, m d_model, e samples or cotangents of a transform.
 """
 
+import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import CPU, make, random_state
-from torch import Tensor
+from tests.layer_cases import CPU, Whole, assert_all_close, make, random_state
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from bedouin import BedouinState
+from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
+    Anderson,
+    Direct,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -29,8 +32,15 @@ from bedouin.solvers import (
     UnrolledAdjoint,
 )
 
-# torch compiles its formulas for forward mode with TorchScript, which is deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+# torch compiles its formulas for forward mode with TorchScript, which is deprecated; dynamo
+# instantiates torch.autograd.Function when it traces a subclass, and reads .grad of tensors that a
+# graph passes to the next one
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
 PICARD, JACOBI = Picard(rtol=1e-13, atol=1e-300), Jacobi(rtol=1e-13, atol=1e-300)
 
@@ -105,25 +115,6 @@ def test_batched_cotangents_are_a_loop_over_them(kind: str, solve: str) -> None:
     layer = layer_of(kind, **SOLVES[solve])
     for actual, expected in batched_and_looped(layer, draw(2, 3, 2)):
         assert_equal_up_to_rounding(actual, expected)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("kind", "solve"),
-    [*((kind, "direct") for kind in LAYERS if kind != "coupled"), ("vector", "one-step")],
-)
-def test_batched_cotangents_of_the_kernels_are_a_loop_over_them(kind: str, solve: str) -> None:
-    layer = with_kernels(kind, max_steps=3, **SOLVES[solve])
-    for actual, expected in batched_and_looped(layer, draw(1, 2, 2).float()):
-        assert_equal_up_to_rounding(actual, expected)
-
-
-@plain_layers
-def test_both_ways_to_batch_a_jacobian_are_the_loop(kind: str) -> None:
-    layer, x = layer_of(kind), draw(1, 3, 2)
-    expected = jacobian(layer, x)
-    assert_equal_up_to_rounding(jacrev(layer)(x), expected)
-    assert_equal_up_to_rounding(jacobian(layer, x, vectorize=True), expected)
 
 
 def test_batched_cotangents_leave_no_statistics_behind() -> None:
@@ -235,54 +226,222 @@ def test_second_derivatives_are_refused_by_name(solve: str, second: str) -> None
         SECOND[second](lambda x: layer(x).square().sum(), draw(1, 2, 2))
 
 
-# -- hooks on saved tensors
+FLOAT64: dict[str, Any] = {"dtype": torch.float64}
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "Bedouin": lambda **k: Bedouin(3, d_state=2, **FLOAT64, **k),
+    "FixedPointRNN": lambda **k: FixedPointRNN(3, num_heads=2, **FLOAT64, **k),
+    "SequenceModel": lambda **k: SequenceModel(
+        5, 3, [Bedouin(3, d_state=2, num_heads=3, **FLOAT64, **k)], **FLOAT64
+    ),
+}
 
 
-def gradients(layer: FixedPointLayer, x: Tensor, hooks: Any, *, around_backward: bool) -> Any:
-    """Of the input and the parameters; hooks around the forward, or the backward as well."""
-    with hooks:
-        output = layer(x)
-        if around_backward:
-            return torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
-    return torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
+def draw_input(kind: str, b: int = 2, t: int = 3) -> Tensor:
+    if kind == "SequenceModel":
+        return torch.randint(5, (b, t))
+    return torch.randn(b, t, 3, dtype=torch.float64)
 
 
-def to_disk(folder: Path) -> saved_tensors_hooks:
-    def pack(v: Tensor) -> Path:
-        path = folder / str(len(list(folder.iterdir())))
-        torch.save(v.detach(), path)
-        return path
-
-    return saved_tensors_hooks(pack, torch.load)
-
-
-def in_bfloat16() -> saved_tensors_hooks:
-    def pack(v: Tensor) -> tuple[Tensor, torch.dtype]:
-        return (v.to(torch.bfloat16) if v.is_floating_point() else v.clone()), v.dtype
-
-    return saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1]))
+def results(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, mode: str) -> list[Any]:
+    """The output and the gradients of everything that takes one."""
+    contexts: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    context = contexts.get(mode, contextlib.nullcontext)
+    if x.is_floating_point() and context is contextlib.nullcontext:
+        x = x.clone().requires_grad_()
+    with context():
+        output = call(x)
+    if not output.requires_grad:
+        return [output]
+    inputs = [v for v in (x, *module.parameters()) if v.requires_grad]
+    return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize("around_backward", [False, True])
-@pytest.mark.parametrize("solve", SOLVES)
-def test_saved_tensors_may_be_packed(solve: str, around_backward: bool, tmp_path: Path) -> None:
-    layer = layer_of(max_steps=4, on_unconverged="ignore", **SOLVES[solve])
-    x = draw(1, 2, 2).requires_grad_()
-    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-    for hooks in (save_on_cpu(), to_disk(tmp_path)):
-        actual = gradients(layer, x, hooks, around_backward=around_backward)
-        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-    rounded = gradients(layer, x, in_bfloat16(), around_backward=around_backward)
-    for ours, theirs in zip(rounded, expected, strict=True):
+def prepared(kind: str, mode: str, options: dict[str, Any]) -> nn.Module:
+    module = KINDS[kind](**options)
+    return module.train(mode == "train").requires_grad_(mode != "frozen")
+
+
+def whole(backend: str, kind: str, *modes: str, **options: Any) -> list[tuple[Any, ...]]:
+    return [(backend, kind, mode, options) for mode in modes]
+
+
+ONE_STEP: dict[str, Any] = {"adjoint": OneStepAdjoint(), "max_steps": 1, "on_unconverged": "ignore"}
+IN_ONE_GRAPH = [
+    *whole("eager", "Bedouin", "train"),
+    *whole("eager", "FixedPointRNN", "eval", "no_grad"),
+    *whole("eager", "SequenceModel", "no_grad", "inference_mode", "frozen"),
+    *whole("eager", "Bedouin", "train", solver=Picard(), **ONE_STEP),
+    *whole("eager", "Bedouin", "train", solver=Jacobi(), **ONE_STEP),
+]
+SLOW = [
+    *whole("aot_eager", "Bedouin", "eval", "no_grad", "inference_mode", "frozen"),
+    *whole("aot_eager", "SequenceModel", "train"),
+    *whole("inductor", "Bedouin", "train", "no_grad"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "mode", "options"),
+    [*IN_ONE_GRAPH, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
+)
+def test_one_graph_has_the_numbers_of_eager_mode(
+    backend: str, kind: str, mode: str, options: dict[str, Any]
+) -> None:
+    module, x = prepared(kind, mode, options), draw_input(kind)
+    call = torch.compile(module, fullgraph=True, backend=backend)
+    assert_all_close(results(call, module, x, mode), results(module, module, x, mode), 1e-10)
+
+
+EARLY = "where it can stop early: use "
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"solver": Picard(), "adjoint": OneStepAdjoint()}, f"{EARLY}Direct, a smaller max_steps"),
+        ({"adjoint": ImplicitAdjoint(Picard(1e-12))}, rf"{EARLY}ImplicitAdjoint\(\)"),
+        ({"mixer": LowRank(1)}, "HouseholderProduct"),
+        (
+            {"solver": Anderson(1e-9), "adjoint": ImplicitAdjoint(Jacobi(1e-12))},
+            "use Direct, Jacobi or Picard with few steps",
+        ),
+    ],
+    ids=str,
+)
+def test_what_runs_outside_of_the_graph(options: dict[str, Any], remedy: str) -> None:
+    """The numbers are those of eager mode, and a whole graph is refused with a remedy."""
+    layer, x = prepared("Bedouin", "train", options), draw_input("Bedouin")
+    call = torch.compile(layer, backend="eager")
+    assert_all_close(results(call, layer, x, "train"), results(layer, layer, x, "train"), 1e-10)
+    torch.compiler.reset()
+    call = torch.compile(layer, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"bedouin.*{remedy}"):
+        call(x)
+
+
+def test_a_state_that_does_not_fit_is_refused_under_the_compiler_too() -> None:
+    layer = Bedouin(3, d_state=2, num_heads=2, **FLOAT64).eval()
+    call = torch.compile(Whole(layer), dynamic=True, backend="eager")
+    with pytest.raises(ValueError, match=r"ssm must have shape \(7, 6, 2\), got \(5, 6, 2\)"):
+        call(draw_input("Bedouin", 7, 11), layer.init_state(5), torch.rand(7, 11) < 0.7)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["batch", "length"])
+def test_an_exported_layer_of_several_heads_takes_one_size_that_varies(axis: int) -> None:
+    layer = Bedouin(3, d_state=2, num_heads=2, **FLOAT64).requires_grad_(False)
+    x, shapes = draw_input("Bedouin", 4, 5), {"x": {axis: torch.export.Dim("size")}}
+    program = torch.export.export(layer, (x,), dynamic_shapes=shapes).module()
+    for size in (1, 3):
+        part = x.narrow(axis, 0, size)
+        assert_all_close([program(part)], [layer(part)], 1e-10)
+
+
+@pytest.mark.parametrize("solve", ["direct", "one-step"])
+def test_saved_tensors_of_a_graph_may_be_packed(solve: str) -> None:
+    layer = prepared(
+        "Bedouin", "train", {"solver": Picard(), **ONE_STEP} if solve == "one-step" else {}
+    )
+    x = draw_input("Bedouin")
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with save_on_cpu():
+        actual = results(call, layer, x, "train")
+    assert_all_close(actual, results(layer, layer, x, "train"), 1e-10)
+
+
+def test_low_precision_is_that_of_eager_mode() -> None:
+    layer, x = Bedouin(3, d_state=2), torch.randn(2, 3, 3)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close_in_bfloat16(*(results(run, layer, x, "train") for run in (call, layer)))
+
+
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
+COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
+devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+
+WITH_KERNELS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
+    (Bedouin, {}),
+    (Bedouin, {"decay": "griffin", "feedback": (), "input_scale": "delta"}),
+    (FixedPointRNN, {}),
+    (Bedouin, {"num_heads": 2, "d_state": 2}),
+]
+kinds = pytest.mark.parametrize(("kind", "options"), WITH_KERNELS)
+
+
+def make_with_kernels(kind: type[Any], device: str, **options: Any) -> Any:
+    settings = {"device": device, "num_householder": 1} | options
+    return kind(3, backend="triton", solver=Direct(), **settings)
+
+
+def draw_on(device: str, t: int = 2) -> Tensor:
+    return torch.randn(2, t, 3, device=device, requires_grad=True)
+
+
+def assert_close_in_bfloat16(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """In fused code bfloat16 is rounded at other places."""
+    for ours, theirs in zip(actual, expected, strict=True):
         scale = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("solve", ["direct", "jacobi", "one-step", "iterative"])
-def test_saved_tensors_of_the_kernels_may_be_packed(solve: str) -> None:
-    layer = with_kernels("one head", max_steps=1, **SOLVES[solve])
-    x = draw(1, 1, 2).float().requires_grad_()
-    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-    actual = gradients(layer, x, save_on_cpu(), around_backward=True)
-    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+@devices
+@kinds
+def test_a_layer_is_one_graph_with_the_same_numbers(
+    kind: type[FixedPointLayer], options: dict[str, Any], device: str
+) -> None:
+    layer, x = make_with_kernels(kind, device, **options), draw_on(device)
+    expected = results(layer, layer, x, "train")
+    eager = layer.stats
+    call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(results(call, layer, x, "train"), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert layer.stats is not eager and layer.stats.backward is None
+    for name in ("num_steps", "residual", "converged", "conditioning"):
+        assert torch.equal(getattr(layer.stats, name), getattr(eager, name)), name
+    layer(x)  # counts a training call and, on a GPU, leaves a pending outcome
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(call(x), expected[0])
+
+
+@devices
+def test_one_graph_for_every_length(device: str) -> None:
+    layer = make_with_kernels(Bedouin, device)
+    call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in (2, 3):
+        call(draw_on(device, t))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        x = draw_on(device, 4)
+        actual, expected = (results(run, layer, x, "train") for run in (call, layer))
+        assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.gpu
+@kinds
+def test_the_default_compiler_gives_the_same_numbers(
+    kind: type[FixedPointLayer], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    layer = make_with_kernels(kind, "cuda", **options)
+    x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = results(layer, layer, x, "train")
+        actual = results(torch.compile(layer, fullgraph=True), layer, x, "train")
+    assert_close_in_bfloat16(actual, expected)
+
+
+# code that it does not fuse or capture is not an error
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_the_compiler_may_replay_cuda_graphs() -> None:
+    torch.manual_seed(0)
+    layer = make_with_kernels(Bedouin, "cuda")
+    call = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):  # the first two calls warm up and record
+        x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            torch.compiler.cudagraph_mark_step_begin()
+            actual = [v.clone() for v in results(call, layer, x, "train")]
+            expected = results(layer, layer, x, "train")
+    assert_close_in_bfloat16(actual, expected)

@@ -1,4 +1,5 @@
-"""Projections that another library has wrapped, replaced, hooked or parametrized.
+"""Projections that another library has wrapped, replaced, hooked or parametrized;
+test_every_layer_in_torch.py has adapters of every layer.
 
 Letters: b batch, t time, m d_model, H heads, p inputs and r outputs of a projection.
 """
@@ -10,26 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import make, merge, wrap
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from bedouin import Bedouin, Decoder, FixedPointRNN
+from bedouin import Bedouin, Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.heads import HeadLinear, HeadNorm
+from bedouin.layers.heads import HeadNorm
 from bedouin.layers.mixers import HouseholderProduct, LowRank, StructuredMixer, WYForm
-from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard
+from bedouin.solvers import Direct, Jacobi, Picard
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
-LAYERS: dict[str, Any] = {
-    "Bedouin": lambda **k: Bedouin(4, d_state=2, **FLOAT64 | k),
-    "without feedback": lambda **k: Bedouin(4, d_state=2, feedback=(), **FLOAT64 | k),
-    "FixedPointRNN": lambda **k: FixedPointRNN(4, **FLOAT64 | k),
-}
-LOOKED_AT = LAYERS | {
-    "no mixing": lambda **k: Bedouin(4, d_state=2, num_householder=0, **FLOAT64 | k),
-    "low rank": lambda **k: Bedouin(4, d_state=2, mixer=LowRank(), **FLOAT64 | k),
-}
-layers = pytest.mark.parametrize("kind", LAYERS)
+KINDS = "one head", "no feedback", "vector"
+kinds = pytest.mark.parametrize("kind", KINDS)
+with_convolution = pytest.mark.parametrize("kind", [*KINDS, "convolution"])
 heads = pytest.mark.parametrize("num_heads", [1, 2])
 backends = pytest.mark.parametrize(
     ("backend", "dtype"),
@@ -41,49 +36,8 @@ backends = pytest.mark.parametrize(
 NAMES = ("in_proj", "x_proj", "y_proj", "b_proj", "out_proj")
 
 
-class LoRA(nn.Module):
-    """W v + B A dropout(v) for a projection with the weight W, with A and B of rank 2."""
-
-    def __init__(self, base: nn.Linear | HeadLinear, dropout: float = 0.0) -> None:
-        super().__init__()
-        *heads, r, p = base.weight.shape
-        self.base, self.dropout = base, nn.Dropout(dropout)
-        dtype = base.weight.dtype
-        self.A = nn.Parameter(0.3 * torch.randn(*heads, 2, p, dtype=dtype))
-        self.B = nn.Parameter(0.3 * torch.randn(*heads, r, 2, dtype=dtype))
-
-    def forward(self, v: Tensor) -> Tensor:  # (H b, ..., p) -> (H b, ..., r)
-        update = self.B @ self.A
-        if update.dim() == 2:
-            out: Tensor = self.base(v) + nn.functional.linear(self.dropout(v), update)
-            return out
-        rows = self.dropout(v).reshape(len(update), -1, v.shape[-1])
-        out = self.base(v) + (rows @ update.mT).reshape(*v.shape[:-1], -1)
-        return out
-
-    def merged(self) -> nn.Linear | HeadLinear:
-        base: nn.Linear | HeadLinear = copy.deepcopy(self.base)
-        with torch.no_grad():
-            base.weight.add_(self.B @ self.A)
-        return base
-
-
 def draw() -> Tensor:
     return torch.randn(2, 3, 4, **FLOAT64)
-
-
-def wrap(layer: FixedPointLayer, names: tuple[str, ...] = NAMES, **options: Any) -> None:
-    for name in names:
-        if getattr(layer, name, None) is not None:
-            setattr(layer, name, LoRA(getattr(layer, name), **options))
-
-
-def merge(layer: FixedPointLayer) -> FixedPointLayer:
-    merged = copy.deepcopy(layer)
-    for name, module in list(merged.named_children()):
-        if isinstance(module, LoRA):
-            setattr(merged, name, module.merged())
-    return merged
 
 
 def results(layer: FixedPointLayer, x: Tensor) -> list[Tensor]:
@@ -101,55 +55,15 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *((kind, {"num_heads": num_heads}) for kind in LAYERS for num_heads in (1, 2)),
-        ("Bedouin", {"solver": Picard()}),
-        ("Bedouin", {"adjoint": OneStepAdjoint()}),
-    ],
-    ids=str,
-)
-def test_adapters_get_gradients_and_merge_to_the_same_layer(
-    kind: str, options: dict[str, Any]
-) -> None:
-    layer, x = LAYERS[kind](**options), draw()
-    before = layer(x)
-    wrap(layer)
-    actual, expected = results(layer, x), results(merge(layer), x)
-    assert_close(actual, expected)
-    assert (actual[0] - before).abs().max() > 1e-3
-    assert_close([torch.func.vmap(layer)(x.unsqueeze(1)).squeeze(1)], [actual[0]])
-    actual[0].square().sum().backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters() if name[-2:] in (".A", ".B")}
-    wrapped = sum(isinstance(module, LoRA) for module in layer.children())
-    assert len(gradients) == 2 * wrapped >= 6
-    assert all(grad is not None and grad.any() for grad in gradients.values())
-
-
-def test_the_gradients_of_adapters_are_those_of_the_product() -> None:
-    layer, x = LAYERS["Bedouin"](), torch.randn(1, 3, 4, **FLOAT64)
-    wrap(layer, ("x_proj", "y_proj"))
-    adapters = [p for n, p in layer.named_parameters() if n.endswith((".A", ".B"))]
-
-    def loss(*values: Tensor) -> Tensor:
-        names = (n for n, _ in layer.named_parameters() if n.endswith((".A", ".B")))
-        named = dict(zip(names, values, strict=True))
-        out: Tensor = torch.func.functional_call(layer, named, (x,))
-        return out.square().sum()
-
-    assert torch.autograd.gradcheck(loss, adapters, fast_mode=True)
-
-
 def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
-    wrap(layer, ("x_proj", "y_proj"), dropout=0.5)
+    layer, x = make("one head"), draw()
+    wrap(layer, "x_proj", "y_proj", dropout=0.5)
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert_close(results(layer, x), results(merge(layer), x))
     assert layer.y_proj.training is False and layer.y_proj.dropout.training is False
     # the feedback drops the same channels at all tokens, so one token alone gives the same numbers
-    wrap(other := LAYERS["Bedouin"](), ("y_proj",), dropout=0.5)
+    wrap(other := make("one head"), "y_proj", dropout=0.5)
     torch.manual_seed(1)
     whole, _ = other(x, return_state=True)
     torch.manual_seed(1)
@@ -158,7 +72,7 @@ def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
 
 @heads
 def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
-    layer, x = LAYERS["Bedouin"](num_heads=num_heads), draw()
+    layer, x = make("one head", num_heads=num_heads), draw()
     own, expected = layer.x_proj, copy.deepcopy(layer)
 
     class Shifted(nn.Module):
@@ -176,10 +90,10 @@ def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
         layer(x)
 
 
-@layers
+@kinds
 def test_weight_norm(kind: str) -> None:
     """Of every weight, also of the norm's."""
-    layer, x = LAYERS[kind](), draw()
+    layer, x = make(kind), draw()
     expected = results(layer, x)
     for name in NAMES:
         if getattr(layer, name, None) is not None:
@@ -195,20 +109,8 @@ def test_weight_norm(kind: str) -> None:
     assert_close([layer(x)], expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-def test_weight_norm_by_a_hook() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
-    expected = copy.deepcopy(layer)
-    for name in ("x_proj", "y_proj"):
-        module = torch.nn.utils.weight_norm(getattr(layer, name))
-        with torch.no_grad():
-            module.weight_g.mul_(2.0)
-            getattr(expected, name).weight.mul_(2.0)
-    assert_close(results(layer, x), results(expected, x))
-
-
 def test_hooks_on_x_proj_run_with_its_vectors() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
+    layer, x = make("one head"), draw()
     expected, seen = layer(x), []
     layer.x_proj.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
     assert_close([layer(x)], [expected])
@@ -227,11 +129,11 @@ def look(layer: nn.Module) -> list[nn.Module]:
 
 
 @heads
-@pytest.mark.parametrize("kind", LOOKED_AT)
+@pytest.mark.parametrize("kind", [*KINDS, "no mixing", "low rank"])
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(1e-12), Picard(1e-12)])
 @pytest.mark.filterwarnings("ignore:.*has hooks or a forward of its own:UserWarning")
 def test_hooks_that_only_look_see_every_child(kind: str, num_heads: int, solver: Any) -> None:
-    layer, x = LOOKED_AT[kind](num_heads=num_heads, solver=solver), draw()
+    layer, x = make(kind, num_heads=num_heads, solver=solver), draw()
     expected = results(layer, x)
     seen = look(layer)
     assert_close(results(layer, x), expected)
@@ -241,7 +143,7 @@ def test_hooks_that_only_look_see_every_child(kind: str, num_heads: int, solver:
 
 
 def test_hooks_on_y_proj_act_where_they_are_linear() -> None:
-    layer, x = LAYERS["Bedouin"](), draw()
+    layer, x = make("one head"), draw()
     doubled_weight = copy.deepcopy(layer)
     with torch.no_grad():
         doubled_weight.y_proj.weight.mul_(2)
@@ -255,7 +157,7 @@ def test_hooks_on_y_proj_act_where_they_are_linear() -> None:
 
 @heads
 def test_hooks_on_the_norm_act_and_are_told_once(num_heads: int) -> None:
-    layer, x = LAYERS["Bedouin"](num_heads=num_heads), draw()
+    layer, x = make("one head", num_heads=num_heads), draw()
     expected = 2 * layer(x)
     layer.norm.register_forward_hook(doubled)
     with pytest.warns(UserWarning, match="norm of Bedouin has hooks"):
@@ -285,17 +187,12 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
     assert layer(x).isfinite().all()
 
 
-OFFLOADED: dict[str, Any] = LAYERS | {
-    "convolution": lambda **k: Bedouin(4, d_state=2, d_conv=4, **FLOAT64 | k)
-}
-
-
-@pytest.mark.parametrize("kind", OFFLOADED)
+@with_convolution
 @heads
 def test_layers_that_accelerate_dispatches_or_offloads(kind: str, num_heads: int) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     accelerate = pytest.importorskip("accelerate")
-    layer, x = OFFLOADED[kind](num_heads=num_heads), draw()
+    layer, x = make(kind, num_heads=num_heads), draw()
     expected, first = results(layer, x), layer.step(x[:, 0], layer.init_state(2))
     hooks.attach_execution_device_hook(layer, "cpu")
     assert "forward" in vars(layer.out_proj)
@@ -376,13 +273,13 @@ def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
     return (2 * output[0], output[1]) if isinstance(output, tuple) else 2 * output
 
 
-@pytest.mark.parametrize("kind", OFFLOADED)
+@with_convolution
 @backends
 @torch.no_grad()
 def test_hooks_on_a_layer_run_in_steps_and_decoders(
     kind: str, backend: str, dtype: torch.dtype
 ) -> None:
-    layer, x = OFFLOADED[kind](dtype=dtype), torch.randn(2, 3, 4, dtype=dtype)
+    layer, x = make(kind, dtype=dtype), torch.randn(2, 3, 4, dtype=dtype)
     layer.solve_options = replace(layer.solve_options, backend=backend)
     state, decoder = layer.init_state(2), Decoder(layer, 2)
     expected, after = layer.step(x[:, 0], state)
@@ -421,10 +318,10 @@ class Quantized(Tensor):
         raise NotImplementedError(f"{func} of a quantized weight")
 
 
-@layers
+@kinds
 @torch.no_grad()
 def test_quantized_weights_are_read_in_calls(kind: str) -> None:
-    layer, x = LAYERS[kind](num_heads=1), torch.randn(2, 30, 4, **FLOAT64)
+    layer, x = make(kind, num_heads=1), torch.randn(2, 30, 4, **FLOAT64)
     expected = results(layer, x)
     for name in NAMES:
         if getattr(layer, name, None) is not None:
@@ -435,9 +332,9 @@ def test_quantized_weights_are_read_in_calls(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("kind", OFFLOADED)
+@with_convolution
 def test_recording_by_torch_jit_is_refused(kind: str) -> None:
-    layer, x = OFFLOADED[kind](), draw()
+    layer, x = make(kind), draw()
     trace: Any = torch.jit.trace
     with pytest.raises(RuntimeError, match=r"cannot be recorded by .*: use torch\.compile or"):
         trace(layer, x)
@@ -445,47 +342,7 @@ def test_recording_by_torch_jit_is_refused(kind: str) -> None:
 
 def test_a_layer_with_adapters_is_one_graph() -> None:
     torch.compiler.reset()
-    layer, x = LAYERS["FixedPointRNN"](), draw()
+    layer, x = make("vector"), draw()
     wrap(layer)
     call: Any = torch.compile(layer, fullgraph=True, backend="eager")
     assert_close([call(x)], [layer(x)])
-
-
-@pytest.mark.parametrize(("kind", "num_heads"), [("Bedouin", 2), ("FixedPointRNN", 1)])
-@pytest.mark.parametrize(
-    ("device", "rtol"),
-    [
-        pytest.param("cpu", 2e-6, marks=pytest.mark.interpreter),
-        # whose exponentials and quotients are approximations
-        pytest.param("cuda", 1e-3, marks=pytest.mark.gpu),
-    ],
-)
-def test_adapters_with_kernels(kind: str, num_heads: int, device: str, rtol: float) -> None:
-    """In float32, against plain torch in float64."""
-    exact = LAYERS[kind](num_heads=num_heads, num_householder=1, backend="reference")
-    wrap(exact)
-    layer, x = copy.deepcopy(exact).to(device, torch.float32), torch.randn(1, 2, 4)
-    layer.backend = "triton"
-    exact.load_state_dict(layer.state_dict())
-    found = []
-    for one, given in ((exact, x.double()), (layer, x.to(device))):
-        values = results(one, given)
-        grads = torch.autograd.grad(values[0].sum(), list(one.parameters()))
-        found.append([v.float().cpu() for v in (*values, *grads)])
-    for expected, actual in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 20)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_a_hook_runs_in_every_step_also_after_a_capture() -> None:
-    layer, seen = Bedouin(16, device="cuda"), []
-    x_t, state = torch.randn(2, 16, device="cuda"), layer.init_state(2)
-    decoder = Decoder(layer, 2, state=state)
-    expected = decoder(x_t).clone()
-    layer.in_proj.register_forward_hook(lambda *_: seen.append(True))
-    for _ in range(3):
-        decoder.reset(state)
-        actual = decoder(x_t)
-    assert len(seen) == 3
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

@@ -1,4 +1,5 @@
-"""The benchmark: every row runs at toy sizes, a failing one is reported, numbers become tables."""
+"""The benchmarks of layers and of whole models: every row runs at toy sizes, a failing one is
+reported, numbers become tables and the recorded files."""
 
 import dataclasses
 import json
@@ -9,11 +10,24 @@ import pytest
 import torch
 
 from bedouin import Bedouin
-from benchmarks import agreement, bench, cases, cpu, figure, special, speed, table
-from benchmarks.measure import Numbers, best_ms
+from benchmarks import (
+    agreement,
+    bench,
+    cases,
+    cpu,
+    figure,
+    generation,
+    special,
+    speed,
+    table,
+    whole_models,
+)
+from benchmarks.generation import Config, measure_apart, measure_here, ratios
+from benchmarks.measure import Numbers
 from benchmarks.setting import Setting, Shape
-from benchmarks.subjects import fed_values
-from benchmarks.timing import kept_gib, median_ms, peak_gib
+from benchmarks.whole_models import MIXERS, TASKS, Sizes
+from flags import UsageError
+from research.baselines import count
 
 CPU = torch.device("cpu")
 PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))
@@ -64,10 +78,6 @@ def test_every_row_is_measured_or_says_why_not(
     assert "| 2x4 | Direct, feedback |" in markdown and torch.__version__ in markdown
 
 
-def test_under_autocast_the_layer_is_timed_too(tmp_path: Path) -> None:
-    assert bench.main(toy(tmp_path, rows=("direct", "lstm"), precision="autocast")) == 0
-
-
 def test_a_failing_row_is_reported_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,23 +114,8 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("2x4", None, None)
     }
     assert [entry["layer"] for entry in found] == [
-        *("1 head", "8 heads", "16 heads", "no feedback", "lstm"),
+        *("1 head", "8 heads", "16 heads", "no feedback", "lstm")
     ]
-
-
-def test_speed_says_why_a_time_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "speed.json"
-    failing = toy(tmp_path, rows=("scan", "lstm"), speed=path, prepare_limit=1e-5)
-    assert bench.main(failing) == 1
-    [entry] = json.loads(path.read_text())
-    assert [entry[key] for key in KEYS] == ["lstm", "2x4", *[None] * 5]
-    assert entry["error"] == "reason: TimeoutError: gave up after 0 s"
-    numbers = {"both_ms": 3.0, "graph_forward_ms": 1.0, "forward_ms": 2.0}
-    row = {"case": "direct", "shape": "2x4", "status": "measured", "numbers": numbers}
-    numbers["graph_both_ms_failed"] = "RuntimeError: x"  # type: ignore[assignment]
-    [entry] = speed.entries([row])
-    assert (entry["graph_ms"], entry["eager_ms"], entry["forward_ms"]) == (None, 3.0, 1.0)
-    assert entry["error"] == "graph_both_ms_failed: RuntimeError: x"
 
 
 def test_a_first_call_is_that_of_a_new_process(tmp_path: Path) -> None:
@@ -186,32 +181,6 @@ def test_agreement_detects_a_wrong_result() -> None:
         agreement.direct_agrees(WrongSetting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
 
 
-def test_the_rows_with_feedback_are_those_of_the_layer() -> None:
-    setting = Setting(CPU, "float32", m=8, n=2, k=2, h=2)
-    found = [fed_values(setting, setting.layer(feedback=f)) for f in ((), ("delta",))]
-    assert found == [None, setting.d]
-    assert fed_values(setting, setting.layer()) == setting.r
-
-
-@pytest.mark.gpu
-def test_kept_memory_is_that_of_the_result() -> None:
-    device = torch.device("cuda")
-    size = 2**20
-
-    def call() -> torch.Tensor:
-        return torch.ones(size, device=device) + torch.ones(size, device=device)
-
-    assert kept_gib(call, device) == 4 * size / 2**30
-
-
-def test_times_are_medians_and_the_faster_way_counts() -> None:
-    calls: list[int] = []
-    assert median_ms(calls.append, CPU, 5) >= 0 and calls[-5:] == [0, 1, 2, 3, 4]
-    assert peak_gib(lambda: None, CPU) is None and kept_gib(lambda: None, CPU) is None
-    numbers: Numbers = {"both_ms": 3.0, "graph_both_ms": 2.0}
-    assert best_ms(numbers, "both") == 2.0 and best_ms(numbers, "forward") is None
-
-
 def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
     entries: list[Numbers] = [
         {"layer": layer, "shape": shape, "graph_ms": ms}
@@ -239,6 +208,82 @@ def test_every_layer_has_a_time_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(row["ms"] > 0 and row["parameters"] > 0 for row in rows.values())
 
 
-def test_a_count_below_one_names_the_flag() -> None:
-    with pytest.raises(ValueError, match="--rounds must be an int"):
-        cpu.main(cpu.Config(rounds=0))
+pytestmark = pytest.mark.filterwarnings("ignore:.*may become singular:UserWarning")
+
+
+def toy_models(**changes: Any) -> Config:
+    return Config(**{"device": "cpu", "tiny": True, "models": ("lstm",), **changes})
+
+
+def rows_printed(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_models_of_this_repository_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = ("train", "decode-1", "vocabulary-torch", "captured")
+    measure_here(toy_models(models=tuple(MIXERS), tasks=tasks))
+    rows = rows_printed(capsys.readouterr().out)
+    assert [(row["model"], row["task"]) for row in rows] == [
+        (model, task) for model in MIXERS for task in tasks if task in TASKS[model]
+    ]
+    for row in rows:
+        if row["task"] == "captured":
+            assert row["error"] == "ValueError: a CUDA graph needs a GPU"
+        else:
+            assert row["tokens_per_second"] > 0 and row["parameters"] > 1000, row
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_models_are_of_one_size(name: str) -> None:
+    sizes = Sizes(torch.device("meta"))
+    assert 125e6 < count(whole_models._build(name, sizes, sizes.v)) < 135e6
+
+
+def test_a_process_that_takes_too_long_gives_rows() -> None:
+    config = toy_models(tasks=("train", "decode-1"))
+    for limit, reason in ((0.05, "the process was ended after 0 s"), (-1, "budget is spent")):
+        rows = measure_apart(config, "lstm", limit)
+        assert [row["task"] for row in rows] == ["train", "decode-1"]
+        assert all(reason in row["error"] for row in rows)
+
+
+def test_the_file_has_all_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    generation.main(toy_models(tasks=("decode-64",), out=path))
+    report = json.loads(path.read_text())
+    [row] = report["rows"]
+    assert row["task"] == "decode-64" and row["tokens_per_second"] > 0, row
+    assert report["device"].startswith("cpu") and report["sizes"]["depth"] == 2
+    assert "| lstm | decode-64 | 0." in capsys.readouterr().out
+
+
+def test_only_whole_runs_on_a_gpu_are_recorded(tmp_path: Path) -> None:
+    for changes in ({}, {"tiny": False}, {"device": "cuda", "tiny": False}):
+        with pytest.raises(UsageError, match="is for whole runs on a GPU"):
+            generation.main(toy_models(out=generation.RECORDED, **changes))
+    with pytest.raises(ValueError, match="models must be among .* got 'gru'"):
+        toy_models(models=("gru",))
+    with pytest.raises(ValueError, match="tasks must be among .* got 'trian'"):
+        toy_models(tasks=("trian",))
+
+
+def test_ratios_are_those_of_the_best_rows() -> None:
+    def row(model: str, task: str, speed: float = 1.0, **others: Any) -> dict[str, Any]:
+        return {"model": model, "task": task, "tokens_per_second": speed, **others}
+
+    rows = [row("tracking", "train", 40.0), row("tracking", "compiled", 60.0)]
+    rows += [row("mamba", "train", 100.0), row("mamba-ssm", "captured", 120.0)]
+    rows += [row("lstm", "captured", 20.0), row("lstm", "train", 10.0)]
+    rows += [row("tracking", "decode-1", 9.0), row("tracking", "captured", 999.0, error="failed")]
+    rows.append(row("tracking", "vocabulary-torch", peak_gib=3.0))
+    rows.append(row("mamba", "vocabulary-fla", peak_gib=4.0))
+    assert list(ratios(rows).values()) == [0.5, 3.0, 0.75]
+    found = ratios([*rows, row("tracking", "vocabulary-liger", peak_gib=2.0)])
+    shown = {"Liger's loss" in title: v for title, v in found.items() if title.startswith("memory")}
+    assert shown == {True: 0.5, False: 0.75}
+    assert ratios([*rows, row("tracking", "vocabulary-liger", error="failed")]) == ratios(rows)
+
+
+def test_recorded_ratios_are_those_of_the_recorded_rows() -> None:
+    report = json.loads(generation.RECORDED.read_text(encoding="utf-8"))
+    assert report["ratios"] == ratios(report["rows"])

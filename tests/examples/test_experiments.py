@@ -1,7 +1,13 @@
-"""The experiments: every command is valid, those of earlier runs give their configurations."""
+"""The experiments: every command is valid, those of earlier runs give their configurations; the
+file of a set of runs keeps what is added, whoever writes at the same time."""
 
+import errno
 import json
+import math
+import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import asdict
 from functools import cache
@@ -15,12 +21,13 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import research.runs
 from bedouin.baselines import Attention
 from research import baselines, ensemble, experiment
 from research.experiments.plan import Experiment, Run
 from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, settled, tables
 from research.models import MODELS
-from research.runs import add_runs, read_runs
+from research.runs import RUNS, add_runs, read_run, read_runs
 from research.study import GRID, make_layers
 from research.summary import figure_of_both, figure_of_lengths, summarize, tuning_markdown
 
@@ -30,7 +37,7 @@ SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
 REPORTED = ("table", "table-wide", "table-languages")
 TUNING = ("heads", "table-tuning", "bedouin-tuning", "chess-tuning")
 NOT_PLANNED = {
-    *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100"),
+    *("a5_cpu_seed1_again", "a5_cpu_buffers", "a5_cpu_joined", "a5_cpu_no_mixing_seed100")
 }
 """Runs whose commands are in the README of their experiment alone."""
 
@@ -57,10 +64,7 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
             assert config.first_seed >= 100, run.name
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["a5-cpu", "controls-cpu", "heads"],
-)
+@pytest.mark.parametrize("name", ["a5-cpu", "controls-cpu", "heads"])
 def test_commands_of_earlier_runs_give_their_configurations(name: str) -> None:
     found, names = ALL[name], set()
     contents = read_runs(experiment.RESULTS / name)
@@ -162,22 +166,6 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     assert experiment.main(two) == 0 and {v[1] for v in started.values()} == {"5"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert experiment.visible_devices(2) == [None, None]
-
-
-@pytest.mark.parametrize(("concurrent", "seconds"), [(True, 7.0), (False, 14.0)])
-def test_seconds_of_points_trained_at_the_same_time_count_once(
-    concurrent: bool, seconds: float
-) -> None:
-    config = {"seeds": 2, "first_seed": 100, "concurrent": concurrent}
-    content: dict[str, Any] = {"config": config, "rows": [{"seconds": 7.0}, {"seconds": 7.0}]}
-    assert experiment.seconds_and_seeds(content) == (seconds, "100 101")
-    content["rows"][1]["failed"] = [False, True]
-    assert experiment.seconds_and_seeds(content)[1] == "100 101 (1 failed)"
-
-
-def test_two_runs_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="must have different names"):
-        Experiment("e", "?", (Run("a", ""), Run("a", "")))
 
 
 def write(
@@ -413,3 +401,71 @@ def test_a_short_run_of_the_table(
         names = {"bound_s3": ["1_2", "2_20"]}.get(task, list(row["accuracy"]))
         assert list(row["accuracy"]) == names
         assert all(len(v) == 2 for found in row["accuracy"].values() for v in found.values())
+
+
+def test_a_run_replaces_the_one_of_its_name_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    assert read_runs(folder) == {}
+    add_runs(folder, {"b": {"loss": 0.1}, "a": [1, "Δ"]})
+    add_runs(folder, {"b": {"loss": math.inf}, "c": None})
+    assert read_runs(folder) == {"a": [1, "Δ"], "b": {"loss": math.inf}, "c": None}
+    text = (folder / RUNS).read_text(encoding="utf-8")
+    assert text == '{\n"a":[1,"Δ"],\n"b":{"loss":Infinity},\n"c":null\n}\n'
+    assert [path.name for path in folder.iterdir()] == [RUNS]
+    (tmp_path / "new").touch()
+    assert (folder / RUNS).stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
+ADDING = """
+import sys
+from pathlib import Path
+from research.runs import add_runs
+for i in range(10):
+    add_runs(Path(sys.argv[1]), {f"{sys.argv[2]}-{i}": int(sys.argv[2])})
+"""
+
+
+def test_processes_side_by_side_lose_no_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ADDING, str(tmp_path)]
+    examples = Path(research.runs.__file__).parents[1]
+    started = [subprocess.Popen([*command, str(n)], cwd=examples) for n in range(4)]
+    assert [process.wait(timeout=60) for process in started] == [0] * 4
+    assert read_runs(tmp_path) == {f"{n}-{i}": n for n in range(4) for i in range(10)}
+
+
+def test_the_file_that_the_next_process_writes_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def replace_before_the_next_process(unfinished: Path, path: Path) -> None:
+        replace(unfinished, path)
+        unfinished.touch()  # by the process that waited for the lock of the replaced file
+
+    monkeypatch.setattr(os, "replace", replace_before_the_next_process)
+    add_runs(tmp_path, {"a": 1})
+    assert {path.name for path in tmp_path.iterdir()} == {RUNS, "runs.tmp"}
+
+
+def test_an_error_of_the_disk_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_a_part(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode(encoding)[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    add_runs(tmp_path, {"a": 1})
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    with pytest.raises(OSError, match="No space left"):
+        add_runs(tmp_path, {"b": 2})
+    assert read_runs(tmp_path) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == [RUNS]
+
+
+def test_a_run_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
+    add_runs(tmp_path / "set", {"a": {"seed": 1}})
+    (tmp_path / "one.json").write_text(json.dumps({"seed": 2}))
+    assert read_run(tmp_path / "set" / "a") == {"seed": 1}
+    assert read_run(tmp_path / "one.json") == {"seed": 2}
+    with pytest.raises(ValueError, match=r"FOLDER/NAME with a name in FOLDER/runs.json, got .*/b"):
+        read_run(tmp_path / "set" / "b")

@@ -21,7 +21,6 @@ import generate
 import train_lm
 from bedouin.generation import Sampling
 from common import run as run_module
-from common.checkpoint import find_checkpoint
 from common.options import make_layer
 from common.run import Run
 from common.script import leave_process_group
@@ -219,7 +218,6 @@ def test_an_interrupted_run_continues_bit_for_bit(text: Path, tmp_path: Path) ->
     train_lm.main(small(text, tmp_path / "whole"))
     with interrupting(3), pytest.raises(KeyboardInterrupt):
         train_lm.main(small(text, tmp_path / "cut"))
-    assert find_checkpoint(tmp_path / "cut") == tmp_path / "cut" / "checkpoint-2"
     torch.manual_seed(99)
     train_lm.main(small(text, tmp_path / "cut", resume=True))
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))

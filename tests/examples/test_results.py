@@ -342,50 +342,6 @@ def test_language_models_are_reported_at_their_best_rate() -> None:
     assert shown in TEXTS["language-model-cpu"] and means[0] < means[1]
 
 
-def test_what_a_layer_had_learned_is_that_of_the_history() -> None:
-    models = runs_of("history")["learned.a5-recall"]["models"]
-    assert max(abs(v) for model in models for v in model["exponent"]) < 0.0024
-    last = [model["steps"]["256"] for model in models]
-    times = [v[f"{name}_ms"] / v["direct_ms"] for v in last for name in ("picard", "jacobi")]
-    assert f"{min(times):.0f} to {max(times):.0f} times the time" in TEXTS["history"]
-    for model in models:  # one head tracks, and only it is needed
-        first, *others = model["heads"]["without"]
-        assert first < 0.025 and min(others) > 0.985
-        assert all(model["steps"][t]["jacobi"] == int(t) + 1 for t in ("16", "64", "256"))
-    for model in runs_of("history")["learned.copy-recall"]["models"]:  # the memories copy
-        first, *others = (model["heads"]["all"] - v for v in model["heads"]["without"])
-        assert abs(first) < 0.0055 and 0.045 < min(others) and max(others) < 0.225
-
-
-def test_steps_of_the_trials_of_tracking_are_those_of_the_page() -> None:
-    page, runs = TEXTS["tracking-trials"], runs_of("tracking-trials")
-    for start, form in {
-        **{"no tracker": "memory", "nothing": "noread", "norm(o), added": "x1"},
-        **{"Sᵀq, added to x after": "rawp", "**Sᵀq, added to x before": "F4"},
-        **{"Sᵀq, added to all parts": "F1", "Sᵀq as a part": "F5"},
-    }.items():
-        prefix = f"trials.mqar-{form}-0.002"
-        found = [run["step_at_099"] for name, run in runs.items() if name.startswith(prefix)]
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| {start}")]
-        shown = " ".join("never" if step is None else f"{step:,}" for step in found)
-        assert line.split(" | ")[1] == shown
-    steps = [runs[f"skip.mqar-skip-0.002-s{seed}"]["step_at_0.99"][0] for seed in (100, 101)]
-    assert "after {:,} and {:,} steps (seeds 100, 101)".format(*steps) in page
-
-
-def test_parameterizations_of_the_history_are_those_of_the_default() -> None:
-    found: dict[tuple[str, int], Any] = {}
-    for row in runs_of("history")["a5-one-head.a5_parameterizations"]["rows"]:
-        if row["point"]["d_state"] == 16:
-            key = row["point"]["input_scale"], row["point"]["num_householder"]
-            found[key] = {n: sorted(of["token"]) for n, of in row["accuracy"].items()}
-    worst = [found[scale, k]["16"][0] for scale in ("bounded_delta", "delta") for k in (4, 2)]
-    medians = [found[scale, 4]["128"][2] for scale in ("delta", "bounded_delta")]
-    page = TEXTS["history"]
-    assert "({:.2f} and {:.2f} against {:.2f} and {:.2f} with `delta`)".format(*worst) in page
-    assert "medians at 128 ({:.2f} against {:.2f})".format(*medians) in page
-
-
 def test_whole_models_are_those_of_the_page() -> None:
     report = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
     rows = {(row["model"], row["task"]): row for row in report["rows"]}

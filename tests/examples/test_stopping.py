@@ -14,13 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.examples.training import (
-    SMALL,
-    a5_config,
-    interrupting,
-    last,
-    read_metrics,
-)
+from tests.examples.training import SMALL, a5_config, interrupting, last, read_metrics
 from tests.processes import start, start_two
 
 import train_a5
@@ -282,10 +276,7 @@ def test_there_may_be_nothing_to_resume(tmp_path: Path) -> None:
     ids=["file", "below a file", "below a device", "proc", "a result is a folder"],
 )
 def test_a_folder_that_cannot_be_written_is_found_at_the_start(
-    tmp_path: Path,
-    make: Callable[[Path], Path],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, make: Callable[[Path], Path], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "model.safetensors").mkdir(parents=True)

@@ -244,11 +244,6 @@ class TestFla:
         alone = model.generate(padded[1:], attention_mask=mask[1:], **GREEDY)
         assert torch.equal(found[1:], alone)
 
-    def test_packed_rows_of_a_model_equal_a_batch(self, fla: Fla, ids: Tensor) -> None:
-        model, cu_seqlens = fla.model().double().eval(), torch.tensor([0, 6, 12])
-        packed = model(ids.view(1, 12), cu_seqlens=cu_seqlens, use_cache=False).logits
-        same(packed.view(2, 6, VOCAB), model(ids).logits)
-
     @noisy
     def test_training_with_a_cache_has_noise(
         self, fla: Fla, x: Tensor, mixing: dict[str, Any]

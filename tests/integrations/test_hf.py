@@ -20,10 +20,7 @@ from tests.integrations.hf_models import (  # noqa: E402
 )
 from tests.integrations.mixings import same  # noqa: E402
 
-from bedouin.integrations.hf import (  # noqa: E402
-    BedouinCacheLayer,
-    BedouinForCausalLM,
-)
+from bedouin.integrations.hf import BedouinCacheLayer, BedouinForCausalLM  # noqa: E402
 from bedouin.integrations.hf.models import BedouinAttention, attention_options  # noqa: E402
 
 pytestmark = [
@@ -202,18 +199,6 @@ class TestCache:
         (found,) = torch.autograd.grad(torch.cat(chunks, 1).square().sum(), weight)
         (expected,) = torch.autograd.grad(model(ids).logits.square().sum(), weight)
         same(found, expected)
-
-    @pytest.mark.parametrize("width", [1, 9])
-    def test_windows_of_any_width(self, ids: Tensor, width: int) -> None:
-        """None at all for width 1; for 9, more tokens than a chunk has."""
-        model = make_model(conv_kernel=width)
-        cache = transformers.DynamicCache(config=model.config)
-        chunks = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 3], dim=1)]
-        assert cache.layers[0].state.conv.shape == (3, width - 1, 16)
-        same(torch.cat(chunks, 1), model(ids).logits)
-        found = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=2)
-        options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
-        assert torch.equal(found, model.generate(ids, num_beams=2, **options))
 
     def test_the_cache_has_two_names(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         first, last = (model.model(ids[:, :4]).past_key_values for _ in range(2))

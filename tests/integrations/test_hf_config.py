@@ -15,14 +15,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from tests.integrations.hf_models import (  # noqa: E402
-    CONVOLVED,
-    HYBRID,
-    TRACKING,
-    VOCAB,
-    make_config,
-    mixers,
-)
+from tests.integrations.hf_models import CONVOLVED, HYBRID, TRACKING, VOCAB, make_config, mixers  # noqa: E402
 from tests.integrations.mixings import same  # noqa: E402
 
 import bedouin  # noqa: E402
@@ -38,11 +31,7 @@ from bedouin import (  # noqa: E402
     Tracker,
     TrackingDeltaNet,
 )
-from bedouin.integrations.hf import (  # noqa: E402
-    BedouinConfig,
-    BedouinForCausalLM,
-    BedouinModel,
-)
+from bedouin.integrations.hf import BedouinConfig, BedouinForCausalLM, BedouinModel  # noqa: E402
 from bedouin.solvers import GammaCap, ImplicitAdjoint, Jacobi, Picard  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -372,18 +361,6 @@ class TestLayer:
         mixer = loaded.make_mixer(0)
         assert (mixer.solver, mixer.adjoint) == (options["solver"], options["adjoint"])
         assert mixer.max_steps == GammaCap(3.0)
-
-    def test_options_are_completed_and_are_those_of_the_layer(self) -> None:
-        layer = {"type": "TrackingDeltaNet", "num_trackers": 2, "tracker_state": 5, "expand_v": 1.5}
-        config = make_config(layer=layer, rms_norm_eps=1e-3)
-        assert (
-            isinstance(config.layer, dict)
-            and config.layer["tracker_dim"] == 64
-            and layer.keys() < config.layer.keys()
-        )
-        mixer = config.make_mixer(1)
-        assert (mixer.tracker.num_trackers, mixer.tracker.tracker_state) == (2, 5)
-        assert (mixer.memory.value_dim, mixer.layer_idx, mixer.tracker.norm_eps) == (6, 1, 1e-3)
 
 
 class TestAttention:

@@ -340,38 +340,3 @@ class TestTraining:
         logits = torch.cat([model(part).logits for part in (ids[:, :2], ids[:, 2:])], 1)
         expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
         assert found == pytest.approx(expected.item(), rel=1e-5)
-
-    # of several heads, x_proj and y_proj have weights that PEFT adapts as parameters only
-    @pytest.mark.parametrize(
-        ("targets", "options", "adapted_a_block"),
-        [
-            ("all-linear", {}, 6),
-            ("all-linear", {"num_heads": 2}, 6),
-            (["x_proj", "y_proj"], {}, 2),
-            (["in_proj", "y_proj"], {"conv_kernel": 3}, 3),
-            ("all-linear", TRACKING, 13),
-        ],
-    )
-    def test_lora_trains_and_merges(
-        self, ids: Tensor, targets: Any, options: dict[str, Any], adapted_a_block: int
-    ) -> None:
-        peft = pytest.importorskip("peft")
-        model = BedouinForCausalLM(make_config(**options)).double()
-        parameters = ["x_proj.weight", "y_proj.weight"] if "num_heads" in options else None
-        lora = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, target_modules=targets, target_parameters=parameters
-        )
-        adapted = peft.get_peft_model(model, lora)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        adapted.train()(input_ids=ids, labels=ids).loss.backward()
-        trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
-        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained.values())
-        # two matrices an adapter, two blocks
-        assert len(trained) == 2 * 2 * adapted_a_block
-        adapted.eval()
-        logits, tokens = adapted(ids).logits, adapted.generate(ids, max_new_tokens=3)
-        merged = adapted.merge_and_unload()
-        same(merged(ids).logits, logits)
-        assert torch.equal(merged.generate(ids, max_new_tokens=3), tokens)

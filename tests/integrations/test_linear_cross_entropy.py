@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.modes import LiveBytes
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin.integrations import linear_cross_entropy as module
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
@@ -109,24 +108,6 @@ def test_autocast_takes_products_in_its_dtype() -> None:
     pairs = (torch.autograd.grad(loss, (x, weight, bias)) for loss in (found, expected))
     for one, two in zip(*pairs, strict=True):
         assert one.dtype == torch.float32 and torch.equal(one, two)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Keeps the largest number of bytes of tensors made under it that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._sizes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            storage = found.untyped_storage()
-            self._sizes[StorageWeakRef(storage)] = storage.nbytes()
-        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self._sizes.values()))
-        return found
 
 
 def test_memory_holds_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:

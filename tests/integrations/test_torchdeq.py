@@ -58,11 +58,7 @@ def test_jac_reg_of_a_solution() -> None:
 
 
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(1e-12), Picard(1e-12)], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mixer": LowRank(1)}, {"num_heads": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"mixer": LowRank(1)}, {"num_heads": 2}], ids=str)
 def test_jac_reg_of_the_map_of_a_layer(options: dict[str, Any], solver: Solver) -> None:
     layer = Bedouin(3, d_state=2, feedback_init=0.5, dtype=torch.float64, **options)
     x = torch.randn(2, 4, 3, dtype=torch.float64)

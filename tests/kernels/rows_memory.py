@@ -115,11 +115,7 @@ STEP_RULE = Row(
 CHUNK_RULE = Row(
     rule,
     IN_CHUNKS,
-    {
-        "": {},
-        "without a decay": {"gated": False},
-        "without a memory": {"starts": False},
-    },
+    {"": {}, "without a decay": {"gated": False}, "without a memory": {"starts": False}},
     [
         *sizes("tpv", (1, 16, 16), (2, 32, 64), (63, 40, 100), (64, 16, 64), (65, 128, 64)),
         {"t": 130, "p": 64},
@@ -279,7 +275,7 @@ def sweep(*, known: bool = False, **options: Any) -> Call:
     return Call(run, exact, tensors, low, (wide, wide), constant)
 
 
-OF_HEADS = {"heads": 2, "has_axis": True}
+OF_HEADS, COUPLED = {"heads": 2, "has_axis": True}, {"input_scale": "one_minus_decay"}
 SWEEP = Row(
     sweep,
     {torch.float64: 1e-10, F32: 2e-5, BF16: 3e-2},
@@ -290,6 +286,16 @@ SWEEP = Row(
         "without feedback": {"feedback": False},
         "of a known y": {"known": True},
     },
+    [
+        {"known": True} | case
+        for case in (
+            {"heads": 2, "t": 2, "feedback": False},
+            {"heads": 2, "t": 2, "dtype": BF16},
+            {"heads": 1, "b": 2, "t": 17, "p": 20, "k": 2, "has_axis": False},
+            {"heads": 3, "t": 2, "n": 1, "k": 0, "selective": False, **COUPLED},
+            {"heads": 2, "t": 33, "p": 33, "n": 17, "k": 4, "starts": False},
+        )
+    ],
     wrong=[
         (
             OF_HEADS,

@@ -183,15 +183,6 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
             assert_close(name, actual[name], theirs, tolerance, atol=tolerance)
 
 
-def each_head(case: Case, given: Operands) -> list[Operands]:
-    """The operands of each head of a case with an axis of heads."""
-    parts = [
-        [None] * case.heads if v is None else v.unbind() if i in (2, 3) else v.chunk(case.heads)
-        for i, v in enumerate(given)
-    ]
-    return [Operands(*head) for head in zip(*parts, strict=True)]
-
-
 def shared_memory(size: int) -> AbstractContextManager[Any]:
     """A context in which one program can have so many bytes of shared memory."""
     return patch.object(Device, "of", return_value=Device(None, size))

@@ -141,10 +141,7 @@ def uneven(v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def results(
-    call: Call,
-    function: Callable[..., Any],
-    tensors: Tensors,
-    weighed: int | None = None,
+    call: Call, function: Callable[..., Any], tensors: Tensors, weighed: int | None = None
 ) -> dict[str, Tensor]:
     """Outputs, and gradients of an uneven sum of them, or of one of them."""
     leaves = with_gradients(call, tensors)

@@ -1,16 +1,20 @@
 """Kernels as they are compiled for a GPU, without one: registers, barriers, the order of sums."""
 
 import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.compiled import adds_in_a_fixed_order, compile_kernel, stack_size
 from tests.kernels.table import BF16, F16, F32
-from triton.compiler import CompiledKernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
 
 import bedouin.kernels.delta_rule.triton_chunks_backward as chunks_backward
 import bedouin.kernels.direct.launch as launch
@@ -22,7 +26,7 @@ from bedouin.kernels.delta_rule.registered import constants, value_block
 from bedouin.kernels.direct.limits import head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
-from bedouin.kernels.launch import next_power_of_two
+from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
 from bedouin.kernels.scan.types import SCAN_CHUNK
@@ -32,6 +36,53 @@ from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
+
+
+def compile_kernel(
+    kernel: Any,
+    known: dict[str, Any],
+    kind_of: Callable[[str], str],
+    *,
+    multiples: Collection[str] = (),
+    capability: int = 90,
+) -> CompiledKernel:
+    """The kernel for a GPU of a compute capability.
+
+    `known` has its constants and launch options, and may have more; `kind_of` gives Triton's type
+    of every other parameter by its name. Pointers are multiples of 16, and so are the parameters
+    `multiples`.
+    """
+    names = kernel.arg_names
+    constants = {name: v for name, v in known.items() if name in names}
+    kinds = {name: "constexpr" if name in constants else kind_of(name) for name in names}
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*" or name in multiples]
+    source = ASTSource(
+        fn=kernel,
+        signature=kinds,
+        constexprs=constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
+    options = launch | {"enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack_size(kernel: CompiledKernel) -> int:
+    """Bytes of a thread's stack, where values are that do not fit its registers."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [str(tool), "-res-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", shown.stdout + shown.stderr)
+    assert found is not None
+    return int(found[1])
+
+
+def adds_in_a_fixed_order(kernel: CompiledKernel) -> bool:
+    """Whether no two programs add to one place, in an order that may differ between runs."""
+    return not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
+
 
 pytestmark = pytest.mark.skipif(interpreter_is_on(), reason="the interpreter compiles nothing")
 
@@ -161,11 +212,7 @@ def test_barriers_and_registers_of_the_trackers_chains(kernel: Any, barriers: in
 
 
 @pytest.mark.parametrize(("c", "n", "dtype"), [(40, 100, BF16), (64, 128, F32), (3, 128, F16)])
-@pytest.mark.parametrize(
-    "kernel",
-    [*SEQUENTIAL, prepare_kernel, finish_kernel],
-    ids=by_kernel,
-)
+@pytest.mark.parametrize("kernel", [*SEQUENTIAL, prepare_kernel, finish_kernel], ids=by_kernel)
 def test_every_kernel_of_the_tracker_adds_in_a_fixed_order(
     kernel: Any, c: int, n: int, dtype: torch.dtype
 ) -> None:
@@ -250,11 +297,7 @@ def test_a_token_of_a_head_fits_the_registers(
     ],
 )
 def test_weights_fit_the_shared_memory(
-    kernel: Any,
-    target: tuple[int, int],
-    weights: torch.dtype,
-    k: int,
-    streamed: bool,
+    kernel: Any, target: tuple[int, int], weights: torch.dtype, k: int, streamed: bool
 ) -> None:
     blocks = head_blocks(128, 16, RawLayout("softplus", True, k, 1.0))
     assert blocks.streams(weights.itemsize, target[1]) == streamed

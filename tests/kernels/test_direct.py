@@ -1,43 +1,39 @@
 """The direct sweep by every implementation: fixed points, statistics, and the gradient of autograd
-through the loop over tokens. test_direct_triton.py has what is special to the kernels.
+through the loop over tokens; the Triton kernels against plain PyTorch: values and all gradients.
 
+With TRITON_INTERPRET=1, set before Triton is imported, small shapes of the kernels run on a CPU;
+without it their tests need a CUDA device.
 Letters: b samples of a head, t time, p channels of a head, n states, k reflections.
 """
 
 from dataclasses import replace
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.sweeps import (
-    Case,
-    How,
-    assert_same,
-    run,
-)
-from tests.kernels.table import BF16, F32
+from tests.kernels.sweeps import Case, How, assert_same, cotangents, run, shared_memory, values_of
+from tests.kernels.table import BF16, DEVICE, F32, each, needs_triton, sizes, times
 from torch import Tensor
 
-from bedouin.kernels.feedback import padded_rows
+from bedouin.kernels.backend import interpreter_is_on
+from bedouin.kernels.direct import Sweep
+from bedouin.kernels.direct.limits import CHUNK, SCRATCH, head_blocks
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Activation, Operands
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.testing import assert_close
 
 F64 = torch.float64
-SCALES, RANGES = get_args(InputScale), get_args(Eigenvalues)
-STATISTICS = ("defect", "scale", "magnitude", "pivot")
+SCALES: tuple[InputScale, ...] = get_args(InputScale)
+RANGES = get_args(Eigenvalues)
 ONE = Case(heads=1, t=5, p=4, n=3, has_axis=False, dtype=F64)
 """A single head, whose tensors have no axis of heads."""
 
 hows = pytest.mark.parametrize("how", ["loop", "buffers"])
 """Plain torch, for any coefficients and for those of a layout."""
-
-all_heads = pytest.mark.parametrize("heads", [1, 2])
-implementations = pytest.mark.parametrize(
-    ("how", "low_rank"), [("loop", False), ("loop", True), ("buffers", False)]
-)
 
 
 def of_heads(heads: int, **options: Any) -> Case:
@@ -107,38 +103,7 @@ def test_any_shape_and_option_is_like_autograd(how: How, **options: Any) -> None
         assert_close(name, actual[name], theirs, allowed_error, atol=allowed_error)
 
 
-@pytest.mark.parametrize("low", [F32, BF16])
-@all_heads
-@pytest.mark.parametrize("feedback", [{}, {"feedback": False}, {"fed": 4}], ids=str)
-def test_both_sweeps_round_products_in_the_same_way(
-    low: torch.dtype, heads: int, feedback: dict[str, Any]
-) -> None:
-    case = of_heads(heads, t=18, dtype=F32, **feedback)
-    operands = case.operands()
-    if operands.W_y is not None:
-        operands = operands._replace(W_y=operands.W_y.to(low))
-    tolerance = 1e-5 if low == F32 else 1e-2
-    found, expected = (run(case, how, given=operands) for how in ("buffers", "loop"))
-    del expected["magnitude"], expected["pivot"]
-    assert_same(found, expected, tolerance)
-    assert (found["report 0"] / found["report 1"]).max() < 1e-5
-
-
 # -- a fixed point that is given
-
-
-@implementations
-@all_heads
-@pytest.mark.parametrize("t", [1, 17, 40])
-def test_a_given_fixed_point_gets_the_same_gradient(
-    t: int, heads: int, how: How, low_rank: bool
-) -> None:
-    case = of_heads(heads, t=t, low_rank=low_rank)
-    solved = run(case, how)
-    attached = run(case, how, y_star=solved["y"])
-    assert torch.equal(attached["y"], solved["y"]) and not attached["defect"].any()
-    for name in ("h", *(name for name in solved if name.startswith("gradient"))):
-        assert_close(name, attached[name], solved[name], 1e-12, atol=1e-12)
 
 
 @settings(max_examples=20)
@@ -150,40 +115,6 @@ def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> 
     ours, theirs = (run(case, how, y_star=y_star) for how in ("buffers", "loop"))
     for name in (name for name in ours if name.startswith("gradient")):
         assert_close(name, ours[name], theirs[name], 1e-9, atol=1e-9)
-
-
-# -- feedback of a part of the raw values
-
-
-FED = [1, 4, 7, Case.layout(ONE).size(4, 3) - 1]
-
-
-@pytest.mark.parametrize("fed", FED)
-@all_heads
-@pytest.mark.parametrize(
-    ("how", "low", "tolerance"),
-    [
-        ("loop", F64, 1e-11),
-        ("buffers", F64, 1e-11),
-        ("buffers", F32, 1e-4),
-        ("buffers", BF16, 2e-2),
-    ],
-    ids=str,
-)
-def test_missing_rows_of_W_y_are_rows_of_zeros(
-    fed: int, heads: int, how: How, low: torch.dtype, tolerance: float
-) -> None:
-    case = of_heads(heads, t=3, fed=fed, dtype=F64 if low == F64 else F32, low=low)
-    operands = case.operands()
-    assert operands.W_y is not None
-    whole = operands._replace(W_y=padded_rows(operands.W_y, case.layout().size(4, 3)))
-    y_star = operands.x.to(case.dtype).cos()
-    either: list[dict[str, Any]] = [{}, {"y_star": y_star}]
-    for known in either:
-        found = run(case, how, given=operands, **known)
-        expected = run(case, how, given=whole, **known)
-        expected["gradient of W_y"] = expected["gradient of W_y"][..., :fed, :]
-        assert_same(found, expected, tolerance)
 
 
 # -- derivatives
@@ -219,13 +150,6 @@ def test_h_is_kept_at_every_sixteenth_token_only(how: How) -> None:
     assert sum(saved) <= given_and_y + every_state // 16 and max(saved) < every_state
 
 
-@hows
-def test_statistics_have_no_gradient(how: How) -> None:
-    swept = ONE.sweep(ONE.tensors(), how)
-    assert not any(getattr(swept, name).requires_grad for name in STATISTICS)
-    assert swept.y.requires_grad and swept.h.requires_grad
-
-
 # -- tokens that are not finite, or singular
 
 
@@ -246,3 +170,293 @@ def test_an_exactly_singular_token_is_contained_and_its_pivot_kept(how: How) -> 
     assert torch.equal(found["y"][[0, 2]], clean.y[[0, 2]])
     assert torch.equal(found["y"][1, :2], clean.y[1, :2])
     assert not found["y"][1, 2:].isfinite().any()
+
+
+# numpy's, of rows of a program that have no sample and of values that are not finite
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# of the largest value; compiled, exponentials and quotients in float32 are approximations
+TOLERANCE = {
+    F32: 2e-5 if interpreter_is_on() else 2e-3,
+    BF16: 1.5e-2 if interpreter_is_on() else 3e-2,
+}
+
+
+def launched(
+    case: Case, samples: int, chunk: int = CHUNK, parts: int | None = None
+) -> dict[str, Tensor]:
+    """What `run` returns, by the launches with so many samples of a program and parts of each, and
+    so many tokens between two kept h."""
+    from bedouin.kernels.direct import launch
+
+    operands, options = case.operands(DEVICE), case.options()
+    chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
+    with (
+        patch.object(launch, "choose_rows", return_value=chosen),
+        patch.object(launch, "CHUNK", chunk),
+    ):
+        y, h, kept, statistics = launch.launch_sweep(operands, options)
+        sweep = Sweep(y, h.mT, *statistics)
+        grad_y, grad_h = cotangents(sweep)
+        *every, report = launch.launch_reverse((grad_y, grad_h), y, kept, operands, options)
+    found = values_of(sweep)
+    for name, v, operand in zip(Operands._fields, every, operands, strict=True):
+        if operand is not None:
+            found[f"gradient of {name}"] = v
+    return found | {f"report {i}": v for i, v in enumerate(report)}
+
+
+def expect(case: Case) -> dict[str, Tensor]:
+    """The results of plain torch, of which only the loop bounds a scale with a state axis by 1."""
+    with torch.no_grad():
+        magnitude = case.sweep(case.operands(DEVICE), "autograd").magnitude
+    return run(case, "buffers", DEVICE) | {"magnitude": magnitude}
+
+
+def tolerance_of(case: Case) -> float:
+    return TOLERANCE[case.low or case.dtype]
+
+
+def check(case: Case) -> dict[str, Tensor]:
+    """The results of the kernels, compared with plain torch, and without feedback also with
+    autograd in float64 on the same rounded inputs."""
+    actual, tolerance = run(case, "triton", DEVICE), tolerance_of(case)
+    assert_same(actual, expect(case), tolerance)
+    assert bool(actual["converged"].all()) and actual["residual"].max().item() < tolerance
+    if not case.feedback:
+        wide = (None if v is None else v.double() for v in case.operands(DEVICE))
+        exact = run(case, "autograd", DEVICE, Operands(*wide))  # type: ignore[arg-type]
+        for name in ("y", "h", "pivot", *(name for name in exact if name.startswith("gradient"))):
+            assert_close(name, actual[name].double(), exact[name], tolerance, atol=tolerance)
+    return actual
+
+
+def scale_of(i: int, n: int) -> InputScale:
+    """One of the input scales that kernels have for n states."""
+    return SCALES[i % (3 if n == 1 else 2)]
+
+
+# in sizes that do not fill their blocks
+CASES = [
+    *(Case(b=1, t=2, n=1 if i == 2 else 2, k=1, input_scale=SCALES[i]) for i in range(3)),
+    Case(b=1, t=1, p=1, n=1, k=1, input_scale="delta"),
+    Case(b=3, t=2, p=16, n=5, k=3, activation="sigmoid", feedback=False, starts=False),
+    Case(heads=3, b=1, t=2, p=20, n=1, k=4, starts=False, low=BF16),
+    Case(b=1, t=1, k=4, n=1, selective=False, activation="sigmoid", input_scale="one_minus_decay"),
+    Case(heads=3, b=1, t=2, p=5, n=9, k=1, activation="softplus_of_minus", norm_eps=None),
+    Case(b=1, t=2, p=33, n=1, k=3, selective=False, norm_eps=None, low=BF16),
+    Case(b=1, t=2, k=2, input_scale="delta", feedback=False, low=BF16),
+    # feedback of Delta, of some of it, and of Delta and some of B
+    Case(heads=3, b=1, t=2, p=9, n=16, k=2, fed=4, activation="sigmoid", starts=False),
+    Case(b=1, t=3, p=7, n=3, k=4, fed=7, norm_eps=None, low=BF16),
+    Case(heads=1, b=1, t=2, p=17, n=33, k=0, fed=17, input_scale="delta"),
+    Case(b=1, t=2, k=1, fed=9, starts=False),
+    Case(b=1, t=2, p=4, n=1, k=3, selective=False, fed=4, input_scale="delta"),
+    # without reflections
+    Case(b=1, t=3, p=5, n=3, k=0, norm_eps=None),
+    Case(heads=1, b=2, t=2, p=20, n=18, k=0, input_scale="delta", low=BF16),
+    Case(b=1, t=2, p=3, n=1, k=0, selective=False, starts=False),
+    # a coupled scale, of one state
+    Case(heads=1, b=1, t=2, p=20, n=1, k=0, input_scale="one_minus_decay", low=BF16),
+    Case(b=2, t=2, p=17, n=1, k=2, fed=17, input_scale="one_minus_decay"),
+    # states in two blocks that are held, in three and in four that are not
+    Case(b=1, t=2, p=3, n=32, k=1, input_scale="delta"),
+    Case(heads=1, b=1, t=2, p=17, n=48, k=1, input_scale="delta"),
+    Case(heads=1, b=1, t=2, p=17, n=64, k=1),
+    # a single head
+    Case(heads=1, b=2, t=2, p=33, k=2, has_axis=False),
+    Case(heads=1, b=1, t=3, p=5, k=0, has_axis=False, starts=False, low=BF16),
+    Case(heads=1, b=1, t=2, fed=9, k=1, has_axis=False, input_scale="delta"),
+    # samples of several warps, and states in several blocks
+    *(
+        replace(case, feedback=False)
+        for case in (
+            Case(b=3, t=2, p=1, n=1, k=1, input_scale="delta", activation="sigmoid"),
+            Case(heads=3, b=1, t=3, p=33, n=5, k=0, low=BF16),
+            Case(heads=1, b=2, t=3, p=33, n=5, k=2, starts=False),
+            Case(heads=1, b=2, t=3, p=9, n=5, k=1, has_axis=False),
+            Case(b=1, t=3, p=33, n=34, k=0),
+            Case(heads=1, b=1, t=3, p=70, n=17, k=3, input_scale="delta"),
+            Case(b=1, t=3, p=33, n=1, k=4, selective=False, activation="softplus_of_minus"),
+            Case(b=1, t=3, p=5, n=1, k=0, selective=False, input_scale="one_minus_decay"),
+            Case(b=1, t=3, p=9, n=16, k=4, input_scale="delta"),
+            Case(heads=1, b=1, t=2, p=20, n=64, k=4, low=BF16),
+        )
+    ),
+    # tokens around a multiple of those between two kept h
+    *(
+        Case(b=1, t=t, p=5, n=n, k=k, input_scale=scale_of(k, n), low=low, feedback=False)
+        for t in (1, 63, 64, 65)
+        for k, n in enumerate((3, 3, 1))
+        for low in (None, BF16)
+    ),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option(case: Case) -> None:
+    check(case)
+
+
+LOW = each("low", None, BF16)
+SIZES = sizes("pnk", (16, 1, 1), (100, 17, 3), (64, 64, 2), (33, 5, 4))
+OF_DELTA = sizes("pnk", (64, 64, 1), (64, 64, 0), (100, 17, 0), (33, 40, 1))
+ALONE = [{"heads": 1, "b": 3, "n": 16, "has_axis": False}]
+UNFED = [{"heads": 3, "b": 1, "feedback": False}]
+LARGE: list[dict[str, Any]] = [
+    # of the benchmark
+    *times(each("p", 64, 128), LOW, [{"b": 16, "t": 256, "n": 16, "k": 4, "starts": False}]),
+    # awkward sizes
+    *times(SIZES, each("scale", 0, 1, 2), LOW, [{"heads": 3, "b": 5, "t": 35}]),
+    # of a single head
+    *times(each("p", 1, 63, 64, 100), each("t", 1, 63, 64, 100), LOW, ALONE),
+    # without feedback
+    *times(
+        sizes("pn", (64, 16), (100, 17), (128, 64), (16, 1)),
+        each("k", 0, 1, 2),
+        each("scale", 0, 1, 2),
+        LOW,
+        each("t", 1, 63, 64, 65),
+        UNFED,
+    ),
+    # feedback of Delta
+    *times(OF_DELTA, LOW, [{"heads": 3, "b": 5, "t": 35, "fed": True, "scale": 0}]),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", LARGE, ids=str)
+def test_large_and_awkward_sizes_compiled(options: dict[str, Any]) -> None:
+    options = {"heads": 1024 // options["p"]} | options
+    options["fed"] = options["p"] if options.get("fed") else None
+    options["input_scale"] = scale_of(options.pop("scale", 1), options["n"])
+    check(Case(**options))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("case", "samples", "parts"),
+    [
+        (Case(b=3, t=2, n=1, k=1), 1, 1),
+        (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="delta"), 2, 2),
+        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=BF16), 1, 4),
+        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
+        (Case(b=9, t=2, n=1, k=1), 8, 1),
+        (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
+        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, norm_eps=None), 2, 2),
+        (Case(heads=1, b=2, t=3, p=33, n=2, k=0), 2, 4),
+        *(
+            pytest.param(Case(b=9, t=20, p=p, n=16, low=BF16), *rows, marks=pytest.mark.gpu)
+            for p, *rows in (
+                *((64, 8, 1), (64, 4, 2), (64, 1, 2), (100, 4, 2)),
+                *((128, 2, 4), (128, 1, 4), (128, 2, 1)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts: int) -> None:
+    assert_same(launched(case, samples, parts=parts), expect(case), tolerance_of(case))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("case", "samples"),
+    [
+        (Case(b=1, t=5, p=2, n=2, k=1), 2),
+        (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), 2),
+        (Case(b=2, t=5, p=33, n=5, k=0, starts=False), 2),
+        (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), 1),
+        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), 1),
+        (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), 1),
+    ],
+    ids=str,
+)
+def test_the_reverse_sweep_of_several_chunks(case: Case, samples: int) -> None:
+    assert_same(launched(case, samples, chunk=2), expect(case), tolerance_of(case))
+
+
+# tiles of all widths: of everything but the reflections, of two of them, of one, of many states
+STREAMED = [
+    Case(b=3, t=5, p=16, n=3, k=3, heads=2),
+    Case(b=1, t=18, p=33, n=17, k=2, heads=1),
+    Case(b=2, t=4, p=64, n=16, k=1),
+    Case(b=2, t=3, p=64, n=40, k=4, low=BF16),
+    Case(b=2, t=3, p=100, n=5, k=0, fed=100),
+    Case(b=9, t=3, p=128, n=16, k=2, heads=1),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", STREAMED, ids=str)
+def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
+    layout = case.options().known_layout()
+    itemsize = 4 if case.low is None else case.low.itemsize
+    blocks = head_blocks(case.p, case.n, layout)
+    least = SCRATCH + blocks.rows_of_tile * blocks.channels * itemsize
+    assert blocks.streams(itemsize, least)
+    with shared_memory(least):
+        check(case)
+
+
+@needs_triton
+@pytest.mark.parametrize(("inputs", "weights"), [(BF16, F32), (F32, BF16), (torch.float16,) * 2])
+def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
+    case = Case(b=1, t=2, n=1, k=1, starts=False)
+    given = case.operands(DEVICE)
+    assert given.W_y is not None
+    x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
+    given = given._replace(x=x, raw=raw, W_y=W_y)
+    expected = run(case, "buffers", DEVICE, given)
+    assert_same(run(case, "triton", DEVICE, given), expected, TOLERANCE[BF16])
+
+
+@needs_triton
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(feedback: bool) -> None:
+    case = Case(b=4, t=2, p=7 if feedback else 33, n=2, k=1, feedback=feedback)
+    given, (d, n) = case.operands(DEVICE), (case.p, case.n)
+    raw, x = given.raw.clone(), given.x.clone()
+    for sample, column in enumerate((0, d, d + n, d + 2 * n, 2 * d + 2 * n)):
+        raw[sample, 1, column] = torch.nan
+    if feedback:
+        x[5, 1, 0] = torch.inf
+    clean = run(case, "triton", DEVICE)
+    spoiled, count = run(case, "triton", DEVICE, given._replace(x=x, raw=raw)), 5 + feedback
+    for name in ("y", "gradient of x", "gradient of raw", "scale", "defect", "report 1"):
+        assert torch.equal(spoiled[name][count:], clean[name][count:]), name
+    assert torch.equal(spoiled["y"][:, 0], clean["y"][:, 0])
+    for name in ("scale", *(["residual"] if feedback else ["defect", "report 1"])):
+        last = spoiled[name] if spoiled[name].dim() == 1 else spoiled[name][:, 1]
+        assert not bool(last[:count].isfinite().any()), name
+    if feedback:
+        assert not bool(spoiled["y"][:count, 1].isfinite().all(-1).any())
+        assert not bool(spoiled["report 1"][:count].isfinite().all(-1).any())
+    assert spoiled["converged"].tolist() == [False] * count + [True] * (8 - count)
+
+
+def nearly_singular(k: int) -> tuple[Case, Operands]:
+    """Tokens with small pivots."""
+    case = Case(1, 6, 4, 10, 2, k, beta_max=2.0, input_scale="delta", feedback=False)
+    operands = case.operands(DEVICE)
+    operands.raw[..., : case.p] += 1.5
+    operands.raw[..., -k:] += 1.5
+    return case, operands
+
+
+@needs_triton
+@pytest.mark.parametrize("how", ["buffers", "triton"])
+@pytest.mark.parametrize("k", [3, 4])
+def test_nearly_singular_tokens_are_exact_up_to_their_pivots(k: int, how: Any) -> None:
+    case, operands = nearly_singular(k)
+    wide = Operands(*(None if v is None else v.double() for v in operands))  # type: ignore[arg-type]
+    exact, found = run(case, "buffers", DEVICE, wide), run(case, how, DEVICE, operands)
+    pivot = exact["pivot"].min().item()
+    assert pivot < 0.1
+    # what a backward stable solve leaves, in both: rounding, amplified by the condition
+    bound = 10 * torch.finfo(torch.float32).eps / pivot
+    for name in ("y", *(name for name in exact if name.startswith("gradient"))):
+        if exact[name].any():
+            error = (found[name] - exact[name]).abs().max() / exact[name].abs().max()
+            assert error.item() < bound, name

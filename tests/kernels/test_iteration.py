@@ -13,14 +13,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tests.kernels.sweeps import Case, each_head
-from tests.kernels.table import BF16, DEVICE, F16, F32, far_apart, needs_triton
+from tests.kernels.sweeps import Case
+from tests.kernels.table import BF16, DEVICE, F16, far_apart, needs_triton
 from torch import Tensor
 
 from bedouin import Bedouin, HouseholderProduct
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.direct.layout import bind_by_layout
-from bedouin.kernels.iteration import IterationRule, Progress, fuse_iteration
+from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.kernels.operands import Activation, Operands
 from bedouin.kernels.scan import Eigenvalues, InputScale
 from bedouin.layers.map import ScanInputs, StructuredMap
@@ -129,6 +129,13 @@ OF_MANY: list[tuple[int, int, int, InputScale]] = [
     (1000, 12, 3, "one_minus_decay"),
     (512, 64, 5, "delta"),
 ]
+COUPLED: dict[str, Any] = {"t": 2, "input_scale": "one_minus_decay"}
+OF_HEADS: list[tuple[int, int, Picard, dict[str, Any]]] = [
+    (2, 2, Picard(0.05, 1e-6, damping=0.9), COUPLED),
+    (2, 1, Picard(0.05, 0.0, stop_rule="paper"), COUPLED),
+    (3, 1, Picard(0.05, 1e-6, damping=0.9), COUPLED | {"feedback": False}),
+    (2, 1, Picard(0.05, 1e-6, damping=0.9), COUPLED | {"low": BF16}),
+]
 LARGE = [
     *(
         replace(ONE, b=3, t=t, p=p, n=16, low=low)
@@ -145,6 +152,11 @@ LARGE = [
         *(pytest.param(case, NEVER, 2e-5, marks=needs_triton) for case in CASES),
         # a plain loop that calls the kernels of the scan
         pytest.param(ONE, Jacobi(0.0, 0.0), 2e-5, marks=needs_triton),
+        # samples of several heads, each of which converges by itself
+        *(
+            pytest.param(Case(heads, b, p=3, n=1, k=1, **of), solver, 2e-5, marks=needs_triton)
+            for heads, b, solver, of in OF_HEADS
+        ),
         *(pytest.param(case, NEVER, 1e-4, marks=pytest.mark.gpu) for case in LARGE),
     ],
     ids=str,
@@ -316,44 +328,6 @@ def test_tokens_may_be_too_far_apart_for_offsets_of_32_bits() -> None:
         torch.testing.assert_close(steps(moved), expected, rtol=1e-2, atol=1e-2)
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("num_heads", "b", "solver", "fed", "low"),
-    [
-        (2, 2, Picard(0.05, 1e-6, damping=0.9), True, F32),
-        (2, 1, Picard(0.05, 0.0, stop_rule="paper"), True, F32),
-        (3, 1, Picard(0.05, 1e-6, damping=0.9), False, F32),
-        (2, 1, Picard(0.05, 1e-6, damping=0.9), True, BF16),
-    ],
-    ids=str,
-)
-def test_samples_of_several_heads_are_iterations_of_one_head_each(
-    num_heads: int, b: int, solver: Picard, fed: bool, low: torch.dtype
-) -> None:
-    """At every step of a solve: samples of all heads converge by themselves."""
-    coupled: Any = {"input_scale": "one_minus_decay", "feedback": fed, "low": low}
-    case = Case(num_heads, b, t=2, p=3, n=2, k=1, **coupled)
-    joint, options = case.operands(DEVICE), case.options()
-    joint.raw[::2] *= 0.1  # some converge early
-    start = torch.zeros(num_heads * b, 2, 3, device=DEVICE)
-
-    def fused(given: Operands) -> Any:
-        y = start[: len(given.x)]
-        return fuse_iteration(given, y, options, (), solver.rule(), backend="triton")
-
-    together, heads = fused(joint), [fused(one) for one in each_head(case, joint)]
-    for _ in range(2):
-        for steps in (together, *heads):
-            steps.advance()
-        for name, ours in together.progress._asdict().items():
-            theirs = [getattr(steps.progress, name) for steps in heads]
-            if ours is None:
-                assert theirs == [None] * num_heads
-            else:
-                # a product of other shapes sums in another order
-                torch.testing.assert_close(ours, torch.cat(theirs), rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [Picard, Jacobi])
 def test_auto_on_a_gpu_freezes_like_the_plain_loop_and_fuses_picard(method: type[Any]) -> None:
@@ -400,36 +374,10 @@ def test_a_memory_of_more_than_32_bits() -> None:
 # -- how solvers request it, without the kernels
 
 
-class HalvingSteps:
-    """Halves y, converged at the third step."""
-
-    def __init__(self, y: Tensor) -> None:
-        self.y, self.count = y, 0
-        self.calls: list[str] = []
-
-    def advance(self) -> None:
-        self.calls.append("advance")
-        self.y, self.count = self.y / 2, self.count + 1
-
-    def certify(self) -> None:
-        self.calls.append("certify")
-
-    def finished(self) -> bool:
-        return self.count == 3
-
-    @property
-    def progress(self) -> Progress:
-        frozen = torch.full_like(self.y[..., 0], self.count >= 3, dtype=torch.bool)
-        norm = torch.zeros_like(self.y[..., 0])
-        steps = torch.full_like(frozen[:, 0], self.count, dtype=torch.int64)
-        return Progress(self.y, frozen, frozen[:, 0] & False, steps, norm, norm, None)
-
-
 class FusedMap:
-    """A map that does whole steps, unless a gradient is wanted."""
+    """A map that is asked for whole steps, and has none."""
 
     def __init__(self) -> None:
-        self.steps: list[HalvingSteps] = []
         self.rules: list[IterationRule] = []
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -438,30 +386,8 @@ class FusedMap:
     def block_solve(self, y: Tensor) -> tuple[Tensor, None]:
         return y / 2, None
 
-    def fuse(self, y: Tensor, rule: IterationRule) -> HalvingSteps:
+    def fuse(self, y: Tensor, rule: IterationRule) -> None:
         self.rules.append(rule)
-        self.steps.append(HalvingSteps(y))
-        return self.steps[-1]
-
-
-@pytest.mark.parametrize(
-    ("solver", "max_steps", "rule", "calls"),
-    [
-        (Picard(0.2, 0.1, damping=0.5), 9, ("picard", 0.2, 0.1, 0.5), ["advance"] * 3),
-        # the cap ends it, so that the last step is certified
-        (Jacobi(0.2, 0.1), 2, ("jacobi", 0.2, 0.1), ["advance", "advance", "certify"]),
-    ],
-    ids=str,
-)
-def test_a_solver_leaves_the_steps_to_a_map_that_does_them(
-    solver: IterativeSolver, max_steps: int, rule: Any, calls: list[str]
-) -> None:
-    f, options = FusedMap(), {"max_steps": max_steps, "on_unconverged": "ignore"}
-    solution = solve(f, torch.ones(2, 4, 3), solver, time_dim=1, **options)  # type: ignore[arg-type]
-    assert f.rules == [IterationRule(*rule)] and f.steps[0].calls == calls
-    number = calls.count("advance")
-    assert solution.value.unique().tolist() == [0.5**number]
-    assert solution.stats.num_steps.tolist() == [number] * 2
 
 
 @pytest.mark.parametrize(
@@ -478,7 +404,7 @@ def test_unrolling_and_maps_of_other_shapes_take_the_plain_loop(
 ) -> None:
     f, y0 = FusedMap(), torch.ones(shape, requires_grad=isinstance(adjoint, UnrolledAdjoint))
     solve(f, y0, Picard(0.0, 1e-2), time_dim=1 if len(shape) == 3 else None, adjoint=adjoint)
-    assert bool(f.steps) == fused
+    assert f.rules == [IterationRule("picard", 0.0, 1e-2)] * fused
 
 
 def test_on_a_cpu_auto_is_the_plain_loop() -> None:

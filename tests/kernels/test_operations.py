@@ -32,9 +32,9 @@ from tests.kernels.table import (
     uneven,
     with_gradients,
 )
+from tests.modes import Watching
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bedouin.kernels.operation import OPERATIONS, Operation
 
@@ -449,25 +449,14 @@ def test_operations_of_plain_torch_are_as_registered(name: str) -> None:
         torch.library.opcheck(operation.overload, given, test_utils=UTILS)
 
 
-class Seen(TorchDispatchMode):
-    """Records the names of the operations that are dispatched."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("tracked", [True, False])
 def test_modes_and_the_profiler_see_an_operation(tracked: bool) -> None:
     name, inputs = "bedouin::plain_scan", OF_GRAPHS["plain_scan"]()
     leaves = [v.requires_grad_(tracked) if isinstance(v, Tensor) else v for v in inputs]
-    with Seen() as seen:
+    seen: list[str] = []
+    with Watching(lambda func, args, results: seen.append(func._schema.name)):
         OPERATIONS[name](*leaves)
-    assert name in seen.names
+    assert name in seen
     with torch.profiler.profile() as profile:
         OPERATIONS[name](*leaves)
     assert name in {event.key for event in profile.key_averages()}

@@ -172,16 +172,6 @@ def test_the_state_of_a_structured_mixer(
     assert_close("h", h.double(), exact_h, 1e-4)
 
 
-def test_a_singular_layer_has_not_converged() -> None:
-    """lambda = 0 in every channel: with Q of rank 2 nothing determines the others."""
-    layer = FixedPointRNN(8, expand=1, mixer=LowRank(2), on_unconverged="ignore")
-    with torch.no_grad():
-        layer.dt_bias.fill_(-200.0)
-    layer(torch.randn(2, 3, 8))
-    assert layer.stats is not None and layer.stats.conditioning is not None
-    assert not layer.stats.converged.any() and not layer.stats.conditioning.any()
-
-
 @implementations
 @pytest.mark.parametrize("norm", [True, False])
 def test_large_gates_of_the_output_do_not_overflow(norm: bool, backend: str, device: str) -> None:

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.solvers import (
-    Picard,
-    Result,
-    Solution,
-    UnrolledAdjoint,
-    solve,
-)
+from bedouin.solvers import Picard, Result, Solution, UnrolledAdjoint, solve
 from bedouin.solvers.base import Map
 
 

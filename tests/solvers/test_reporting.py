@@ -68,11 +68,6 @@ def test_the_result(converged: list[bool], residual: list[float], result: Result
     torch.testing.assert_close(solution.stats.residual, torch.tensor(residual), equal_nan=True)
 
 
-def test_every_result_says_something_different() -> None:
-    assert len({result.message for result in Result}) == 4
-    assert "raise max_steps" in Result.max_steps_reached.message
-
-
 @pytest.mark.parametrize(
     ("defect", "scale", "expected"),
     [
@@ -118,23 +113,6 @@ def test_a_solve_backward_in_time_is_judged_from_its_last_token_on() -> None:
     assert stats.converged.tolist() == [True] and stats.residual.item() == pytest.approx(1e-6)
 
 
-def test_padding_is_left_out_and_a_sample_without_tokens_takes_no_step() -> None:
-    real = torch.tensor([[True, False], [False, False]])
-    stats = Measured(torch.tensor([[0.0, NAN]] * 2), torch.ones(2, 2), real=real).statistics()
-    assert stats.residual.tolist() == [0.0, 0.0] and stats.converged.all()
-    assert stats.num_steps.tolist() == [1, 0]
-
-
-def test_statistics_of_a_sample_are_those_of_its_worst_part() -> None:
-    others = {"pivot": torch.tensor([0.5, 1.0, 0.25, 0.75]), "history": torch.eye(4)[:3]}
-    measured = measure([True, True, False, True], [0.1, 0.2, 0.4, 0.3], **others)
-    stats = measured.statistics(2)
-    assert stats.num_steps.tolist() == [3, 4] and stats.converged.tolist() == [False, True]
-    torch.testing.assert_close(stats.residual, torch.tensor([0.4, 0.3]))
-    assert stats.conditioning is not None and stats.conditioning.tolist() == [0.25, 0.75]
-    assert stats.history is not None and stats.history.tolist() == [[1, 0], [0, 1], [1, 0]]
-
-
 @pytest.mark.parametrize("duplicate", [lambda v: v, *COPIES])
 def test_statistics_are_reduced_once_and_backward_comes_when_it_is_there(duplicate: Any) -> None:
     adjoint = Outcome()
@@ -153,16 +131,6 @@ def test_two_solves_do_not_share_their_backward_statistics() -> None:
     first.value.sum().backward()
     assert first.stats.backward is not None and second.stats.backward is None
     assert SolveStats(*(torch.zeros(1),) * 3).backward is None
-
-
-def test_samples_that_a_drawn_cap_cuts_short_are_accepted() -> None:
-    measured = measure([False, True, False, False, False], [0.1, 0.0, NAN, 0.2, INF])
-    stats = measured.statistics()
-    assert stats.accepted(None).tolist() == [False, True, False, False, False]
-    # the numbers of steps are 1 .. 5; values with an infinite relative residual are finite
-    assert stats.accepted(4).tolist() == [False, True, False, True, True]
-    message = failure_message(measured, 1, 1, "solve")
-    assert "1 of 5 samples" in message and "not finite" in message
 
 
 # -- messages

@@ -1,23 +1,40 @@
-"""What is special to the delta rule: its definition, its chunks, hard inputs, and
-flash-linear-attention. `test_operations.py` compares it with the loop.
+"""What is special to single operations; test_operations.py compares each with its definition.
 
-The same checks of the kernels run on the CPU in the interpreter and compiled on a GPU.
-Letters: b batch, t time, k steps a token, h heads, p key and v value channels of a head.
+Products of reflections where rounding matters, the state and memory of the scan, hard decays of the
+tracker, hooks on the convolution; hard inputs of the delta rule, and flash-linear-attention. The
+checks of the kernels run on the CPU in the interpreter and compiled on a GPU.
+Letters: b batch, t time, d channels, n states, H heads, c channels of a head; of the delta rule k
+steps a token, h heads, p key and v value channels of a head.
 """
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.kernels import table
-from tests.kernels.rows_memory import CHUNK_RULE, rule
-from tests.kernels.table import BF16, F32, F64, Tensors, implementations, in_2_norm, kernels
+from tests.kernels.rows import scan
+from tests.kernels.rows_memory import CHUNK_RULE, rule, tracker
+from tests.kernels.table import (
+    BF16,
+    F32,
+    F64,
+    Call,
+    Tensors,
+    implementations,
+    in_2_norm,
+    kernels,
+    results,
+)
 from torch import Tensor
+from torch.nn import functional as F
 
 from bedouin.baselines import DeltaProduct
 from bedouin.kernels.delta_rule import (
@@ -27,6 +44,142 @@ from bedouin.kernels.delta_rule import (
     delta_rule_reference,
 )
 from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
+from bedouin.kernels.householder import apply_complement, unit, wy_factor
+from bedouin.kernels.scan import Eigenvalues, discretize, selective_scan
+from bedouin.kernels.track import TrackInputs, track_reference
+from bedouin.kernels.track.types import ROWS
+from bedouin.layers.convolution import ShortConvolution
+
+
+def test_the_complement_of_a_small_beta_does_not_cancel() -> None:
+    v, U, beta = torch.randn(2, 64), unit(torch.randn(2, 4, 64)), 1e-6 * torch.rand(2, 4)
+    found, expected = (
+        apply_complement(v, None, U, wy_factor(U, beta))
+        for v, U, beta in ((v, U, beta), (v.double(), U.double(), beta.double()))
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 7, 512])
+def test_unit_at_the_zero_vector_has_a_moderate_gradient(length: int, dtype: torch.dtype) -> None:
+    v = torch.zeros(length, dtype=dtype, requires_grad=True)
+    out = unit(v)
+    assert torch.equal(out, torch.zeros_like(out))
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(grad, torch.full_like(grad, (length * 1e-6) ** -0.5))
+
+
+eigenvalues = st.sampled_from(get_args(Eigenvalues))
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 999), eig=eigenvalues)
+def test_the_coupled_scale_never_gains(seed: int, eig: Eigenvalues) -> None:
+    torch.manual_seed(seed)
+    _, delta, A, *_ = scan(2, 3).tensors.values()
+    assert delta is not None and A is not None
+    decay, s = discretize(delta, A, "one_minus_decay", eig)
+    assert bool((decay.abs() + s <= 1 + 1e-15).all()) and bool((s >= 0).all())
+
+
+@pytest.mark.parametrize(
+    ("b", "t", "d", "n"),
+    [
+        *((128, 16, 1024, 16), (8, 4096, 1024, 16), (2, 4096, 64, 64), (1, 4096, 2048, 128)),
+        (1, 300, 1024, 1),
+    ],
+)
+def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
+    b: int, t: int, d: int, n: int
+) -> None:
+    from bedouin.kernels.launch import ceil_div, next_power_of_two
+    from bedouin.kernels.scan.registered import choose_block
+
+    block = choose_block(torch.empty(b, t, d, device="meta"), n, reverse=True)
+    blocks = ceil_div(d, block)
+    limit = max(b * t * d * n / 16, b * 16 * d * n)
+    assert b * blocks * 16 * block * next_power_of_two(n) <= limit
+    assert b * t * blocks * n <= limit, "parts of the gradient of B, and of C"
+
+
+@kernels
+def test_memory_is_kept_at_every_sixteenth_token_for_a_backward_alone(device: str) -> None:
+    tensors = [v if v is None else v.to(device, F32) for v in scan(2, 18).tensors.values()]
+    run = torch.ops.bedouin.selective_scan
+    for keep in (True, False):
+        _, _, kept = run(*tensors, "delta", "positive", False, keep)
+        assert kept.shape == (2, 2 if keep else 0, 3, 2)
+    leaves = [v if v is None else v.requires_grad_() for v in tensors]
+    with pytest.raises(ValueError, match="keep must be True where gradients are recorded"):
+        run(*leaves, "delta", "positive", False, False)
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
+    tensors = scan(2, 4096, 64, 64).given(F32, "cuda")
+    leaves = [v if v is None else v.requires_grad_() for v in tensors.values()]
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y, h = selective_scan(*leaves, backend="triton")  # type: ignore[arg-type]
+        torch.autograd.grad(y.sum() + h.sum(), [v for v in leaves if v is not None])
+        del y, h
+    all_states = 2 * 4096 * 64 * 64 * 4
+    assert torch.cuda.max_memory_allocated() - before < all_states / 2
+
+
+BY_TOKEN = TrackInputs._fields[:ROWS]
+
+
+def by_kernels(call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
+    return results(call, lambda *v: call.run(*v, backend="triton"), tensors, weighed)
+
+
+def test_the_loop_has_the_derivative_of_finite_differences() -> None:
+    given = [v.requires_grad_() for v in tracker(2, 4, c=3, n=2).tensors.values() if v is not None]
+
+    def run(*tensors: Tensor) -> Any:
+        return tuple(track_reference(TrackInputs(*tensors), 1e-5, 1e-4))
+
+    assert torch.autograd.gradcheck(run, given)
+
+
+@kernels
+def test_closed_tokens_pass_the_memory(device: str) -> None:
+    call = tracker(2, 20, 1)
+    tensors: Any = call.given(F32, device)
+    for name in ("delta", "erase"):
+        tensors[name][:, 7:] = -1e30
+    short = {k: v[:, :7] if v is not None and k in BY_TOKEN else v for k, v in tensors.items()}
+    found, expected = (by_kernels(call, v, 1) for v in (tensors, short))
+    for name, v in expected.items():
+        ours = found[name]
+        if name.startswith("gradient") and name.removeprefix("gradient of ") in BY_TOKEN:
+            assert not ours[:, 7:].any()
+        ours = ours[:, :7] if ours.shape[1:2] == (20,) else ours
+        torch.testing.assert_close(ours, v, rtol=1e-4, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("A_log", [-math.inf, -69.0, 9.2])
+def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) -> None:
+    call = tracker(t=20, H=1)
+    tensors: Any = call.given(F32, device)
+    tensors["A_log"][1:] = A_log
+    found = by_kernels(call, tensors)
+    wide = {k: v if v is None else v.double() for k, v in tensors.items()}
+    for name, theirs in results(call, call.exact, wide).items():
+        torch.testing.assert_close(found[name].double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_hook_on_the_module_acts() -> None:
+    conv = ShortConvolution(6, 4, bias=False)
+    x, window = torch.randn(2, 7, 6), torch.zeros(2, 3, 6)
+    expected = F.silu(2 * conv(x, window)[0])
+    conv.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
+    torch.testing.assert_close(conv.activated(x, window)[0], expected)
 
 
 def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
@@ -35,11 +188,7 @@ def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
     return DeltaInputs(*inputs), memory  # type: ignore[arg-type]
 
 
-def leaves_of(tensors: Tensors) -> Tensors:
-    return {k: v if v is None else v.detach().requires_grad_() for k, v in tensors.items()}
-
-
-def results(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
+def of_rule(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
     """Outputs, last memory, and the gradients of a sum that weighs both unevenly."""
     return table.results(rule(), lambda *v: run(DeltaInputs(*v[:5]), v[5]), tensors)
 
@@ -54,39 +203,13 @@ def check(
 ) -> None:
     """Agreement with the loop in float64 on the same tensors."""
     exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
-    found = results(run_by(backend, dtype), tensors)
-    for name, theirs in results(delta_rule_reference, exact).items():
+    found = of_rule(run_by(backend, dtype), tensors)
+    for name, theirs in of_rule(delta_rule_reference, exact).items():
         if atol:
             ours = found[name].double()
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=atol)
         else:
             in_2_norm(name, found[name].double(), theirs, tolerance)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_loop_is_the_definition(gated: bool) -> None:
-    inputs, S = inputs_of(rule(2, 3, 2, 3, 4, 5, gated=gated).tensors)
-    query, key, value, beta, log_decay = inputs
-    o, last = delta_rule_reference(inputs, S)
-    eye = torch.eye(4, dtype=F64)
-    for t in range(3):
-        S = S if log_decay is None else log_decay[:, t, :, None, None].exp() * S
-        for j in range(2):
-            row, b = key[:, t, j].unsqueeze(-1), beta[:, t, j, :, None, None]
-            S = (eye - b * row @ row.mT) @ S + b * row @ value[:, t, j].unsqueeze(-2)
-        torch.testing.assert_close(o[:, t], (S.mT @ query[:, t].unsqueeze(-1)).squeeze(-1) / 4**0.5)
-    torch.testing.assert_close(last, S)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    ("t", "k", "chunk_steps"),
-    [(1, 1, 64), (7, 1, 3), (9, 2, 6), (5, 3, 1), (8, 4, 16), (40, 2, 64)],
-)
-def test_chunks_equal_the_loop(t: int, k: int, chunk_steps: int, gated: bool) -> None:
-    tensors = rule(2, t, k, 3, 4, 5, gated=gated).tensors
-    ours = results(lambda *v: delta_rule_chunked(*v, chunk_steps=chunk_steps), tensors)
-    torch.testing.assert_close(ours, results(delta_rule_reference, tensors), rtol=1e-9, atol=1e-9)
 
 
 def equal_keys(decay: float | None, v: Any) -> Tensors:
@@ -203,10 +326,10 @@ def test_the_sizes_of_a_layer(sizes: tuple[int, ...], dtype: torch.dtype, bound:
     b, t, h, p, v = sizes
     tensors: Any = rule(b, t, 1, h, p, v, dtype=dtype).given(dtype, "cuda")
     tensors |= {"beta": 2 - tensors["beta"] / 20, "log_decay": tensors["log_decay"] / 1000}
-    found, again = (results(run_by("triton", dtype), tensors) for _ in range(2))
+    found, again = (of_rule(run_by("triton", dtype), tensors) for _ in range(2))
     assert all(torch.equal(found[name], again[name]) for name in found)
     exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
-    for name, theirs in results(delta_rule_chunked, exact).items():
+    for name, theirs in of_rule(delta_rule_chunked, exact).items():
         in_2_norm(name, found[name].double(), theirs, bound)
 
 
@@ -251,7 +374,7 @@ def test_fla_equals_the_loop(k: int, gated: bool) -> None:
     if fla_is_wrong(torch.device("cuda")):
         pytest.skip("this Triton miscompiles flash-linear-attention for this GPU")
     tensors = rule(2, 100, k, 2, 32, 64, gated=gated).given(F32, "cuda")
-    got = results(lambda inputs, memory: delta_rule_fla(inputs, memory, BF16), tensors)
+    got = of_rule(lambda inputs, memory: delta_rule_fla(inputs, memory, BF16), tensors)
     # the kernels' products are in bfloat16: eight bits of each of hundreds of summands
-    for name, theirs in results(delta_rule_reference, tensors).items():
+    for name, theirs in of_rule(delta_rule_reference, tensors).items():
         in_2_norm(name, got[name], theirs, 0.03)

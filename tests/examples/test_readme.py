@@ -2,25 +2,15 @@
 
 import json
 import re
-import sys
-from functools import cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from tests.examples.test_results import RESULTS, ROOT, runs_of, summary
 
 import bedouin
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "examples" / "results"
-sys.path.insert(0, str(ROOT / "examples"))
-
-# as the scripts of that folder import them
-from research.experiments.language_model import SCORE  # noqa: E402
-from research.experiments.table import RATES, VARIANTS  # noqa: E402
-from research.runs import read_runs  # noqa: E402
-from research.summary import summarize  # noqa: E402
+from research.experiments.language_model import SCORE
+from research.experiments.table import RATES, VARIANTS
 
 PAGES = {
     "README": ROOT / "README.md",
@@ -42,12 +32,6 @@ def run(block: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(block, names)
     return names
-
-
-@cache
-def runs_of(folder: str) -> dict[str, Any]:
-    """All runs of an experiment by name."""
-    return read_runs(RESULTS / folder)
 
 
 def raw(name: str) -> Any:
@@ -240,12 +224,6 @@ LANGUAGE_MODELS = {
 """The language models, and rivals as the README calls them."""
 
 
-@cache
-def summary_of_results() -> dict[str, dict[str, dict[str, Any]]]:
-    """What summary.json has, computed from the raw results."""
-    return summarize(RESULTS)
-
-
 def spread(values: list[float]) -> str:
     """Mean and range."""
     return f"{fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
@@ -253,7 +231,7 @@ def spread(values: list[float]) -> str:
 
 def all_seeds(task: str, model: str, measure: str) -> list[float]:
     """The reported seeds, and those of table-seeds of a layer of the README."""
-    values = list(summary_of_results()[task][model][measure])
+    values = list(summary()[task][model][measure])
     further = runs_of("table-seeds").get(f"{task}-{model}")
     if further is not None:
         values += further["rows"][0]["accuracy"][measure.split("_")[1]]["token"]
@@ -263,7 +241,7 @@ def all_seeds(task: str, model: str, measure: str) -> list[float]:
 @pytest.mark.parametrize("start", TABLE)
 def test_the_table_of_results_is_that_of_the_raw_results(start: str) -> None:
     task, measure = TABLE[start]
-    models = summary_of_results()[task]
+    models = summary()[task]
     _, tracking, recall, rivals, _ = line(README, start)
     assert recall == spread(all_seeds(task, "recall", measure))
     assert tracking == spread(all_seeds(task, "tracking", measure))
@@ -281,11 +259,11 @@ def bits_of(name: str) -> list[float]:
 
 
 def test_the_words_on_results_are_those_of_the_raw_results() -> None:
-    summary = summary_of_results()
+    tasks = summary()
     counts = {
         name: [
             of["tuning_runs"]
-            for models in summary.values()
+            for models in tasks.values()
             for m, of in models.items()
             if m in of_name
         ]
@@ -298,20 +276,18 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
     spans = [f"{min(values)} to {max(values)}" for values in counts.values()]
     found = "`recall` were chosen in {} tuning runs, those of `TrackingDeltaNet` in {}, those of a"
     assert f"{found} rival in {{}}.".format(*spans) in PROSE
-    assert (
-        f"{fmean(summary['a5']['gated_deltanet_l1']['token_512']):.2f}." in line(README, "A5:")[4]
-    )
-    assert min(summary["copy"]["attention_l2"]["characters_200"]) > 0.995
-    assert max(summary["mqar"]["lstm_l1"]["accuracy_512"]) < 0.005
+    assert f"{fmean(tasks['a5']['gated_deltanet_l1']['token_512']):.2f}." in line(README, "A5:")[4]
+    assert min(tasks["copy"]["attention_l2"]["characters_200"]) > 0.995
+    assert max(tasks["mqar"]["lstm_l1"]["accuracy_512"]) < 0.005
     one = [
         max(of["token_16_32"])
-        for m, of in summary["bound_s3"].items()
+        for m, of in tasks["bound_s3"].items()
         if m in RIVALS and m.endswith("_l1")
     ]
     assert f"at most {max(one):.2f}." in line(README, "bound S3:")[4]
     recurrent = {
         m: fmean(of["characters_200"])
-        for m, of in summary["copy"].items()
+        for m, of in tasks["copy"].items()
         if m in RIVALS and m != "attention_l2"
     }
     assert max(recurrent, key=lambda model: recurrent[model]) == "gated_deltanet_l1"
