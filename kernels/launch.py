@@ -55,9 +55,11 @@ def last_axis_contiguous(
 def evenly_spaced(
     v: Tensor,  # (b, t, c)
 ) -> Tensor:  # (b, t, c)
-    """v, copied unless its b t rows are contiguous and evenly spaced in memory."""
+    """v, copied unless its b t rows are contiguous and evenly spaced in memory, by its stride of an
+    axis of time, also of size 1."""
     spaced = v.stride(2) == 1 and v.stride(0) == v.shape[1] * v.stride(1)
-    return v if spaced else v.contiguous()
+    # not contiguous(), which ignores the strides of axes of size 1
+    return v if spaced else v.clone(memory_format=torch.contiguous_format)
 
 
 def dtype_of_factors(dtype: torch.dtype) -> Any:

@@ -126,6 +126,21 @@ def test_strides_do_not_matter(name: str, layout: str, backend: str, device: str
     check(row, call, there, backend, row.tolerance[F32])
 
 
+@kernels
+@pytest.mark.parametrize(
+    "name", ["scan", "output", "shifted norm", "convolution", "tracker", "sweep"]
+)
+def test_rows_of_one_token_may_have_any_stride_of_time(name: str, device: str) -> None:
+    """torch calls them contiguous all the same."""
+    row, call = draw(name, b=2, t=1)
+    there = call.given(F32, device)
+    for moved, v in there.items():
+        if v is not None and v.dim() == 3 and v.shape[1] == 1:
+            rows = v.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            there[moved] = rows.transpose(0, 1)
+    check(row, call, there, "triton", row.tolerance[F32])
+
+
 FAR = {
     "scan": ("x", "delta", "B", "C"),
     "output": ("y", "x", "gate", "z"),
