@@ -145,12 +145,6 @@ CASES = (
         _subject(partial(subjects.direct, feedback=())),
         agrees=agreement.linear_agrees,
     ),
-    Case(
-        "direct-recomputed",
-        "Direct, feedback, run again in the backward",
-        _subject(subjects.direct_recomputed),
-        agrees=agreement.direct_agrees,
-    ),
     _heads("heads8", heads=8),
     _heads("heads16", heads=16),
     Case("lstm", "LSTM (cuDNN on a GPU)", _subject(subjects.lstm)),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from bedouin import Bedouin, GatedDeltaNet
 from bedouin.kernels.scan import selective_scan
@@ -37,18 +36,6 @@ LINEAR_RTOL = 1e-5
 def direct(setting: Setting, shape: Shape, **options: Any) -> Subject:
     """The layer with its default solver: exact sweep, exact gradient."""
     return _layer_subject(setting, shape, setting.layer(**options), sequential=True)
-
-
-def direct_recomputed(setting: Setting, shape: Shape) -> Subject:
-    """The same under activation checkpointing: the backward pass recomputes the forward pass."""
-    layer = setting.layer()
-
-    def function(x: Tensor) -> Tensor:
-        # with a fixed cap a layer draws no random numbers
-        output: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
-        return output
-
-    return replace(_layer_subject(setting, shape, layer, sequential=True), function=function)
 
 
 def jacobi(setting: Setting, shape: Shape) -> Subject:

@@ -70,7 +70,8 @@ class LayerOptions(SolverOptions):
 
 _SIZES = ("d_state", "expand", "num_householder")
 OF_BEDOUIN = {field.name for field in fields(LayerOptions)}
-NOT_TAKEN = {"tracking": OF_BEDOUIN, "paper": OF_BEDOUIN - set(_SIZES)}  # by other layers
+_OF_PAPER = {*_SIZES, "solver_steps", "gamma_cap"}
+NOT_TAKEN = {"tracking": OF_BEDOUIN, "paper": OF_BEDOUIN - _OF_PAPER}  # by other layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ class RunConfig(LayerOptions):
         Literal["bedouin", "tracking", "paper"], tyro.conf.arg(aliases=["--mixer-layer"])
     ] = "bedouin"
     """bedouin: the fixed-point layer; tracking: `TrackingDeltaNet`, which takes no option of it;
-    paper: `Bedouin.from_paper`, which takes the sizes alone."""
+    paper: `Bedouin.from_paper`, which takes the sizes and the cap of the steps."""
     d_model: Count = 128  # Width of the model.
     num_layers: Count = 1  # Residual blocks.
 
@@ -161,7 +162,9 @@ def make_layer(config: RunConfig) -> nn.Module:
     if config.layer == "tracking":
         return TrackingDeltaNet(config.d_model)
     if config.layer == "paper":
-        return Bedouin.from_paper(config.d_model, **{v: getattr(config, v) for v in _SIZES})
+        options = {name: getattr(config, name) for name in _SIZES}
+        options["max_steps"] = fixed_point_options(config)["max_steps"]
+        return Bedouin.from_paper(config.d_model, **options)
     named = ("d_state", "expand", "num_heads", "decay", "input_scale", "feedback", "feedback_init")
     options = {name: getattr(config, name) for name in (*named, "d_conv")}
     options |= mixer_options(config.num_householder, config.beta_max) | fixed_point_options(config)

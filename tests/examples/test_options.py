@@ -206,8 +206,10 @@ def test_flags_make_the_layer(script: Any) -> None:
     assert layer.conv.width == 3 and layer.solver == Jacobi(rtol=1e-4, atol=1e-30)
     (layer, *_) = script.make_model(parse_config(script.PRESETS, ("--layer", "tracking"))).mixers
     assert isinstance(layer, TrackingDeltaNet)
-    (layer, *_) = script.make_model(dataclasses.replace(script.CPU, **_own(), layer="paper")).mixers
+    own = _own() | {"gamma_cap": (4.0, 1.0)}
+    (layer, *_) = script.make_model(dataclasses.replace(script.CPU, **own, layer="paper")).mixers
     assert isinstance(layer, Bedouin) and layer.decay == "griffin"
+    assert layer.cap == GammaCap(4.0, 1.0, 100)
     model = script.make_model(dataclasses.replace(script.CPU, seed=3))
     again, other = (script.make_model(dataclasses.replace(script.CPU, seed=s)) for s in (3, 4))
     pairs = [*zip(*(m.state_dict().values() for m in (model, again, other)), strict=True)]
