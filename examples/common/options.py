@@ -38,8 +38,7 @@ class SolverOptions:
     rtol: Tolerance = 1e-4  # Relative tolerance of the iterative solvers.
     atol: Tolerance = 1e-30  # Absolute tolerance of the iterative solvers.
     solver_steps: Count = 100  # Steps that an iterative solver may take.
-    gamma_cap: tuple[_OfGamma, _OfGamma] | None = None
-    """Shape and scale of a Gamma distribution of the steps of a training call, in the paper 4 1."""
+    gamma_cap: tuple[_OfGamma, _OfGamma] | None = None  # Shape, scale of random steps; paper: 4 1.
     adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
     """How the gradient of the fixed point is computed; implicit is exact."""
 
@@ -70,8 +69,7 @@ class LayerOptions(SolverOptions):
 
 _SIZES = ("d_state", "expand", "num_householder")
 OF_BEDOUIN = {field.name for field in fields(LayerOptions)}
-_OF_PAPER = {*_SIZES, "solver_steps", "gamma_cap"}
-NOT_TAKEN = {"tracking": OF_BEDOUIN, "paper": OF_BEDOUIN - _OF_PAPER}  # by other layers
+NOT_TAKEN = {"tracking": OF_BEDOUIN, "paper": OF_BEDOUIN - {*_SIZES, "solver_steps", "gamma_cap"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,15 +159,14 @@ def make_layer(config: RunConfig) -> nn.Module:
     """One mixing layer, (b, t, m) -> (b, t, m)."""
     if config.layer == "tracking":
         return TrackingDeltaNet(config.d_model)
+    fixed, initialization = fixed_point_options(config), Initialization(rates=config.rate_scale)
     if config.layer == "paper":
-        options = {name: getattr(config, name) for name in _SIZES}
-        options["max_steps"] = fixed_point_options(config)["max_steps"]
-        return Bedouin.from_paper(config.d_model, **options)
+        sizes = {name: getattr(config, name) for name in _SIZES}
+        return Bedouin.from_paper(config.d_model, max_steps=fixed["max_steps"], **sizes)
     named = ("d_state", "expand", "num_heads", "decay", "input_scale", "feedback", "feedback_init")
     options = {name: getattr(config, name) for name in (*named, "d_conv")}
-    options |= mixer_options(config.num_householder, config.beta_max) | fixed_point_options(config)
-    rates = Initialization(rates=config.rate_scale)
-    return Bedouin(config.d_model, initialization=rates, **options)
+    options |= mixer_options(config.num_householder, config.beta_max) | fixed
+    return Bedouin(config.d_model, initialization=initialization, **options)
 
 
 def mixer_options(num_householder: int, beta_max: float) -> dict[str, Any]:
