@@ -55,11 +55,12 @@ def last_axis_contiguous(
 def evenly_spaced(
     v: Tensor,  # (b, t, c)
 ) -> Tensor:  # (b, t, c)
-    """v, copied unless its b t rows are contiguous and evenly spaced in memory, by its stride of an
-    axis of time, also of size 1."""
-    spaced = v.stride(2) == 1 and v.stride(0) == v.shape[1] * v.stride(1)
+    """v, copied unless its b t rows are contiguous and `v.stride(1)` apart. That stride is the
+    distance of the rows for a single token, too, of which torch does not say anything."""
+    spaced = v.shape[0] == 1 or v.stride(0) == v.shape[1] * v.stride(1)
     # not contiguous(), which ignores the strides of axes of size 1
-    return v if spaced else v.clone(memory_format=torch.contiguous_format)
+    as_rows = torch.contiguous_format
+    return v if spaced and v.stride(2) == 1 else v.clone(memory_format=as_rows)
 
 
 def dtype_of_factors(dtype: torch.dtype) -> Any:

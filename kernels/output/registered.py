@@ -46,8 +46,7 @@ def _launch_arguments(
     # a kernel does not read what stands for an absent operand
     x = y if x is None else evenly_spaced(x)
     D, weight = (y if v is None else v.contiguous() for v in (D, weight))
-    # the stride of an axis of size 1 says nothing
-    strides = [v.stride(1) if v.shape[1] > 1 else v.stride(0) for v in (y, x, gate, joined)]
+    strides = [v.stride(1) for v in (y, x, gate, joined)]
     flags = {"BESIDE": operands.D is None, "NORM": operands.weight is not None, "EPS": eps}
     return [y, x, D, gate, weight], [tokens, d, *strides], flags | _blocks(tokens, d)
 
