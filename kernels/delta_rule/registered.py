@@ -136,8 +136,9 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     o, last, *kept = _fake(*given)
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
     rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
+    tokens = *rows[:2], value, *rows[2:]
     if t == 1 and not keep:
-        _step((*rows[:2], value, *rows[2:]), memory, (o, last))
+        _step(tokens, memory, (o, last))
         return o, last, *kept
     # what the sweep reads is there without `keep`, too
     squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
@@ -146,7 +147,7 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
     block = value_block(p, v, dtype)
     sweep_kernel[(b * h * ceil_div(v, block),)](
-        *(*rows[:2], value, *rows[2:], *squares),
+        *(*tokens, *squares),
         *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
         *(*sizes, value.stride(1)),
         STARTED=memory is not None,
@@ -159,18 +160,19 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _step(
-    rows: tuple[Tensor, ...],  # those of `_rows`, with those of the values (b, 1, h v) third
+    tokens: tuple[Tensor, ...],  # those of `_rows`, with those of the values (b, 1, h v) third
     memory: Tensor | None,  # (b, h, p, v); None: zeros
     found: tuple[Tensor, Tensor],  # o and last, written
 ) -> None:
+    """The same for a single token whose gradient is not wanted."""
     from bedouin.kernels.delta_rule.triton_step import step_kernel
 
     b, h, p, v = found[1].shape
     P = next_power_of_two(p)
-    block = max(1, min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v)))
+    block = min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v))
     step_kernel[(b * h * ceil_div(v, block),)](
-        *(*rows, found[1] if memory is None else memory.contiguous(), *found),
-        *(h, *(row.stride(0) for row in rows[:3])),
+        *(*tokens, found[1] if memory is None else memory.contiguous(), *found),
+        *(h, *(rows.stride(1) for rows in tokens[:3])),
         STARTED=memory is not None,
         P_SIZE=p,
         V_SIZE=v,

@@ -16,6 +16,7 @@ from torch import Tensor
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.layout import state_major
 from bedouin.kernels.direct.limits import CHUNK, head_blocks
+from bedouin.kernels.direct.registered import Gradients
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import local_width, prepare_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
@@ -51,9 +52,6 @@ MOST_HELD = 1024
 
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
 def launch_sweep(

@@ -155,19 +155,8 @@ def _scan_backward(
     grad_D = A.new_empty(b, 0 if D is None else d, dtype=torch.float32)
     backward_kernel[(b * blocks,)](
         *(grad_y, grad_h, x, delta, A, B, C, A if D is None else D.contiguous(), kept, work),
-        *(
-            grad_x,
-            grad_delta,
-            grad_A,
-            *grad_BC,
-            grad_h0,
-            grad_D,
-            t,
-            d,
-            n,
-            *_strides(*rows),
-            b // heads,
-        ),
+        *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
+        *(t, d, n, *_strides(*rows), b // heads),
         HAS_D=D is not None,
         **_constants(ScanOptions(*flat[7:]), n, block),
     )
