@@ -38,7 +38,7 @@ class SolverOptions:
     rtol: Tolerance = 1e-4  # Relative tolerance of the iterative solvers.
     atol: Tolerance = 1e-30  # Absolute tolerance of the iterative solvers.
     solver_steps: Count = 100  # Steps that an iterative solver may take.
-    gamma_cap: tuple[_OfGamma, _OfGamma] | None = None  # Shape, scale of random steps; paper: 4 1.
+    gamma_cap: tuple[_OfGamma, _OfGamma] | None = None  # Shape, scale of random caps; paper: 4 1.
     adjoint: Literal["implicit", "one_step", "phantom", "unrolled"] = "implicit"
     """How the gradient of the fixed point is computed; implicit is exact."""
 
@@ -159,14 +159,14 @@ def make_layer(config: RunConfig) -> nn.Module:
     """One mixing layer, (b, t, m) -> (b, t, m)."""
     if config.layer == "tracking":
         return TrackingDeltaNet(config.d_model)
-    fixed, initialization = fixed_point_options(config), Initialization(rates=config.rate_scale)
+    fixed = fixed_point_options(config)
     if config.layer == "paper":
         sizes = {name: getattr(config, name) for name in _SIZES}
         return Bedouin.from_paper(config.d_model, max_steps=fixed["max_steps"], **sizes)
     named = ("d_state", "expand", "num_heads", "decay", "input_scale", "feedback", "feedback_init")
-    options = {name: getattr(config, name) for name in (*named, "d_conv")}
+    options = {name: getattr(config, name) for name in ("d_model", *named, "d_conv")}
     options |= mixer_options(config.num_householder, config.beta_max) | fixed
-    return Bedouin(config.d_model, initialization=initialization, **options)
+    return Bedouin(**options, initialization=Initialization(rates=config.rate_scale))
 
 
 def mixer_options(num_householder: int, beta_max: float) -> dict[str, Any]:
