@@ -116,7 +116,8 @@ class Decoder:
         if not takes_graph or not all(map(is_untouched, self.layer.modules())):
             output, self._states = self._step(x_t)
             return output
-        # whose tensors cannot be written outside of it; leaving it turns gradients on
+        # A tensor made in inference mode cannot be written outside of it. Leaving that mode turns
+        # gradients on, which would make the graph copy every state.
         with torch.inference_mode(False), torch.no_grad():
             self._states = [v.clone() for v in self._states]
             self._graph = graph = _Graph(self, x_t)

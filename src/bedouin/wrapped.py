@@ -198,8 +198,8 @@ def side_by_side(
     weights: list[Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     missing = padding(sum([len(w) for w in weights]))
     if missing and x.is_cuda:
-        # any rows serve, since nothing reads their results: new zeros would take a launch, and one
-        # row many times a slower copy
+        # Nothing reads the results of these rows, so any serve: zeros would take a launch, and one
+        # row repeated is not contiguous, for which torch.cat has a slower kernel.
         most = max(weights, key=len).detach()
         weights.append(most[:missing] if missing <= len(most) else most[:1].expand(missing, -1))
     return F.linear(x, torch.cat(weights))
