@@ -15,8 +15,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.layout import state_major
-from bedouin.kernels.direct.limits import CHUNK, head_blocks
-from bedouin.kernels.direct.registered import Gradients
+from bedouin.kernels.direct.limits import CHUNK, Gradients, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import local_width, prepare_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel

@@ -37,6 +37,9 @@ CHUNK = SCAN_CHUNK
 """Tokens between two kept h, as many as of a scan. The reverse sweep's workspace is this many
 tensors (b, n, d)."""
 
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
+
 
 class HeadBlocks(NamedTuple):
     """Sizes rounded up: sides of tiles are powers of two, and at least 16 in a product."""

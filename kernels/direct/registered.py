@@ -18,7 +18,7 @@ from torch import Tensor
 from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
 from bedouin.kernels.direct.layout import choose_bind, state_major
-from bedouin.kernels.direct.limits import CHUNK
+from bedouin.kernels.direct.limits import CHUNK, Gradients
 from bedouin.kernels.direct.reference import memory_of
 from bedouin.kernels.double_backward import refuse_second_derivative
 from bedouin.kernels.launch import ceil_div
@@ -31,9 +31,6 @@ SweepResult = tuple[Tensor, Tensor, Tensor, Tensor]
 
 The kept h are flattened to one axis, because torch.compile specializes on axes of size 1 and would
 recompile for sequences of more than CHUNK tokens."""
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of x, raw, W_y, A, h0, y0, and the statistics (2, b, t) of the adjoint equation."""
 
 
 OPERANDS = "Tensor x, Tensor raw, Tensor? W_y, Tensor A, Tensor? h0, Tensor? y0"
