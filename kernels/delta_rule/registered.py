@@ -120,10 +120,19 @@ def constants(
     }
 
 
+def _like(*given: Any) -> tuple[Tensor, ...]:
+    query, _, value, _, _, memory, keep = given
+    (b, t, h, p), v = query.shape, value.shape[-1]
+    o = value.new_empty(b, t, h, v)
+    last = value.new_empty(b, h, p, v, dtype=torch.float32 if memory is None else memory.dtype)
+    return o, last, *Kept.empty(query, v, keep, memory is not None)
+
+
 @operation(
     "delta_rule_chunks",
     f"({INPUTS}, Tensor log_decay, Tensor? memory, bool keep) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _like,
 )
 def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     """The outputs (b, t, h, v), the last memory (b, h, p, v) in the dtype of the memory or float32,
@@ -133,7 +142,7 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
 
     query, key, value, beta, log_decay, memory, keep = given
-    o, last, *kept = _fake(*given)
+    o, last, *kept = _like(*given)
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
     rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
     tokens = *rows[:2], value, *rows[2:]
@@ -181,21 +190,7 @@ def _step(
     )
 
 
-@chunk_kernels.register_fake
-def _fake(*given: Any) -> tuple[Tensor, ...]:
-    query, _, value, _, _, memory, keep = given
-    (b, t, h, p), v = query.shape, value.shape[-1]
-    o = value.new_empty(b, t, h, v)
-    last = value.new_empty(b, h, p, v, dtype=torch.float32 if memory is None else memory.dtype)
-    return o, last, *Kept.empty(query, v, keep, memory is not None)
-
-
-@operation(
-    "delta_rule_chunks_backward",
-    "(Tensor grad_o, Tensor? grad_last, Tensor inverses, Tensor scores, Tensor errors, "
-    f"Tensor states, {INPUTS}, Tensor log_decay, Tensor? memory) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@chunk_kernels.register_vjp(kept=4, optional=(1,))
 def _backward(
     grad_o: Tensor,  # (b, t, h, v)
     grad_last: Tensor | None,  # (b, h, p, v); None: zeros
@@ -228,21 +223,20 @@ def _backward(
     return found
 
 
-_backward.register_fake(lambda grad_o, grad_last, *given: empty_like(*given[4:]))
-chunk_kernels.register_vjp(_backward, kept=4)
-
-
 def _plain(*given: Any) -> tuple[Tensor, Tensor]:
     """The outputs (b, t, h, v) and the last memory (b, h, p, v) of `delta_rule_plain`, whose memory
     is given."""
     return delta_rule_plain(DeltaInputs(*given[:5]), given[5])
 
 
-def _plain_fake(*given: Any) -> tuple[Tensor, Tensor]:
+def _plain_like(*given: Any) -> tuple[Tensor, Tensor]:
     query, _, value, _, _, memory = given
     return value.new_empty(*query.shape[:3], value.shape[-1]), memory.new_empty(memory.shape)
 
 
 plain_chunks = plain_operation(
-    "plain_delta_rule", f"{INPUTS}, Tensor? log_decay, Tensor memory", "", _plain, _plain_fake
+    "plain_delta_rule",
+    f"({INPUTS}, Tensor? log_decay, Tensor memory) -> (Tensor, Tensor)",
+    _plain,
+    _plain_like,
 )

@@ -37,7 +37,7 @@ from bedouin.kernels.iteration.types import IterationRule, Progress
 from bedouin.kernels.launch import evenly_spaced, next_power_of_two
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
-from bedouin.kernels.scan.registered import launch_forward
+from bedouin.kernels.scan import launch_forward
 from bedouin.kernels.scan.types import ScanOptions
 
 CHANNELS_A_WARP = 256

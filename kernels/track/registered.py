@@ -31,7 +31,6 @@ INPUTS = (
     "Tensor x, Tensor B, Tensor C, Tensor delta, Tensor erase, Tensor dt_bias, Tensor erase_bias, "
     "Tensor A_log, Tensor W, Tensor? h0, Tensor? y0, float eps"
 )
-KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
 COUNT = len(Recurrence._fields)
 
 FLAGS = "STARTED", "KEEP", "LAST"
@@ -73,7 +72,14 @@ def _switches(inputs: Recurrence, **others: bool) -> tuple[str, ...]:
     return tuple(name for name, is_on in others.items() if is_on)
 
 
-@operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})")
+def _like(*given: Any) -> tuple[Tensor, ...]:
+    x, sizes = given[0], Recurrence(*given[:COUNT]).sizes
+    b, t, H, c, n = sizes[:5]
+    y, h = (x.new_empty(size, dtype=torch.float32) for size in ((b, t, H * c), (b, H * c, n)))
+    return y, h, x.new_empty(b, t, H * c), *Kept.empty(x, sizes, given[-1])
+
+
+@operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})", _like)
 def track_operation(*given: Any) -> tuple[Tensor, ...]:
     """y (b, t, H c), the last h (b, H c, n), norm(y_{t-1}) (b, t, H c) in the dtype of x, and the
     fields of `Kept`, a part of them without `keep`. h0 and y0 are both there or none is; no size
@@ -86,7 +92,7 @@ def track_operation(*given: Any) -> tuple[Tensor, ...]:
     sizes = inputs.sizes
     b, t, H = sizes[:3]
     how = sizes, eps, _switches(inputs, KEEP=keep)
-    y, h, normed, *found = _fake(*given)
+    y, h, normed, *found = _like(*given)
     kept = Kept(*found)
     words = kept.B.view(torch.int32), kept.C.view(torch.int32)
     prepare_kernel[(ceil_div(b * t, TOKENS), H)](
@@ -106,19 +112,7 @@ def track_operation(*given: Any) -> tuple[Tensor, ...]:
     return y, h, normed, *kept
 
 
-@track_operation.register_fake
-def _fake(*given: Any) -> tuple[Tensor, ...]:
-    x, sizes = given[0], Recurrence(*given[:COUNT]).sizes
-    b, t, H, c, n = sizes[:5]
-    y, h = (x.new_empty(size, dtype=torch.float32) for size in ((b, t, H * c), (b, H * c, n)))
-    return y, h, x.new_empty(b, t, H * c), *Kept.empty(x, sizes, given[-1])
-
-
-@operation(
-    "track_backward",
-    f"(Tensor grad_y, Tensor? grad_h, Tensor grad_normed, {KEPT}, {INPUTS}) "
-    f"-> ({', '.join(['Tensor'] * COUNT)})",
-)
+@track_operation.register_vjp(kept=7, optional=(1,))
 def _backward(
     grad_y: Tensor,  # (b, t, H c)
     grad_h: Tensor | None,  # (b, H c, n); None: zeros
@@ -182,18 +176,12 @@ def _backward(
     return *found[:5], *cast, of_h0, of_y0
 
 
-_backward.register_fake(
-    lambda grad_y, grad_h, grad_normed, *given: empty_like(*given[7 : 7 + COUNT])
-)
-track_operation.register_vjp(_backward, kept=7)
-
-
 def _plain(*flat: Any) -> Tracked:
     *tensors, feedback_eps, eps = flat
     return track_reference(TrackInputs(*tensors), feedback_eps, eps)
 
 
-def _plain_fake(*flat: Any) -> Tracked:
+def _plain_like(*flat: Any) -> Tracked:
     inputs = TrackInputs(*flat[:-2])
     b, t, H, c, n = inputs.sizes
     dtype = accumulator(*[v.dtype for v in inputs if v is not None])
@@ -205,5 +193,8 @@ _TENSORS = ", ".join(
     f"Tensor{'?' if name in ('h0', 'y0') else ''} {name}" for name in TrackInputs._fields
 )
 plain_track = plain_operation(
-    "plain_track", _TENSORS, "float feedback_eps, float eps", _plain, _plain_fake, results=3
+    "plain_track",
+    f"({_TENSORS}, float feedback_eps, float eps) -> (Tensor, Tensor, Tensor)",
+    _plain,
+    _plain_like,
 )

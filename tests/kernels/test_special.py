@@ -95,7 +95,7 @@ def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
     b: int, t: int, d: int, n: int
 ) -> None:
     from bedouin.kernels.launch import ceil_div, next_power_of_two
-    from bedouin.kernels.scan.registered import choose_block
+    from bedouin.kernels.scan import choose_block
 
     block = choose_block(torch.empty(b, t, d, device="meta"), n, reverse=True)
     blocks = ceil_div(d, block)
