@@ -21,8 +21,7 @@ import bedouin.kernels.direct.launch as launch
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
-from bedouin.kernels.delta_rule import triton_chunks
-from bedouin.kernels.delta_rule.registered import constants, value_block
+from bedouin.kernels.delta_rule import constants, triton_chunks, value_block
 from bedouin.kernels.direct.limits import head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
@@ -30,12 +29,12 @@ from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
 from bedouin.kernels.scan.types import SCAN_CHUNK
-from bedouin.kernels.track.limits import Sizes
-from bedouin.kernels.track.registered import FLAGS, options
+from bedouin.kernels.track import FLAGS, options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
+from bedouin.kernels.track.types import Sizes
 
 
 def compile_kernel(
