@@ -37,7 +37,6 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.feedback import normalize_feedback, padded_rows
-from bedouin.kernels.heads import count_heads
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import evenly_spaced, next_power_of_two
 from bedouin.kernels.linear import padding
@@ -114,13 +113,13 @@ class FusedIteration:
         h0, y0 = operands.start()
         self.rule, self.options = rule, parameterization
         self.layout = parameterization.known_layout()
-        (self.b, self.t, self.d), self.n, self.heads = y.shape, A.shape[-1], count_heads(A)
+        (self.b, self.t, self.d), self.n = y.shape, A.shape[-1]
         b, t, d = y.shape
         self.x, self.raw = evenly_spaced(x), evenly_spaced(raw)
         self.y = y.clone(memory_format=torch.contiguous_format)
         self.y_next, self.mixed, self.delta = (torch.empty_like(self.y) for _ in range(3))
-        # without feedback the kernels read neither
-        self.normed, self.fed_back, self.W_y = self.y, self.raw, W_y
+        # without feedback the kernel does not read what stands for it
+        self.normed, self.fed_back, self.W_y = None, self.raw, W_y
         if W_y is not None:
             r = raw.shape[2]
             self.W_y = padded_rows(W_y, r + padding(r))
@@ -172,14 +171,11 @@ class FusedIteration:
         return Progress(self.y, frozen, failed, steps, defect, scale, None, self.value)
 
     def _evaluate(self, *, count: bool) -> None:
-        if self.W_y is not None:
-            r, d = self.W_y.shape[-2:]
-            if self.W_y.dim() == 2:
-                torch.mm(self.normed.view(-1, d), self.W_y.mT, out=self.fed_back.view(-1, r))
-            else:
-                by_head = self.heads, -1
-                normed, fed_back = self.normed.view(*by_head, d), self.fed_back.view(*by_head, r)
-                torch.bmm(normed, self.W_y.mT, out=fed_back)
+        if self.W_y is not None and self.normed is not None:
+            *heads, r, d = self.W_y.shape
+            product = torch.bmm if heads else torch.mm
+            normed, fed_back = self.normed.view(*heads, -1, d), self.fed_back.view(*heads, -1, r)
+            product(normed, self.W_y.mT, out=fed_back)
         self._mix()
         rows = self.mixed, self.delta, self.BC[:, :, 0], self.BC[:, :, 1]
         scales = self.options.input_scale, self.options.eigenvalues
@@ -199,7 +195,7 @@ class FusedIteration:
         strides = self.x.stride(1), self.raw.stride(1), self.fed_back.stride(1)
         self.kernels.mix_kernel[(self.b * self.t,)](
             *(self.x, self.raw, self.fed_back, self.y, self.kept, self.mixed, self.delta, self.BC),
-            *(self.b, self.t, *strides, self.d, self.n),
+            *(self.b, self.t, strides, self.d, self.n),
             K=self.layout.num_householder,
             BLOCK_N=next_power_of_two(self.n),
             FEEDBACK=self.W_y is not None,
@@ -216,21 +212,16 @@ class FusedIteration:
         """Defect, scale and next iterate of every token; converged prefix and failure of every
         sample."""
         self.kernels.judge_kernel[(self.b * self.t,)](
-            *(self.y, self.y_next, self.y_next if self.value is None else self.value, self.kept),
-            *(self.norms, self.b, self.t, self.d),
+            *(self.y, self.y_next, self.value, self.kept, self.norms, self.b, self.t, self.d),
             DAMPING=self.rule.damping,
-            STORE_VALUE=self.value is not None,
             **self._of_tokens,
         )
-        lengths = self.lengths
         self.kernels.decide_kernel[(self.b,)](
-            *(self.norms, self.counters, self.counters if lengths is None else lengths),
-            *(self.b, self.t),
+            *(self.norms, self.counters, self.lengths, self.b, self.t),
             ATOL=self.rule.atol,
             RTOL=self.rule.rtol,
             WHOLE=self.rule.whole_sequence,
             COUNT=count,
-            PADDED=lengths is not None,
             BLOCK_T=min(next_power_of_two(self.t), DECIDE_TOKENS),
         )
 
@@ -239,12 +230,9 @@ class FusedIteration:
         y_next: Tensor,  # (b, t, d)
     ) -> None:
         """Undo the last move of tokens that have just frozen; norm(y_next) of the others."""
-        eps = self.options.feedback_norm_eps
         self.kernels.settle_kernel[(self.b * self.t,)](
             *(self.y, y_next, self.normed, self.counters, self.b, self.t, self.d),
-            FEEDBACK=self.W_y is not None,
-            NORM=eps is not None,
-            NORM_EPS=0.0 if eps is None else eps,
+            NORM_EPS=self.options.feedback_norm_eps,
             **self._of_tokens,
         )
 

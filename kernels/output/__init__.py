@@ -180,18 +180,16 @@ def _launch_arguments(
     operands: OutputOperands,
     joined: Tensor,  # (b / H, t, H d), the output or its cotangent
     eps: float,
-) -> tuple[list[Tensor], list[int], dict[str, Any]]:
+) -> tuple[list[Tensor | None], list[int], dict[str, Any]]:
     """The operands in the order of the kernels, their tokens rows at one distance; the tokens and
     channels of a head and the distances of rows; constants."""
     y, x, D, gate, weight = operands
     tokens, d = joined.shape[:2].numel(), joined.shape[-1] // operands.heads
     y, gate = evenly_spaced(y), evenly_spaced(gate)
-    # a kernel does not read what stands for an absent operand
-    x = y if x is None else evenly_spaced(x)
-    D, weight = (y if v is None else v.contiguous() for v in (D, weight))
-    strides = [v.stride(1) for v in (y, x, gate, joined)]
-    flags = {"BESIDE": operands.D is None, "NORM": operands.weight is not None, "EPS": eps}
-    return [y, x, D, gate, weight], [tokens, d, *strides], flags | _blocks(tokens, d)
+    x = None if x is None else evenly_spaced(x)
+    D, weight = (None if v is None else v.contiguous() for v in (D, weight))
+    strides = [0 if v is None else v.stride(1) for v in (y, x, gate, joined)]
+    return [y, x, D, gate, weight], [tokens, d, *strides], {"EPS": eps} | _blocks(tokens, d)
 
 
 def _output_like(*flat: Any) -> Tensor:
@@ -286,9 +284,7 @@ def _norm_arguments(
     y: Tensor,  # (b, t, d)
     y0: Tensor | None,  # (b, d); None: zeros
     eps: float | None,
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """y and y0 as the kernels read them, y in the place of a y0 that is absent; constants."""
-    y = evenly_spaced(y)
-    norm = {"START": y0 is not None, "NORM": eps is not None, "EPS": eps or 0.0}
-    y0 = y if y0 is None else y0.contiguous()
-    return y, y0, norm | _blocks(y.shape[:2].numel(), y.shape[2])
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """y and y0 as the kernels read them; constants."""
+    y0 = None if y0 is None else y0.contiguous()
+    return evenly_spaced(y), y0, {"EPS": eps} | _blocks(y.shape[:2].numel(), y.shape[2])

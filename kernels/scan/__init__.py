@@ -163,13 +163,8 @@ def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
     }
 
 
-def _strides(*rows: Tensor) -> list[int]:
-    """Those of the batch and time axes of tensors (b, t, ...), whose last axes are contiguous."""
-    return [v.stride(axis) for v in rows for axis in (0, 1)]
-
-
 def launch_forward(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],  # x, delta (b, t, d), B, C (b, t, n), rows whole
+    rows: tuple[Tensor, ...],  # x, delta (b, t, d), B, C (b, t, n), rows whole
     A: Tensor,  # (H, n, d) or (n, d), contiguous
     h0: Tensor,  # (b, n, d), contiguous
     D: Tensor | None,  # (H, d) or (d,), contiguous
@@ -179,14 +174,10 @@ def launch_forward(
     """Launch the forward kernel, which writes the outputs: as those of `triton_scan`."""
     from bedouin.kernels.scan.triton_forward import forward_kernel
 
-    x, (b, t, d), (n, heads) = rows[0], rows[0].shape, (A.shape[-2], count_heads(A))
-    y, last, kept = outputs
-    block = choose_block(x, n, reverse=False)
+    (b, t, d), n, strides = rows[0].shape, A.shape[-2], tuple(v.stride()[:2] for v in rows)
+    block = choose_block(rows[0], n, reverse=False)
     forward_kernel[(b * ceil_div(d, block),)](
-        *(x, rows[1], A, *rows[2:], h0, A if D is None else D),
-        *(y, last, last if kept is None else kept, t, d, n, 0, *_strides(*rows), b // heads),
-        HAS_D=D is not None,
-        KEEP=kept is not None,
+        *(rows, A, h0, D, *outputs, t, d, n, 0, strides, b // count_heads(A)),
         **_constants(options, n, block),
     )
 
@@ -207,11 +198,11 @@ def triton_scan(*flat: Any) -> tuple[Tensor, ...]:
     """y (b, t, d) with D * x, the last h (b, d, n), and h before each chunk
     (b, ceil(t / SCAN_CHUNK), d, n); without `keep` of no chunk. No size may be 0."""
     operands, (y, last, kept) = ScanOperands(*flat[:7]), _like(*flat)
-    x, delta, B, C = map(last_axis_contiguous, operands.rows)
+    rows = tuple(map(last_axis_contiguous, operands.rows))
     D = None if operands.D is None else operands.D.contiguous()
     states = operands.A.mT.contiguous(), operands.h0.mT.contiguous()
     written = y, last, kept if flat[10] else None
-    launch_forward((x, delta, B, C), *states, D, written, ScanOptions(*flat[7:10]))
+    launch_forward(rows, *states, D, written, ScanOptions(*flat[7:10]))
     return y, last, kept
 
 
@@ -227,9 +218,9 @@ def _backward(
     from bedouin.kernels.scan.triton_backward import backward_kernel
 
     operands = ScanOperands(*flat[:7])
-    D, A, grad_h = operands.D, operands.A.contiguous(), grad_h.contiguous()
-    rows = tuple(map(last_axis_contiguous, (grad_y, *operands.rows)))
-    grad_y, x, delta, B, C = rows
+    A, D = operands.A.contiguous(), None if operands.D is None else operands.D.contiguous()
+    rows = tuple(map(last_axis_contiguous, (*operands.rows, grad_y)))
+    x, delta, B, C, _ = rows
     (b, t, d), n, heads = x.shape, A.shape[-1], count_heads(A)
     block = choose_block(x, n, reverse=True)
     blocks = ceil_div(d, block)
@@ -240,10 +231,9 @@ def _backward(
     grad_BC = x.new_empty(2, b, t, blocks, n, dtype=torch.float32)
     grad_D = A.new_empty(b, 0 if D is None else d, dtype=torch.float32)
     backward_kernel[(b * blocks,)](
-        *(grad_y, grad_h, x, delta, A, B, C, A if D is None else D.contiguous(), kept, work),
+        *(rows, grad_h.contiguous(), A, D, kept, work),
         *(grad_x, grad_delta, grad_A, *grad_BC, grad_h0, grad_D),
-        *(t, d, n, *_strides(*rows), b // heads),
-        HAS_D=D is not None,
+        *(t, d, n, tuple(v.stride()[:2] for v in rows), b // heads),
         **_constants(ScanOptions(*flat[7:]), n, block),
     )
     of_A = sum_samples(grad_A, heads).view(A.shape).to(A.dtype)
