@@ -34,11 +34,8 @@ def _load_token(
 
 @triton.jit(do_not_specialize=["t_end", "heads"])
 def gradients_kernel(
-    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    kept,  # `Kept`
     adjoint_ptr,  # (f, t, P): pairs of w and written_
-    scalars_ptr,  # (f, t, 2)
-    B_ptr,  # (f, t, N / V), words
-    C_ptr,  # likewise
     memory_ptr,  # (f, t, N P / V), words of q
     A_log_ptr,  # (H, c, n)
     edges_ptr,  # (f, chunks, N, P)
@@ -93,11 +90,11 @@ def gradients_kernel(
         inverse_A = inverse_A + (1 / not_zero(A[v]),)
     sample = f * t_end
     rows = (
-        rows_ptr + sample * P,
+        kept.rows + sample * P,
         adjoint_ptr + sample * P,
-        scalars_ptr + sample * 2 + 1,
-        B_ptr + sample * WORDS,
-        C_ptr + sample * WORDS,
+        kept.scalars + sample * 2 + 1,
+        kept.B + sample * WORDS,
+        kept.C + sample * WORDS,
         memory_ptr + sample * (P * WORDS),
         unknown_zeros(pl, t_end, PL),
     )

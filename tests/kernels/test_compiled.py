@@ -29,12 +29,12 @@ from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
 from bedouin.kernels.scan.types import SCAN_CHUNK
-from bedouin.kernels.track import FLAGS, options
+from bedouin.kernels.track import options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import Sizes
+from bedouin.kernels.track.types import Kept, Recurrence, Sizes
 
 Kind = str | tuple[Any, ...]
 """Triton's type of a parameter, or those of a tuple."""
@@ -194,26 +194,24 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
 # -- tracker, of whose time on a token's chain a barrier takes as much as a tenth of its arithmetic
 
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
-PAIRS = (
-    "B_ptr",
-    "C_ptr",
-    "rows_ptr",
-    "adjoint_ptr",
-    "memory_ptr",
-    "slopes_ptr",
-    "past_ptr",
-    "fed_ptr",
-    "factors_ptr",
-)
+PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
+"""Pointers to words."""
 
 
 def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
-    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), 1e-5, FLAGS)
+    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), 1e-5) | {"KEEP": True}
     low = {BF16: "bf16", F16: "fp16", F32: "fp32"}[dtype]
 
-    def kind_of(name: str) -> str:
-        if name in PAIRS:
+    def kind_of(name: str) -> Kind:
+        if name == "strides":
+            return (("i32", "i32"),) * 5
+        if name in ("inputs", "grads"):
+            kinds = [pointer(f"{field}_ptr", WIDE_OF_TRACK, low) for field in Recurrence._fields]
+            return Recurrence(*kinds)  # type: ignore[arg-type]
+        if name == "kept":
+            return Kept(*[kind_of(f"{field}_ptr") for field in Kept._fields])  # type: ignore[arg-type]
+        if name.removesuffix("_ptr") in PAIRS:
             return "*i32" if kernel is prepare_kernel else "*i64"
         return pointer(name, WIDE_OF_TRACK, low)
 
