@@ -28,7 +28,6 @@ from bedouin.kernels.delta_rule.reference import (
 from bedouin.kernels.launch import (
     accumulator,
     ceil_div,
-    dtype_of_factors,
     evenly_spaced,
     next_power_of_two,
 )
@@ -175,10 +174,6 @@ VALUE_BLOCK = 64
 STEP_CELLS = 2048
 """Most cells of S in a program of a single token: of fewer, more programs share its one read."""
 
-FLOAT32_PRODUCTS = "tf32x3"
-"""Of float32 factors: three products on tensor cores, whose sum has nearly float32's precision.
-"ieee" has all of it, without tensor cores."""
-
 
 def longest_chunk(dtype: torch.dtype) -> int:
     """Most tokens of a chunk whose products have factors of `dtype`. The factors of float32 are
@@ -196,8 +191,8 @@ class Kept(NamedTuple):
 
     inverses: Tensor  # (b h, n, c, c)
     scores: Tensor  # (b h, n, c, c)
-    errors: Tensor  # (b, t, h, v)
-    states: Tensor  # (b h, n, p, v), before each chunk, and n - 1 where the first has zeros
+    errors: Tensor | None  # (b, t, h, v)
+    states: Tensor | None  # (b h, n, p, v), before each chunk, n - 1 where the first has zeros
 
     @staticmethod
     def empty(
@@ -219,12 +214,13 @@ class Kept(NamedTuple):
 def _rows(
     query: Tensor,  # (b, t, h, p)
     key: Tensor,  # (b, t, 1, h, p)
+    value: Tensor,  # (b, t, 1, h, v)
     beta: Tensor,  # (b, t, 1, h)
     log_decay: Tensor,  # (b, t, h)
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels read: evenly spaced (b, t, h p) and (b, t, h p), (b, t, h) and (b, t, h)."""
-    numbers = beta.squeeze(2).contiguous(), log_decay.contiguous()
-    return evenly_spaced(query.flatten(2)), evenly_spaced(key.flatten(2)), *numbers
+) -> DeltaInputs:
+    """What the kernels read: evenly spaced (b, t, h p) and (b, t, h v), contiguous (b, t, h)."""
+    rows = (evenly_spaced(v.flatten(2)) for v in (query, key, value))
+    return DeltaInputs(*rows, beta.contiguous(), log_decay.contiguous())
 
 
 def _part(p: int, dtype: torch.dtype) -> int:
@@ -250,8 +246,6 @@ def constants(
         "P_SIZE": p,
         "PART": _part(p, query.dtype),
         "C": chunk_size(t, query.dtype),
-        "DOT": dtype_of_factors(query.dtype),
-        "PRECISION": FLOAT32_PRODUCTS,
         "enable_fp_fusion": True,
         "num_warps": 4,  # no more (triton_chunks.py)
         # in float32 nothing is copied ahead, as all factors pass registers
@@ -278,55 +272,34 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     and the tensors of `Kept`. The inputs are those of `DeltaInputs` with k = 1 and a decay. query,
     key and value have one of the kernels' dtypes, which the factors of products and the outputs
     have, too."""
-    from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
+    from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, step_kernel, sweep_kernel
 
     query, key, value, beta, log_decay, memory, keep = given
     o, last, *kept = _like(*given)
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
-    rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
-    tokens = *rows[:2], value, *rows[2:]
+    inputs = _rows(query, key, value, beta, log_decay)
+    apart = tuple(v.stride(1) for v in inputs[:3])
+    memory = None if memory is None else memory.contiguous()
     if t == 1 and not keep:
-        _step(tokens, memory, (o, last))
+        P = next_power_of_two(p)
+        block = min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v))
+        step_kernel[(b * h * ceil_div(v, block),)](
+            *(inputs, apart, memory, o, last, h), P_SIZE=p, V_SIZE=v, P=P, V_BLOCK=block
+        )
         return o, last, *kept
     # what the sweep reads is there without `keep`, too
     squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
+    found = Kept(*squares, *(kept[2:] if keep else (None, None)))
     n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
-    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1)
-    prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
+    prepare_kernel[(b * h * n,)](inputs, apart, found, t, h, n, **common)
     block = value_block(p, v, dtype)
     sweep_kernel[(b * h * ceil_div(v, block),)](
-        *(*tokens, *squares),
-        *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
-        *(*sizes, value.stride(1)),
-        STARTED=memory is not None,
-        KEEP=keep,
+        *(inputs, apart, found, memory, o, last, t, h, n),
         V_SIZE=v,
         V_BLOCK=block,
         **common,
     )
     return o, last, *kept
-
-
-def _step(
-    tokens: tuple[Tensor, ...],  # those of `_rows`, with those of the values (b, 1, h v) third
-    memory: Tensor | None,  # (b, h, p, v); None: zeros
-    found: tuple[Tensor, Tensor],  # o and last, written
-) -> None:
-    """The same for a single token whose gradient is not wanted."""
-    from bedouin.kernels.delta_rule.triton_chunks import step_kernel
-
-    b, h, p, v = found[1].shape
-    P = next_power_of_two(p)
-    block = min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v))
-    step_kernel[(b * h * ceil_div(v, block),)](
-        *(*tokens, found[1] if memory is None else memory.contiguous(), *found),
-        *(h, *(rows.stride(1) for rows in tokens[:3])),
-        STARTED=memory is not None,
-        P_SIZE=p,
-        V_SIZE=v,
-        P=P,
-        V_BLOCK=block,
-    )
 
 
 @chunk_kernels.register_vjp(kept=4, optional=(1,))
@@ -338,26 +311,23 @@ def _backward(
     """The gradients of query, key, value, beta, log_decay and, where there is one, memory."""
     from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
 
-    kept, (query, key, value, beta, decay, memory) = Kept(*given[:4]), given[4:]
-    found = empty_like(query, key, value, beta, decay, memory)
-    grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory = found
+    kept, (query, _, value, *_, memory) = Kept(*given[:4]), given[4:]
+    found = empty_like(*given[4:])
     (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
-    rows, grad_o = _rows(query, key, beta, decay), evenly_spaced(grad_o.flatten(2))
+    inputs, grad_o = _rows(*given[4:9]), evenly_spaced(grad_o.flatten(2))
     n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
     grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
-    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1), grad_o.stride(1)
-    common: dict[str, Any] = {"ENDED": grad_last is not None, "STARTED": memory is not None}
-    common |= {"V_SIZE": v, "V_BLOCK": block} | constants(query)
+    apart, grads = tuple(v.stride(1) for v in (*inputs[:2], grad_o)), DeltaInputs(*found[:5])
+    last = None if grad_last is None else grad_last.contiguous()
+    common = {"V_SIZE": v, "V_BLOCK": block} | constants(query)
     reverse_kernel[(b * h * ceil_div(v, block),)](
-        *(*rows, kept.inverses, kept.scores, grad_o),
-        grad_o if grad_last is None else grad_last.contiguous(),
-        *(grad_v, grad_states, grad_memory, *sizes),
+        *(inputs, apart, kept, grad_o, last, grad_states, grads),
+        *(None if memory is None else found[5], t, h, n),
         **common,
     )
     gradients_kernel[(b * h * n,)](
-        *(*rows, kept.errors, kept.states, grad_o, grad_v, grad_states),
-        *(grad_q, grad_k, grad_beta, grad_decay, *sizes),
-        **common,
+        *(inputs, apart, kept, grad_o, grad_states, grads, t, h, n),
+        **{"ENDED": last is not None, "STARTED": memory is not None} | common,
     )
     return found
 

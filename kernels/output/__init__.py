@@ -180,16 +180,17 @@ def _launch_arguments(
     operands: OutputOperands,
     joined: Tensor,  # (b / H, t, H d), the output or its cotangent
     eps: float,
-) -> tuple[list[Tensor | None], list[int], dict[str, Any]]:
-    """The operands in the order of the kernels, their tokens rows at one distance; the tokens and
-    channels of a head and the distances of rows; constants."""
+) -> tuple[OutputOperands, tuple[int, ...], tuple[int, int], dict[str, Any]]:
+    """The operands as the kernels read them, and the distances of the rows of y, x and gate; the
+    tokens and channels of a head; constants."""
     y, x, D, gate, weight = operands
     tokens, d = joined.shape[:2].numel(), joined.shape[-1] // operands.heads
     y, gate = evenly_spaced(y), evenly_spaced(gate)
     x = None if x is None else evenly_spaced(x)
     D, weight = (None if v is None else v.contiguous() for v in (D, weight))
-    strides = [0 if v is None else v.stride(1) for v in (y, x, gate, joined)]
-    return [y, x, D, gate, weight], [tokens, d, *strides], {"EPS": eps} | _blocks(tokens, d)
+    distances = tuple(0 if v is None else v.stride(1) for v in (y, x, gate))
+    read = OutputOperands(y, x, D, gate, weight)
+    return read, distances, (tokens, d), {"EPS": eps} | _blocks(tokens, d)
 
 
 def _output_like(*flat: Any) -> Tensor:
@@ -205,9 +206,9 @@ def gated_output_operation(*flat: Any) -> Tensor:
 
     *fields, eps, _ = flat
     operands, out = OutputOperands(*fields), _output_like(*flat)
-    tensors, numbers, constants = _launch_arguments(operands, out, eps)
-    grid = ceil_div(numbers[0], constants["TOKENS"]), operands.heads
-    output_kernel[grid](*tensors, out, *numbers, **constants)
+    *read, sizes, constants = _launch_arguments(operands, out, eps)
+    grid = ceil_div(sizes[0], constants["TOKENS"]), operands.heads
+    output_kernel[grid](*read, out, *sizes, **constants)
     return out
 
 
@@ -221,13 +222,13 @@ def _output_backward(
 
     *fields, eps, _ = flat
     operands, grad = OutputOperands(*fields), evenly_spaced(grad)
-    of_y, of_x, of_D, of_gate, of_weight = empty_like(*operands)
-    tensors, numbers, constants = _launch_arguments(operands, grad, eps)
-    heads, (tokens, d) = operands.heads, numbers[:2]
+    grads = of_y, of_x, of_D, of_gate, of_weight = OutputOperands(*empty_like(*operands))
+    *read, (tokens, d), constants = _launch_arguments(operands, grad, eps)
+    heads = operands.heads
     programs = min(ceil_div(tokens, constants["TOKENS"]), ceil_div(PROGRAMS, heads))
     sums = grad.new_empty(programs, 2, heads, d, dtype=torch.float32)
     output_backward_kernel[(programs, heads)](
-        *(grad, *tensors, of_y, of_x, of_gate, sums, *numbers), **constants
+        *(*read, grad, grad.stride(1), grads, sums, tokens, d), **constants
     )
     if operands.D is None:
         # of a memory, all heads have one weight
