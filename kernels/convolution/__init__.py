@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.convolution.reference import Groups, short_convolution_reference
 from bedouin.kernels.launch import arguments_of, ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation
@@ -43,10 +43,10 @@ def short_convolution(
     """
     check_sequence("x", x)
     (b, t, c), w = x.shape, weight.shape[-1]
-    check_shape("weight", weight, (c, w), "(c, w)")
-    check_shape("window", window, (b, w - 1, c), "(b, w - 1, c)")
+    check_shapes((c, w), "(c, w)", weight=weight)
+    check_shapes((b, w - 1, c), "(b, w - 1, c)", window=window)
     if added is not None:
-        check_shape("added", added, (b, t, added.shape[-1]), "(b, t, a)")
+        check_shapes((b, t, added.shape[-1]), "(b, t, a)", added=added)
     # the kernels compute norms of all blocks, and read those of groups
     groups = Groups(0, c, 1.0) if groups is None else groups
     if groups.number * groups.size > c or (added is not None and added.shape[-1] > c):

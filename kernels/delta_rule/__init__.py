@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import KERNEL_DTYPES, Backend, choose_backend
-from bedouin.kernels.checks import check_shape, one_of
+from bedouin.kernels.checks import check_shapes, one_of
 from bedouin.kernels.delta_rule import fla
 from bedouin.kernels.delta_rule.rates import delta_rates, delta_rates_reference
 from bedouin.kernels.delta_rule.reference import (
@@ -125,11 +125,11 @@ def _check_shapes(
             "for one Householder step a token, use key.unsqueeze(2) and value.unsqueeze(2)"
         )
     (b, t, k, h, p), v = inputs.key.shape, inputs.value.shape[-1]
-    check_shape("query", inputs.query, (b, t, h, p), "(b, t, h, p)")
-    check_shape("value", inputs.value, (b, t, k, h, v), "(b, t, k, h, v)")
-    check_shape("beta", inputs.beta, (b, t, k, h), "(b, t, k, h)")
-    check_shape("log_decay", inputs.log_decay, (b, t, h), "(b, t, h)")
-    check_shape("memory", memory, (b, h, p, v), "(b, h, p, v)")
+    check_shapes((b, t, h, p), "(b, t, h, p)", query=inputs.query)
+    check_shapes((b, t, k, h, v), "(b, t, k, h, v)", value=inputs.value)
+    check_shapes((b, t, k, h), "(b, t, k, h)", beta=inputs.beta)
+    check_shapes((b, t, h), "(b, t, h)", log_decay=inputs.log_decay)
+    check_shapes((b, h, p, v), "(b, h, p, v)", memory=memory)
 
 
 def _takes_kernel(
@@ -191,8 +191,8 @@ class Kept(NamedTuple):
 
     inverses: Tensor  # (b h, n, c, c)
     scores: Tensor  # (b h, n, c, c)
-    errors: Tensor | None  # (b, t, h, v)
-    states: Tensor | None  # (b h, n, p, v), before each chunk, n - 1 where the first has zeros
+    errors: Tensor  # (b, t, h, v)
+    states: Tensor  # (b h, n, p, v), before each chunk, and n - 1 where the first has zeros
 
     @staticmethod
     def empty(
@@ -219,8 +219,8 @@ def _rows(
     log_decay: Tensor,  # (b, t, h)
 ) -> DeltaInputs:
     """What the kernels read: evenly spaced (b, t, h p) and (b, t, h v), contiguous (b, t, h)."""
-    rows = (evenly_spaced(v.flatten(2)) for v in (query, key, value))
-    return DeltaInputs(*rows, beta.contiguous(), log_decay.contiguous())
+    query, key, value = (evenly_spaced(v.flatten(2)) for v in (query, key, value))
+    return DeltaInputs(query, key, value, beta.contiguous(), log_decay.contiguous())
 
 
 def _part(p: int, dtype: torch.dtype) -> int:
@@ -288,13 +288,14 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
         )
         return o, last, *kept
     # what the sweep reads is there without `keep`, too
-    squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
-    found = Kept(*squares, *(kept[2:] if keep else (None, None)))
+    found: list[Any] = kept
+    if not keep:
+        found = [*Kept.empty(query, 0, keep=True, started=True)[:2], None, None]
     n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
-    prepare_kernel[(b * h * n,)](inputs, apart, found, t, h, n, **common)
+    prepare_kernel[(b * h * n,)](inputs, apart, Kept(*found), t, h, n, **common)
     block = value_block(p, v, dtype)
     sweep_kernel[(b * h * ceil_div(v, block),)](
-        *(inputs, apart, found, memory, o, last, t, h, n),
+        *(inputs, apart, Kept(*found), memory, o, last, t, h, n),
         V_SIZE=v,
         V_BLOCK=block,
         **common,

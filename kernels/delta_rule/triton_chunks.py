@@ -25,10 +25,7 @@ of a chunk.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.backend import interpreter_is_on
-
-INTERPRETED = tl.constexpr(interpreter_is_on())
-"""Whether Triton's interpreter runs the kernels, in which bfloat16 cannot be multiplied."""
+from bedouin.kernels.device.elementary import FAST
 
 PRECISION = tl.constexpr("tf32x3")
 """Of products of float32: three on tensor cores, whose sum has nearly float32's precision. "ieee"
@@ -37,9 +34,10 @@ has all of it, without tensor cores."""
 
 @triton.jit
 def factor(x, LIKE):
-    """x as a factor of a product: rounded to the dtype of the tensor LIKE."""
+    """x as a factor of a product: rounded to the dtype of the tensor LIKE, but in the interpreter
+    then in float32, because bfloat16 cannot be multiplied there."""
     low = x.to(LIKE.dtype.element_ty)
-    return low.to(tl.float32) if INTERPRETED else low
+    return low if FAST else low.to(tl.float32)
 
 
 @triton.jit

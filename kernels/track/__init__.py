@@ -15,10 +15,9 @@ from bedouin.kernels.backend import (
     Backend,
     Implementation,
     choose_backend,
-    interpreter_is_on,
     warn_of_reference,
 )
-from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.heads import fold
 from bedouin.kernels.householder import UNIT_EPS
@@ -112,25 +111,20 @@ def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
 
 
 def _check(inputs: TrackInputs) -> None:
-    check_sequence("x", inputs.x)
-    check_sequence("erase", inputs.erase)
+    x, B, C, delta, erase, gate, skip, dt_bias, erase_bias, A_log, D, weight, W_y, h0, y0 = inputs
+    check_sequence("x", x)
+    check_sequence("erase", erase)
     b, t, H, c, n = inputs.sizes
-    d, rows = H * c, {"x": inputs.x, "delta": inputs.delta, "gate": inputs.gate}
-    rows["skip"] = inputs.skip
-    for name, v in rows.items():
-        check_shape(name, v, (b, t, d), "(b, t, H c)")
-    for name, v in {"B": inputs.B, "C": inputs.C}.items():
-        check_shape(name, v, (b, t, H * n), "(b, t, H n)")
-    for name, v in {"dt_bias": inputs.dt_bias, "D": inputs.D, "weight": inputs.weight}.items():
-        check_shape(name, v, (d,), "(H c,)")
-    check_shape("erase_bias", inputs.erase_bias, (H,), "(H,)")
-    check_shape("W_y", inputs.W_y, (H, 3 * c, c), "(H, 3 c, c)")
-    if inputs.A_log.dim() == 3:
-        check_shape("A_log", inputs.A_log, (H, c, n), "(H, c, n)")
-    else:
-        check_shape("A_log", inputs.A_log, (d, n), "(H c, n)")
-    check_shape("h0", inputs.h0, (b, d, n), "(b, H c, n)")
-    check_shape("y0", inputs.y0, (b, d), "(b, H c)")
+    d = H * c
+    check_shapes((b, t, d), "(b, t, H c)", x=x, delta=delta, gate=gate, skip=skip)
+    check_shapes((b, t, H * n), "(b, t, H n)", B=B, C=C)
+    check_shapes((d,), "(H c,)", dt_bias=dt_bias, D=D, weight=weight)
+    check_shapes((H,), "(H,)", erase_bias=erase_bias)
+    check_shapes((H, 3 * c, c), "(H, 3 c, c)", W_y=W_y)
+    check_shapes((H, c, n), "(H, c, n)", A_log=A_log if A_log.dim() == 3 else None)
+    check_shapes((d, n), "(H c, n)", A_log=None if A_log.dim() == 3 else A_log)
+    check_shapes((b, d, n), "(b, H c, n)", h0=h0)
+    check_shapes((b, d), "(b, H c)", y0=y0)
 
 
 INPUTS = (
@@ -154,7 +148,7 @@ def options(kernel: Any, sizes: Sizes, eps: float) -> dict[str, Any]:
     tokens = TOKENS if name == "prepare_kernel" else FINISH_TOKENS
     every: dict[str, Any] = {
         **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": lanes},
-        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens, "FAST": not interpreter_is_on()},
+        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens},
         **{"S": GRADIENT_STATES, "PL": 32 * sizes.V // GRADIENT_STATES},
         **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
     }
@@ -215,7 +209,8 @@ def _backward(
     x, A_log, sizes = inputs.x, inputs.A_log, inputs.sizes
     (b, t, H, c, n, P, N, V), f, chunks = sizes, sizes.f, sizes.chunks
     blocks = ceil_div(b * t, FINISH_TOKENS)
-    grads, grad_y = Recurrence(*empty_like(*inputs)), grad_y.contiguous()
+    found, grad_y = empty_like(*inputs), grad_y.contiguous()
+    grads = Recurrence(*found)
     normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
     adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
     edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
@@ -254,7 +249,7 @@ def _backward(
         of.to(v.dtype, copy=v is inputs.erase_bias)
         for of, v in zip(parameters, inputs[5:9], strict=True)
     )
-    return *grads[:5], *cast, grads.h0, grads.y0
+    return *found[:5], *cast, *found[9:]
 
 
 def _plain(*flat: Any) -> Tracked:

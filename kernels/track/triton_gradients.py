@@ -13,7 +13,7 @@ sums in a thread and log2(PL) shuffles. Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LN2, exp2
+from bedouin.kernels.device.elementary import FAST, LN2, exp2
 from bedouin.kernels.track.device import not_zero, rates_of, unknown_zeros, unpack, wait_for
 
 
@@ -54,7 +54,6 @@ def gradients_kernel(
     PL: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,  # chunks of a program
-    FAST: tl.constexpr,
 ):
     PR: tl.constexpr = P // PL
     SW: tl.constexpr = S // V

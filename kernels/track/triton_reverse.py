@@ -27,7 +27,7 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LN2, exp2
+from bedouin.kernels.device.elementary import FAST, LN2, exp2
 from bedouin.kernels.track import device
 
 
@@ -73,7 +73,6 @@ def replay_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """A chunk of tokens."""
     WORDS: tl.constexpr = N // V
@@ -212,7 +211,6 @@ def reverse_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """The tokens of a head of a sample, from the last one to the first."""
     WORDS: tl.constexpr = N // V
@@ -290,7 +288,7 @@ def reverse_kernel(
         device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
         ahead = tl.maximum(step - CHUNK, 0)
         memory = first[7] + ahead * (P * WORDS)
-        device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
+        device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32)
         H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
         w = w_before
     if inputs.y0 is not None:

@@ -13,7 +13,7 @@ up to powers of two; V, NL as in `device.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import exp2
+from bedouin.kernels.device.elementary import FAST, exp2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.track import device
 
@@ -64,12 +64,12 @@ def _load_token(
 @triton.jit
 def _prefetch(
     first, strides,  # as in `_load_token`
-    tokens, c: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
+    tokens, c: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    device.prefetch(first[0], tokens, strides[0], c, FAST)
-    device.prefetch(first[1], tokens, strides[1], c, FAST)
-    device.prefetch(first[3], tokens, WORDS, WORDS, FAST)
-    device.prefetch(first[4], tokens, WORDS, WORDS, FAST)
+    device.prefetch(first[0], tokens, strides[0], c)
+    device.prefetch(first[1], tokens, strides[1], c)
+    device.prefetch(first[3], tokens, WORDS, WORDS)
+    device.prefetch(first[4], tokens, WORDS, WORDS)
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
@@ -91,7 +91,6 @@ def sweep_kernel(
     CHUNK: tl.constexpr,
     KEEP: tl.constexpr,
     FEEDBACK_EPS: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
@@ -122,7 +121,7 @@ def sweep_kernel(
     )
     by_token = (strides[0][1], strides[3][1])
     earliest = tl.minimum(tl.arange(0, CHUNK), t_end - 1)
-    _prefetch(first, by_token, earliest, c, WORDS, FAST)
+    _prefetch(first, by_token, earliest, c, WORDS)
     # The next token's rows are loaded as soon as those of a token have been read, in turns into two
     # places: a thread that waits for one load waits for all that it has issued before.
     even = _load_token(first, by_token, 0, c, P, WORDS, NL)
@@ -135,14 +134,14 @@ def sweep_kernel(
                 x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
                 before = y
                 mixed = x.to(tl.float32) + fed[1]
-                delta = device.softplus(raw.to(tl.float32) + bias + fed[0], FAST)
+                delta = device.softplus(raw.to(tl.float32) + bias + fed[0])
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
                     if KEEP:
                         slot = f * tl.cdiv(t_end, CHUNK) + t // CHUNK
                         device.store_kept(kept.states + slot * SIZE, h, P, N, NL, V)
                     later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
-                    _prefetch(first, by_token, later, c, WORDS, FAST)
+                    _prefetch(first, by_token, later, c, WORDS)
                 step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
                 row = _load_token(first, by_token, step, c, P, WORDS, NL)
                 if half == 0:
