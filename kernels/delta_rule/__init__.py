@@ -27,11 +27,12 @@ from bedouin.kernels.delta_rule.reference import (
 )
 from bedouin.kernels.launch import (
     accumulator,
+    arguments_of,
     ceil_div,
     evenly_spaced,
     next_power_of_two,
 )
-from bedouin.kernels.operation import empty_like, operation, plain_operation
+from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 
 __all__ = [
     "DeltaBackend",
@@ -61,9 +62,8 @@ def check_delta_backend(backend: str) -> None:
 
 def kernel_backend(backend: DeltaBackend) -> Backend:
     """What other kernels of a layer take where its delta rule takes `backend`."""
-    if backend == "torch":
-        return "reference"
-    return "triton" if backend == "triton" else "auto"
+    kinds: dict[str, Backend] = {"torch": "reference", "triton": "triton"}
+    return kinds.get(backend, "auto")
 
 
 def delta_rule(
@@ -100,12 +100,8 @@ def delta_rule(
         return delta_rule_plain(inputs, _or_zeros(memory, inputs))
     if by_kernel:
         k, by_steps = inputs.key.shape[2], steps_as_tokens(inputs)
-        keep = torch.is_grad_enabled() and any(
-            [v is not None and v.requires_grad for v in (*by_steps, memory)]
-        )
-        o, last, *_ = chunk_kernels(*by_steps, memory, keep)
-        o = o if k == 1 else o[:, k - 1 :: k]
-        return o, last
+        o, last, *_ = chunk_kernels(*by_steps, memory, is_recorded(*by_steps, memory))
+        return o if k == 1 else o[:, k - 1 :: k], last
     memory = _or_zeros(memory, inputs)
     # a graph of torch.compile would otherwise have the operations of all chunks
     if torch.compiler.is_compiling():
@@ -138,16 +134,14 @@ def _takes_kernel(
     backend: DeltaBackend,
 ) -> bool:
     """Whether `delta_rule` calls a Triton kernel; ValueError where it must and cannot."""
-    if backend == "torch":
-        return False
     unfit, p, dtype = None, inputs.key.shape[-1], inputs.query.dtype
     if p > KERNEL_CHANNELS:
         unfit = f"heads of {p} key channels, more than {KERNEL_CHANNELS}"
     elif dtype not in KERNEL_DTYPES:
         unfit = f"products in {dtype}"
-    chosen: Backend = "triton" if backend == "triton" else "auto"
     widest = accumulator(*(v.dtype for v in (*inputs, memory) if v is not None))
-    return choose_backend(chosen, inputs.key.device, widest, unfit, plain="torch") == "triton"
+    kind = kernel_backend(backend)
+    return choose_backend(kind, inputs.key.device, widest, unfit, plain="torch") == "triton"
 
 
 def _or_zeros(
@@ -179,11 +173,6 @@ def longest_chunk(dtype: torch.dtype) -> int:
     """Most tokens of a chunk whose products have factors of `dtype`. The factors of float32 are
     computed from the tiles, so they must have fewer than 64 rows (triton_chunks.py)."""
     return CHUNK // 2 if dtype == torch.float32 else CHUNK
-
-
-def chunk_size(t: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk in a call of t tokens, less than the longest one where there are fewer."""
-    return min(longest_chunk(dtype), max(LEAST, next_power_of_two(max(1, t))))
 
 
 class Kept(NamedTuple):
@@ -223,33 +212,27 @@ def _rows(
     return DeltaInputs(query, key, value, beta.contiguous(), log_decay.contiguous())
 
 
-def _part(p: int, dtype: torch.dtype) -> int:
-    """Key channels of a part of S."""
-    return min(longest_chunk(dtype), max(LEAST, next_power_of_two(p)))
-
-
-def value_block(p: int, v: int, dtype: torch.dtype) -> int:
-    """Value channels of a program; fewer in float32, whose products take more registers."""
-    part = _part(p, dtype)
-    most = STATE_CELLS // (ceil_div(p, part) * part)
-    if dtype == torch.float32:
-        most //= 2
-    return max(LEAST, min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v)))
-
-
 def constants(
     query: Tensor,  # (b, t, h, p)
+    v: int,
 ) -> dict[str, Any]:
-    """What all kernels have in common at compile time."""
-    _, t, _, p = query.shape
+    """What the kernels of chunks have at compile time, and their launch options."""
+    (_, t, _, p), longest = query.shape, longest_chunk(query.dtype)
+    is_wide = query.dtype == torch.float32
+    part = min(longest, max(LEAST, next_power_of_two(p)))
+    # of float32 half as many, whose products take more registers
+    most = STATE_CELLS // (ceil_div(p, part) * part) // (2 if is_wide else 1)
+    block = min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v))
     return {
         "P_SIZE": p,
-        "PART": _part(p, query.dtype),
-        "C": chunk_size(t, query.dtype),
-        "enable_fp_fusion": True,
+        "V_SIZE": v,
+        "PART": part,  # key channels of a part of S
+        "V_BLOCK": max(LEAST, block),  # value channels of a program
+        # less than the longest chunk where there are fewer tokens
+        "C": min(longest, max(LEAST, next_power_of_two(max(1, t)))),
         "num_warps": 4,  # no more (triton_chunks.py)
         # in float32 nothing is copied ahead, as all factors pass registers
-        "num_stages": 1 if query.dtype == torch.float32 else 2,
+        "num_stages": 1 if is_wide else 2,
     }
 
 
@@ -276,7 +259,7 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
 
     query, key, value, beta, log_decay, memory, keep = given
     o, last, *kept = _like(*given)
-    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    (b, t, h, p), v = query.shape, value.shape[-1]
     inputs = _rows(query, key, value, beta, log_decay)
     apart = tuple(v.stride(1) for v in inputs[:3])
     memory = None if memory is None else memory.contiguous()
@@ -291,14 +274,13 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     found: list[Any] = kept
     if not keep:
         found = [*Kept.empty(query, 0, keep=True, started=True)[:2], None, None]
-    n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
-    prepare_kernel[(b * h * n,)](inputs, apart, Kept(*found), t, h, n, **common)
-    block = value_block(p, v, dtype)
-    sweep_kernel[(b * h * ceil_div(v, block),)](
+    n, every = ceil_div(t, longest_chunk(query.dtype)), constants(query, v)
+    prepare_kernel[(b * h * n,)](
+        *(inputs, apart, Kept(*found), t, h, n), **arguments_of(prepare_kernel, every)
+    )
+    sweep_kernel[(b * h * ceil_div(v, every["V_BLOCK"]),)](
         *(inputs, apart, Kept(*found), memory, o, last, t, h, n),
-        V_SIZE=v,
-        V_BLOCK=block,
-        **common,
+        **arguments_of(sweep_kernel, every),
     )
     return o, last, *kept
 
@@ -314,21 +296,21 @@ def _backward(
 
     kept, (query, _, value, *_, memory) = Kept(*given[:4]), given[4:]
     found = empty_like(*given[4:])
-    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
+    (b, t, h, p), v = query.shape, value.shape[-1]
     inputs, grad_o = _rows(*given[4:9]), evenly_spaced(grad_o.flatten(2))
-    n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
+    n, every = ceil_div(t, longest_chunk(query.dtype)), constants(query, v)
     grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
     apart, grads = tuple(v.stride(1) for v in (*inputs[:2], grad_o)), DeltaInputs(*found[:5])
     last = None if grad_last is None else grad_last.contiguous()
-    common = {"V_SIZE": v, "V_BLOCK": block} | constants(query)
-    reverse_kernel[(b * h * ceil_div(v, block),)](
+    every |= {"ENDED": last is not None, "STARTED": memory is not None}
+    reverse_kernel[(b * h * ceil_div(v, every["V_BLOCK"]),)](
         *(inputs, apart, kept, grad_o, last, grad_states, grads),
         *(None if memory is None else found[5], t, h, n),
-        **common,
+        **arguments_of(reverse_kernel, every),
     )
     gradients_kernel[(b * h * n,)](
         *(inputs, apart, kept, grad_o, grad_states, grads, t, h, n),
-        **{"ENDED": last is not None, "STARTED": memory is not None} | common,
+        **arguments_of(gradients_kernel, every),
     )
     return found
 

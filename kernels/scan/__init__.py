@@ -22,7 +22,7 @@ from bedouin.kernels.launch import (
     last_axis_contiguous,
     next_power_of_two,
 )
-from bedouin.kernels.operation import empty_like, operation, plain_operation
+from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
 from bedouin.kernels.scan.types import (
     SCAN_CHUNK,
@@ -89,8 +89,7 @@ def selective_scan(
     options = ScanOptions(input_scale, eigenvalues, exclusive)
     is_empty = not (x.numel() and A.numel())
     if implementation == "triton" and not is_empty:
-        keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
-        y, h, _ = triton_scan(*operands, *options, keep)
+        y, h, _ = triton_scan(*operands, *options, is_recorded(*operands))
         return y, h
     if torch.compiler.is_compiling() and not is_empty:
         y, h = plain_scan(*operands[:6], *options)

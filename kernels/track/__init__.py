@@ -23,7 +23,7 @@ from bedouin.kernels.heads import fold
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import accumulator, arguments_of, ceil_div, last_axis_contiguous
 from bedouin.kernels.linear import apply_weight
-from bedouin.kernels.operation import empty_like, operation, plain_operation
+from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.track.reference import track_reference
 from bedouin.kernels.track.types import (
@@ -73,8 +73,7 @@ def track(
     W, W_gate = inputs.W_y.split([2 * c, c], 1)
     parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, W
     read = Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
-    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in read])
-    y, h, normed, *_ = track_operation(*read, feedback_eps, keep)
+    y, h, normed, *_ = track_operation(*read, feedback_eps, is_recorded(*read))
     return Tracked(hidden_of(inputs, y, normed, W_gate, eps, backend=backend), h, y)
 
 
