@@ -35,7 +35,7 @@ from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import Kept, Recurrence, Sizes
+from bedouin.kernels.track.types import Kept, Layout, Recurrence
 
 Kind = str | tuple[Any, ...]
 """Triton's type of a parameter, or those of a tuple, where "constexpr" is that of None."""
@@ -65,8 +65,17 @@ def compile_kernel(
     `multiples`.
     """
     names = kernel.arg_names
-    constants = {name: v for name, v in known.items() if name in names}
-    kinds = {name: "constexpr" if name in constants else kind_of(name) for name in names}
+    constants: dict[Any, Any] = {}
+    kinds: dict[str, Kind] = {}
+    for i, name in enumerate(names):
+        v = known.get(name)
+        if name in known and isinstance(v, tuple):
+            kinds[name] = type(v)(*("constexpr" for _ in v))
+            constants |= {(i, j): one.value for j, one in enumerate(v)}
+        elif name in known:
+            kinds[name], constants[name] = "constexpr", v
+        else:
+            kinds[name] = kind_of(name)
     leaves = [
         (name, path, one)
         for i, (name, kind) in enumerate(kinds.items())
@@ -77,7 +86,7 @@ def compile_kernel(
     source = ASTSource(
         fn=kernel,
         signature=kinds,
-        constexprs=constants | absent,
+        constexprs=absent | constants,
         attrs={at: [["tt.divisibility", 16]] for at in aligned},
     )
     launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
@@ -206,7 +215,7 @@ PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
 
 def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
-    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), 1e-5) | {"KEEP": True}
+    known = options(kernel, Layout.of(c, n, dtype), 1e-5) | {"KEEP": True}
     low = {BF16: "bf16", F16: "fp16", F32: "fp32"}[dtype]
 
     def kind_of(name: str) -> Kind:
