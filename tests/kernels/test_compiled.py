@@ -21,7 +21,7 @@ import bedouin.kernels.direct.launch as launch
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
-from bedouin.kernels.delta_rule import DeltaInputs, constants, triton_chunks
+from bedouin.kernels.delta_rule import DeltaInputs, Tiles, launch_options, triton_chunks
 from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
@@ -186,8 +186,8 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
     kernel: Any, t: int, p: int, v: int, dtype: torch.dtype
 ) -> None:
     """With a decay, a memory, and all that can be wanted."""
-    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), v)
-    known |= dict.fromkeys(("STARTED", "ENDED"), True)
+    tiles = Tiles.of(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), v)
+    known = launch_options(tiles, dtype) | dict.fromkeys(("STARTED", "ENDED"), True)
     low = "fp32" if dtype == F32 else "bf16"
     tokens: Any = DeltaInputs(*(f"*{low}",) * 3, "*fp32", "*fp32")  # type: ignore[arg-type]
     tuples: dict[str, Kind] = {"inputs": tokens, "grads": tokens, "apart": ("i32",) * 3}
