@@ -41,7 +41,7 @@ from bedouin.kernels.launch import evenly_spaced, next_power_of_two
 from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.scan import launch_forward
-from bedouin.kernels.scan.types import ScanOptions
+from bedouin.kernels.scan.reference import ScanOptions
 
 __all__ = ["IterationRule", "Progress", "choose_iteration", "fuse_iteration"]
 

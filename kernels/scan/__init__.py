@@ -18,18 +18,21 @@ from bedouin.kernels.checks import check_sequence, check_shapes, one_of
 from bedouin.kernels.heads import check_heads, count_heads, per_sample, sum_samples
 from bedouin.kernels.launch import (
     accumulator,
+    as_constants,
     ceil_div,
     last_axis_contiguous,
     next_power_of_two,
 )
 from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
-from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
-from bedouin.kernels.scan.types import (
+from bedouin.kernels.scan.reference import (
     SCAN_CHUNK,
     Eigenvalues,
     InputScale,
     ScanOperands,
     ScanOptions,
+    contract,
+    discretize,
+    selective_scan_reference,
 )
 
 __all__ = [
@@ -150,9 +153,7 @@ def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
     """What a program with a block of channels has at compile time, and its launch options."""
     block_n = next_power_of_two(n)
     return {
-        "INPUT_SCALE": options.input_scale,
-        "FULL": options.eigenvalues == "full",
-        "EXCLUSIVE": options.exclusive,
+        "options": as_constants(options),
         "CHUNK": SCAN_CHUNK,
         "BLOCK_D": block,
         "BLOCK_N": block_n,

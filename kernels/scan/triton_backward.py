@@ -45,13 +45,12 @@ def backward_kernel(
     n,
     strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
+    options,  # `ScanOptions`, of constants
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    FULL: tl.constexpr = options.eigenvalues == "full"
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
     block, batch = program % blocks, program // blocks
@@ -92,7 +91,7 @@ def backward_kernel(
             delta_1 = _load_row(rows, strides, 1, t + 2, T, channel, d)
             B_0 = _load_row(rows, strides, 2, t + 1, T, state, n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], options.input_scale, FULL, FAST)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
@@ -117,18 +116,18 @@ def backward_kernel(
             B_0 = _load_row(rows, strides, 2, t_0, T, state, n)
             C_0 = _load_row(rows, strides, 3, t_0, T, state, n)
 
-            decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], options.input_scale, FULL, FAST)
             decayed = decay * before
             written = s * x[:, None]
-            read = decayed if EXCLUSIVE else decayed + written * B[None, :]
+            read = decayed if options.exclusive else decayed + written * B[None, :]
             through = g + grad_y[:, None] * C[None, :]
-            g_written = g if EXCLUSIVE else through
+            g_written = g if options.exclusive else through
             grad_C = tl.sum(grad_y[:, None] * read, axis=0)
             grad_B = tl.sum(g_written * written, axis=0)
             g_scaled = g_written * B[None, :]
 
             # d lambda / d(A delta) is lambda, or lambda + 1 for "full".
-            if INPUT_SCALE == "one_minus_decay":
+            if options.input_scale == "one_minus_decay":
                 grad_x = tl.sum(g_scaled * s, axis=1)
                 sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(tl.float32)
                 grad_s = g_scaled * x[:, None]
@@ -137,11 +136,11 @@ def backward_kernel(
                 grad_exponent = through * (decayed + before if FULL else decayed)
             grad_A += grad_exponent * delta[:, None]
             grad_delta = tl.sum(grad_exponent * A_log2, axis=1) * LN2
-            if INPUT_SCALE == "delta":
+            if options.input_scale == "delta":
                 pulled = tl.sum(g_scaled, axis=1)
                 grad_x = pulled * delta
                 grad_delta += pulled * x
-            if INPUT_SCALE == "bounded_delta":
+            if options.input_scale == "bounded_delta":
                 pulled = tl.sum(g_scaled, axis=1) / (1 + delta)
                 grad_x = pulled * delta
                 grad_delta += pulled * x / (1 + delta)

@@ -72,13 +72,12 @@ def forward_kernel(
     zero,
     strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
-    INPUT_SCALE: tl.constexpr,
-    FULL: tl.constexpr,
-    EXCLUSIVE: tl.constexpr,
+    options,  # `ScanOptions`, of constants
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    FULL: tl.constexpr = options.eigenvalues == "full"
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
     block, batch = program % blocks, program // blocks
@@ -117,10 +116,10 @@ def forward_kernel(
         xs, deltas, Bs, Cs = _load_four(rows, strides, T - done - 4, channel, state, d, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
-            decay, s = discretize(A_log2, delta[None, :], INPUT_SCALE, FULL, FAST)
+            decay, s = discretize(A_log2, delta[None, :], options.input_scale, FULL, FAST)
             h *= decay
             written = s * x[None, :] * B_4[i][:, None]
-            y = tl.sum((h if EXCLUSIVE else h + written) * C_4[i][:, None], axis=0)
+            y = tl.sum((h if options.exclusive else h + written) * C_4[i][:, None], axis=0)
             h += written
             if D_ptr is not None:
                 y += D * x

@@ -26,10 +26,10 @@ from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
-from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
+from bedouin.kernels.launch import LAUNCH_OPTIONS, as_constants, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
-from bedouin.kernels.scan.types import SCAN_CHUNK
+from bedouin.kernels.scan.reference import SCAN_CHUNK, ScanOptions
 from bedouin.kernels.track import options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
@@ -139,8 +139,8 @@ def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
     "kernel", [triton_forward.forward_kernel, triton_backward.backward_kernel], ids=by_kernel
 )
 def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
-    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False}
-    known |= {"EXCLUSIVE": False, "CHUNK": SCAN_CHUNK}
+    options = as_constants(ScanOptions(input_scale, "positive", False))  # type: ignore[arg-type]
+    known: dict[str, Any] = {"options": options, "CHUNK": SCAN_CHUNK}
     known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
     count = 4 if kernel is triton_forward.forward_kernel else 5
     tuples: dict[str, Kind] = {"rows": ("*bf16",) * count, "strides": (("i32", "i32"),) * count}
