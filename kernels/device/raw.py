@@ -6,8 +6,7 @@ Letters: d channels, n state per channel, k reflections.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import sigmoid
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.elementary import inverse_norm, sigmoid
 
 
 @triton.jit

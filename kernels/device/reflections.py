@@ -10,8 +10,7 @@ Letters: d channels, k reflections.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import reciprocal
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.elementary import inverse_norm, reciprocal
 
 
 @triton.jit
@@ -295,11 +294,7 @@ def total_of(parts):
 @triton.jit
 def combine(weights, rows, K: tl.constexpr):
     """sum over i of weights_i rows_i, of any shape."""
-    total = weights[0] * rows[0]
-    for i in tl.static_range(K):
-        if i > 0:
-            total += weights[i] * rows[i]
-    return total
+    return total_of(scale(rows, weights, K))
 
 
 @triton.jit

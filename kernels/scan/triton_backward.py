@@ -12,8 +12,7 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import coupled_reach, discretize
-from bedouin.kernels.device.elementary import FAST, LN2
+from bedouin.kernels.device.elementary import FAST, LN2, coupled_reach, discretize
 from bedouin.kernels.scan.triton_forward import advanced, load_exponent
 
 

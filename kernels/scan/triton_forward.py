@@ -9,8 +9,7 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import discretize
-from bedouin.kernels.device.elementary import FAST, LOG2E
+from bedouin.kernels.device.elementary import FAST, LOG2E, discretize
 
 
 @triton.jit

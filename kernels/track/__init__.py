@@ -153,7 +153,7 @@ def options(kernel: Any, layout: Layout, eps: float) -> dict[str, Any]:
     tokens = TOKENS if name == "prepare_kernel" else FINISH_TOKENS
     every: dict[str, Any] = {
         "s": as_constants(layout),
-        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens},
+        **{"CHUNK": CHUNK, "TOKENS": tokens},
         **{"S": GRADIENT_STATES, "PL": 32 * layout.V // GRADIENT_STATES},
         **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
     }
@@ -237,6 +237,7 @@ def _backward(
         )
         gradients_kernel[(f * parts.shape[1] * (N // GRADIENT_STATES),)](
             *(kept, adjoint, memory, A_log, edges, unit_B, unit_C, parts, t, H),
+            PART=PART,
             **options(gradients_kernel, layout, eps),
         )
     finish_kernel[(blocks, H)](

@@ -13,8 +13,7 @@ up to powers of two; V, NL as in `device.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, exp2
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.elementary import FAST, exp2, inverse_norm
 from bedouin.kernels.track import device
 
 

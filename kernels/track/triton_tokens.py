@@ -7,8 +7,7 @@ a program; N: n rounded up to a power of two.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import sigmoid
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.elementary import inverse_norm, sigmoid
 from bedouin.kernels.track.device import high, nearest_word, unpack
 
 

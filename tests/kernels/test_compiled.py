@@ -30,7 +30,7 @@ from bedouin.kernels.launch import LAUNCH_OPTIONS, as_constants, next_power_of_t
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
 from bedouin.kernels.scan.reference import SCAN_CHUNK, ScanOptions
-from bedouin.kernels.track import options
+from bedouin.kernels.track import PART, options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
@@ -215,7 +215,7 @@ PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
 
 def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
-    known = options(kernel, Layout.of(c, n, dtype), 1e-5) | {"KEEP": True}
+    known = options(kernel, Layout.of(c, n, dtype), 1e-5) | {"KEEP": True, "PART": PART}
     low = {BF16: "bf16", F16: "fp16", F32: "fp32"}[dtype]
 
     def kind_of(name: str) -> Kind:
