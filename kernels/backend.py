@@ -188,8 +188,7 @@ def is_transformed() -> bool:
     """Whether a torch.func transform such as vmap, or forward-mode differentiation, is active."""
     if torch.compiler.is_compiling():
         return False
-    level: int = torch.autograd.forward_ad._current_level
-    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:

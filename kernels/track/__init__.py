@@ -46,7 +46,7 @@ from bedouin.kernels.track.types import (
     unfit,
 )
 
-__all__ = ["TrackInputs", "Tracked", "choose_track", "hidden_of", "track", "track_reference"]
+__all__ = ["TrackInputs", "Tracked", "choose_track", "track", "track_reference"]
 
 
 def track(
@@ -75,31 +75,17 @@ def track(
         if inputs.x.numel() and torch.compiler.is_compiling() and not is_one:
             return Tracked(*plain_track(*inputs, feedback_eps, eps))
         return track_reference(inputs, feedback_eps, eps)
-    c = inputs.W_y.shape[-1]
+    (_, _, H, c, _), low = inputs.sizes, inputs.x.dtype
     W, W_gate = inputs.W_y.split([2 * c, c], 1)
     parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, W
     read = Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
     y, h, normed, *_ = track_operation(*read, feedback_eps, is_recorded(*read))
-    return Tracked(hidden_of(inputs, y, normed, W_gate, eps, backend=backend), h, y)
-
-
-def hidden_of(
-    inputs: TrackInputs,
-    y: Tensor,  # (b, t, H c)
-    normed: Tensor,  # (b, t, H c), norm(y_{t-1}), in the dtype of x
-    W_gate: Tensor,  # (H, c, c), the last rows of W_y
-    eps: float,
-    *,
-    backend: Backend = "auto",
-) -> Tensor:  # (b, t, H c), in the dtype of x
-    """`hidden` of `track`, computed in the dtype of y, with a product in that of x."""
-    _, _, H, c, _ = inputs.sizes
-    low, axis = inputs.x.dtype, (H,) if H > 1 else ()
-    y, skip, gate, normed = (fold(v, H) for v in (y, inputs.skip, inputs.gate, normed))
+    axis = (H,) if H > 1 else ()
+    skip, gate, normed = (fold(v, H) for v in (inputs.skip, inputs.gate, normed))
     W_gate = W_gate.to(low).view(*axis, c, c)
     D, weight = (v.view(*axis, c) for v in (inputs.D, inputs.weight))
-    parts = y, skip, D, gate, None, apply_weight(normed, W_gate), weight
-    return gated_output(*parts, eps=eps, dtype=low, backend=backend)
+    parts = fold(y, H), skip, D, gate, None, apply_weight(normed, W_gate), weight
+    return Tracked(gated_output(*parts, eps=eps, dtype=low, backend=backend), h, y)
 
 
 def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:

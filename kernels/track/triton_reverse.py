@@ -78,11 +78,8 @@ def replay_kernel(
     chunk = tl.program_id(1)
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, t_end)
-    p, channels, places = (
-        tl.arange(0, s.P),
-        device.places_of_channels(s),
-        device.places_of_words(s),
-    )
+    p, channels = tl.arange(0, s.P), device.places_of_channels(s)
+    places = device.places_of_words(s)
     A = device.load_rates(inputs.A_log + head * s.c * s.n, s)
     h = device.load_kept(kept.states + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, s)
     token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * s.c, H * s.c
@@ -207,11 +204,8 @@ def reverse_kernel(
     SIZE: tl.constexpr = s.P * s.N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H_heads, f % H_heads
-    p, channels, places = (
-        tl.arange(0, s.P),
-        device.places_of_channels(s),
-        device.places_of_words(s),
-    )
+    p, channels = tl.arange(0, s.P), device.places_of_channels(s)
+    places = device.places_of_words(s)
     A = device.load_rates(inputs.A_log + head * s.c * s.n, s)
     W = _load_transposed(inputs.W + head * (2 * s.c * s.c), grad_fed_ptr.dtype.element_ty, s)
     slot = tl.arange(0, 4)[None, :, None, None]
