@@ -36,9 +36,9 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.feedback import normalize_feedback, padded_rows
+from bedouin.kernels.heads import padding
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import evenly_spaced, next_power_of_two
-from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.scan import launch_forward
 from bedouin.kernels.scan.reference import ScanOptions

@@ -19,7 +19,7 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.coalescing import without_coalescing
-from bedouin.kernels.heads import fold
+from bedouin.kernels.heads import apply_weight, fold
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import (
     accumulator,
@@ -28,7 +28,6 @@ from bedouin.kernels.launch import (
     ceil_div,
     last_axis_contiguous,
 )
-from bedouin.kernels.linear import apply_weight
 from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.track.reference import track_reference
