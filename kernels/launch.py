@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.outside import constant_in_graphs
+from bedouin.kernels.backend import constant_in_graphs, interpreter_is_on
 
 TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
 

@@ -57,7 +57,7 @@ def store_tile(X, at, ROW, column, left, values, C: tl.constexpr, SIZE: tl.const
 @triton.jit
 def load_part(X, ROW, first, h, part, left, s):
     """The PART key channels from part * PART."""
-    return load_columns(X, ROW, first, h, part * s.PART + tl.arange(0, s.PART), left, s.C, s.P)
+    return load_columns(X, ROW, first, h, tl.arange(0, s.PART) + part * s.PART, left, s.C, s.P)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def load_state(X, at, j, s):
     parts = ()
     for n in tl.static_range((s.P + s.PART - 1) // s.PART):
         if X is not None:
-            cells, exist = state_cells(at, n * s.PART + tl.arange(0, s.PART), j, s)
+            cells, exist = state_cells(at, tl.arange(0, s.PART) + n * s.PART, j, s)
             parts = parts + (tl.load(X + cells, exist, 0.0).to(tl.float32),)
         else:
             parts = parts + (tl.zeros((s.PART, j.shape[0]), tl.float32),)
@@ -113,7 +113,7 @@ def load_state(X, at, j, s):
 @triton.jit
 def store_state(X, at, S, j, s):
     for n in tl.static_range(len(S)):
-        cells, exist = state_cells(at, n * s.PART + tl.arange(0, s.PART), j, s)
+        cells, exist = state_cells(at, tl.arange(0, s.PART) + n * s.PART, j, s)
         tl.store(X + cells, S[n], exist)
 
 

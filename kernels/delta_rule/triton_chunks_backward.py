@@ -130,10 +130,10 @@ def gradients_kernel(
     after = token[:, None] < token[None, :]
     difference = tl.where(token[:, None] <= token[None, :], G[None, :] - G[:, None], float("-inf"))
     ratio = tl.exp(difference) * beta[:, None]
-    J_T = chunks.factor(scale * ratio * J_T, kept.errors)
+    J_T = chunks.factor(ratio * scale * J_T, kept.errors)
     M_T = tl.where(after, -ratio * M_T, 0.0)
     ratio = chunks.ratios(G, s.C)
-    J *= scale * ratio
+    J *= ratio * scale
     M = tl.where(before, -ratio * M, 0.0)
     both = chunks.factor(M * beta[None, :] + M_T, kept.errors)
 
@@ -158,7 +158,7 @@ def gradients_kernel(
     of_state = tl.zeros((s.C,), tl.float32)
     last = 0.0
     for part in range((s.P + s.PART - 1) // s.PART):
-        i = part * s.PART + tl.arange(0, s.PART)
+        i = tl.arange(0, s.PART) + part * s.PART
         dq = tl.zeros((s.PART, s.C), tl.float32)
         dk = tl.zeros((s.PART, s.C), tl.float32)
         Z = tl.zeros((s.PART, s.C), tl.float32)
@@ -181,7 +181,7 @@ def gradients_kernel(
         q = chunks.load_part(inputs.query, apart[0], first, h, part, left, s)
         k = chunks.load_part(inputs.key, apart[1], first, h, part, left, s)
         q_T, k_T = tl.trans(q).to(tl.float32), tl.trans(k).to(tl.float32)
-        dq *= scale * grown
+        dq *= grown * scale
         dk *= -grown
         Z *= rest
         grad_G += tl.sum(dq * q_T, 0) + tl.sum(dk * k_T, 0)

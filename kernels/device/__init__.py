@@ -1,5 +1,5 @@
 """Device functions that several kernels share; only kernels import the modules.
 
-elementary.py: exp2, reciprocal, sigmoid, Delta, decays and input scales, norms. raw.py: raw values
-of a token. reflections.py: the k x k algebra of Householder products.
+elementary.py: exp2, reciprocal, sigmoid, norms, raw values of a token, Delta, decays and input
+scales. reflections.py: the k x k algebra of Householder products.
 """

@@ -1,9 +1,11 @@
-"""Elementary functions, Delta from its raw value, the discretization of a token, and norms.
+"""Elementary functions, norms, raw values raw^x + W^y norm(y_{t-1}) of a token, what follows from
+them, and its discretization.
 
 With `exp` and divisions that cover every float32, one Delta costs about 110 instructions, against 5
 for one state. FAST selects the approximate instructions of the device instead: it is set in
 compiled kernels. Exponents are multiplied by log2(e), because exp(v) takes four instructions more
-than 2^v. All computation is in float32. Letters: d channels, n state per channel.
+than 2^v. All computation is in float32. Letters: d channels, n state per channel, k
+reflections.
 """
 
 import triton
@@ -171,3 +173,35 @@ def max_norm(v, axis: tl.constexpr):
     # as integers |v| are in the same order, and NaN is the largest
     bits = tl.abs(v).to(tl.int32, bitcast=True)
     return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, CACHE: tl.constexpr):
+    """The raw values at the columns `at`, of its shape; CACHE is the modifier of the loads."""
+    raw = tl.load(raw_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    if FEEDBACK:
+        raw += tl.load(fed_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    return raw
+
+
+@triton.jit
+def load_unit(raw_ptr, fed_ptr, at, mask, n, FEEDBACK: tl.constexpr, EPS: tl.constexpr):
+    """The raw B or C (n,), and 1 / its norm, sqrt(|v|^2 + n EPS) as in `unit`."""
+    v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, "")
+    return v, inverse_norm(tl.sum(v * v, axis=0), n * EPS)
+
+
+@triton.jit
+def load_beta(
+    raw_ptr,  # (k,): alpha
+    fed_ptr,
+    K: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+):
+    """beta_1 .. beta_k, beta_max sigmoid(alpha), as a tuple of scalars."""
+    beta = ()
+    for i in tl.static_range(K):
+        alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, "")
+        beta = beta + (BETA_MAX * sigmoid(alpha),)
+    return beta

@@ -21,9 +21,11 @@ from bedouin.kernels.device.elementary import (
     exp2,
     input_scale,
     inverse_norm,
+    load_beta,
+    load_raw,
+    load_unit,
     one_minus_exp2,
 )
-from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,

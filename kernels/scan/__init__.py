@@ -169,7 +169,7 @@ def launch_forward(
     options: ScanOptions,
 ) -> None:
     """Launch the forward kernel, which writes the outputs: as those of `triton_scan`."""
-    from bedouin.kernels.scan.triton_forward import forward_kernel
+    from bedouin.kernels.scan.triton_kernels import forward_kernel
 
     (b, t, d), n, strides = rows[0].shape, A.shape[-2], tuple(v.stride()[:2] for v in rows)
     block = choose_block(rows[0], n, reverse=False)
@@ -212,7 +212,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The cotangents of the operands, each in the shape and dtype of its operand, that of D empty
     without D: the adjoint of the scan, from the last token to the first. No size may be 0."""
-    from bedouin.kernels.scan.triton_backward import backward_kernel
+    from bedouin.kernels.scan.triton_kernels import backward_kernel
 
     x, delta, A, B, C, h0, D = flat[:7]
     A, D = A.contiguous(), None if D is None else D.contiguous()

@@ -165,8 +165,7 @@ def _like(*given: Any) -> tuple[Tensor, ...]:
 def track_operation(*given: Any) -> tuple[Tensor, ...]:
     """y (b, t, H c), the last h (b, H c, n), norm(y_{t-1}) (b, t, H c) in the dtype of x, and the
     fields of `Kept`, a part of them without `keep`. No size may be 0."""
-    from bedouin.kernels.track.triton_sweep import sweep_kernel
-    from bedouin.kernels.track.triton_tokens import prepare_kernel
+    from bedouin.kernels.track.triton_sweep import prepare_kernel, sweep_kernel
 
     read, (eps, keep) = _readable(given), given[COUNT:]
     layout, (b, t, H) = read[0].layout, read[0].erase.shape
@@ -193,7 +192,7 @@ def _backward(
     """The gradients of the fields of `Recurrence`. No size may be 0."""
     from bedouin.kernels.track.triton_gradients import gradients_kernel
     from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
-    from bedouin.kernels.track.triton_tokens import finish_kernel
+    from bedouin.kernels.track.triton_sweep import finish_kernel
 
     kept, (inputs, strides), eps = Kept(*given[:7]), _readable(given[7:]), given[-1]
     x, A_log, layout, (b, t, H) = inputs.x, inputs.A_log, inputs.layout, inputs.erase.shape

@@ -17,7 +17,7 @@ once by `replay_kernel`, from their first h:
 
 and so are q itself, and grad_{t-1} with what gate_ adds to it. The gradients of A, B and C are
 computed afterwards, from w, written_ and H at the edges of chunks (`triton_gradients.py`), and that
-of x^ from written_ (`triton_tokens.py`).
+of x^ from written_ (`triton_sweep.py`).
 The norm's adjoint subtracts norm(y) <v, norm(y)> / c for v = W_y^T (raw_, x_). That inner product
 is one of (raw_, x_) with W_y norm(y), which the sweep has kept: its terms are passed between the
 warps together with raw_ and x_, and added with the terms of v.

@@ -28,14 +28,14 @@ from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
 from bedouin.kernels.launch import LAUNCH_OPTIONS, as_constants, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
-from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
+from bedouin.kernels.scan import InputScale
+from bedouin.kernels.scan import triton_kernels as of_scan
 from bedouin.kernels.scan.reference import SCAN_CHUNK, ScanOptions
-from bedouin.kernels.track import PART, options
+from bedouin.kernels.track import options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
-from bedouin.kernels.track.triton_sweep import sweep_kernel
-from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import Kept, Layout, Recurrence
+from bedouin.kernels.track.triton_sweep import finish_kernel, prepare_kernel, sweep_kernel
+from bedouin.kernels.track.types import PART, Kept, Layout, Recurrence
 
 Kind = str | tuple[Any, ...]
 """Triton's type of a parameter, or those of a tuple, where "constexpr" is that of None."""
@@ -135,14 +135,12 @@ def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
 
 
 @pytest.mark.parametrize("input_scale", ["bounded_delta", "one_minus_decay"])
-@pytest.mark.parametrize(
-    "kernel", [triton_forward.forward_kernel, triton_backward.backward_kernel], ids=by_kernel
-)
+@pytest.mark.parametrize("kernel", [of_scan.forward_kernel, of_scan.backward_kernel], ids=by_kernel)
 def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
     options = as_constants(ScanOptions(input_scale, "positive", False))  # type: ignore[arg-type]
     known: dict[str, Any] = {"options": options, "CHUNK": SCAN_CHUNK}
     known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
-    count = 4 if kernel is triton_forward.forward_kernel else 5
+    count = 4 if kernel is of_scan.forward_kernel else 5
     tuples: dict[str, Kind] = {"rows": ("*bf16",) * count, "strides": (("i32", "i32"),) * count}
 
     def kind_of(name: str) -> Kind:
