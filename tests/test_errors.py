@@ -1,13 +1,12 @@
 """Every public error path of layers, mixers and states, by its message."""
 
-import re
-from collections.abc import Callable
 from functools import partial
 from operator import getitem
 from typing import Any
 
 import pytest
 import torch
+from tests.messages import of, of_kind, raises, refused
 from torch.nn.utils.rnn import pack_sequence
 
 from bedouin import (
@@ -30,14 +29,6 @@ from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import FixedCap, GammaCap, Picard
-
-Row = tuple[Any, type[Exception], str]
-
-
-def of_kind(kind: type[Exception], rows: list[tuple[Any, str]]) -> list[Row]:
-    """Rows of what is wrong, the kind of the error, and its message."""
-    return [(wrong, kind, message) for wrong, message in rows]
-
 
 OPTIONS = of_kind(TypeError, [
     ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
@@ -94,24 +85,7 @@ OPTIONS = of_kind(TypeError, [
 ])  # fmt: skip
 
 
-def raises(kind: type[Exception], message: str) -> Any:
-    """Three dots stand for any text."""
-    return pytest.raises(kind, match=re.escape(message).replace(re.escape("..."), ".*"))
-
-
-@pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])
-@pytest.mark.parametrize(("options", "kind", "message"), OPTIONS, ids=lambda v: str(v)[:30])
-def test_options(
-    layer: Callable[..., Any], options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with raises(kind, message):
-        layer(4, **options)
-
-
-def of(kind: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], Any]:
-    """The call of a constructor."""
-    return partial(kind, *arguments, **options)
-
+test_options = refused(OPTIONS, of(Bedouin, 4), of(FixedPointRNN, 4))
 
 EARLIER = (
     *("erase", "projection", "feedback_scope", "feedback_heads", "num_groups", "bounded_x"),
@@ -190,6 +164,10 @@ CALLS = of_kind(ValueError, [
     (of(Bedouin, 4, num_heads=1, mixer=Monarch((2, 3))),
      "factors must have the product 8, ... got (2, 3)"),
     (of(param_groups, torch.nn.Linear(2, 2), weight_decay=-0.1), "weight_decay must"),
+    (of(Bedouin(2), torch.zeros(2, 4, 2), cu_seqlens=torch.tensor([0, 4])),
+     "cu_seqlens needs a single row, x (1, t, m)"),
+    (of(SequenceModel(5, 4, [LAYER], output_size=3).generate, torch.ones(1, 2).long(), 1),
+     "generate needs a model whose classes are its input ids"),
     (of(Bidirectional, Bedouin(4), Bedouin(8)), "must have one d_model, got 4 and 8"),
     (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
      "backend='triton' needs tensors on a CUDA device, got cpu"),
@@ -244,6 +222,8 @@ CALLS = of_kind(ValueError, [
      "decay of from_paper is fixed by the paper, here to 'griffin', got 'mamba': leave it "),
     (of(Bedouin.from_paper, 8, num_heads=2), "num_heads"),
     (of(param_groups, [], weight_decay=0.1), "model must be an nn.Module, got list"),
+    (of(SequenceModel(5, 4, [Bidirectional(LAYER, LAYER)]).generate, torch.ones(1, 2).long(), 1),
+     "mixer Bidirectional has no init_state()"),
     (of(Bidirectional, Bedouin(4), None), "backwards must be a module, got NoneType"),
     (of(Bidirectional(Bedouin(4), torch.nn.Linear(4, 4)), torch.zeros(1, 2, 4),
         mask=torch.ones(1, 2).bool()), "mixer Linear takes no mask"),
@@ -255,11 +235,7 @@ CALLS = of_kind(ValueError, [
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), CALLS, ids=range(len(CALLS)))
-def test_calls(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
-    with raises(kind, message):
-        call()
-
+test_calls = refused(CALLS)
 
 INPUTS = of_kind(ValueError, [
     (torch.zeros(2, 4), "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
@@ -290,13 +266,7 @@ KINDS = (
     *(Bedouin, FixedPointRNN, TrackingDeltaNet, Tracker, GatedDeltaNet),
     *(LSTM, Mamba, DeltaNet, DeltaProduct, partial(Attention, num_heads=2)),
 )
-
-
-@pytest.mark.parametrize("layer", KINDS)
-@pytest.mark.parametrize(("x", "kind", "message"), INPUTS, ids=range(len(INPUTS)))
-def test_inputs(layer: Any, x: torch.Tensor, kind: type[Exception], message: str) -> None:
-    with raises(kind, message):
-        layer(4)(x)
+test_inputs = refused(INPUTS, *(kind(4) for kind in KINDS))
 
 
 @pytest.mark.parametrize(
@@ -336,15 +306,13 @@ STATES = of_kind(TypeError, [
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("state", "kind", "message"), STATES, ids=lambda v: str(v)[:30])
-def test_states(state: Any, kind: type[Exception], message: str) -> None:
-    layer = Bedouin(4, d_state=3)
-    with raises(kind, message):
-        layer(torch.zeros(2, 1, 4), state=state)
-    with raises(kind, message):
-        layer.step(torch.zeros(2, 4), state)
-    with raises(kind, message):
-        Decoder(layer, 2, state=state)
+WITH_STATES = Bedouin(4, d_state=3)
+test_states = refused(
+    STATES,
+    lambda state: WITH_STATES(torch.zeros(2, 1, 4), state=state),
+    of(WITH_STATES.step, torch.zeros(2, 4)),
+    lambda state: Decoder(WITH_STATES, 2, state=state),
+)
 
 
 LAYOUTS = {

@@ -1,15 +1,15 @@
 """Whole models: padding and documents, a decoder, generated tokens, both directions of time."""
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from tests.layer_cases import make
+from tests.messages import Row, of, refused
 from torch import Tensor, nn
 
-from bedouin import Bedouin, Bidirectional, Decoder, FixedPointRNN, SequenceModel
+from bedouin import Bedouin, Decoder, FixedPointRNN, SequenceModel
 from bedouin.baselines import Mamba
 from bedouin.generation import Sampling
 from bedouin.testing import assert_close
@@ -280,7 +280,7 @@ def test_equal_generators_give_equal_tokens() -> None:
     assert torch.equal(first, second)
 
 
-GENERATE: list[tuple[dict[str, Any], type[Exception], str]] = [
+GENERATE: list[Row] = [
     ({"prompt": [[1]]}, TypeError, "prompt must be a tensor (b, t), got list"),
     ({"prompt": torch.zeros(3).long()}, ValueError, "prompt must have shape (b, t) with at least"),
     ({"prompt": torch.zeros(2, 0).long()}, ValueError, "prompt must have shape (b, t) with at"),
@@ -302,17 +302,5 @@ GENERATE: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "error", "message"), GENERATE, ids=lambda v: str(v)[:40])
-def test_errors_of_generate(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = SequenceModel(VOCAB, 8, [Bedouin(8)])
-    with pytest.raises(error, match=re.escape(message)):
-        arguments: dict[str, Any] = {"prompt": ids(2, 2), "max_new_tokens": 2}
-        model.generate(**arguments | options)
-
-
-def test_generate_needs_classes_that_are_ids_and_mixers_with_states() -> None:
-    with pytest.raises(ValueError, match="generate needs a model whose classes are its input ids"):
-        SequenceModel(VOCAB, 8, [Bedouin(8)], output_size=3).generate(ids(1, 2), 1)
-    both = Bidirectional(Bedouin(8), Bedouin(8))
-    with pytest.raises(TypeError, match=r"mixer Bidirectional has no init_state\(\)"):
-        SequenceModel(VOCAB, 8, [both]).generate(ids(1, 2), 1)
+MODEL = SequenceModel(VOCAB, 8, [Bedouin(8)])
+test_errors_of_generate = refused(GENERATE, of(MODEL.generate, prompt=ids(2, 2), max_new_tokens=2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.messages import of, refused
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -167,36 +168,34 @@ def test_defaults_fit_every_width() -> None:
     assert (wide.memory.num_heads, wide.tracker.tracker_state) == (4, 128)
 
 
-def test_bad_input_is_named() -> None:
-    kind_of: Any = TrackingDeltaNet
-    reading: Any = Tracker
-    layer, u = kind_of(M, **TRACKER), torch.randn(2, 3, M)
-    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "state must be a TrackingState", lambda: layer(u, u)),
-        (ValueError, "state.memory_conv must have shape", lambda: layer(u, layer.init_state(3))),
-        (TypeError, "state must not be None", lambda: layer.step(u[:, 0], None)),
-        (TypeError, "did you mean 'num_heads'", lambda: kind_of(M, num_head=2)),
-        (ValueError, "num_heads must be at least 1", lambda: kind_of(M, num_heads=0)),
-        (TypeError, "head_dim must be an int", lambda: kind_of(M, head_dim=True)),
-        (ValueError, "expand_v", lambda: kind_of(M, expand_v=0)),
-        (ValueError, "num_trackers must be", lambda: kind_of(M, num_trackers=0)),
-        (ValueError, "tracker_dim must be", lambda: kind_of(M, tracker_dim=-1)),
-        (ValueError, "tracker_state must be", lambda: kind_of(M, tracker_state=0)),
-        (ValueError, "d_conv must be", lambda: kind_of(M, d_conv=0)),
-        (ValueError, "feedback_noise", lambda: kind_of(M, feedback_noise=-1.0)),
-        (ValueError, "norm_eps must be", lambda: kind_of(M, norm_eps=0.0)),
-        (ValueError, "backend must be one of", lambda: kind_of(M, backend="cuda")),
-        (TypeError, "layer_idx must be", lambda: kind_of(M, layer_idx="0")),
-        (ValueError, "backend='triton' needs", lambda: kind_of(M, backend="triton")(u)),
-        (ValueError, "read must be given", lambda: reading(M, read_size=4, **TRACKER)(u)),
-        (ValueError, "read must be given", lambda: reading(M, **TRACKER)(u, read=u)),
-        (ValueError, "read must have shape", lambda: reading(M, read_size=4)(u, read=u)),
-        (ValueError, "use read.to", lambda: reading(M, read_size=M)(u, read=u.double())),
-        (TypeError, "read_size must be an int", lambda: reading(M, read_size=False)),
+ANY: Any = TrackingDeltaNet
+READING: Any = Tracker
+SMALL, U = ANY(M, **TRACKER), torch.randn(2, 3, M)
+test_bad_input_is_named = refused(
+    [
+        (of(SMALL, U, U), TypeError, "state must be a TrackingState"),
+        (of(SMALL, U, SMALL.init_state(3)), ValueError, "state.memory_conv must have shape"),
+        (of(SMALL.step, U[:, 0], None), TypeError, "state must not be None"),
+        (of(ANY, M, num_head=2), TypeError, "did you mean 'num_heads'"),
+        (of(ANY, M, num_heads=0), ValueError, "num_heads must be at least 1"),
+        (of(ANY, M, head_dim=True), TypeError, "head_dim must be an int"),
+        (of(ANY, M, expand_v=0), ValueError, "expand_v"),
+        (of(ANY, M, num_trackers=0), ValueError, "num_trackers must be"),
+        (of(ANY, M, tracker_dim=-1), ValueError, "tracker_dim must be"),
+        (of(ANY, M, tracker_state=0), ValueError, "tracker_state must be"),
+        (of(ANY, M, d_conv=0), ValueError, "d_conv must be"),
+        (of(ANY, M, feedback_noise=-1.0), ValueError, "feedback_noise"),
+        (of(ANY, M, norm_eps=0.0), ValueError, "norm_eps must be"),
+        (of(ANY, M, backend="cuda"), ValueError, "backend must be one of"),
+        (of(ANY, M, layer_idx="0"), TypeError, "layer_idx must be"),
+        (of(ANY(M, backend="triton"), U), ValueError, "backend='triton' needs"),
+        (of(READING(M, read_size=4, **TRACKER), U), ValueError, "read must be given"),
+        (of(READING(M, **TRACKER), U, read=U), ValueError, "read must be given"),
+        (of(READING(M, read_size=4), U, read=U), ValueError, "read must have shape"),
+        (of(READING(M, read_size=M), U, read=U.double()), ValueError, "use read.to"),
+        (of(READING, M, read_size=False), TypeError, "read_size must be an int"),
     ]
-    for kind, message, run in cases:
-        with pytest.raises(kind, match=message):
-            run()
+)
 
 
 def test_a_tracker_takes_what_it_reads() -> None:
