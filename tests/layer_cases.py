@@ -89,14 +89,16 @@ MEMORIES: dict[str, Callable[..., Any]] = {
 }
 BASELINES: dict[str, Callable[..., Any]] = {
     "lstm": LSTM,
-    "lstm, convolution": partial(LSTM, d_conv=3),
+    "lstm, convolution": partial(LSTM, expand=1.5, d_conv=3),
     "mamba": Mamba,
     "mamba, full": partial(Mamba, d_conv=None, eigenvalues="full"),
     "delta net": partial(DeltaNet, num_heads=2),
     "delta net, gated": partial(DeltaNet, num_heads=2, gated=True, d_conv=None),
     "delta product": partial(DeltaProduct, num_heads=2, gated=True),
-    "delta product, three": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
-    "attention": partial(Attention, num_heads=2),
+    "delta product, three": partial(
+        DeltaProduct, gated=True, num_householder=3, head_dim=3, expand_v=1.5
+    ),
+    "attention": partial(Attention, num_heads=2, rope_base=100.0),
     "attention, convolution": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
 }
 LAYERS = FIXED_POINTS | MEMORIES | BASELINES
@@ -347,6 +349,15 @@ def saved(module: Any) -> Any:
     torch.save(module, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
+
+
+MARKS = "_no_weight_decay", "_no_reinit"
+
+
+def marks(module: nn.Module) -> set[tuple[str, str]]:
+    """The names of marked parameters, with the marks."""
+    named = module.named_parameters()
+    return {(name, mark) for name, p in named for mark in MARKS if getattr(p, mark, False)}
 
 
 RNGS = st.randoms(use_true_random=False)

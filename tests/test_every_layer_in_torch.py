@@ -32,6 +32,7 @@ from tests.layer_cases import (
     layers,
     layers_and_solves,
     make,
+    marks,
     merge,
     results,
     saved,
@@ -189,15 +190,6 @@ def test_checkpointing_and_saved_tensors_change_nothing(name: str, use_reentrant
     with save_on_cpu():
         output = layer(x)
     assert all(map(torch.equal, torch.autograd.grad(output.square().sum(), inputs), expected))
-
-
-MARKS = "_no_weight_decay", "_no_reinit"
-
-
-def marks(layer: nn.Module) -> set[tuple[str, str]]:
-    return {
-        (n, mark) for n, p in layer.named_parameters() for mark in MARKS if getattr(p, mark, False)
-    }
 
 
 @layers_and_solves

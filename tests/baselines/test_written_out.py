@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.equations import delta_rule
 from tests.layer_cases import BASELINES
 from tests.messages import Row, of, refused
 from torch import Tensor, nn
@@ -88,39 +89,7 @@ def attention(layer: Attention, x: Tensor, state: None) -> Tensor:
 
 
 def delta_product(layer: DeltaProduct, x: Tensor, state: DeltaState) -> Tensor:
-    """Head by head."""
-    k, h, p, v = layer.num_householder, layer.num_heads, layer.head_dim, layer.value_dim
-    window, outputs = state.conv, []
-    memories = list(state.memory.unbind(1))
-    for x_t in x.unbind(1):
-        raw = torch.cat([layer.q_proj(x_t), layer.k_proj(x_t), layer.v_proj(x_t)], -1)
-        if layer.conv.weight is not None:
-            window = torch.cat([window, raw.unsqueeze(1)], dim=1)
-            raw, window = (window * layer.conv.weight.T).sum(1), window[:, 1:]
-        q, key, value = F.silu(raw).split([h * p, k * h * p, k * h * v], -1)
-        key, value = key.unflatten(-1, (k, h, p)), value.unflatten(-1, (k, h, v))
-        beta = torch.sigmoid(layer.b_proj(x_t)).unflatten(-1, (k, h))
-        beta = 2 * beta if layer.eigenvalues == "full" else beta
-        heads = []
-        for i in range(h):
-            S = memories[i]
-            if layer.a_proj is not None:
-                dt = F.softplus(layer.a_proj(x_t)[:, i] + layer.dt_bias[i])
-                S = S * torch.exp(-layer.A_log[i].exp() * dt)[:, None, None]
-            for j in range(k):
-                u = F.normalize(key[:, j, i], dim=-1).unsqueeze(-1)
-                b = beta[:, j, i, None, None]
-                S = S - b * u @ (u.mT @ S) + b * u @ value[:, j, i].unsqueeze(-2)
-            memories[i] = S
-            unit = F.normalize(q.unflatten(-1, (h, p))[:, i], dim=-1)
-            o = (S.mT @ unit.unsqueeze(-1)).squeeze(-1) / p**0.5
-            o = o / (o.square().mean(-1, keepdim=True) + layer.norm_eps).sqrt()
-            heads.append(o * layer.norm_weight)
-        o = torch.cat(heads, -1)
-        if layer.g_proj is not None:
-            o = o * F.silu(layer.g_proj(x_t))
-        outputs.append(layer.out_proj(o))
-    return torch.stack(outputs, dim=1)
+    return delta_rule(layer, x, state)[1]
 
 
 def mamba(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
@@ -144,37 +113,24 @@ def mamba(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
-WRITTEN_OUT: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
-    "lstm": (partial(LSTM, expand=1.5, d_conv=None), lstm),
-    "lstm_conv": (partial(LSTM, expand=1.5, d_conv=3), lstm),
-    "attention": (partial(Attention, num_heads=2, rope_base=100.0, d_conv=None), attention),
-    "attention_conv": (partial(Attention, num_heads=2, rope_base=None, d_conv=3), attention),
-    "mamba": (partial(Mamba, d_state=3, d_conv=4), mamba),
-    "mamba_full": (partial(Mamba, d_state=3, d_conv=None, eigenvalues="full"), mamba),
-    "delta_net": (partial(DeltaNet, num_heads=2), delta_product),
-    "delta_net_gated": (
-        partial(DeltaNet, num_heads=2, gated=True, eigenvalues="full"),
-        delta_product,
-    ),
-    "delta_product": (
-        partial(DeltaProduct, num_heads=2, d_conv=None, eigenvalues="positive"),
-        delta_product,
-    ),
-    "delta_product_gated": (
-        partial(DeltaProduct, num_heads=2, gated=True, num_householder=3, head_dim=3, expand_v=1.5),
-        delta_product,
-    ),
+DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
+    LSTM: lstm,
+    Attention: attention,
+    Mamba: mamba,
+    DeltaNet: delta_product,
+    DeltaProduct: delta_product,
+}
+MORE: dict[str, Kind] = {
+    "full": partial(DeltaNet, num_heads=2, gated=True, eigenvalues="full"),
+    "positive": partial(DeltaProduct, num_heads=2, d_conv=None, eigenvalues="positive"),
 }
 
 
-@pytest.mark.parametrize(("make", "expected"), WRITTEN_OUT.values(), ids=WRITTEN_OUT)
-def test_equals_the_definition(
-    make: Callable[..., Any], expected: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # F.normalize has no eps under the root
-    monkeypatch.setattr("bedouin.layers.delta_net.FLA_UNIT_EPS", 1e-30)
-    tolerance = 1e-8 if expected is delta_product else 1e-9
-    assert_written_out(make(8, dtype=torch.float64), expected, (2, 6, 8), tolerance)
+@pytest.mark.parametrize("make", (BASELINES | MORE).values(), ids=BASELINES | MORE)
+def test_equals_the_definition(make: Kind) -> None:
+    layer = make(8, dtype=torch.float64)
+    tolerance = 1e-8 if isinstance(layer, DeltaProduct) else 1e-9
+    assert_written_out(layer, DEFINITIONS[type(layer)], (2, 6, 8), tolerance)
 
 
 def test_defaults_and_initial_values_are_the_authors() -> None:

@@ -15,7 +15,7 @@ import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from tests.integrations.hf_models import HYBRID, MIXINGS, PAD, VOCAB, make_config
-from tests.processes import end, start_two
+from tests.processes import IMPORTS, end, start_two
 from torch import Tensor
 from transformers.distributed import DistributedConfig
 
@@ -123,8 +123,7 @@ def check_tensor_parallel(folder: Path, accelerator: Accelerator) -> None:
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """With DDP, with FSDP2, and with tensor parallelism."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    end(start_two("-P", __file__, str(tmp_path), PYTHONPATH=path))
+    end(start_two("-P", __file__, str(tmp_path), PYTHONPATH=IMPORTS))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.equations import delta_rule
 from tests.messages import of, refused
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,32 +57,7 @@ def convolved(window: list[Tensor], weight: Tensor, v: Tensor) -> Tensor:
 
 def memory_by_hand(layer: GatedDeltaNet, u: Tensor) -> tuple[Tensor, Tensor]:
     """S_t^T q_t (b, t, h v) and the output (b, t, m) of every token."""
-    b, h, p, v = len(u), layer.num_heads, layer.head_dim, layer.value_dim
-    S = u.new_zeros(b, h, p, v)
-    window = [u.new_zeros(b, layer.conv.channels) for _ in range(3)]
-    recalled, outputs = [], []
-    for u_t in u.unbind(1):
-        projected = torch.cat([layer.q_proj(u_t), layer.k_proj(u_t), layer.v_proj(u_t)], -1)
-        assert layer.conv.weight is not None
-        acted = F.silu(convolved(window, layer.conv.weight, projected))
-        q, k, values = acted.split([h * p, h * p, h * v], -1)
-        q, k = (
-            w.view(b, h, p) * torch.rsqrt(w.view(b, h, p).square().sum(-1, keepdim=True) + 1e-6)
-            for w in (q, k)
-        )
-        beta = 2 * torch.sigmoid(layer.b_proj(u_t))[..., None, None]
-        assert layer.a_proj is not None and layer.g_proj is not None
-        g = -layer.A_log.exp() * F.softplus(layer.a_proj(u_t) + layer.dt_bias)
-        erased = torch.eye(p, **FLOAT64) - beta * k[..., :, None] * k[..., None, :]
-        S = g.exp()[..., None, None] * erased @ S
-        S = S + beta * k[..., :, None] * values.view(b, h, 1, v)
-        o = (S * q[..., None]).sum(-2)
-        recalled.append(o.flatten(1))
-        o = o / p**0.5
-        normed = o / torch.sqrt(o.square().mean(-1, keepdim=True) + layer.norm_eps)
-        gated = (normed * layer.norm_weight).flatten(1) * F.silu(layer.g_proj(u_t))
-        outputs.append(layer.out_proj(gated))
-    return torch.stack(recalled, 1), torch.stack(outputs, 1)
+    return delta_rule(layer, u, layer.init_state(len(u)))
 
 
 def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
