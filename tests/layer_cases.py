@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bedouin import (
     Bedouin,
@@ -177,6 +178,23 @@ def earlier_state(layer: Any, b: int) -> Any:
     weight = next(layer.parameters())
     x = torch.randn(b, 2, layer.d_model, dtype=weight.dtype, device=weight.device)
     return layer(x, return_state=True)[1].detach()
+
+
+def in_chunks(layer: Any, x: Tensor, before: Any, sizes: list[int]) -> list[Tensor]:
+    """The output and the state, also of a model."""
+    outputs, state = [], before
+    for chunk in x.split(sizes, 1):
+        output, state = layer(chunk, state, return_state=True)
+        outputs.append(output)
+    return [torch.cat(outputs, 1), *tree_leaves(state)]
+
+
+def in_steps(layer: Any, x: Tensor, before: Any) -> list[Tensor]:
+    outputs, state = [], before
+    for x_t in x.unbind(1):
+        output, state = layer.step(x_t, state)
+        outputs.append(output)
+    return [torch.stack(outputs, 1), *tree_leaves(state)]
 
 
 class Whole(nn.Module):
@@ -344,11 +362,11 @@ def merge(layer: nn.Module) -> Any:
     return merged
 
 
-def saved(module: Any) -> Any:
+def saved(value: Any, weights_only: bool = False) -> Any:
     """As a file of torch.save has it."""
-    torch.save(module, buffer := io.BytesIO())
+    torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return torch.load(buffer, weights_only=weights_only)
 
 
 MARKS = "_no_weight_decay", "_no_reinit"

@@ -119,22 +119,6 @@ def twice(layer: FixedPointLayer, x: Tensor) -> Tensor:
     return output
 
 
-def one_call(layer: FixedPointLayer, x: Tensor, run: Run) -> Tensor:
-    return run(layer, x)
-
-
-def two_calls_before_one_backward(layer: FixedPointLayer, x: Tensor, run: Run) -> Tensor:
-    return run(layer, torch.tanh(run(layer, x)))
-
-
-def two_calls_in_one_region(layer: FixedPointLayer, x: Tensor, run: Run) -> Tensor:
-    return run(functools.partial(twice, layer), x)
-
-
-def micro_batches(layer: FixedPointLayer, x: Tensor, run: Run) -> Tensor:
-    return torch.stack([run(layer, x * (i + 1)).square().sum() for i in range(3)])
-
-
 def token_by_token(layer: FixedPointLayer, x: Tensor, run: Run) -> Tensor:
     def steps(x: Tensor) -> Tensor:
         state, outputs = layer.init_state(2), []
@@ -159,9 +143,11 @@ def nested(layer: FixedPointLayer, x: Tensor, run: Run, inner: bool = True) -> T
 
 
 REGIONS: dict[str, Region] = {
-    "two calls before one backward": two_calls_before_one_backward,
-    "two calls in one region": two_calls_in_one_region,
-    "micro-batches": micro_batches,
+    "two calls before one backward": lambda layer, x, run: run(layer, torch.tanh(run(layer, x))),
+    "two calls in one region": lambda layer, x, run: run(functools.partial(twice, layer), x),
+    "micro-batches": lambda layer, x, run: torch.stack(
+        [run(layer, x * (i + 1)).square().sum() for i in range(3)]
+    ),
     "token by token": token_by_token,
     "nested, reentrant": nested,
     "nested, non-reentrant": functools.partial(nested, inner=False),
@@ -182,7 +168,7 @@ def test_regions(way: Run, region: Region) -> None:
 def test_one_call(
     way: Run, solver: Solver, adjoint: Adjoint | None, kind: type[FixedPointLayer]
 ) -> None:
-    assert_same(one_call, way, kind=kind, solver=solver, adjoint=adjoint)
+    assert_same(lambda layer, x, run: run(layer, x), way, kind=kind, solver=solver, adjoint=adjoint)
 
 
 def test_a_region_around_vmap() -> None:
@@ -201,7 +187,7 @@ def test_a_region_around_vmap() -> None:
 def test_a_compiled_layer() -> None:
     def region(layer: Any, x: Tensor, run: Run) -> Tensor:
         call: Any = layer if run is plainly else torch.compile(layer, backend="eager")
-        return two_calls_before_one_backward(call, x, run)
+        return REGIONS["two calls before one backward"](call, x, run)
 
     assert_same(region, WAYS["non-reentrant"])
 

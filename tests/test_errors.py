@@ -28,7 +28,7 @@ from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
 from bedouin.model import SequenceModel
-from bedouin.solvers import FixedCap, GammaCap, Picard
+from bedouin.solvers import Anderson, FixedCap, GammaCap, ImplicitAdjoint, Picard
 
 OPTIONS = of_kind(TypeError, [
     ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
@@ -100,6 +100,10 @@ READ_ONCE: list[tuple[Any, tuple[str, ...]]] = [
     (Mamba(4), ("d_state", "eigenvalues")),
     (TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
 ]
+READING: list[dict[str, Any]] = [
+    {"solver": Anderson()}, {"solver": Picard(), "adjoint": ImplicitAdjoint(Picard())},
+]  # fmt: skip
+"""Solves that read the device."""
 LAYER, MODEL = Bedouin(4), SequenceModel(5, 4, [Bedouin(4)])
 STATE, WIDER = LAYER.init_state(2), Bedouin(8).init_state(2)
 WINDOWED, PACKED = Bedouin(4, d_conv=3), pack_sequence([torch.zeros(3, 4)])
@@ -168,6 +172,7 @@ CALLS = of_kind(ValueError, [
      "cu_seqlens needs a single row, x (1, t, m)"),
     (of(SequenceModel(5, 4, [LAYER], output_size=3).generate, torch.ones(1, 2).long(), 1),
      "generate needs a model whose classes are its input ids"),
+    (of(LAYER.graphed, torch.randn(1, 2, 4)), "CUDA device, got cpu...call the layer itself"),
     (of(Bidirectional, Bedouin(4), Bedouin(8)), "must have one d_model, got 4 and 8"),
     (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
      "backend='triton' needs tensors on a CUDA device, got cpu"),
@@ -227,6 +232,10 @@ CALLS = of_kind(ValueError, [
     (of(Bidirectional, Bedouin(4), None), "backwards must be a module, got NoneType"),
     (of(Bidirectional(Bedouin(4), torch.nn.Linear(4, 4)), torch.zeros(1, 2, 4),
         mask=torch.ones(1, 2).bool()), "mixer Linear takes no mask"),
+]) + of_kind(RuntimeError, [
+    (of(Bedouin(4, device="meta", **solve), torch.empty(2, 5, 4, device="meta")),
+     "nor on the meta device: use")
+    for solve in READING
 ]) + of_kind(AttributeError, [
     (of(getattr, Bedouin, "recall"), "Bedouin has no recall: version 0.2.0 ... Tracking"),
     *((of(setattr, layer, name, 7),

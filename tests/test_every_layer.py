@@ -5,7 +5,6 @@ Letters: b batch, t time, m d_model.
 
 import contextlib
 import copy
-import io
 import pickle
 import random
 from collections.abc import Callable
@@ -34,6 +33,8 @@ from tests.layer_cases import (
     earlier_state,
     floats,
     gradients,
+    in_chunks,
+    in_steps,
     layers,
     layers_and_solves,
     make,
@@ -43,6 +44,7 @@ from tests.layer_cases import (
     random_state,
     results,
     rows_of,
+    saved,
 )
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
@@ -58,23 +60,6 @@ def on_places(name: str, place: Place, b: int, t: int) -> tuple[Any, Tensor, Any
     """A layer, an input, and a state before it."""
     layer = make(name, place)
     return layer, draw(b, t, place), earlier_state(layer, b)
-
-
-def in_chunks(layer: Any, x: Tensor, before: Any, sizes: list[int]) -> list[Tensor]:
-    """The output and the state."""
-    outputs, state = [], before
-    for chunk in x.split(sizes, 1):
-        output, state = layer(chunk, state, return_state=True)
-        outputs.append(output)
-    return [torch.cat(outputs, 1), *state.tensors]
-
-
-def in_steps(layer: Any, x: Tensor, before: Any) -> list[Tensor]:
-    outputs, state = [], before
-    for x_t in x.unbind(1):
-        output, state = layer.step(x_t, state)
-        outputs.append(output)
-    return [torch.stack(outputs, 1), *state.tensors]
 
 
 def check_chunks(layer: Any, x: Tensor, before: Any, rtol: float) -> None:
@@ -341,12 +326,6 @@ def gathered(state: Any) -> Any:
     return operations.recursively_apply(torch.clone, state)
 
 
-def saved(state: Any) -> Any:
-    torch.save({"state": (state,)}, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=True)["state"][0]
-
-
 REBUILT: dict[str, Callable[[Any], Any]] = {
     "_make": lambda s: type(s)._make(map(torch.clone, s)),
     "positions": lambda s: type(s)(*[v.clone() for v in s]),
@@ -356,7 +335,7 @@ REBUILT: dict[str, Callable[[Any], Any]] = {
     "tree_map": lambda s: tree_map(torch.clone, s),
     "deepcopy": copy.deepcopy,
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
-    "file": saved,
+    "file": lambda s: saved({"state": (s,)}, weights_only=True)["state"][0],
     "convert": default_convert,
     "collate": lambda s: default_collate([s[0], s[1]]),
     "accelerate": gathered,

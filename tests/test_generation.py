@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import make
+from tests.layer_cases import assert_all_close, make
 from tests.messages import Row, of, refused
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bedouin import Bedouin, Decoder, FixedPointRNN, SequenceModel
 from bedouin.baselines import Mamba
@@ -86,57 +87,47 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     decoder = Decoder(model, 2, state=state)
     for t in range(3, 7):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], 1e-11)
-    for found, expected in zip(decoder.state, last, strict=True):
-        for a, e in zip(found.tensors, expected.tensors, strict=True):
-            assert_close("state", a, e, 1e-11)
+    assert_all_close(tree_leaves(decoder.state), tree_leaves(last), 1e-11)
     decoder.reset()
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
-    for v in (v for of_layer in decoder.state for v in of_layer.tensors):
+    for v in tree_leaves(decoder.state):
         v.zero_()  # of a copy
     assert_close("next", decoder(tokens[:, 1]), whole[:, 1], 1e-11)
 
 
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
     """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
-    b = len(tokens)
     mixers: Any = model.mixers
+
+    def check_next(tokens: Tensor) -> None:  # (b,)
+        expected, _ = model.step(tokens, decoder.state)
+        assert_close("next", decoder(tokens), expected, rtol)
+
     whole = model(tokens)
     _, state = model(tokens[:, :2], return_state=True)
-    decoder: Any = Decoder(model, b, state=state)
+    decoder: Any = Decoder(model, len(tokens), state=state)
     for t in range(2, 4):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], rtol)
     captured = decoder._graph
     _, expected = model(tokens[:, :4], return_state=True)
     found = decoder.state
-    for one, other in zip(found, expected, strict=True):
-        for a, e in zip(one.tensors, other.tensors, strict=True):
-            assert_close("state", a, e, rtol)
+    assert_all_close(tree_leaves(found), tree_leaves(expected), rtol)
     assert all(bool(stats.converged.all()) for stats in model.stats)
     # a change in place is seen by the same graph, a replaced parameter makes another one
     mixers[0].D.mul_(1.1)
-    check_next(model, decoder, tokens[:, 4], rtol)
+    check_next(tokens[:, 4])
     assert decoder._graph is captured
     model.norm.weight = nn.Parameter(1.1 * model.norm.weight)
-    check_next(model, decoder, tokens[:, 5], rtol)
+    check_next(tokens[:, 5])
     assert decoder._graph is not captured
     # hooks run: without a graph
     calls: list[Any] = []
     with model.head.register_forward_hook(lambda *call: calls.append(call)):
-        check_next(model, decoder, tokens[:, 0], rtol)
+        check_next(tokens[:, 0])
         assert len(calls) == 2 and decoder._graph is None
     decoder.reset(found)
-    check_next(model, decoder, tokens[:, 4], rtol)
+    check_next(tokens[:, 4])
     assert decoder._graph is not None
-
-
-def check_next(
-    model: SequenceModel,
-    decoder: Decoder,
-    tokens: Tensor,  # (b,)
-    rtol: float,
-) -> None:
-    expected, _ = model.step(tokens, decoder.state)
-    assert_close("next", decoder(tokens), expected, rtol)
 
 
 @torch.no_grad()

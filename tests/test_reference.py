@@ -3,14 +3,14 @@ the README formats as code, which can be imported, called or given as arguments.
 
 import ast
 import builtins
-import importlib.util
 import inspect
 import re
 import sys
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -22,16 +22,8 @@ from bedouin import Bedouin, FixedPointRNN, TrackingDeltaNet, baselines, solvers
 ROOT = Path(__file__).parents[1]
 
 
-def load_script() -> ModuleType:
-    """docs/reference.py, whose folder is in no import path."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = load_script()
+# docs/reference.py, whose folder is in no import path
+reference = SimpleNamespace(**run_path(str(ROOT / "docs" / "reference.py")))
 NAMES: list[tuple[str, str]] = reference.public_names()
 
 

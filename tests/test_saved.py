@@ -75,28 +75,30 @@ def test_one_warning_names_the_option_and_both_values(
     load(second, copy.deepcopy(second))  # any warning is an error here
 
 
-def test_mixers_of_the_same_number_of_raw_values_are_told_apart() -> None:
-    (message,) = warnings_of(load, Bedouin(8, mixer=LowRank(2)), Bedouin(8))
-    assert "saved with mixer='HouseholderProduct', but it has mixer='LowRank'" in message
-    pair = (Bedouin(8, mixer=Kronecker(factors)) for factors in ((2, 8), (8, 2)))
-    (message,) = warnings_of(load, *pair)
-    assert "saved with factors=[8, 2], but it has factors=[2, 8]" in message
+def make_model(**options: Any) -> SequenceModel:
+    return SequenceModel(5, 4, [Bedouin(4)], **options)
 
 
-def test_all_options_that_differ_are_in_one_warning() -> None:
-    target = Bedouin(8, eigenvalues="full", norm_eps=0.1)
-    (message,) = warnings_of(load, target, Bedouin(8))
-    assert "saved with eigenvalues='positive', norm_eps=1e-05, but" in message
+TOLD: list[tuple[nn.Module, nn.Module, str]] = [
+    # mixers of the same number of raw values
+    (Bedouin(8), Bedouin(8, mixer=LowRank(2)),
+     "saved with mixer='HouseholderProduct', but it has mixer='LowRank'"),
+    (Bedouin(8, mixer=Kronecker((2, 8))), Bedouin(8, mixer=Kronecker((8, 2))),
+     "saved with factors=[2, 8], but it has factors=[8, 2]"),
+    # all options that differ
+    (Bedouin(8), Bedouin(8, eigenvalues="full", norm_eps=0.1),
+     "saved with eigenvalues='positive', norm_eps=1e-05, but"),
+    # those of the model itself
+    (make_model(), make_model(norm_eps=0.1),
+     "this SequenceModel were saved with norm_eps=1e-05, but it has norm_eps=0.1"),
+    (make_model(), make_model(tie_embeddings=True), "tie_embeddings=False, but"),
+]  # fmt: skip
 
 
-def test_options_of_the_model_itself_are_saved() -> None:
-    def make(**options: Any) -> SequenceModel:
-        return SequenceModel(5, 4, [Bedouin(4)], **options)
-
-    (message,) = warnings_of(load, make(norm_eps=0.1), make())
-    assert "this SequenceModel were saved with norm_eps=1e-05, but it has norm_eps=0.1" in message
-    (message,) = warnings_of(load, make(tie_embeddings=True), make())
-    assert "tie_embeddings=False, but" in message
+@pytest.mark.parametrize(("source", "target", "message"), TOLD, ids=str)
+def test_one_warning_tells_all(source: nn.Module, target: nn.Module, message: str) -> None:
+    (told,) = warnings_of(load, target, source)
+    assert message in told
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -145,24 +147,6 @@ def test_no_option_changes_numbers_in_silence(kind: type[Any], option: str) -> N
             torch.testing.assert_close(target(x), source(x))
 
 
-def cast(target: nn.Module, source: nn.Module) -> None:
-    target.load_state_dict({k: v.bfloat16() for k, v in source.state_dict().items()})
-
-
-def averaged(target: nn.Module, source: nn.Module) -> None:
-    states = source.state_dict(), copy.deepcopy(source).state_dict()
-    target.load_state_dict({k: (v + states[1][k]) / 2 for k, v in states[0].items()})
-
-
-def stacked(target: nn.Module, source: nn.Module) -> None:
-    stack = {k: torch.stack([v, v]) for k, v in source.state_dict().items()}
-    target.load_state_dict({k: v[1] for k, v in stack.items()})
-
-
-def assigned(target: nn.Module, source: nn.Module) -> None:
-    target.to("meta").load_state_dict(source.state_dict(), assign=True)
-
-
 def by_safetensors(target: nn.Module, source: nn.Module) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     target.load_state_dict(safetensors.load(safetensors.save(source.state_dict())))
@@ -177,8 +161,27 @@ def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
     target.load_state_dict(state)
 
 
+def by_values(change: Callable[[Tensor], Tensor]) -> Load:
+    """With changed values in the state dict."""
+    return lambda target, source: target.load_state_dict(
+        {name: change(v) for name, v in source.state_dict().items()}
+    )
+
+
+WAYS: dict[str, Load] = {
+    "cast": by_values(Tensor.bfloat16),
+    "averaged": by_values(lambda v: (v + v.clone()) / 2),
+    "stacked": by_values(lambda v: torch.stack([v, v])[1]),
+    "assigned": lambda target, source: target.to("meta").load_state_dict(
+        source.state_dict(), assign=True
+    ),
+    "safetensors": by_safetensors,
+    "checkpoint": by_checkpoint,
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned, by_safetensors, by_checkpoint])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
     source = Bedouin(4, feedback=("B",))
     source(torch.randn(1, 2, 4))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.layer_cases import make, marks
+from tests.layer_cases import in_chunks, in_steps, make, marks
 from tests.processes import IMPORTS, end, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as model_state
@@ -57,17 +57,6 @@ def make_mesh(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(next(module.parameters()).device.type, (2,))
 
 
-def decode(model: SequenceModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at all tokens, first in two chunks and then token by token."""
-    first, state = model(tokens[:, :2], return_state=True)
-    second, _ = model(tokens[:, 2:], state, return_state=True)
-    state, steps = model.init_state(len(tokens)), []
-    for token in tokens.unbind(1):
-        logits, state = model.step(token, state)
-        steps.append(logits)
-    return torch.cat([first, second], 1), torch.stack(steps, 1)
-
-
 def train(model: SequenceModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
     for _ in range(2):
         optimizer.zero_grad()
@@ -91,7 +80,8 @@ def check_training_and_decoding(folder: str, device: str) -> None:
     torch.testing.assert_close(step, plain(tokens)[:, 0])
     for network, optimizer in networks:
         train(network, optimizer, tokens)
-    for logits in decode(model, tokens):
+    chunks = in_chunks(model, tokens, None, [2, 2])
+    for logits in (chunks[0], in_steps(model, tokens, model.init_state(len(tokens)))[0]):
         torch.testing.assert_close(logits, plain(tokens))
     # one process could end after the first token, but takes part in the calls of the other
     rank = dist.get_rank()

@@ -88,12 +88,8 @@ def test_pieces_cover_the_documents_once() -> None:
     assert batched(pieces, 5) == [[(0, 4)], [(7, 10), (4, 6)], [(6, 7)]]
     assert batched(pieces, 1) == [[piece] for piece in pieces]
     tokens, labels, cu_seqlens = corpus.packed(pieces[1:])
-    assert tokens.tolist() == [[END, 102, 103, 100, 101, END]] and cu_seqlens.tolist() == [
-        0,
-        3,
-        5,
-        6,
-    ]
+    assert tokens.tolist() == [[END, 102, 103, 100, 101, END]]
+    assert cu_seqlens.tolist() == [0, 3, 5, 6]
     assert labels.tolist() == [[102, 103, END, 101, END, END]]
 
 

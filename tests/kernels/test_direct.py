@@ -334,47 +334,40 @@ def test_large_and_awkward_sizes_compiled(options: dict[str, Any]) -> None:
     check(Case(**options))
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("case", "samples", "parts"),
-    [
-        (Case(b=3, t=2, n=1, k=1), 1, 1),
-        (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="delta"), 2, 2),
-        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=BF16), 1, 4),
-        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
-        (Case(b=9, t=2, n=1, k=1), 8, 1),
-        (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
-        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, norm_eps=None), 2, 2),
-        (Case(heads=1, b=2, t=3, p=33, n=2, k=0), 2, 4),
-        *(
-            pytest.param(Case(b=9, t=20, p=p, n=16, low=BF16), *rows, marks=pytest.mark.gpu)
-            for p, *rows in (
-                *((64, 8, 1), (64, 4, 2), (64, 1, 2), (100, 4, 2)),
-                *((128, 2, 4), (128, 1, 4), (128, 2, 1)),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts: int) -> None:
-    assert_same(launched(case, samples, parts=parts), expect(case), tolerance_of(case))
+LAUNCHES: list[tuple[Case, dict[str, int]]] = [
+    (Case(b=3, t=2, n=1, k=1), {"samples": 1, "parts": 1}),
+    (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="delta"), {"samples": 2, "parts": 2}),
+    (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=BF16), {"samples": 1, "parts": 4}),
+    (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), {"samples": 1, "parts": 2}),
+    (Case(b=9, t=2, n=1, k=1), {"samples": 8, "parts": 1}),
+    (Case(heads=1, b=1, t=2, p=33, n=34, k=1), {"samples": 1, "parts": 2}),
+    (Case(heads=1, b=3, t=3, p=20, n=3, k=0, norm_eps=None), {"samples": 2, "parts": 2}),
+    (Case(heads=1, b=2, t=3, p=33, n=2, k=0), {"samples": 2, "parts": 4}),
+    # in several chunks
+    (Case(b=1, t=5, p=2, n=2, k=1), {"samples": 2, "chunk": 2}),
+    (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), {"samples": 2, "chunk": 2}),
+    (Case(b=2, t=5, p=33, n=5, k=0, starts=False), {"samples": 2, "chunk": 2}),
+    (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), {"samples": 1, "chunk": 2}),
+    (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), {"samples": 1, "chunk": 2}),
+    (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), {"samples": 1, "chunk": 2}),
+]
+LARGE_LAUNCHES = [
+    pytest.param(Case(b=9, t=20, p=p, n=16, low=BF16), how, marks=pytest.mark.gpu)
+    for p, rows in (
+        (64, sizes(("samples", "parts"), (8, 1), (4, 2), (1, 2))),
+        (100, sizes(("samples", "parts"), (4, 2))),
+        (128, sizes(("samples", "parts"), (2, 4), (1, 4), (2, 1))),
+    )
+    for how in rows
+]
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("case", "samples"),
-    [
-        (Case(b=1, t=5, p=2, n=2, k=1), 2),
-        (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), 2),
-        (Case(b=2, t=5, p=33, n=5, k=0, starts=False), 2),
-        (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), 1),
-        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), 1),
-        (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), 1),
-    ],
-    ids=str,
-)
-def test_the_reverse_sweep_of_several_chunks(case: Case, samples: int) -> None:
-    assert_same(launched(case, samples, chunk=2), expect(case), tolerance_of(case))
+@pytest.mark.parametrize(("case", "how"), [*LAUNCHES, *LARGE_LAUNCHES], ids=str)
+def test_every_number_of_samples_of_their_parts_and_of_tokens_in_a_chunk(
+    case: Case, how: dict[str, int]
+) -> None:
+    assert_same(launched(case, **how), expect(case), tolerance_of(case))
 
 
 # tiles of all widths: of everything but the reflections, of two of them, of one, of many states

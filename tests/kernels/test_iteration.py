@@ -6,8 +6,6 @@ Letters: b batch, t time, p channels, n state per channel, k reflections, r raw 
 """
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -346,7 +344,7 @@ def test_auto_on_a_gpu_freezes_like_the_plain_loop_and_fuses_picard(method: type
 @pytest.mark.gpu
 @pytest.mark.parametrize("solver", [NEVER, Jacobi(0.0, 0.0)], ids=str)
 def test_a_few_steps_never_wait_for_the_gpu(
-    solver: IterativeSolver, no_synchronization: Callable[[], AbstractContextManager[None]]
+    solver: IterativeSolver, no_synchronization: Any
 ) -> None:
     layer = Bedouin(8, solver=solver, max_steps=4, device="cuda", on_unconverged="ignore")
     x = torch.randn(2, 5, 8, device="cuda")

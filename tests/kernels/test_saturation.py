@@ -23,6 +23,7 @@ from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close
 
 BIASES = (-20.0, -17.0, -12.0, -4.0, -0.4, 0.1, 0.4, 4.0, 12.0, 17.0, 20.0)
+EXACT: tuple[torch.dtype, Backend, str] = torch.float64, "reference", "cpu"
 SCALES, RANGES = get_args(InputScale), get_args(Eigenvalues)
 
 
@@ -51,11 +52,7 @@ def test_the_scan(
 ) -> None:
     """One token: y = s x, and what leads to it from x, Delta and B."""
     found = []
-    where: list[tuple[torch.dtype, Backend, str]] = [
-        (torch.float32, backend, device),
-        (torch.float64, "reference", "cpu"),
-    ]
-    for dtype, name, place in where:
+    for dtype, name, place in ((F32, backend, device), EXACT):
         delta = gates(dtype).to(place)[None, None].requires_grad_()
         x = torch.full_like(delta, 0.7, requires_grad=True)
         A, one = -delta.new_ones(len(BIASES), 1), delta.new_ones(1, 1, 1)
@@ -106,11 +103,7 @@ def test_the_state_of_a_layer(
 ) -> None:
     """y, h and the gradient of dt_bias where the raw value of Delta is at one end everywhere."""
     x, found = torch.randn(2, 3, 4), []
-    where: list[tuple[torch.dtype, Backend, str]] = [
-        (torch.float32, backend, device),
-        (torch.float64, "reference", "cpu"),
-    ]
-    for dtype, name, place in where:
+    for dtype, name, place in ((F32, backend, device), EXACT):
         torch.manual_seed(0)
         kind, options = layer
         made = kind(4, on_unconverged="ignore", solver=solver, backend=name, **options)

@@ -19,7 +19,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels import table
 from tests.kernels.rows import scan
 from tests.kernels.rows_memory import CHUNK_RULE, rule, tracker
 from tests.kernels.table import (
@@ -133,8 +132,23 @@ def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
 BY_TOKEN = TrackInputs._fields[:ROWS]
 
 
-def by_kernels(call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
-    return results(call, lambda *v: call.run(*v, backend="triton"), tensors, weighed)
+def by(backend: str, call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
+    return results(call, lambda *v: call.run(*v, backend=backend), tensors, weighed)
+
+
+def wide(tensors: Tensors) -> Tensors:
+    return {name: None if v is None else v.double() for name, v in tensors.items()}
+
+
+def check(call: Call, tensors: Tensors, backend: str, tolerance: float, atol: float = 0.0) -> None:
+    """Agreement with the definition in float64 on the same tensors."""
+    found = by(backend, call, tensors)
+    for name, theirs in results(call, call.exact, wide(tensors)).items():
+        if atol:
+            ours = found[name].double()
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=atol)
+        else:
+            in_2_norm(name, found[name].double(), theirs, tolerance)
 
 
 def test_the_loop_has_the_derivative_of_finite_differences() -> None:
@@ -153,7 +167,7 @@ def test_closed_tokens_pass_the_memory(device: str) -> None:
     for name in ("delta", "erase"):
         tensors[name][:, 7:] = -1e30
     short = {k: v[:, :7] if v is not None and k in BY_TOKEN else v for k, v in tensors.items()}
-    found, expected = (by_kernels(call, v, 1) for v in (tensors, short))
+    found, expected = (by("triton", call, v, 1) for v in (tensors, short))
     for name, v in expected.items():
         ours = found[name]
         if name.startswith("gradient") and name.removeprefix("gradient of ") in BY_TOKEN:
@@ -168,10 +182,7 @@ def test_rates_without_a_decay_and_with_a_strong_one(A_log: float, device: str) 
     call = tracker(t=20, H=1)
     tensors: Any = call.given(F32, device)
     tensors["A_log"][1:] = A_log
-    found = by_kernels(call, tensors)
-    wide = {k: v if v is None else v.double() for k, v in tensors.items()}
-    for name, theirs in results(call, call.exact, wide).items():
-        torch.testing.assert_close(found[name].double(), theirs, rtol=1e-4, atol=1e-4)
+    check(call, tensors, "triton", 1e-4, 1e-4)
 
 
 def test_a_hook_on_the_module_acts() -> None:
@@ -190,26 +201,7 @@ def inputs_of(tensors: Tensors) -> tuple[DeltaInputs, Tensor]:
 
 def of_rule(run: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
     """Outputs, last memory, and the gradients of a sum that weighs both unevenly."""
-    return table.results(rule(), lambda *v: run(DeltaInputs(*v[:5]), v[5]), tensors)
-
-
-def run_by(backend: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    chosen: Any = "torch" if backend == "reference" else backend
-    return lambda inputs, memory: delta_rule(inputs, memory, dtype, chosen)
-
-
-def check(
-    tensors: Tensors, backend: str, tolerance: float, atol: float = 0.0, dtype: torch.dtype = F32
-) -> None:
-    """Agreement with the loop in float64 on the same tensors."""
-    exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
-    found = of_rule(run_by(backend, dtype), tensors)
-    for name, theirs in of_rule(delta_rule_reference, exact).items():
-        if atol:
-            ours = found[name].double()
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=atol)
-        else:
-            in_2_norm(name, found[name].double(), theirs, tolerance)
+    return results(rule(), lambda *v: run(DeltaInputs(*v[:5]), v[5]), tensors)
 
 
 def equal_keys(decay: float | None, v: Any) -> Tensors:
@@ -251,16 +243,17 @@ def test_hard_inputs(
     dtype = F32
     if backend == "reference" and atol:
         dtype, tolerance, atol = F64, 1e-9, 1e-9
-    tensors = rule(1, t, k, p=p).given(dtype, device)
-    check(tensors | change(tensors), backend, tolerance, atol, dtype)
+    call = rule(1, t, k, p=p, dtype=dtype)
+    tensors = call.given(dtype, device)
+    check(call, tensors | change(tensors), backend, tolerance, atol)
 
 
 @kernels
 def test_a_product_in_bfloat16_of_float32_inputs(device: str) -> None:
-    tensors = rule(1, 40).given(F32, device)
-    check(tensors, "triton", CHUNK_RULE.tolerance[BF16], dtype=BF16)
-    o, last = run_by("triton", BF16)(*inputs_of(tensors))
-    assert (o.dtype, last.dtype) == (F32, F32)
+    call = rule(1, 40, dtype=BF16)
+    tensors = call.given(F32, device)
+    check(call, tensors, "triton", CHUNK_RULE.tolerance[BF16])
+    assert {v.dtype for v in call.run(*tensors.values(), backend="triton")} == {F32}
 
 
 @kernels
@@ -268,7 +261,7 @@ def test_a_rounded_key_does_not_make_the_memory_grow(device: str) -> None:
     inputs, memory = inputs_of(rule(1, 1000, 1, 1, 64, 16, gated=False).given(F32, device))
     key, beta = inputs.key[:, :1].expand_as(inputs.key), torch.full_like(inputs.beta, 2)
     inputs = inputs._replace(key=key, beta=beta, value=torch.zeros_like(inputs.value))
-    _, last = run_by("triton", BF16)(inputs, memory)
+    _, last = delta_rule(inputs, memory, BF16, "triton")
     torch.testing.assert_close(float(last.norm()), float(memory.norm()), rtol=0.05, atol=0)
 
 
@@ -324,12 +317,12 @@ def test_a_compiled_layer_under_autocast() -> None:
 def test_the_sizes_of_a_layer(sizes: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
     """Of one that hardly forgets: beta in [1.9, 2], exp(log_decay) in [0.999, 1]."""
     b, t, h, p, v = sizes
-    tensors: Any = rule(b, t, 1, h, p, v, dtype=dtype).given(dtype, "cuda")
+    call = rule(b, t, 1, h, p, v, dtype=dtype)
+    tensors: Any = call.given(dtype, "cuda")
     tensors |= {"beta": 2 - tensors["beta"] / 20, "log_decay": tensors["log_decay"] / 1000}
-    found, again = (of_rule(run_by("triton", dtype), tensors) for _ in range(2))
+    found, again = (by("triton", call, tensors) for _ in range(2))
     assert all(torch.equal(found[name], again[name]) for name in found)
-    exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
-    for name, theirs in of_rule(delta_rule_chunked, exact).items():
+    for name, theirs in of_rule(delta_rule_chunked, wide(tensors)).items():
         in_2_norm(name, found[name].double(), theirs, bound)
 
 
