@@ -27,6 +27,7 @@ from bedouin import (
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import SequenceModel
 from bedouin.solvers import Anderson, FixedCap, GammaCap, ImplicitAdjoint, Picard
 
@@ -178,6 +179,7 @@ CALLS = of_kind(ValueError, [
      "backend='triton' needs tensors on a CUDA device, got cpu"),
 ]) + of_kind(TypeError, [
     (of(Bedouin, 4, foo=1), "feedback_norm...solver...layer_idx...dtype"),
+    (of(FixedPointLayer, 4), "abstract..._A"),
     (of(setattr, LAYER, "cap", 5), "cap must be a Cap such as FixedCap(20)"),
     (of(setattr, LAYER, "solver", "best"),
      "solver must be 'auto' or a solver object ... got 'best'"),

@@ -170,12 +170,6 @@ def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(moved) > moves
 
 
-def test_cache_of_unequal_lengths() -> None:
-    state = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
-    with pytest.raises(ValueError, match="state.keys and state.values must have one shape, got"):
-        Attention(8)(torch.randn(2, 3, 8), state)
-
-
 def test_states_of_different_lengths_join() -> None:
     layer = Attention(8, dtype=torch.float64)
     x = torch.randn(2, 5, 8, dtype=torch.float64)
@@ -259,6 +253,7 @@ def test_wrong_states(kind: Kind) -> None:
         layer.init_state(-1)
 
 
+UNEQUAL = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
 OPTIONS: list[Row] = [
     (of(LSTM, 0), ValueError, "d_model must be at least 1, got 0"),
     (of(LSTM, 8.0), TypeError, "d_model must be an int >= 1, got 8.0"),
@@ -289,6 +284,8 @@ OPTIONS: list[Row] = [
     (of(Attention, 8, num_heads=3), ValueError, "num_heads must divide d_model = 8, got 3: choose"),
     (of(Attention, 8, num_heads=8), ValueError, "channels a head, got 1: choose another num_heads"),
     (of(Attention, 8, rope_base=-1.0), ValueError, "rope_base must be finite and > 0, got -1.0"),
+    (of(Attention(8), torch.randn(2, 3, 8), UNEQUAL), ValueError,
+     "state.keys and state.values must have one shape, got"),
 ]  # fmt: skip
 
 test_wrong_options = refused(OPTIONS)

@@ -8,7 +8,6 @@ steps a token, h heads, p key and v value channels of a head.
 """
 
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -327,12 +326,6 @@ def test_the_sizes_of_a_layer(sizes: tuple[int, ...], dtype: torch.dtype, bound:
 
 
 # -- flash-linear-attention
-
-
-def test_fla_needs_a_gpu_and_low_precision() -> None:
-    message = "needs a CUDA device and bfloat16 or float16, got cpu and torch.float64: use"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        delta_rule(*inputs_of(rule(1, 3).tensors), F64, "fla")
 
 
 @pytest.mark.parametrize(

@@ -203,21 +203,6 @@ def test_a_nan_sample_leaves_the_gradients_of_the_others_alone() -> None:
     torch.testing.assert_close(grad[[0, 2]], clean[[0, 2]], rtol=1e-10, atol=1e-12)
 
 
-def test_a_direct_adjoint_needs_a_reverse_sweep() -> None:
-    f = _cell()
-    message = r"ImplicitAdjoint\(solver=Direct\(\)\) needs a map with a reverse sweep, got Cell"
-    with pytest.raises(TypeError, match=message):
-        _solve(f, Picard(), ImplicitAdjoint(Direct()))
-
-
-def test_an_iterative_adjoint_cannot_run_under_a_transform() -> None:
-    def loss(x: Tensor) -> Tensor:
-        return solve(lambda y: 0.5 * y + x, torch.zeros_like(x), Picard()).value.sum()
-
-    with pytest.raises(RuntimeError, match="cannot run under torch.func transforms"):
-        torch.func.grad(loss)(torch.ones(2, 3))
-
-
 @pytest.mark.parametrize("adjoint", [OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()])
 def test_the_other_adjoints_run_under_vmap_of_grad(adjoint: Adjoint) -> None:
     def loss(x: Tensor) -> Tensor:

@@ -295,13 +295,6 @@ def test_a_fixed_point_far_from_the_start_is_found(
     assert bool(((solution.value - exact).abs() < 0.1 * exact.abs()).all())
 
 
-@pytest.mark.parametrize("solver", BOTH)
-def test_a_transform_is_refused(solver: Solver) -> None:
-    message = f"{type(solver).__name__} reads the device at every step and cannot run under"
-    with pytest.raises(RuntimeError, match=message):
-        torch.func.vmap(lambda y: _run(lambda v: 0.5 * v, y, solver).value)(torch.ones(2, 3, 1))
-
-
 def test_anderson_honours_its_damping() -> None:
     """With two evaluations per round the damped step is the only one taken."""
     f = _Counted()

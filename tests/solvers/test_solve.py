@@ -5,6 +5,7 @@ Letters: b batch, t tokens, c values of a token.
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -426,6 +427,11 @@ def halve(y: Tensor) -> Tensor:
     return 0.5 * y
 
 
+def solve_halves(solver: Solver, y0: Tensor) -> Tensor:
+    return solve(halve, y0, solver).value
+
+
+LEAF = torch.ones(2, 3, 1, requires_grad=True)
 NEEDS = of_kind(TypeError, [
     (of(solve, halve, ONES, Jacobi(), time_dim=1),
      "Jacobi needs a map with a ...block_solve(y), and time_dim=1, got function: use Picard"),
@@ -436,6 +442,14 @@ NEEDS = of_kind(TypeError, [
     *((of(solve, halve, ONES, solver, adjoint=UnrolledAdjoint()),
        f"UnrolledAdjoint cannot differentiate {type(solver).__name__}: use Picard, Jacobi")
       for solver in (Anderson(), Broyden())),
+    (of(solve, lambda y: y / 2 + LEAF, ONES, Picard(), adjoint=ImplicitAdjoint(Direct())),
+     "ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got function"),
+]) + of_kind(RuntimeError, [
+    *((of(torch.func.vmap(partial(solve_halves, solver)), ONES),
+       f"{type(solver).__name__} reads the device at every step and cannot run under")
+      for solver in (Anderson(), Broyden())),
+    (of(torch.func.grad(lambda x: solve(lambda y: y / 2 + x, ONES, Picard()).value.sum()), ONES),
+     "cannot run under torch.func transforms"),
 ])  # fmt: skip
 
 test_what_a_solver_or_an_adjoint_needs_is_named = refused(NEEDS)
