@@ -1,6 +1,8 @@
 """Every public error path of layers, mixers and states, by its message."""
 
 from functools import partial
+from inspect import signature
+from itertools import product
 from operator import getitem
 from typing import Any
 
@@ -34,15 +36,9 @@ from bedouin.solvers import Anderson, FixedCap, GammaCap, ImplicitAdjoint, Picar
 OPTIONS = of_kind(TypeError, [
     ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
     ({"feedback_norm": 0}, "feedback_norm must be True or False, got 0"),
-    ({"layer_idx": "0"}, "layer_idx must be None or an int, got '0'"),
     ({"layer_idx": True}, "layer_idx must be None or an int, got True"),
-    ({"dtype": torch.int64},
-     "dtype must be None or one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
-     "got torch.int64"),
     ({"dtype": "float32"}, "dtype must be None or one of torch.float32, "),
-    ({"d_conv": 4.0}, "d_conv must be an int >= 1, got 4.0"),
     ({"num_householders": 2}, "has no option 'num_householders'; did you mean 'num_householder'?"),
-    ({"foo": 2}, "has no option 'foo'. Valid: d_model, "),
     ({"num_householder": 1.5}, "num_householder must be an int >= 1, got 1.5"),
     ({"mixer": "householder"},
      "mixer must be a ChannelMixer such as LowRank(2), got 'householder'"),
@@ -51,13 +47,11 @@ OPTIONS = of_kind(TypeError, [
     ({"adjoint": "implicit"},
      "adjoint must be None or an adjoint object such as OneStepAdjoint(), got 'implicit'"),
     ({"max_steps": 1.5}, "max_steps must be an int >= 1 or a Cap, got 1.5"),
-    ({"num_heads": 2.0}, "num_heads must be an int"),
     ({"num_heads": True}, "num_heads must be an int"),
 ]) + of_kind(ValueError, [
     ({"beta_max": True}, "beta_max must be a finite number, got True"),
     ({"feedback_init": "0.1"}, "feedback_init must be a finite number, got '0.1'"),
     ({"norm_eps": True}, "norm_eps must be a finite number, got True"),
-    ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
     ({"expand": 0}, "expand must lie in (0, 1000.0], got 0"),
     ({"expand": "2"}, "expand must be a finite number, got '2'"),
     ({"expand": 0.1}, "must be a whole number of channels, at least 1, got 0.1 * 4"),
@@ -71,8 +65,6 @@ OPTIONS = of_kind(TypeError, [
      "num_householder is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"),
     ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, "beta_max is shorthand for"),
     ({"decay": "mamba2"}, "decay must be one of ("),
-    ({"eigenvalues": "negative"},
-     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
     *(({"feedback": value}, "feedback must be a collection of names from (")
       for value in (None, True, "mixer", [["mixer"]], {"mixer": False}, ("delta", "z"))),
     ({"feedback_init": -1}, "feedback_init must lie in [0, 1000.0], got -1"),
@@ -81,8 +73,6 @@ OPTIONS = of_kind(TypeError, [
     ({"on_unconverged": "print"},
      "on_unconverged must be one of ('warn', 'raise', 'ignore'), got 'print'"),
     ({"num_heads": 3}, "num_heads must divide d_inner = ... = 8, got 3: use one"),
-    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-    ({"backend": "cuda"}, "backend must be one of ('auto', 'triton', 'reference'), got 'cuda'"),
 ])  # fmt: skip
 
 
@@ -159,7 +149,6 @@ CALLS = of_kind(ValueError, [
     (of(Initialization, rates=True), "rates must be a finite number, got True"),
     (of(Initialization, rates=0.0), "rates must lie in (0, inf], got 0.0"),
     (of(Initialization, rates=(1.0, float("inf"))), "rates must be a finite number, got inf"),
-    *((of(layer, 0), "d_model must be at least 1, got 0") for layer in (Bedouin, FixedPointRNN)),
     (of(FixedPointRNN, 4, feedback=("B",)),
      "feedback must be a collection of names from ('mixer',), got ('B',)"),
     (of(HouseholderProduct, 0), "num_householder must be at least 1, got 0"),
@@ -211,8 +200,6 @@ CALLS = of_kind(ValueError, [
     (of(Initialization, rate=1.0), "Initialization has no option 'rate'; did you mean 'rates'?"),
     *((of(Initialization, **{name: 1}), f"Initialization has no option {name}: ... 0.2.0")
       for name in ("memory_heads", "memory_rates", "memory_delta")),
-    *((of(layer, 4.0), "d_model must be an int >= 1, got 4.0")
-      for layer in (Bedouin, FixedPointRNN)),
     (of(FixedPointRNN, 4, d_state=4), "FixedPointRNN has no option 'd_state'"),
     (of(HouseholderProduct, k=1), "HouseholderProduct has no option 'k'"),
     (of(HouseholderProduct, True), "num_householder must be an int >= 1, got True"),
@@ -221,7 +208,6 @@ CALLS = of_kind(ValueError, [
     (of(Kronecker, 4), "factors must be None or a pair of ints, got 4"),
     (of(SequenceModel, 3, 4, tie=1), "SequenceModel has no option 'tie'"),
     (of(Mamba, 4, dstate=1), "Mamba has no option 'dstate'; did you mean 'd_state'?"),
-    (of(LSTM, 4, heads=1), "LSTM has no option 'heads'. Valid: d_model, "),
     (of(BedouinLayer, 8, d_model=8), "d_model is hidden_size here, got d_model=8: give that alone"),
     *((of(Bedouin.from_paper, 4, **{name: None}), f"{name} of from_paper is fixed by the paper")
       for name in BY_THE_PAPER),
@@ -276,6 +262,30 @@ INPUTS = of_kind(ValueError, [
 KINDS = (
     *(Bedouin, FixedPointRNN, TrackingDeltaNet, Tracker, GatedDeltaNet),
     *(LSTM, Mamba, DeltaNet, DeltaProduct, partial(Attention, num_heads=2)),
+)
+DTYPES = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
+OF_EVERY_LAYER = of_kind(ValueError, [
+    ({"d_model": 0}, "d_model must be at least 1, got 0"),
+    ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ({"eigenvalues": "negative"},
+     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
+    ({"backend": "cuda"}, "backend must be one of ('auto', ..., got 'cuda'"),
+]) + of_kind(TypeError, [
+    ({"d_model": 8.0}, "d_model must be an int >= 1, got 8.0"),
+    ({"d_conv": 4.0}, "d_conv must be an int >= 1, got 4.0"),
+    ({"num_heads": 2.0}, "num_heads must be an int"),
+    ({"layer_idx": "0"}, "layer_idx must be None or an int, got '0'"),
+    ({"dtype": torch.int64}, f"dtype must be None or one of {DTYPES}, got torch.int64"),
+    ({"foo": 2}, "has no option 'foo'. Valid: d_model, "),
+])  # fmt: skip
+"""Options, each tested for all layers that have it, and an unknown one."""
+test_options_of_every_layer = refused(
+    [
+        (of(layer, **{"d_model": 4} | options), kind, message)
+        for layer, (options, kind, message) in product(KINDS, OF_EVERY_LAYER)
+        if options.keys() <= signature(layer).parameters.keys() | {"foo"}
+    ]
 )
 test_inputs = refused(INPUTS, *(kind(4) for kind in KINDS))
 

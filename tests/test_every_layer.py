@@ -46,6 +46,7 @@ from tests.layer_cases import (
     rows_of,
     saved,
 )
+from tests.messages import Row, of, raises
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_map
@@ -311,6 +312,30 @@ def test_a_state_is_selected_joined_detached_and_converted(name: str) -> None:
     zeros = layer.init_state(4)
     assert not any(v.any() for v in zeros.tensors)
     assert torch.equal(layer(x.unsqueeze(1), zeros), layer(x.unsqueeze(1)))
+
+
+@layers
+def test_wrong_states(name: str) -> None:
+    layer, x = make(name, dtype=torch.float32), draw(2, 3).float()
+    state = layer.init_state(2)
+    kind, first = type(state).__name__, state._fields[0]
+    rows: list[Row] = [
+        (of(layer, x, tuple(state)), TypeError,
+         f"state must be a {kind} or None, got tuple: make one with init_state(batch_size)"),
+        (of(layer.step, x[:, 0], None), TypeError, "state must not be None"),
+        (of(layer, x, layer.init_state(3)), ValueError,
+         f"state.{first} must have shape (2, ...got (3, "),
+        (of(layer, x, state.to(torch.float64)), ValueError,
+         "must have dtype torch.float32, got torch.float64: use"),
+        (of(layer, x, state.to("meta")), ValueError,
+         "must be on cpu, got meta: use state.to(device)"),
+        (of(layer, x, state._replace(**{first: None})), TypeError,
+         f"state.{first} must be a tensor (b, ...), got NoneType"),
+        (of(layer.init_state, -1), ValueError, "batch_size must be an int >= 0, got -1"),
+    ]  # fmt: skip
+    for call, error, message in rows:
+        with raises(error, message):
+            call()
 
 
 @pytest.mark.parametrize(("name", "place"), [*PLACES, *((name, CPU) for name in SOLVES)])
