@@ -259,7 +259,7 @@ INPUTS = of_kind(ValueError, [
 ])  # fmt: skip
 
 
-KINDS = (
+KINDS: tuple[Any, ...] = (
     *(Bedouin, FixedPointRNN, TrackingDeltaNet, Tracker, GatedDeltaNet),
     *(LSTM, Mamba, DeltaNet, DeltaProduct, partial(Attention, num_heads=2)),
 )

@@ -431,6 +431,10 @@ def solve_halves(solver: Solver, y0: Tensor) -> Tensor:
     return solve(halve, y0, solver).value
 
 
+def loss(x: Tensor) -> Tensor:
+    return solve(lambda y: y / 2 + x, ONES, Picard()).value.sum()
+
+
 LEAF = torch.ones(2, 3, 1, requires_grad=True)
 NEEDS = of_kind(TypeError, [
     (of(solve, halve, ONES, Jacobi(), time_dim=1),
@@ -448,8 +452,7 @@ NEEDS = of_kind(TypeError, [
     *((of(torch.func.vmap(partial(solve_halves, solver)), ONES),
        f"{type(solver).__name__} reads the device at every step and cannot run under")
       for solver in (Anderson(), Broyden())),
-    (of(torch.func.grad(lambda x: solve(lambda y: y / 2 + x, ONES, Picard()).value.sum()), ONES),
-     "cannot run under torch.func transforms"),
+    (of(torch.func.grad(loss), ONES), "cannot run under torch.func transforms"),
 ])  # fmt: skip
 
 test_what_a_solver_or_an_adjoint_needs_is_named = refused(NEEDS)

@@ -316,7 +316,7 @@ WRONG: list[Row] = [
     (lambda: Group("", ((0, 0),)), ValueError, "must be permutations of 0 … 1"),
     (lambda: Group("", ((1, 0), (0, 1, 2))), ValueError, "got (0, 1, 2)"),
     (of(generating_set, ELEMENTARY, 2, 0), ValueError, "generate Z2xZ2xZ2 ... ask for more"),
-    (lambda: Group.from_name(5), TypeError, "must be a string such as S5, ... got 5"),
+    (of(Group.from_name, 5), TypeError, "must be a string such as S5, ... got 5"),
     (of(cyclic, 2.5), TypeError, "n of cyclic(n) must be an int, got 2.5"),
     (of(symmetric, True), TypeError, "n of symmetric(n) must be an int, got True"),
     (lambda: cyclic(2) * 2, TypeError, "h must be a Group, got 2"),  # type: ignore[operator]
