@@ -310,7 +310,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (LSTM, {"expand": "2"}, TypeError, "expand must be a number > 0, got '2'"),
     (LSTM, {"expand": 0.1}, ValueError, "expand * d_model must be at least 1, got 0.1 * 8"),
     (LSTM, {"d_conv": 0}, ValueError, "d_conv must be at least 1, got 0"),
-    (LSTM, {"conv_bias": 1}, TypeError, "conv_bias must be True or False, got 1"),
+    (Mamba, {"conv_bias": 1}, TypeError, "conv_bias must be True or False, got 1"),
     (LSTM, {"dtype": torch.int64}, TypeError, "dtype must be None or one of torch.float32"),
     (LSTM, {"num_layers": 2}, TypeError, "has no option 'num_layers'"),
     (Mamba, {"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
