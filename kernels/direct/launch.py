@@ -32,7 +32,7 @@ from bedouin.kernels.launch import (
 )
 from bedouin.kernels.linear import apply_weight, padding, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
-from bedouin.kernels.output.registered import shifted_norm_operation
+from bedouin.kernels.output import shifted_norm_operation
 
 COLUMNS = 8
 """Fewest columns of a product on tensor cores."""

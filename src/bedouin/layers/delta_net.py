@@ -184,7 +184,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
                 beta = zero_outside(real, beta)
                 decay = None if decay is None else zero_outside(real, decay)
             inputs = delta_rule.DeltaInputs(q, k, v, beta, decay)
-            recalled, memory = delta_rule.delta_rule(inputs, state.memory, qkv.dtype, self.backend)
+            recalled, memory = delta_rule.delta_rule(inputs, state.memory, self.backend)
         return recalled, DeltaState(window, memory)
 
     def output(self, recalled: Tensor, gate: Tensor | None) -> Tensor:
