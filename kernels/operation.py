@@ -33,9 +33,8 @@ class Operation:
     The implementation must not return its arguments or views of these.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
-        self.name, self.function = f"{NAMESPACE}::{name}", _on_device(function)
-        schema = schema or torch.library.infer_schema(function, mutates_args=())
+    def __init__(self, name: str, function: Callable[..., Any], schema: str) -> None:
+        self.name, self.function, self.schema = f"{NAMESPACE}::{name}", _on_device(function), schema
         torch.library.define(self.name, schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(self.name, "default", self.function)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -66,55 +65,68 @@ class Operation:
         self._eager = type(self.name.partition("::")[2], (torch.autograd.Function,), methods)
 
     def register_vjp(
-        self, backward: "Operation", *, kept: int = 0, constant: Collection[int] = ()
-    ) -> None:
-        """Give the operation the gradient that `backward` computes, once differentiable.
+        self, *, kept: int = 0, optional: Collection[int] = (), constant: Collection[int] = ()
+    ) -> Callable[[Callable[..., tuple[Tensor, ...]]], "Operation"]:
+        """Decorator: the function computes the gradient, as an operation that is once
+        differentiable.
 
         The tensors come first among the arguments; an argument `keep`, the last one, must be True
-        where gradients are recorded. The last `kept` outputs serve the backward alone. `backward`
-        takes the cotangents of the other outputs, None or else zeros where there are none, the kept
-        outputs, and all arguments but `keep`; it returns a cotangent of each tensor, of any shape
-        for one that is None or has none, as those with the numbers `constant`.
+        where gradients are recorded. The last `kept` outputs serve the backward alone. The function
+        takes the cotangents of the other outputs, zeros where there are none, or None for those
+        with the numbers `optional`, the kept outputs, and all arguments but `keep`; it returns a
+        cotangent of each tensor, like it and contiguous, of no size for None and for those with the
+        numbers `constant`, which have no gradient.
         """
-        arguments = self.overload._schema.arguments
-        count = sum("Tensor" in str(argument.type) for argument in arguments)
-        keeps = arguments[-1].name == "keep"
-        taken = backward.overload._schema.arguments
+        taken, _, returned = self.schema[1:].partition(") -> ")
+        taken, keeps = taken.removesuffix(", bool keep"), taken.endswith(", bool keep")
+        count, outputs = taken.count("Tensor"), returned.count("Tensor")
+        end, behind = outputs - kept, len(self.overload._schema.arguments) - count
+        first = [f"Tensor{'?' if i in optional else ''} grad_{i}" for i in range(end)]
+        first += [f"Tensor kept_{i}" for i in range(kept)]
+        schema = f"({', '.join([*first, taken])}) -> ({', '.join(['Tensor'] * count)})"
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            outputs = output if isinstance(output, tuple) else (output,)
+            found = output if isinstance(output, tuple) else (output,)
             if keeps and not inputs[-1]:
                 raise ValueError("keep must be True where gradients are recorded, got False")
-            end = len(outputs) - kept
-            ctx.mark_non_differentiable(*outputs[end:])
+            ctx.mark_non_differentiable(*found[end:])
             # zeros for what is kept would be written and not read
             ctx.set_materialize_grads(False)
-            ctx.like = [(v.shape, v.dtype) for v in outputs[:end]]
+            ctx.like = [(v.shape, v.dtype) for v in found[:end]]
             ctx.options = inputs[count : len(inputs) - keeps]
-            ctx.save_for_backward(*outputs[end:], *inputs[:count])
+            ctx.save_for_backward(*found[end:], *inputs[:count])
 
-        def vjp(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            saved = ctx.saved_tensors
-            given = list(grads[: len(ctx.like)])
-            for i, (shape, dtype) in enumerate(ctx.like):
-                if given[i] is None and "Optional" not in str(taken[i].type):
-                    given[i] = saved[-count].new_zeros(shape, dtype=dtype)
-            with torch.no_grad():
-                found = backward(*given, *saved, *ctx.options)
-            every = [
-                None if v is None or i in constant else grad
-                for i, (v, grad) in enumerate(zip(saved[kept:], found, strict=True))
-            ]
-            behind = len(arguments) - count
-            return *refuse_second_derivative(every, [*given, *saved]), *[None] * behind
+        def like(*flat: Any) -> tuple[Tensor, ...]:
+            tensors = enumerate(flat[outputs : outputs + count])
+            return empty_like(*[None if i in constant else v for i, v in tensors])
 
-        self.register_autograd(vjp, setup_context=save)
+        def register(function: Callable[..., tuple[Tensor, ...]]) -> Operation:
+            backward = operation(f"{self.name.partition('::')[2]}_backward", schema, like)(function)
+
+            def vjp(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+                saved = ctx.saved_tensors
+                given = list(grads[:end])
+                for i, (shape, dtype) in enumerate(ctx.like):
+                    if given[i] is None and i not in optional:
+                        given[i] = saved[-count].new_zeros(shape, dtype=dtype)
+                with torch.no_grad():
+                    found = backward(*given, *saved, *ctx.options)
+                every = [
+                    None if v is None or i in constant else grad
+                    for i, (v, grad) in enumerate(zip(saved[kept:], found, strict=True))
+                ]
+                return *refuse_second_derivative(every, [*given, *saved]), *[None] * behind
+
+            self.register_autograd(vjp, setup_context=save)
+            return backward
+
+        return register
 
     def __call__(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling() or is_transformed():
             return self.overload(*inputs)
         if self._eager is not None and torch.is_grad_enabled():
-            if any([_requires_grad(v) for v in inputs]):
+            if any([isinstance(v, Tensor) and v.requires_grad for v in inputs]):
                 return self._eager.apply(*inputs)
         return self._below_autograd(*inputs)
 
@@ -133,10 +145,6 @@ def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:
     return not is_batched(*[v for v in inputs if isinstance(v, Tensor)])
 
 
-def _requires_grad(v: Any) -> bool:
-    return isinstance(v, Tensor) and v.requires_grad
-
-
 def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function on the device of its first tensor, which is the first argument."""
 
@@ -149,10 +157,19 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def operation(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operation]:
-    """Decorator: register a function as the operation `name`. Its schema is that of its annotations
-    unless `schema` is given; it changes none of its arguments."""
-    return lambda function: Operation(name, function, schema)
+def operation(
+    name: str, schema: str, like: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Operation]:
+    """Decorator: register a function, which changes none of its arguments, as the operation `name`.
+    `like` returns tensors like its results, uninitialized; None: that is registered later."""
+
+    def register(function: Callable[..., Any]) -> Operation:
+        made = Operation(name, function, schema)
+        if like is not None:
+            made.register_fake(like)
+        return made
+
+    return register
 
 
 @contextmanager
@@ -178,27 +195,20 @@ def empty_like(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 def plain_operation(
     name: str,
-    tensors: str,
-    options: str,
+    schema: str,
     function: Callable[..., tuple[Tensor, ...]],
     like: Callable[..., tuple[Tensor, ...]],
-    results: int = 2,
 ) -> Operation:
     """`function` of plain torch, which torch.compile would otherwise unroll over time, as an
-    operation; `tensors` and `options` are its arguments in a schema. Autograd within a second
-    operation computes the gradient. `like` returns uninitialized tensors as its `results`."""
-    count = tensors.count("Tensor")
-    given = f"{tensors}, {options}" if options else tensors
+    operation. Autograd within a second operation computes the gradient. `like` returns tensors like
+    the results, uninitialized."""
+    count, results = (part.count("Tensor") for part in schema.split("->"))
 
-    @operation(name, f"({given}) -> ({', '.join(['Tensor'] * results)})")
+    @operation(name, schema, like)
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         return tuple(v.contiguous() for v in function(*inputs))
 
-    forward.register_fake(like)
-
-    grads_of = ", ".join(f"Tensor grad_{i}" for i in range(results))
-
-    @operation(f"{name}_backward", f"({grads_of}, {given}) -> ({', '.join(['Tensor'] * count)})")
+    @forward.register_vjp()
     def backward(*flat: Any) -> tuple[Tensor, ...]:
         """Cotangents of the results, then what `forward` takes."""
         given, inputs = flat[:results], flat[results:]
@@ -213,6 +223,4 @@ def plain_operation(
             given[0].new_empty(0) if v is None else next(grads).contiguous() for v in leaves[:count]
         )
 
-    backward.register_fake(lambda *flat: empty_like(*flat[results : results + count]))
-    forward.register_vjp(backward)
     return forward

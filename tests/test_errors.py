@@ -187,10 +187,6 @@ CALLS = of_kind(ValueError, [
     (of(BedouinState._make, [torch.zeros(1, 2, 3)]), "..."),
     (of(Bedouin, 4, d_state=True), "d_state must be an int >= 1, got True"),
     (of(Bedouin, 4, initialization=0.1), "initialization must be None or an Initialization such"),
-    (of(Bedouin, 4, rate_scale=1.0),
-     "no option rate_scale: use initialization=Initialization(rates=...)"),
-    (of(Bedouin, 4, delta_from_x_init=1.0),
-     "no option delta_from_x_init: use initialization=Initialization(delta_from_x=...)"),
     *((of(Bedouin, 4, **{name: 1}),
        f"Bedouin has no option {name}: version 0.2.0 ... use TrackingDeltaNet")
       for name in EARLIER),

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
-from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
+from bedouin.baselines import Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import Kronecker
 from bedouin.layers.tracking import Tracker
@@ -89,7 +89,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rope_base": (100.0, None),
     "gated": (True,),
     "output_gate": (False,),
-    "conv_bias": (True, False),
     "bias": (True, False),
 }
 KINDS = Bedouin, FixedPointRNN, Mamba, DeltaProduct, DeltaNet, Tracker, Attention
@@ -290,25 +289,6 @@ def test_a_state_dict_without_the_counter_loads(name: str) -> None:
     values.popitem()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         other.load_state_dict(values)
-
-
-@pytest.mark.parametrize("make", [Bedouin, FixedPointRNN, LSTM])
-@pytest.mark.parametrize("place", ["", "blocks.0.mixer."])
-def test_parameters_of_convolved_name_the_version_that_reads_them(
-    make: Callable[[int], nn.Module], place: str
-) -> None:
-    layer = make(4)
-    model = SequenceModel(5, 4, [layer]) if place else layer
-    values = {k: v for k, v in model.state_dict().items() if not k.startswith(place)}
-    values |= {f"{place}conv.weight": torch.zeros(4, 4), f"{place}conv.bias": torch.zeros(4)}
-    values |= {f"{place}layer.{k}": v for k, v in layer.state_dict().items()}
-    for strict in (True, False):
-        with pytest.raises(
-            ValueError,
-            match=rf"parameters of a {make.__name__} under '{place}', got those of a Convolved: "
-            "bedouin 0.1.0 is the last version that reads it; use that version, or train a layer",
-        ):
-            model.load_state_dict(values, strict=strict)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """The short causal convolution of a layer with what follows it: SiLU, and unit length of heads.
 
+The Triton version is an operation of torch.library, once differentiable, which imports Triton when
+it runs.
 Letters: b batch, t time, c channels, w width, a channels to which something is added, g channels of
 a group.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +14,8 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
 from bedouin.kernels.convolution.reference import Groups, short_convolution_reference
-from bedouin.kernels.convolution.registered import short_convolution_operation
+from bedouin.kernels.launch import arguments_of, ceil_div, evenly_spaced, next_power_of_two
+from bedouin.kernels.operation import empty_like, operation
 
 __all__ = ["Groups", "short_convolution", "short_convolution_reference"]
 
@@ -57,3 +62,88 @@ def short_convolution(
         out, after = short_convolution_operation(x, weight, window, added, *groups)
         return out, after
     return short_convolution_reference(x, weight, window, added, groups)
+
+
+OPERANDS = (
+    "Tensor x, Tensor weight, Tensor window, Tensor? added, SymInt count, SymInt size, float eps"
+)
+
+TILE = 4096
+"""Numbers of a program's tile: 32 for each of 128 threads."""
+
+CHANNELS = 64
+"""Channels of a program's block where none belong to a group: rows of 128 bytes in bfloat16."""
+
+
+def _launch_arguments(
+    x: Tensor,  # (b, t, c)
+    weight: Tensor,  # (c, w)
+    window: Tensor,  # (b, w - 1, c)
+    added: Tensor | None,  # (b, t, a)
+    count: int,
+    size: int,
+    eps: float,
+) -> tuple[list[Tensor | None], list[int], tuple[int, int], dict[str, Any]]:
+    """The tensors, of which x and added have evenly spaced rows; t, c, the distance of the rows of
+    x, a and that of added, and the number of groups; the tiles of tokens of all samples and the
+    blocks of channels; constants."""
+    b, t, c = x.shape
+    x, added = evenly_spaced(x), None if added is None else evenly_spaced(added)
+    if not count:
+        size = min(CHANNELS, c)
+    block = next_power_of_two(size)
+    tokens = min(next_power_of_two(t), max(1, TILE // block))
+    more = (0, 0) if added is None else (added.shape[-1], added.stride(1))
+    numbers = [t, c, x.stride(1), *more, count]
+    constants = {"WIDTH": weight.shape[1], "TOKENS": tokens, "SIZE": size, "BLOCK": block}
+    tensors = [x, weight.contiguous(), window.contiguous(), added]
+    tiles = b * ceil_div(t, tokens), ceil_div(c, size)
+    return tensors, numbers, tiles, constants | {"EPS": eps}
+
+
+def _like(*given: Any) -> tuple[Tensor, Tensor]:
+    x, _, window, added = given[:4]
+    (b, t, c), a = x.shape, 0 if added is None else added.shape[-1]
+    return x.new_empty(b, t, c + a), window.new_empty(window.shape)
+
+
+@operation("short_convolution", f"({OPERANDS}) -> (Tensor, Tensor)", _like)
+def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
+    """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
+    from bedouin.kernels.convolution.triton_kernels import convolution_kernel
+
+    tensors, numbers, (tiles, blocks), constants = _launch_arguments(*given)
+    outputs, known = _like(*given), arguments_of(convolution_kernel, constants)
+    convolution_kernel[(tiles * blocks,)](*tensors, *outputs, *numbers, **known)
+    return outputs
+
+
+@short_convolution_operation.register_vjp(optional=(1,))
+def _backward(
+    grad: Tensor,  # (b, t, c + a)
+    grad_after: Tensor | None,  # (b, w - 1, c); None: zeros
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    """Cotangents of x (b, t, c), weight (c, w), window (b, w - 1, c) and added (b, t, a), which is
+    empty where there is none."""
+    from bedouin.kernels.convolution.triton_kernels import cotangent_kernel, input_kernel
+
+    tensors, numbers, (tiles, blocks), constants = _launch_arguments(*given)
+    x, w = given[0], given[1].shape[1]
+    (_, t, c), grid, grad = x.shape, (tiles * blocks,), evenly_spaced(grad)
+    grad_x, grad_weight, grad_window, grad_added = empty_like(*given[:4])
+    cotangent = torch.empty_like(grad_x)
+    sums = x.new_empty(tiles, w, c, dtype=torch.float32)
+    cotangent_kernel[grid](
+        *(grad, *tensors, cotangent, grad_added, *numbers, grad.stride(1)),
+        **arguments_of(cotangent_kernel, constants),
+    )
+    input_kernel[grid](
+        *(cotangent, *tensors[:3], grad_x, grad_window, sums, *numbers[:3]),
+        **arguments_of(input_kernel, constants),
+    )
+    if grad_after is not None:
+        inside = min(t, w - 1)
+        grad_x[:, t - inside :] += grad_after[:, w - 1 - inside :]
+        grad_window[:, t:] += grad_after[:, : w - 1 - inside]
+    return grad_x, sums.sum(0).T.contiguous().to(grad_weight.dtype), grad_window, grad_added

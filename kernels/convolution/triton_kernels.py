@@ -14,12 +14,12 @@ from bedouin.kernels.device.activations import silu_slope
 
 
 @triton.jit
-def _places(c, n_tokens, n_channels, TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _places(t, c, TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Of this program: the sample, the indices of its tile of tokens and of its block of channels,
     the tokens and the channels of both, and which of the channels exist."""
     program = tl.program_id(0).to(tl.int64)
-    block, rest = program % n_channels, program // n_channels
-    tile, sample = rest % n_tokens, rest // n_tokens
+    block, rest = program % tl.cdiv(c, SIZE), program // tl.cdiv(c, SIZE)
+    tile, sample = rest % tl.cdiv(t, TOKENS), rest // tl.cdiv(t, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     within = tl.arange(0, BLOCK)
     channel = block * SIZE + within
@@ -65,30 +65,27 @@ def convolution_kernel(
     x_ptr,  # (b, t, c)
     weight_ptr,  # (c, w)
     window_ptr,  # (b, w - 1, c)
-    added_ptr,  # (b, t, a)
+    added_ptr,  # (b, t, a), or None
     out_ptr,  # (b, t, c + a)
     after_ptr,  # (b, w - 1, c), the inputs before the token after the last one
     t,
     c,
-    a,
-    n_tokens,
-    n_channels,
     x_row,
+    a,
     added_row,
     count,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    ADDS: tl.constexpr,
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = _places(c, n_tokens, n_channels, TOKENS, SIZE, BLOCK)
+    place = _places(t, c, TOKENS, SIZE, BLOCK)
     sample, tile, block, token, channel, exists = place
     v = _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH)
     row = (sample * t + token)[:, None]
     at, mask = row * (c + a) + channel[None, :], (token < t)[:, None] & exists[None, :]
-    if ADDS:
+    if added_ptr is not None:
         has_more = mask & (channel < a)[None, :]
         more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
         more *= tl.sigmoid(more)
@@ -97,7 +94,7 @@ def convolution_kernel(
     inverse = tl.rsqrt(tl.sum(v * v, 1) + EPS)
     v *= tl.where(block < count, inverse, 1.0)[:, None]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)
-    if tile == n_tokens - 1:
+    if tile == tl.cdiv(t, TOKENS) - 1:
         first = sample, tile * 0, block, token, channel, exists
         for i in tl.static_range(WIDTH - 1):
             end = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
@@ -112,26 +109,23 @@ def cotangent_kernel(
     x_ptr,  # (b, t, c)
     weight_ptr,  # (c, w)
     window_ptr,  # (b, w - 1, c)
-    added_ptr,  # (b, t, a)
+    added_ptr,  # (b, t, a), or None
     out_ptr,  # (b, t, c), the cotangent of conv(x)
     grad_added_ptr,  # (b, t, a)
     t,
     c,
-    a,
-    n_tokens,
-    n_channels,
     x_row,
+    a,
     added_row,
     count,
     grad_row,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    ADDS: tl.constexpr,
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = _places(c, n_tokens, n_channels, TOKENS, SIZE, BLOCK)
+    place = _places(t, c, TOKENS, SIZE, BLOCK)
     sample, _, block, token, channel, exists = place
     v = _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH)
     row, mask = (sample * t + token)[:, None], (token < t)[:, None] & exists[None, :]
@@ -143,7 +137,7 @@ def cotangent_kernel(
     along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
     grad = tl.where(block < count, inverse * (grad - active * along), grad)
     grad *= silu_slope(v, sigmoid)
-    if ADDS:
+    if added_ptr is not None:
         has_more = mask & (channel < a)[None, :]
         more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
         grad_more = tl.load(grad_ptr + at + c, has_more, 0.0).to(tl.float32)
@@ -173,8 +167,6 @@ def input_kernel(
     sums_ptr,  # (b n, w, c), this program's part of the gradient of the weight
     t,
     c,
-    n_tokens,
-    n_channels,
     x_row,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -184,7 +176,7 @@ def input_kernel(
     """The cotangents of x, sum_i weight[:, i] * grad_{t + w - 1 - i}, and of the window, which has
     the inputs at the times 1 - w, ..., -1, and the gradient of weight[:, i], which is the sum over
     t of x_t * grad_{t + w - 1 - i}."""
-    sample, tile, _, token, channel, exists = _places(c, n_tokens, n_channels, TOKENS, SIZE, BLOCK)
+    sample, tile, _, token, channel, exists = _places(t, c, TOKENS, SIZE, BLOCK)
     mask = (token < t)[:, None] & exists[None, :]
     at = (sample * t + token)[:, None] * x_row + channel[None, :]
     x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
@@ -200,7 +192,7 @@ def input_kernel(
             for j in tl.static_range(i, WIDTH - 1):
                 grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
                 total += grad_j * tl.load(window_ptr + before + j * c, exists, 0.0).to(tl.float32)
-        part = (sample * n_tokens + tile) * WIDTH + i
+        part = (sample * tl.cdiv(t, TOKENS) + tile) * WIDTH + i
         tl.store(sums_ptr + part * c + channel, total, exists)
     at = (sample * t + token)[:, None] * c + channel[None, :]
     tl.store(out_ptr + at, v.to(out_ptr.dtype.element_ty), mask)

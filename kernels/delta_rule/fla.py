@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from bedouin.kernels.backend import triton_version
-from bedouin.kernels.delta_rule.types import DeltaInputs
+from bedouin.kernels.delta_rule.reference import DeltaInputs
 from bedouin.kernels.outside import constant_in_graphs
 
 FLA_DTYPES = (torch.bfloat16, torch.float16)
@@ -35,14 +35,13 @@ def fla_is_wrong(device: torch.device) -> bool:
 
 def check_call(
     query: Tensor,  # (b, t, h, p)
-    dtype: torch.dtype,
 ) -> None:
     """ValueError for a call that flash-linear-attention does not compute, or not correctly."""
-    if not query.is_cuda or dtype not in FLA_DTYPES:
+    if not query.is_cuda or query.dtype not in FLA_DTYPES:
         raise ValueError(
             "backend='fla' needs a CUDA device and bfloat16 or float16, got "
-            f"{query.device.type} and {dtype}: use torch.autocast('cuda', torch.bfloat16), or "
-            "backend='auto' or 'torch'"
+            f"{query.device.type} and {query.dtype}: use torch.autocast('cuda', torch.bfloat16), "
+            "or backend='auto' or 'torch'"
         )
     if fla_is_wrong(query.device):
         raise ValueError(
@@ -55,20 +54,19 @@ def check_call(
 def delta_rule_fla(
     inputs: DeltaInputs,
     memory: Tensor,  # (b, h, p, v)
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
-    """`delta_rule` by the kernels of flash-linear-attention, with products in `dtype`."""
+    """`delta_rule` by the kernels of flash-linear-attention."""
     from fla.ops.gated_delta_product import chunk_gated_delta_product
 
     query, key, value, beta, log_decay = inputs
     o, last = chunk_gated_delta_product(
-        q=query.to(dtype),
-        k=rearrange(key.to(dtype), "b t k h p -> b (t k) h p").contiguous(),
-        v=rearrange(value.to(dtype), "b t k h v -> b (t k) h v").contiguous(),
+        q=query,
+        k=rearrange(key, "b t k h p -> b (t k) h p").contiguous(),
+        v=rearrange(value, "b t k h v -> b (t k) h v").contiguous(),
         g=log_decay,
-        beta=rearrange(beta.to(dtype), "b t k h -> b (t k) h").contiguous(),
+        beta=rearrange(beta.to(key.dtype), "b t k h -> b (t k) h").contiguous(),
         num_householder=key.shape[2],
         initial_state=memory,
         output_final_state=True,
     )
-    return o.to(value.dtype), last
+    return o, last

@@ -78,34 +78,31 @@ def _launch_arguments(
     return (b, key, a), numbers, ceil_div(r, tokens), constants
 
 
-OPERANDS = "Tensor b, Tensor key, Tensor a, Tensor A_log, Tensor dt_bias, float scale"
-
-
-@operation("delta_rates", f"({OPERANDS}) -> (Tensor, Tensor)")
-def delta_rates_operation(*given: Any) -> tuple[Tensor, Tensor]:
-    """`delta_rates` with a decay, in Triton, which is imported when the operation runs."""
-    from bedouin.kernels.delta_rule.triton_rates import rates_kernel
-
-    operands, numbers, tiles, constants = _launch_arguments(*given[:3])
-    rates, parameters = _fake(*given), (v.contiguous() for v in given[3:5])
-    rates_kernel[(tiles * numbers[1],)](
-        *(*operands, *parameters, *rates, *numbers, given[5]), **constants
-    )
-    return rates
-
-
-@delta_rates_operation.register_fake
-def _fake(*given: Any) -> tuple[Tensor, Tensor]:
+def _like(*given: Any) -> tuple[Tensor, Tensor]:
     _, key, a = given[:3]
     beta = key.new_empty(key.shape[:4], dtype=torch.float32)
     return beta, a.new_empty(a.shape, dtype=torch.float32)
 
 
 @operation(
-    "delta_rates_backward",
-    f"(Tensor grad_beta, Tensor grad_decay, {OPERANDS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "delta_rates",
+    "(Tensor b, Tensor key, Tensor a, Tensor A_log, Tensor dt_bias, float scale)"
+    " -> (Tensor, Tensor)",
+    _like,
 )
+def delta_rates_operation(*given: Any) -> tuple[Tensor, Tensor]:
+    """`delta_rates` with a decay, in Triton, which is imported when the operation runs."""
+    from bedouin.kernels.delta_rule.triton_rates import rates_kernel
+
+    operands, numbers, tiles, constants = _launch_arguments(*given[:3])
+    rates, parameters = _like(*given), (v.contiguous() for v in given[3:5])
+    rates_kernel[(tiles * numbers[1],)](
+        *(*operands, *parameters, *rates, *numbers, given[5]), **constants
+    )
+    return rates
+
+
+@delta_rates_operation.register_vjp(constant=(1,))
 def _backward(
     grad_beta: Tensor,  # (b, t, k, h)
     grad_decay: Tensor,  # (b, t, h)
@@ -127,12 +124,3 @@ def _backward(
     # two sums, because an operation must not return two views of one tensor
     of_A, of_bias = sums[:, 0].sum(0), sums[:, 1].sum(0)
     return grad_b, grad_key, grad_a, of_A.to(A_log.dtype), of_bias.to(dt_bias.dtype)
-
-
-@_backward.register_fake
-def _backward_fake(*given: Any) -> tuple[Tensor, ...]:
-    _, _, b, _, *others, _ = given
-    return empty_like(b, None, *others)
-
-
-delta_rates_operation.register_vjp(_backward, constant=(1,))

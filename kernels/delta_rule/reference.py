@@ -4,13 +4,29 @@ Letters: b batch, t time, h heads, k Householder steps a token, p key channels a
 of a head; in chunks also n chunks, c steps of a chunk.
 """
 
+from typing import Literal, NamedTuple
+
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from bedouin.kernels.delta_rule.types import CHUNK, DeltaInputs
 from bedouin.kernels.launch import accumulator
+
+DeltaBackend = Literal["auto", "torch", "triton", "fla"]
+
+CHUNK = 64
+"""Householder steps of a chunk, as in flash-linear-attention."""
+
+
+class DeltaInputs(NamedTuple):
+    """What a token contributes. The keys have length 1 or 0; a log_decay of None is no decay."""
+
+    query: Tensor  # (b, t, h, p)
+    key: Tensor  # (b, t, k, h, p)
+    value: Tensor  # (b, t, k, h, v)
+    beta: Tensor  # (b, t, k, h), in [0, 2]
+    log_decay: Tensor | None  # (b, t, h), <= 0
 
 
 def delta_rule_reference(
@@ -115,32 +131,6 @@ def _ratio(
     """exp(G_i - G_j) where `mask` is True, else 0; masked before exp, which overflows."""
     difference = G.unsqueeze(-1) - G.unsqueeze(-2)
     return torch.exp(difference.masked_fill(~mask, -torch.inf))
-
-
-def rounded(inputs: DeltaInputs, dtype: torch.dtype) -> DeltaInputs:
-    """Inputs whose query, key and value have `dtype`, and whose beta times the squared length of
-    the key is what it was.
-
-    A step multiplies what the memory has at the key by 1 - beta |key|^2. With beta = 2 and a length
-    that rounding has made greater than 1, the memory would grow by a constant factor at every token
-    that repeats the key.
-    """
-    query, key, value, beta, log_decay = inputs
-    low = key.to(dtype)
-    if low is not key:
-        beta = beta * _share(key, low)
-    return DeltaInputs(query.to(dtype), low, value.to(dtype), beta, log_decay)
-
-
-@torch.no_grad()
-def _share(
-    key: Tensor,  # (b, t, 1, h, p)
-    low: Tensor,  # (b, t, 1, h, p)
-) -> Tensor:  # (b, t, 1, h)
-    """The squared lengths of the keys divided by those of the rounded ones, which may be 0."""
-    wide = accumulator(key.dtype)
-    exact, found = (v.to(wide).square().sum(-1) for v in (key, low))
-    return torch.where(found > 0, exact / found, 1)
 
 
 def steps_as_tokens(inputs: DeltaInputs) -> DeltaInputs:

@@ -23,8 +23,7 @@ from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedba
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
-from bedouin.kernels.scan import contract, discretize, selective_scan_reference
-from bedouin.kernels.scan.registered import triton_scan
+from bedouin.kernels.scan import contract, discretize, selective_scan_reference, triton_scan
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in

@@ -57,9 +57,9 @@ def _reflect(u, beta, v, d, K: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "T"])
 def mix_kernel(
-    x_ptr,  # (b t, d), rows `x_stride` apart
-    raw_ptr,  # (b t, r), rows `raw_stride` apart
-    fed_back_ptr,  # (b t, r), rows `fed_stride` apart
+    x_ptr,  # (b t, d)
+    raw_ptr,  # (b t, r)
+    fed_back_ptr,  # (b t, r)
     y_ptr,  # (b t, d)
     kept_ptr,  # (b,)
     mixed_ptr,  # (b t, d), written
@@ -67,9 +67,7 @@ def mix_kernel(
     BC_ptr,  # (b t, 2, n), written where SELECTIVE
     batch,
     T,
-    x_stride,
-    raw_stride,
-    fed_stride,
+    distances,  # of the rows of x, raw and fed_back
     d,
     n,
     K: tl.constexpr,
@@ -93,9 +91,9 @@ def mix_kernel(
         cols, states = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         in_d, in_n = cols < d, states < n
         # rows of one alignment have one layout: otherwise threads would exchange them
-        raw_row = raw_ptr + tl.multiple_of(token * raw_stride, ALIGN)
-        fed_row = fed_back_ptr + tl.multiple_of(token * fed_stride, ALIGN)
-        x_row = x_ptr + tl.multiple_of(token * x_stride, ALIGN)
+        raw_row = raw_ptr + tl.multiple_of(token * distances[1], ALIGN)
+        fed_row = fed_back_ptr + tl.multiple_of(token * distances[2], ALIGN)
+        x_row = x_ptr + tl.multiple_of(token * distances[0], ALIGN)
         at = tl.multiple_of(token * d, ALIGN) + cols
         x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
         v = tl.load(y_ptr + at, mask=in_d, other=0.0) - x
@@ -121,14 +119,13 @@ def mix_kernel(
 def judge_kernel(
     y_ptr,  # (b t, d)
     F_ptr,  # (b t, d): F(y), then the next iterate
-    value_ptr,  # (b t, d), written with STORE_VALUE: the last evaluation of each token
+    value_ptr,  # (b t, d), written: the last evaluation of each token; or None
     kept_ptr,  # (b,)
     norms_ptr,  # (2, b, t), written: defect and scale
     batch,
     T,
     d,
     DAMPING: tl.constexpr,
-    STORE_VALUE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """The norms of a token, and where it moves, or for a frozen one where it is."""
@@ -140,7 +137,7 @@ def judge_kernel(
     tl.store(norms_ptr + token, max_norm(F - y, 0))
     tl.store(norms_ptr + tl.cast(batch, tl.int64) * T + token, max_norm(F, 0))
     moves = token % T >= tl.load(kept_ptr + sample)
-    if STORE_VALUE:
+    if value_ptr is not None:
         tl.store(value_ptr + at, F, mask=cols < tl.where(moves, d, 0))
     if DAMPING != 1:
         tl.store(F_ptr + at, tl.where(moves, y + DAMPING * (F - y), y), mask=in_d)
@@ -152,14 +149,13 @@ def judge_kernel(
 def decide_kernel(
     norms_ptr,  # (2, b, t)
     counters_ptr,  # (5, b): kept before, kept, frozen, failed, steps
-    lengths_ptr,  # (b,), where PADDED: tokens before the padding, which counts as converged
+    lengths_ptr,  # (b,): tokens before the padding, which counts as converged; or None
     batch,
     T,
     ATOL: tl.constexpr,
     RTOL: tl.constexpr,
     WHOLE: tl.constexpr,
     COUNT: tl.constexpr,
-    PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
@@ -171,7 +167,7 @@ def decide_kernel(
     norms_ptr += sample * T
     scales_ptr = norms_ptr + tl.cast(batch, tl.int64) * T
     judged = T
-    if PADDED:
+    if lengths_ptr is not None:
         judged = tl.load(lengths_ptr + sample)
     # the first token that has not converged, or is not finite
     end = T
@@ -181,7 +177,7 @@ def decide_kernel(
         t = start + cols
         defect = tl.load(norms_ptr + t, mask=t < judged, other=0.0)
         scale = tl.load(scales_ptr + t, mask=t < judged, other=0.0)
-        if PADDED:
+        if lengths_ptr is not None:
             tl.store(norms_ptr + t, defect, mask=t < T)
             tl.store(scales_ptr + t, scale, mask=t < T)
         if WHOLE:
@@ -214,17 +210,15 @@ def decide_kernel(
 def settle_kernel(
     y_ptr,  # (b t, d)
     next_ptr,  # (b t, d)
-    normed_ptr,  # (b t, d), with FEEDBACK, in the dtype of W^y
+    normed_ptr,  # (b t, d), in the dtype of W^y, or None
     counters_ptr,  # (5, b): kept before, kept, ...
     batch,
     T,
     d,
     BLOCK_D: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    NORM: tl.constexpr,
     NORM_EPS: tl.constexpr,
 ):
-    """The last move of a token that has just frozen is undone; with FEEDBACK norm(y) of the others,
+    """The last move of a token that has just frozen is undone; with feedback norm(y) of the others,
     one token on."""
     token = tl.program_id(0).to(tl.int64)
     t, sample = token % T, token // T
@@ -234,10 +228,10 @@ def settle_kernel(
     if (t >= before) & (t < kept):
         y = tl.load(y_ptr + token * d + cols, mask=cols < d, other=0.0)
         tl.store(next_ptr + token * d + cols, y, mask=cols < d)
-    if FEEDBACK:
+    if normed_ptr is not None:
         if (t >= kept) & (t + 1 < T):
             y = tl.load(next_ptr + token * d + cols, mask=cols < d, other=0.0)
-            if NORM:
+            if NORM_EPS is not None:
                 y *= inverse_norm(tl.sum(y * y, axis=0) / d, NORM_EPS)
             normed = y.to(normed_ptr.dtype.element_ty)
             tl.store(normed_ptr + (token + 1) * d + cols, normed, mask=cols < d)

@@ -1,4 +1,12 @@
-"""The output stage of layers: the gate's feedback, the gate and the norm."""
+"""The output stage of layers: the gate's feedback, the gate and the norm.
+
+The Triton versions are operations of torch.library: once differentiable, no size may be 0. Those of
+the gated output take the fields of `OutputOperands` one by one, in the same order. Triton is
+imported when an operation runs.
+Letters: b batch, t time, d channels, H heads (kernels/heads.py).
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,13 +14,13 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shape
 from bedouin.kernels.heads import check_heads
-from bedouin.kernels.launch import accumulator
+from bedouin.kernels.launch import accumulator, ceil_div, evenly_spaced, next_power_of_two
+from bedouin.kernels.operation import empty_like, operation
 from bedouin.kernels.output.reference import (
     OutputOperands,
     gated_output_reference,
     shifted_norm_reference,
 )
-from bedouin.kernels.output.registered import gated_output_operation, shifted_norm_operation
 
 __all__ = [
     "gated_norm",
@@ -147,3 +155,136 @@ def _check_output(
     else:
         check_shape("D", D, y.shape[-1:], "(d,)")
         check_shape("weight", weight, y.shape[-1:], "(d,)")
+
+
+OPERANDS = "Tensor y, Tensor? x, Tensor? D, Tensor gate, Tensor? weight, float eps"
+
+TILE = 1024
+"""Fewest elements of a program's tile where there are as many: four warps, 8 elements a thread."""
+MAX_WARPS = 16
+PROGRAMS = 1024
+"""Most programs of the backward, up to a rounding to whole heads: eight on each multiprocessor of
+an H100, and few enough that their parts of the sums are small. The same on every device, so that
+the sums are."""
+
+
+def _blocks(tokens: int, d: int) -> dict[str, Any]:
+    """How many tokens one program takes at a time, with all their channels, and launch options."""
+    block_d = next_power_of_two(d)
+    taken = max(1, min(next_power_of_two(tokens), TILE // block_d))
+    warps = max(1, min(MAX_WARPS, taken * block_d // 256))
+    return {"TOKENS": taken, "BLOCK_D": block_d, "num_warps": warps, "enable_fp_fusion": True}
+
+
+def _launch_arguments(
+    operands: OutputOperands,
+    joined: Tensor,  # (b / H, t, H d), the output or its cotangent
+    eps: float,
+) -> tuple[list[Tensor | None], list[int], dict[str, Any]]:
+    """The operands in the order of the kernels, their tokens rows at one distance; the tokens and
+    channels of a head and the distances of rows; constants."""
+    y, x, D, gate, weight = operands
+    tokens, d = joined.shape[:2].numel(), joined.shape[-1] // operands.heads
+    y, gate = evenly_spaced(y), evenly_spaced(gate)
+    x = None if x is None else evenly_spaced(x)
+    D, weight = (None if v is None else v.contiguous() for v in (D, weight))
+    strides = [0 if v is None else v.stride(1) for v in (y, x, gate, joined)]
+    return [y, x, D, gate, weight], [tokens, d, *strides], {"EPS": eps} | _blocks(tokens, d)
+
+
+def _output_like(*flat: Any) -> Tensor:
+    *fields, _, dtype = flat
+    out: Tensor = flat[0].new_empty(OutputOperands(*fields).joined_shape, dtype=dtype)
+    return out
+
+
+@operation("gated_output", f"({OPERANDS}, ScalarType dtype) -> Tensor", _output_like)
+def gated_output_operation(*flat: Any) -> Tensor:
+    """The gated output (b / H, t, H d) in `dtype`."""
+    from bedouin.kernels.output.triton_kernels import output_kernel
+
+    *fields, eps, _ = flat
+    operands, out = OutputOperands(*fields), _output_like(*flat)
+    tensors, numbers, constants = _launch_arguments(operands, out, eps)
+    grid = ceil_div(numbers[0], constants["TOKENS"]), operands.heads
+    output_kernel[grid](*tensors, out, *numbers, **constants)
+    return out
+
+
+@gated_output_operation.register_vjp()
+def _output_backward(
+    grad: Tensor,  # (b / H, t, H d)
+    *flat: Any,
+) -> tuple[Tensor, ...]:
+    """Cotangents of y, x, D, gate and weight."""
+    from bedouin.kernels.output.triton_kernels import output_backward_kernel
+
+    *fields, eps, _ = flat
+    operands, grad = OutputOperands(*fields), evenly_spaced(grad)
+    of_y, of_x, of_D, of_gate, of_weight = empty_like(*operands)
+    tensors, numbers, constants = _launch_arguments(operands, grad, eps)
+    heads, (tokens, d) = operands.heads, numbers[:2]
+    programs = min(ceil_div(tokens, constants["TOKENS"]), ceil_div(PROGRAMS, heads))
+    sums = grad.new_empty(programs, 2, heads, d, dtype=torch.float32)
+    output_backward_kernel[(programs, heads)](
+        *(grad, *tensors, of_y, of_x, of_gate, sums, *numbers), **constants
+    )
+    if operands.D is None:
+        # of a memory, all heads have one weight
+        of_weight = sums[:, 1].sum((0, 1)).to(of_weight.dtype)
+    elif operands.weight is None:
+        of_D = sums[:, 0].sum(0).view_as(of_D).to(of_D.dtype)
+    else:
+        total = sums.sum(0)
+        of_D = total[0].view_as(of_D).to(of_D.dtype)
+        # copied also without a cast, because an operation must not return two views of one tensor
+        of_weight = total[1].view_as(of_weight).to(of_weight.dtype, copy=True)
+    return of_y, of_x, of_D, of_gate, of_weight
+
+
+def _norm_like(*given: Any) -> Tensor:
+    y, _, _, dtype = given
+    out: Tensor = y.new_empty(y.shape, dtype=dtype)
+    return out
+
+
+@operation(
+    "shifted_norm", "(Tensor y, Tensor? y0, float? eps, ScalarType dtype) -> Tensor", _norm_like
+)
+def shifted_norm_operation(*given: Any) -> Tensor:
+    """norm(y_{t-1}) (b, t, d) in `dtype`."""
+    from bedouin.kernels.output.triton_kernels import shifted_norm_kernel
+
+    out = _norm_like(*given)
+    b, t, d = out.shape
+    y, y0, constants = _norm_arguments(*given[:3])
+    shifted_norm_kernel[(ceil_div(b * t, constants["TOKENS"]),)](
+        *(y, y0, out, b * t, t, d, y.stride(1)), **constants
+    )
+    return out
+
+
+@shifted_norm_operation.register_vjp()
+def _norm_backward(
+    grad: Tensor,  # (b, t, d)
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    """Cotangents of y (b, t, d) and y0 (b, d), empty for None."""
+    from bedouin.kernels.output.triton_kernels import shifted_norm_backward_kernel
+
+    grads, grad, (b, t, d) = empty_like(*given[:2]), evenly_spaced(grad), grad.shape
+    y, y0, constants = _norm_arguments(*given[:3])
+    shifted_norm_backward_kernel[(ceil_div(b * (t + 1), constants["TOKENS"]),)](
+        *(grad, y, y0, *grads, b * (t + 1), t, d, grad.stride(1), y.stride(1)), **constants
+    )
+    return grads
+
+
+def _norm_arguments(
+    y: Tensor,  # (b, t, d)
+    y0: Tensor | None,  # (b, d); None: zeros
+    eps: float | None,
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """y and y0 as the kernels read them; constants."""
+    y0 = None if y0 is None else y0.contiguous()
+    return evenly_spaced(y), y0, {"EPS": eps} | _blocks(y.shape[:2].numel(), y.shape[2])

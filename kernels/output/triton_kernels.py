@@ -32,9 +32,9 @@ def _store(ptr, at, v, mask):
 def output_kernel(
     y_ptr,  # (H, T, d)
     x_ptr,  # (H, T, d)
-    D_ptr,  # (H, d)
+    D_ptr,  # (H, d), or None where BESIDE
     gate_ptr,  # (H, T, d)
-    weight_ptr,  # (H, d), or (d,) where BESIDE
+    weight_ptr,  # (H, d), or (d,) where BESIDE, or None
     out_ptr,  # (T, H, d)
     T,
     d,
@@ -42,13 +42,12 @@ def output_kernel(
     x_stride,
     gate_stride,
     out_stride,
-    BESIDE: tl.constexpr,
-    NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    BESIDE: tl.constexpr = D_ptr is None
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
@@ -58,9 +57,9 @@ def output_kernel(
 
     v = _load(y_ptr, row * y_stride + column, mask)
     gate = _load(gate_ptr, row * gate_stride + column, mask)
-    if not BESIDE:
+    if D_ptr is not None:
         v += _load(D_ptr, head * d + channel, in_d) * _load(x_ptr, row * x_stride + column, mask)
-    if NORM:
+    if weight_ptr is not None:
         weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
         out = gate * sigmoid(gate) * v * inverse[:, None] * weight
@@ -74,34 +73,33 @@ def output_backward_kernel(
     grad_ptr,  # (T, H, d)
     y_ptr,  # (H, T, d)
     x_ptr,  # (H, T, d)
-    D_ptr,  # (H, d)
+    D_ptr,  # (H, d), or None where BESIDE
     gate_ptr,  # (H, T, d)
-    weight_ptr,  # (H, d), or (d,) where BESIDE
+    weight_ptr,  # (H, d), or (d,) where BESIDE, or None
     grad_y_ptr,  # (H, T, d)
     grad_x_ptr,  # (H, T, d)
     grad_gate_ptr,  # (H, T, d)
-    sums_ptr,  # (P, 2, H, d), of D unless BESIDE, and of weight with NORM
+    sums_ptr,  # (P, 2, H, d), of D unless BESIDE, and of weight
     T,
     d,
     y_stride,
     x_stride,
     gate_stride,
     grad_stride,
-    BESIDE: tl.constexpr,
-    NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    BESIDE: tl.constexpr = D_ptr is None
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
     column = head * d + channel if BESIDE else channel
     size = d * tl.num_programs(1)
-    if not BESIDE:
+    if D_ptr is not None:
         D = _load(D_ptr, head * d + channel, in_d)
         D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
-    if NORM:
+    if weight_ptr is not None:
         weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
         weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
 
@@ -112,10 +110,10 @@ def output_backward_kernel(
         grad = _load(grad_ptr, token * grad_stride + head * d + channel, mask)
         v = _load(y_ptr, row * y_stride + column, mask)
         gate = _load(gate_ptr, row * gate_stride + column, mask)
-        if not BESIDE:
+        if D_ptr is not None:
             x = _load(x_ptr, row * x_stride + column, mask)
             v += D * x
-        if NORM:
+        if weight_ptr is not None:
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
             active = sigmoid(gate)
@@ -132,29 +130,27 @@ def output_backward_kernel(
         to = row * (size if BESIDE else d) + column
         _store(grad_y_ptr, to, grad_v, mask)
         _store(grad_gate_ptr, to, grad_gate, mask)
-        if not BESIDE:
+        if D_ptr is not None:
             D_sum += grad_v * x
             _store(grad_x_ptr, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
     at = program.to(tl.int64) * 2 * size + head * d + channels
-    if not BESIDE:
+    if D_ptr is not None:
         _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
-    if NORM:
+    if weight_ptr is not None:
         _store(sums_ptr, at + size, tl.sum(weight_sum, axis=0), channels < d)
 
 
 @triton.jit
 def shifted_norm_kernel(
     y_ptr,  # (b, t, d)
-    y0_ptr,  # (b, d)
+    y0_ptr,  # (b, d), or None
     out_ptr,  # (b, t, d)
     rows,
     t_end,
     d,
     y_stride,
-    START: tl.constexpr,
-    NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -164,9 +160,9 @@ def shifted_norm_kernel(
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
     v = _load(y_ptr, (row - 1) * y_stride + channel, mask & (t > 0))
-    if START:
+    if y0_ptr is not None:
         v += _load(y0_ptr, b * d + channel, mask & (t == 0))
-    if NORM:
+    if EPS is not None:
         v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
     _store(out_ptr, row * d + channel, v, mask)
 
@@ -175,7 +171,7 @@ def shifted_norm_kernel(
 def shifted_norm_backward_kernel(
     grad_ptr,  # (b, t, d)
     y_ptr,  # (b, t, d)
-    y0_ptr,  # (b, d)
+    y0_ptr,  # (b, d), or None
     grad_y_ptr,  # (b, t, d)
     grad_y0_ptr,  # (b, d)
     rows,
@@ -183,8 +179,6 @@ def shifted_norm_backward_kernel(
     d,
     grad_stride,
     y_stride,
-    START: tl.constexpr,
-    NORM: tl.constexpr,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -196,14 +190,14 @@ def shifted_norm_backward_kernel(
     b, t = row // (t_end + 1), row % (t_end + 1)
     first, later, token = mask & (t == 0), mask & (t > 0), b * t_end + t
     grad = _load(grad_ptr, token * grad_stride + channel, mask & (t < t_end))
-    if NORM:
+    if EPS is not None:
         v = _load(y_ptr, (token - 1) * y_stride + channel, later)
-        if START:
+        if y0_ptr is not None:
             v += _load(y0_ptr, b * d + channel, first)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
     _store(grad_y_ptr, (token - 1) * d + channel, grad, later)
-    if START:
+    if y0_ptr is not None:
         _store(grad_y0_ptr, b * d + channel, grad, first)

@@ -14,27 +14,23 @@ import triton.language as tl
 
 from bedouin.kernels.device.discretize import coupled_reach, discretize
 from bedouin.kernels.device.elementary import LN2
-from bedouin.kernels.scan.triton_forward import load_exponent
+from bedouin.kernels.scan.triton_forward import advanced, load_exponent
 
 
 @triton.jit
-def _load_row(pointer, stride, t, T, offsets, size):
-    """Entries `offsets` of the `size` of token t; zeros from token T on. Not converted, which would
-    wait for them."""
+def _load_row(rows, strides, i: tl.constexpr, t, T, offsets, size):
+    """Entries `offsets` of the `size` of row i of token t; zeros from token T on. Not converted,
+    which would wait for them."""
     mask = offsets < tl.where(t < T, size, 0)
-    return tl.load(pointer + t * stride + offsets, mask=mask, other=0.0)
+    return tl.load(rows[i] + t * strides[i][1] + offsets, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["head_samples"])
 def backward_kernel(
-    grad_y_ptr,  # (b, t, d)
+    rows,  # x, delta (b, t, d), B, C (b, t, n), grad_y (b, t, d)
     grad_end_ptr,  # (b, d, n), cotangent of h after the last token
-    x_ptr,  # (b, t, d)
-    delta_ptr,  # (b, t, d)
     A_ptr,  # (H, d, n)
-    B_ptr,  # (b, t, n)
-    C_ptr,  # (b, t, n)
-    D_ptr,  # (H, d)
+    D_ptr,  # (H, d), or None
     kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk
     work_ptr,  # (programs, CHUNK, BLOCK_D, BLOCK_N)
     grad_x_ptr,  # (b, t, d)
@@ -47,21 +43,11 @@ def backward_kernel(
     T,
     d,
     n,
-    grad_y_stride_b,
-    grad_y_stride_t,
-    x_stride_b,
-    x_stride_t,
-    delta_stride_b,
-    delta_stride_t,
-    B_stride_b,
-    B_stride_t,
-    C_stride_b,
-    C_stride_t,
+    strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    HAS_D: tl.constexpr,
     FAST: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -80,18 +66,12 @@ def backward_kernel(
     slots = work_ptr + program * (CHUNK * BLOCK_D * BLOCK_N) + slot
 
     head = batch // head_samples
-    A_ptr += head * size
-    D_ptr += head * d
-    grad_y_ptr += batch * grad_y_stride_b
-    x_ptr += batch * x_stride_b
-    delta_ptr += batch * delta_stride_b
-    B_ptr += batch * B_stride_b
-    C_ptr += batch * C_stride_b
-    A_log2 = load_exponent(A_ptr + cell, in_cell)
+    rows = advanced(rows, strides, batch, 0)
+    A_log2 = load_exponent(A_ptr + head * size + cell, in_cell)
     g = tl.load(grad_end_ptr + batch * size + cell, mask=in_cell, other=0.0).to(tl.float32)
     grad_A = tl.zeros((BLOCK_D, BLOCK_N), dtype=tl.float32)
-    if HAS_D:
-        D = tl.load(D_ptr + channel, mask=in_d, other=0.0).to(tl.float32)
+    if D_ptr is not None:
+        D = tl.load(D_ptr + head * d + channel, mask=in_d, other=0.0).to(tl.float32)
         grad_D = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for back in range(chunks):
         chunk = (chunks - 1 - back).to(tl.int64)  # offsets of long sequences have more than 32 bits
@@ -100,29 +80,29 @@ def backward_kernel(
         kept = kept_ptr + (batch * chunks + chunk) * size
         h = tl.load(kept + cell, mask=in_cell, other=0.0).to(tl.float32)
         t = chunk * CHUNK
-        x_0 = _load_row(x_ptr, x_stride_t, t, T, channel, d)
-        delta_0 = _load_row(delta_ptr, delta_stride_t, t, T, channel, d)
-        B_0 = _load_row(B_ptr, B_stride_t, t, T, state, n)
-        x_1 = _load_row(x_ptr, x_stride_t, t + 1, T, channel, d)
-        delta_1 = _load_row(delta_ptr, delta_stride_t, t + 1, T, channel, d)
+        x_0 = _load_row(rows, strides, 0, t, T, channel, d)
+        delta_0 = _load_row(rows, strides, 1, t, T, channel, d)
+        B_0 = _load_row(rows, strides, 2, t, T, state, n)
+        x_1 = _load_row(rows, strides, 0, t + 1, T, channel, d)
+        delta_1 = _load_row(rows, strides, 1, t + 1, T, channel, d)
         for i in range(CHUNK):
             t = chunk * CHUNK + i
             x, delta, B = x_0.to(tl.float32), delta_0.to(tl.float32), B_0.to(tl.float32)
             x_0, delta_0 = x_1, delta_1
-            x_1 = _load_row(x_ptr, x_stride_t, t + 2, T, channel, d)
-            delta_1 = _load_row(delta_ptr, delta_stride_t, t + 2, T, channel, d)
-            B_0 = _load_row(B_ptr, B_stride_t, t + 1, T, state, n)
+            x_1 = _load_row(rows, strides, 0, t + 2, T, channel, d)
+            delta_1 = _load_row(rows, strides, 1, t + 2, T, channel, d)
+            B_0 = _load_row(rows, strides, 2, t + 1, T, state, n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
             decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
         before_0 = tl.load(slots + (CHUNK - 1) * (BLOCK_D * BLOCK_N))
-        grad_y_0 = _load_row(grad_y_ptr, grad_y_stride_t, t, T, channel, d)
-        x_0 = _load_row(x_ptr, x_stride_t, t, T, channel, d)
-        delta_0 = _load_row(delta_ptr, delta_stride_t, t, T, channel, d)
-        B_0 = _load_row(B_ptr, B_stride_t, t, T, state, n)
-        C_0 = _load_row(C_ptr, C_stride_t, t, T, state, n)
+        grad_y_0 = _load_row(rows, strides, 4, t, T, channel, d)
+        x_0 = _load_row(rows, strides, 0, t, T, channel, d)
+        delta_0 = _load_row(rows, strides, 1, t, T, channel, d)
+        B_0 = _load_row(rows, strides, 2, t, T, state, n)
+        C_0 = _load_row(rows, strides, 3, t, T, state, n)
         for back_i in range(CHUNK):
             i = CHUNK - 1 - back_i
             t = chunk * CHUNK + i
@@ -132,11 +112,11 @@ def backward_kernel(
             ahead = tl.maximum(i - 1, 0)
             before_0 = tl.load(slots + ahead * (BLOCK_D * BLOCK_N))
             t_0 = chunk * CHUNK + ahead
-            grad_y_0 = _load_row(grad_y_ptr, grad_y_stride_t, t_0, T, channel, d)
-            x_0 = _load_row(x_ptr, x_stride_t, t_0, T, channel, d)
-            delta_0 = _load_row(delta_ptr, delta_stride_t, t_0, T, channel, d)
-            B_0 = _load_row(B_ptr, B_stride_t, t_0, T, state, n)
-            C_0 = _load_row(C_ptr, C_stride_t, t_0, T, state, n)
+            grad_y_0 = _load_row(rows, strides, 4, t_0, T, channel, d)
+            x_0 = _load_row(rows, strides, 0, t_0, T, channel, d)
+            delta_0 = _load_row(rows, strides, 1, t_0, T, channel, d)
+            B_0 = _load_row(rows, strides, 2, t_0, T, state, n)
+            C_0 = _load_row(rows, strides, 3, t_0, T, state, n)
 
             decay, s = discretize(A_log2, delta[:, None], INPUT_SCALE, FULL, FAST)
             decayed = decay * before
@@ -166,7 +146,7 @@ def backward_kernel(
                 pulled = tl.sum(g_scaled, axis=1) / (1 + delta)
                 grad_x = pulled * delta
                 grad_delta += pulled * x / (1 + delta)
-            if HAS_D:
+            if D_ptr is not None:
                 grad_x += D * grad_y
                 grad_D += grad_y * x
             g = decay * through
@@ -181,6 +161,6 @@ def backward_kernel(
             tl.store(grad_B_ptr + part, grad_B, mask=state < end_n)
             tl.store(grad_C_ptr + part, grad_C, mask=state < end_n)
     tl.store(grad_A_ptr + batch * size + cell, grad_A, mask=in_cell)
-    if HAS_D:
+    if D_ptr is not None:
         tl.store(grad_D_ptr + batch * d + channel, grad_D, mask=in_d)
     tl.store(grad_h0_ptr + batch * size + cell, g.to(grad_h0_ptr.dtype.element_ty), mask=in_cell)

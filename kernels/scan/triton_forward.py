@@ -14,26 +14,32 @@ from bedouin.kernels.device.elementary import LOG2E
 
 
 @triton.jit
-def load_scan_rows(pointer, stride, left, channel, d):
-    """x or delta of four tokens, the first at `pointer`; 0 where fewer than four are left.
-
-    A token of zeros leaves the memory as it is.
-    """
-    rows = ()
-    stride = tl.cast(stride, tl.int64)
-    for i in tl.static_range(4):
-        end = tl.where(i < left, d, 0)
-        row = tl.load(pointer + i * stride + channel, mask=channel < end, other=0.0)
-        rows = rows + (row,)
-    return rows
+def advanced(rows, strides, count, AXIS: tl.constexpr):
+    """Pointers `count` samples later for AXIS 0, or tokens for AXIS 1."""
+    out = ()
+    for i in tl.static_range(len(rows)):
+        out = out + (rows[i] + count * tl.cast(strides[i][AXIS], tl.int64),)
+    return out
 
 
 @triton.jit
-def load_columns(pointer, stride, left, state, n):
-    """B or C of four tokens (n, 4), the first at `pointer`; 0 where fewer than four are left."""
+def _load_four(rows, strides, left, channel, state, d, n):
+    """x and delta of four tokens (d,), and B and C (n, 4), the first at `rows`; 0 where fewer than
+    four are left.
+
+    A token of zeros leaves the memory as it is.
+    """
+    x = ()
+    delta = ()
+    for i in tl.static_range(4):
+        there, at = channel < tl.where(i < left, d, 0), advanced(rows, strides, i, 1)
+        x = x + (tl.load(at[0] + channel, mask=there, other=0.0),)
+        delta = delta + (tl.load(at[1] + channel, mask=there, other=0.0),)
     token = tl.arange(0, 4).to(tl.int64)
-    mask = (state < n)[:, None] & (token < left)[None, :]
-    return tl.load(pointer + state[:, None] + token[None, :] * stride, mask=mask, other=0.0)
+    there = (state < n)[:, None] & (token < left)[None, :]
+    at = advanced(rows, strides, token[None, :], 1)
+    B = tl.load(at[2] + state[:, None], mask=there, other=0.0)
+    return x, delta, B, tl.load(at[3] + state[:, None], mask=there, other=0.0)
 
 
 @triton.jit
@@ -53,34 +59,22 @@ def load_exponent(pointers, mask):
 
 @triton.jit(do_not_specialize=["T", "zero", "head_samples"])
 def forward_kernel(
-    x_ptr,  # (b, t, d)
-    delta_ptr,  # (b, t, d)
+    rows,  # x, delta (b, t, d), B, C (b, t, n)
     A_ptr,  # (H, n, d)
-    B_ptr,  # (b, t, n)
-    C_ptr,  # (b, t, n)
     start_ptr,  # (b, n, d), h before the first token
-    D_ptr,  # (H, d)
+    D_ptr,  # (H, d), or None
     y_ptr,  # (b, t, d)
     end_ptr,  # (b, d, n), h after the last token
-    kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk
+    kept_ptr,  # (b, ceil(t / CHUNK), d, n), h before each chunk, or None
     T,
     d,
     n,
     zero,
-    x_stride_b,
-    x_stride_t,
-    delta_stride_b,
-    delta_stride_t,
-    B_stride_b,
-    B_stride_t,
-    C_stride_b,
-    C_stride_t,
+    strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    HAS_D: tl.constexpr,
-    KEEP: tl.constexpr,
     FAST: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -102,41 +96,26 @@ def forward_kernel(
     size, chunks = d * n, tl.cdiv(T, CHUNK)
 
     head = batch // head_samples
-    A_ptr += head * size
-    D_ptr += head * d
-    A_log2 = load_exponent(A_ptr + lanes, in_cell)
+    A_log2 = load_exponent(A_ptr + head * size + lanes, in_cell)
     h = tl.load(start_ptr + batch * size + lanes, mask=in_cell, other=0.0).to(tl.float32)
-    if HAS_D:
-        D = tl.load(D_ptr + channel, mask=channel < d, other=0.0).to(tl.float32)
-    x_ptr += batch * x_stride_b
-    delta_ptr += batch * delta_stride_b
-    B_ptr += batch * B_stride_b
-    C_ptr += batch * C_stride_b
+    if D_ptr is not None:
+        D = tl.load(D_ptr + head * d + channel, mask=channel < d, other=0.0).to(tl.float32)
+    rows = advanced(rows, strides, batch, 0)
     y_ptr += batch * T * d
-    kept_ptr += batch * chunks * size
+    slot = batch * chunks * size
     # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
-    xs = load_scan_rows(x_ptr, x_stride_t, T, channel, d)
-    deltas = load_scan_rows(delta_ptr, delta_stride_t, T, channel, d)
-    Bs = load_columns(B_ptr, B_stride_t, T, state, n)
-    Cs = load_columns(C_ptr, C_stride_t, T, state, n)
+    xs, deltas, Bs, Cs = _load_four(rows, strides, T, channel, state, d, n)
     for done in range(0, T, 4):
-        if KEEP:
+        if kept_ptr is not None:
             if done % CHUNK == 0:
-                tl.store(kept_ptr + cell, h, mask=in_cell)
-                kept_ptr += size
+                tl.store(kept_ptr + slot + cell, h, mask=in_cell)
+                slot += size
         x_4, delta_4 = xs, deltas
         B_4 = split_columns(Bs.to(tl.float32), BLOCK_N)
         C_4 = split_columns(Cs.to(tl.float32), BLOCK_N)
-        x_ptr += tl.cast(x_stride_t, tl.int64) * 4
-        delta_ptr += tl.cast(delta_stride_t, tl.int64) * 4
-        B_ptr += tl.cast(B_stride_t, tl.int64) * 4
-        C_ptr += tl.cast(C_stride_t, tl.int64) * 4
-        left = T - done - 4
-        xs = load_scan_rows(x_ptr, x_stride_t, left, channel, d)
-        deltas = load_scan_rows(delta_ptr, delta_stride_t, left, channel, d)
-        Bs = load_columns(B_ptr, B_stride_t, left, state, n)
-        Cs = load_columns(C_ptr, C_stride_t, left, state, n)
+        rows = advanced(rows, strides, 4, 1)
+        xs, deltas, Bs, Cs = _load_four(rows, strides, T - done - 4, channel, state, d, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
             decay, s = discretize(A_log2, delta[None, :], INPUT_SCALE, FULL, FAST)
@@ -144,7 +123,7 @@ def forward_kernel(
             written = s * x[None, :] * B_4[i][:, None]
             y = tl.sum((h if EXCLUSIVE else h + written) * C_4[i][:, None], axis=0)
             h += written
-            if HAS_D:
+            if D_ptr is not None:
                 y += D * x
             end = tl.where(done + i < T, d, 0)
             tl.store(y_ptr + channel, y.to(y_ptr.dtype.element_ty), mask=channel < end)

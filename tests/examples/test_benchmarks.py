@@ -115,7 +115,8 @@ def test_speed_lists_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("2x4", None, None)
     }
     assert [entry["layer"] for entry in found] == [
-        *("1 head", "8 heads", "16 heads", "no feedback", "lstm")
+        *("1 head", "8 heads", "16 heads", "no feedback", "tracking", "memory", "tracker"),
+        *("FixedPointRNN", "picard, one step", "picard, exact", "mamba", "lstm"),
     ]
 
 

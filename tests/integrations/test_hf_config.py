@@ -199,27 +199,6 @@ class TestConfig:
         )
         assert other.to_dict()["num_heads"] is None
 
-    def test_a_file_of_a_convolved_layer_names_the_version_that_reads_it(
-        self, tmp_path: Path
-    ) -> None:
-        """Files of that version also have use_conv_bias, which means nothing to other layers."""
-        saved = make_config().to_dict() | {"use_conv_bias": True}
-        message = "got conv_kernel=4 of a Convolved: bedouin 0.1.0 is the last version"
-        with pytest.raises(ValueError, match=message):
-            loaded_from(tmp_path, saved | {"conv_kernel": 4})
-        loaded = loaded_from(tmp_path, saved)
-        assert loaded.make_mixer(0).conv is None
-        assert "use_conv_bias" not in loaded.to_dict()
-        with pytest.raises(TypeError, match="BedouinConfig has no option 'use_conv_bias'"):
-            make_config(use_conv_bias=False)
-
-    def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
-        saved = make_config().to_dict() | {"rate_scale": [8, 0.001], "delta_from_x_init": 0.5}
-        del saved["initialization"]
-        loaded = loaded_from(tmp_path, saved)
-        assert loaded.make_mixer(0).initialization == Initialization(0.5, (8, 0.001))
-        assert "rate_scale" not in loaded.to_dict()
-
     OF_0_2: ClassVar[dict[str, Any]] = {
         **{"erase": 0.0, "projection": "inner", "output": "norm", "bias": True},
         **{"feedback_scope": "head", "feedback_heads": None, "num_groups": None},

@@ -121,7 +121,7 @@ SCAN = Row(
         {"t": 17, "d": 4, "n": 3, "dtype": BF16, "low_state": False} | SCANS[5],
         # blocks of channels and states
         *(
-            {"t": 3, "patch": {"bedouin.kernels.scan.registered.WARP": 32}} | size
+            {"t": 3, "patch": {"bedouin.kernels.scan.WARP": 32}} | size
             for size in sizes("bdn", (1, 1, 1), (2, 20, 1), (1, 17, 16), (1, 3, 33))
         ),
         *({"heads": 3, "t": 3, "dtype": dtype} | SCANS[10] for dtype in (F32, BF16)),
@@ -239,7 +239,7 @@ def shifted(
 
 
 PARTS = times(each("norm", True, False), each("fed", True, False))
-IN_MANY = {"patch": {"bedouin.kernels.output.registered.PROGRAMS": 3}, "tolerance": 2e-6}
+IN_MANY = {"patch": {"bedouin.kernels.output.PROGRAMS": 3}, "tolerance": 2e-6}
 WIDTHS = [{"b": 3, "d": d, "t": 700 if d < 4096 else 7} for d in (1, 63, 512, 1024, 2048, 4096)]
 WIDTHS += [{"b": 3, "t": 7, "d": 16384}]
 OUTPUT = Row(

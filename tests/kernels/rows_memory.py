@@ -57,7 +57,7 @@ def rule(
 
     def run(*given: Any, backend: Any) -> Any:
         chosen: Any = "torch" if backend == "reference" else backend
-        return delta_rule(DeltaInputs(*given[:5]), given[5], dtype, chosen)
+        return delta_rule(DeltaInputs(*given[:5]), given[5], chosen)
 
     def exact(*given: Any) -> Any:
         memory = given[0].new_zeros(b, H, p, v) if given[5] is None else given[5]
@@ -220,7 +220,7 @@ TRACK = Row(
             [{"H": 1, "t": 22}],
         ),
         *times(each("H", 1, 2), [{"b": 3, "c": 16, "n": 16}]),
-        {"t": 100, "H": 1, "patch": {"bedouin.kernels.track.registered.PART": 2}},
+        {"t": 100, "H": 1, "patch": {"bedouin.kernels.track.PART": 2}},
     ],
     wrong=[
         ({"b": 2}, {name: shape}, f"{name} must have shape")

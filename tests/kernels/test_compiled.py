@@ -3,7 +3,7 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,38 @@ import bedouin.kernels.direct.launch as launch
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
-from bedouin.kernels.delta_rule import triton_chunks
-from bedouin.kernels.delta_rule.registered import constants, value_block
-from bedouin.kernels.direct.limits import head_blocks
+from bedouin.kernels.delta_rule import constants, triton_chunks, value_block
+from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
 from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
 from bedouin.kernels.scan.types import SCAN_CHUNK
-from bedouin.kernels.track.limits import Sizes
-from bedouin.kernels.track.registered import FLAGS, options
+from bedouin.kernels.track import FLAGS, options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
+from bedouin.kernels.track.types import Sizes
+
+Kind = str | tuple[Any, ...]
+"""Triton's type of a parameter, or those of a tuple."""
+
+
+def leaves_of(kind: Kind, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """What a type consists of, with its places."""
+    if isinstance(kind, str):
+        yield path, kind
+    else:
+        for i, part in enumerate(kind):
+            yield from leaves_of(part, (*path, i))
 
 
 def compile_kernel(
     kernel: Any,
     known: dict[str, Any],
-    kind_of: Callable[[str], str],
+    kind_of: Callable[[str], Kind],
     *,
     multiples: Collection[str] = (),
     capability: int = 90,
@@ -55,12 +66,17 @@ def compile_kernel(
     names = kernel.arg_names
     constants = {name: v for name, v in known.items() if name in names}
     kinds = {name: "constexpr" if name in constants else kind_of(name) for name in names}
-    aligned = [name for name, kind in kinds.items() if kind[0] == "*" or name in multiples]
+    aligned = [
+        path
+        for i, (name, kind) in enumerate(kinds.items())
+        for path, one in leaves_of(kind, (i,))
+        if one[0] == "*" or name in multiples
+    ]
     source = ASTSource(
         fn=kernel,
         signature=kinds,
         constexprs=constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        attrs={at: [["tt.divisibility", 16]] for at in aligned},
     )
     launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
     options = launch | {"enable_fp_fusion": True}
@@ -112,12 +128,16 @@ def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
     "kernel", [triton_forward.forward_kernel, triton_backward.backward_kernel], ids=by_kernel
 )
 def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
-    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False, "FAST": True, "KEEP": True}
-    known |= {"EXCLUSIVE": False, "HAS_D": True, "CHUNK": SCAN_CHUNK}
+    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False, "FAST": True}
+    known |= {"EXCLUSIVE": False, "CHUNK": SCAN_CHUNK}
     known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
-    made = compile_kernel(
-        kernel, known, lambda name: pointer(name, WIDE_OF_SCAN), multiples=("d", "n")
-    )
+    count = 4 if kernel is triton_forward.forward_kernel else 5
+    tuples: dict[str, Kind] = {"rows": ("*bf16",) * count, "strides": (("i32", "i32"),) * count}
+
+    def kind_of(name: str) -> Kind:
+        return tuples.get(name) or pointer(name, WIDE_OF_SCAN)
+
+    made = compile_kernel(kernel, known, kind_of, multiples=("d", "n"))
     assert adds_in_a_fixed_order(made)
     # the coupled scale of all states beside their decays
     assert stack_size(made) <= (64 if input_scale == "one_minus_decay" else 0)
@@ -126,8 +146,8 @@ def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("name", ["convolution_kernel", "cotangent_kernel", "input_kernel"])
 def test_the_convolution_adds_in_a_fixed_order(name: str, adds: bool) -> None:
-    known = {"EPS": 1e-6, "WIDTH": 4, "ADDS": adds}
-    known |= {"TOKENS": 32, "SIZE": 128, "BLOCK": 128}
+    known: dict[str, Any] = {"EPS": 1e-6, "WIDTH": 4, "TOKENS": 32, "SIZE": 128, "BLOCK": 128}
+    known |= {} if adds else {"added_ptr": None}
     wide = {"sums"} if name == "input_kernel" else set()
     kernel = getattr(of_convolution, name)
     made = compile_kernel(kernel, known, lambda name: pointer(name, wide))
@@ -249,7 +269,7 @@ def compiled_head(
     `weights`, for a GPU with that compute capability and shared memory of a program."""
     layout = RawLayout("softplus", True, k, 1.0)
     options = Parameterization(layout, input_scale, "positive", 1e-5)
-    samples = 1 if weights is None else 2
+    samples = 1 if weights is None or p > MAX_SIDE else 2
     parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
     given = (2, n, p), weights, options, (samples, parts), False, 16, target[1]
     constants = launch.head_constants(kernel, *given)
@@ -304,6 +324,14 @@ def test_weights_fit_the_shared_memory(
     dtype = "bf16" if weights == torch.bfloat16 else "fp32"
     found = compiled_head(kernel, 128, 16, k, dtype=dtype, weights=weights, target=target)
     assert found.metadata.shared <= target[1]
+
+
+@pytest.mark.parametrize("p", [256, 1024])
+@pytest.mark.parametrize(("kernel", "most"), [(SWEEP, 64), (REVERSE, 704)])
+def test_a_token_of_a_wide_head(kernel: Any, most: int, p: int) -> None:
+    """Its product with W^y is not a part of the program."""
+    found = compiled_head(kernel, p, 16, 4, "delta", weights=torch.bfloat16)
+    assert stack_size(found) <= most and found.metadata.shared <= 4096
 
 
 @pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 704)])

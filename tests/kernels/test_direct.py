@@ -267,6 +267,14 @@ CASES = [
     Case(heads=1, b=2, t=2, p=33, k=2, has_axis=False),
     Case(heads=1, b=1, t=3, p=5, k=0, has_axis=False, starts=False, low=BF16),
     Case(heads=1, b=1, t=2, fed=9, k=1, has_axis=False, input_scale="delta"),
+    # products with W^y between launches
+    Case(heads=1, b=1, t=1, p=129, n=2, k=2, has_axis=False),
+    Case(heads=1, b=3, t=2, p=130, n=2, k=2, has_axis=False, low=BF16),
+    Case(b=1, t=3, p=129, n=1, k=1, fed=129, input_scale="delta", starts=False),
+    Case(heads=1, b=3, t=3, p=200, n=3, k=4, norm_eps=None),
+    Case(heads=1, b=1, t=2, p=130, n=1, k=0, selective=False, input_scale="one_minus_decay"),
+    Case(heads=1, b=3, t=63, p=136, n=2, k=2, has_axis=False),
+    Case(heads=1, b=1, t=2, p=1024, n=16, k=4, has_axis=False, low=BF16),
     # samples of several warps, and states in several blocks
     *(
         replace(case, feedback=False)
@@ -275,6 +283,7 @@ CASES = [
             Case(heads=3, b=1, t=3, p=33, n=5, k=0, low=BF16),
             Case(heads=1, b=2, t=3, p=33, n=5, k=2, starts=False),
             Case(heads=1, b=2, t=3, p=9, n=5, k=1, has_axis=False),
+            Case(heads=1, b=1, t=3, p=260, n=16, k=3, has_axis=False),
             Case(b=1, t=3, p=33, n=34, k=0),
             Case(heads=1, b=1, t=3, p=70, n=17, k=3, input_scale="delta"),
             Case(b=1, t=3, p=33, n=1, k=4, selective=False, activation="softplus_of_minus"),
@@ -348,6 +357,7 @@ LAUNCHES: list[tuple[Case, dict[str, int]]] = [
     (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), {"samples": 2, "chunk": 2}),
     (Case(b=2, t=5, p=33, n=5, k=0, starts=False), {"samples": 2, "chunk": 2}),
     (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), {"samples": 1, "chunk": 2}),
+    (Case(heads=1, b=3, t=5, p=130, n=2, k=2), {"samples": 1, "chunk": 2}),
     (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), {"samples": 1, "chunk": 2}),
     (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), {"samples": 1, "chunk": 2}),
 ]
@@ -391,6 +401,12 @@ def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
     assert blocks.streams(itemsize, least)
     with shared_memory(least):
         check(case)
+
+
+@needs_triton
+def test_weights_of_which_no_tile_fits() -> None:
+    with shared_memory(2**14):
+        check(Case(b=3, t=3, p=128, n=2))
 
 
 @needs_triton
