@@ -220,11 +220,6 @@ def test_where_no_graph_is_captured(graphs: list[Tensor], monkeypatch: pytest.Mo
 LOW = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
 
 
-def _on_gpu(kind: type[Bedouin], dtype: torch.dtype, **options: Any) -> FixedPointLayer:
-    torch.manual_seed(0)
-    return kind(64, device="cuda", dtype=dtype, **options)
-
-
 @gpu
 @pytest.mark.parametrize("name", WITH_KERNELS)
 @pytest.mark.parametrize("dtype, autocast", LOW)
@@ -262,7 +257,7 @@ def test_a_graph_of_several_layers_has_the_bits_of_single_launches(options: Any)
 
 @gpu
 def test_tokens_do_not_wait_for_the_gpu(no_synchronization: Any) -> None:
-    layer = _on_gpu(Bedouin, torch.bfloat16)
+    layer = Bedouin(64, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(1, 40, 64, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         _, state = layer.step(x[:, 0], layer.init_state(1))
@@ -278,7 +273,7 @@ def test_tokens_do_not_wait_for_the_gpu(no_synchronization: Any) -> None:
 @gpu
 @torch.no_grad()
 def test_steps_can_be_part_of_a_larger_capture() -> None:
-    layer = _on_gpu(Bedouin, torch.float32)
+    layer = Bedouin(64, device="cuda")
     x, state = torch.randn(2, 64, device="cuda"), layer.init_state(2)
     expected, expected_state = layer.step(x, state)
     graph = torch.cuda.CUDAGraph()

@@ -428,20 +428,16 @@ def test_the_rates_of_heads_are_spaced_geometrically() -> None:
     Bedouin(4, decay="griffin", initialization=Initialization(rates=(1, 1.0)))
 
 
-def four_heads(**options: Any) -> tuple[Bedouin, int]:
-    """A layer of four heads, and the channels of a head."""
-    sizes: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_init": 4.0}
-    layer = Bedouin(8, mixer=NoMixing(), dtype=torch.float64, **sizes, **options)
-    return layer, layer.head_dim
-
-
 @pytest.mark.parametrize(
     "solver", [Picard(), Picard(stop_rule="paper"), Jacobi(), Anderson(), Broyden()]
 )
 def test_a_small_head_converges_by_itself(solver: Solver) -> None:
     """In the map of all heads, of which the others are a million times as large."""
     torch.manual_seed(0)
-    layer, own = four_heads(on_unconverged="ignore")
+    sizes: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_init": 4.0}
+    options: dict[str, Any] = {"max_steps": 60, "on_unconverged": "ignore"}
+    layer = Bedouin(8, mixer=NoMixing(), dtype=torch.float64, **sizes, on_unconverged="ignore")
+    own = layer.head_dim
     with torch.no_grad():
         layer.in_proj.weight[own : layer.d_inner] *= 1e6
         layer.x_proj.weight[1:] *= 1e-6
@@ -449,7 +445,6 @@ def test_a_small_head_converges_by_itself(solver: Solver) -> None:
     exact = find_fixed_point(layer, x).y[..., :own]
     assert exact.abs().max() < 10
     start = torch.zeros(3, 24, layer.d_inner, dtype=torch.float64)
-    options: dict[str, Any] = {"max_steps": 60, "on_unconverged": "ignore"}
     found = solve(layer.map(x), start, solver, time_dim=1, **options)
     errors = found.value[..., :own] - exact
     for error, size, converged in zip(errors, exact, found.stats.converged, strict=True):

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,12 +40,6 @@ TORCHDEQ_USER = "bedouin.solvers.torchdeq_adapter"
 EXTRAS = (
     *("accelerate", "fla", "huggingface_hub", "liger_kernel", "mamba_ssm", "peft", "transformers"),
 )
-
-
-def setuptools_table() -> dict[str, Any]:
-    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    settings: dict[str, Any] = table["tool"]["setuptools"]
-    return settings
 
 
 def is_below(name: str, prefix: str) -> bool:
@@ -116,7 +109,7 @@ def test_metadata_agrees_with_the_readme() -> None:
 
 
 def test_packages_are_those_with_an_init() -> None:
-    settings = setuptools_table()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {
         dotted(prefix, ROOT / folder, init)
         for prefix, folder in settings["package-dir"].items()

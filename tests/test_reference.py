@@ -27,13 +27,9 @@ reference = SimpleNamespace(**run_path(str(ROOT / "docs" / "reference.py")))
 NAMES: list[tuple[str, str]] = reference.public_names()
 
 
-def is_described(module: str, name: str) -> bool:
-    """Whether it is a class or a function: numbers and aliases of types have no docstrings."""
-    found = getattr(sys.modules[module], name)
-    return inspect.isclass(found) or inspect.isroutine(found)
-
-
-DESCRIBED = [pair for pair in NAMES if is_described(*pair)]
+FOUND = {(module, name): getattr(sys.modules[module], name) for module, name in NAMES}
+# classes and functions: numbers and aliases of types have no docstrings
+DESCRIBED = [pair for pair, v in FOUND.items() if inspect.isclass(v) or inspect.isroutine(v)]
 
 
 def test_the_public_names_are_those_of_the_library() -> None:

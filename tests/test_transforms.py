@@ -20,7 +20,7 @@ from torch.autograd.functional import jacobian
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank
+from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
@@ -59,8 +59,6 @@ SOLVES: dict[str, dict[str, Any]] = {
 }
 ONE_BY_ONE = {name: options for name, options in SOLVES.items() if name != "iterative"}
 
-plain_layers = pytest.mark.parametrize("kind", PLAIN)
-
 
 def layer_of(kind: str = "one head", **options: Any) -> FixedPointLayer:
     """Of the table, with two channels, as a Jacobian has a row for each output."""
@@ -68,18 +66,8 @@ def layer_of(kind: str = "one head", **options: Any) -> FixedPointLayer:
     return layer
 
 
-def with_kernels(kind: str, **options: Any) -> FixedPointLayer:
-    """In float32: the kernels take no float64."""
-    kept = {"backend": "triton", "on_unconverged": "ignore", "dtype": torch.float32}
-    return layer_of(kind, **kept, **options)
-
-
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
-
-
-def draw_state(layer: FixedPointLayer, b: int) -> BedouinState:
-    return random_state(layer, b, 1.0)
 
 
 def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
@@ -89,7 +77,7 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
 
 def batched_and_looped(layer: FixedPointLayer, x: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Gradients of input, state and parameters for two cotangents: at once, and in a loop."""
-    state = draw_state(layer, len(x))
+    state = random_state(layer, len(x), 1.0)
     inputs = [v.requires_grad_() for v in (x, *state)] + list(layer.parameters())
     output, last = layer(x, state=state, return_state=True)
     outputs = (output, *last)
@@ -137,7 +125,7 @@ def test_an_iterative_adjoint_refuses_batched_cotangents() -> None:
 # -- vmap
 
 
-@plain_layers
+@pytest.mark.parametrize("kind", PLAIN)
 def test_vmap_over_each_parameter_alone(kind: str) -> None:
     layer, x = layer_of(kind), draw(1, 2, 2)
 
@@ -195,7 +183,7 @@ def test_forward_mode_is_refused_by_name(solve: str) -> None:
 @pytest.mark.interpreter
 def test_the_kernels_refuse_forward_mode_by_name() -> None:
     with pytest.raises(ValueError, match="backend='triton' does not support.*forward-mode"):
-        tangent_of(with_kernels("one head"), draw(1, 2, 2).float())
+        tangent_of(layer_of(backend="triton", dtype=torch.float32), draw(1, 2, 2).float())
 
 
 @pytest.mark.parametrize(

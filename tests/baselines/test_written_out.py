@@ -21,7 +21,6 @@ from bedouin.baselines import (
     AttentionState,
     DeltaNet,
     DeltaProduct,
-    DeltaState,
     LSTMState,
     Mamba,
     MambaState,
@@ -30,7 +29,6 @@ from bedouin.baselines import (
 from bedouin.testing import assert_close
 
 Kind = Callable[..., Any]
-every_kind = pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES)
 
 
 def assert_written_out(
@@ -88,10 +86,6 @@ def attention(layer: Attention, x: Tensor, state: None) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
-def delta_product(layer: DeltaProduct, x: Tensor, state: DeltaState) -> Tensor:
-    return delta_rule(layer, x, state)[1]
-
-
 def mamba(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
     window, h, outputs = state.conv, state.ssm, []
     r, n = layer.dt_rank, layer.d_state
@@ -117,8 +111,8 @@ DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
     LSTM: lstm,
     Attention: attention,
     Mamba: mamba,
-    DeltaNet: delta_product,
-    DeltaProduct: delta_product,
+    DeltaNet: lambda *given: delta_rule(*given)[1],
+    DeltaProduct: lambda *given: delta_rule(*given)[1],
 }
 MORE: dict[str, Kind] = {
     "full": partial(DeltaNet, num_heads=2, gated=True, eigenvalues="full"),
@@ -216,7 +210,7 @@ def test_a_changed_projection_to_delta_is_called(change: str) -> None:
 # torch warns that the backward of its attention kernel adds in an order that is not fixed
 @pytest.mark.filterwarnings("ignore:.*ttention defaults to a non-deterministic:UserWarning")
 @pytest.mark.gpu
-@every_kind
+@pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
     layer = kind(64)

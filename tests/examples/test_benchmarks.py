@@ -218,14 +218,10 @@ def toy_models(**changes: Any) -> Config:
     return Config(**{"device": "cpu", "tiny": True, "models": ("lstm",), **changes})
 
 
-def rows_printed(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def test_models_of_this_repository_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     tasks = ("train", "decode-1", "vocabulary-torch", "captured")
     measure_here(toy_models(models=tuple(MIXERS), tasks=tasks))
-    rows = rows_printed(capsys.readouterr().out)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["model"], row["task"]) for row in rows] == [
         (model, task) for model in MIXERS for task in tasks if task in TASKS[model]
     ]

@@ -213,14 +213,10 @@ def expect(case: Case) -> dict[str, Tensor]:
     return run(case, "buffers", DEVICE) | {"magnitude": magnitude}
 
 
-def tolerance_of(case: Case) -> float:
-    return TOLERANCE[case.low or case.dtype]
-
-
 def check(case: Case) -> dict[str, Tensor]:
     """The results of the kernels, compared with plain torch, and without feedback also with
     autograd in float64 on the same rounded inputs."""
-    actual, tolerance = run(case, "triton", DEVICE), tolerance_of(case)
+    actual, tolerance = run(case, "triton", DEVICE), TOLERANCE[case.low or case.dtype]
     assert_same(actual, expect(case), tolerance)
     assert bool(actual["converged"].all()) and actual["residual"].max().item() < tolerance
     if not case.feedback:
@@ -377,7 +373,7 @@ LARGE_LAUNCHES = [
 def test_every_number_of_samples_of_their_parts_and_of_tokens_in_a_chunk(
     case: Case, how: dict[str, int]
 ) -> None:
-    assert_same(launched(case, **how), expect(case), tolerance_of(case))
+    assert_same(launched(case, **how), expect(case), TOLERANCE[case.low or case.dtype])
 
 
 # tiles of all widths: of everything but the reflections, of two of them, of one, of many states
@@ -445,20 +441,14 @@ def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(feedback
     assert spoiled["converged"].tolist() == [False] * count + [True] * (8 - count)
 
 
-def nearly_singular(k: int) -> tuple[Case, Operands]:
-    """Tokens with small pivots."""
-    case = Case(1, 6, 4, 10, 2, k, beta_max=2.0, input_scale="delta", feedback=False)
-    operands = case.operands(DEVICE)
-    operands.raw[..., : case.p] += 1.5
-    operands.raw[..., -k:] += 1.5
-    return case, operands
-
-
 @needs_triton
 @pytest.mark.parametrize("how", ["buffers", "triton"])
 @pytest.mark.parametrize("k", [3, 4])
 def test_nearly_singular_tokens_are_exact_up_to_their_pivots(k: int, how: Any) -> None:
-    case, operands = nearly_singular(k)
+    case = Case(1, 6, 4, 10, 2, k, beta_max=2.0, input_scale="delta", feedback=False)
+    operands = case.operands(DEVICE)
+    operands.raw[..., : case.p] += 1.5
+    operands.raw[..., -k:] += 1.5
     wide = Operands(*(None if v is None else v.double() for v in operands))  # type: ignore[arg-type]
     exact, found = run(case, "buffers", DEVICE, wide), run(case, how, DEVICE, operands)
     pivot = exact["pivot"].min().item()

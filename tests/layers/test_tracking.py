@@ -55,11 +55,6 @@ def convolved(window: list[Tensor], weight: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def memory_by_hand(layer: GatedDeltaNet, u: Tensor) -> tuple[Tensor, Tensor]:
-    """S_t^T q_t (b, t, h v) and the output (b, t, m) of every token."""
-    return delta_rule(layer, u, layer.init_state(len(u)))
-
-
 def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
     """The output (b, t, m) of every token."""
     b, H, c, n = len(u), layer.num_trackers, layer.tracker_dim, layer.tracker_state
@@ -98,10 +93,10 @@ def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
 
 def by_hand(layer: Any, u: Tensor) -> Tensor:
     if isinstance(layer, GatedDeltaNet):
-        return memory_by_hand(layer, u)[1]
+        return delta_rule(layer, u, layer.init_state(len(u)))[1]
     if isinstance(layer, Tracker):
         return tracker_by_hand(layer, u, None)
-    recalled, output = memory_by_hand(layer.memory, u)
+    recalled, output = delta_rule(layer.memory, u, layer.memory.init_state(len(u)))
     return output + tracker_by_hand(layer.tracker, u, recalled)
 
 

@@ -3,7 +3,6 @@ split; accuracies against values computed by hand; group tables against permutat
 hand, and the group laws."""
 
 import copy
-import io
 import itertools
 import math
 import pickle
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layer_cases import saved
 from tests.messages import Row, of, refused
 from tests.tasks.rows import is_uniform
 from torch import Tensor
@@ -75,15 +75,8 @@ BAD: list[Row] = [
 test_bad_streams = refused(BAD, of(stream, split="train", seed=0))
 
 
-def saved_and_loaded(generator: Stream) -> Any:
-    file = io.BytesIO()
-    torch.save(generator, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES: dict[str, Callable[[Stream], Any]] = {
-    "torch.save": saved_and_loaded,
+    "torch.save": saved,
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),  # as for another process
