@@ -401,7 +401,7 @@ def random_solve(rng: random.Random) -> dict[str, Any]:
     return {"solver": solver, "adjoint": rng.choice(adjoints), "max_steps": 150}
 
 
-def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
+def random_layer(rng: random.Random, **fixed: Any) -> Any:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
     `fixed` contains the options that are not drawn; "kind" is the class. Drawn are decay, input
@@ -438,8 +438,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
         # drawn, not chosen
         warnings.filterwarnings("ignore", "input_scale='delta'", UserWarning)
         torch.manual_seed(rng.randint(0, 2**16))
-        layer: FixedPointLayer = kind(options.pop("d_model"), **options)
-    return layer
+        return kind(options.pop("d_model"), **options)
 
 
 def random_state(layer: FixedPointLayer, b: int, scale: float = 0.1) -> BedouinState:

@@ -228,9 +228,8 @@ def test_functional_calls_take_a_whole_state_dict() -> None:
     stack = {k: torch.stack([state[k] for state in states]) for k in states[0]}
     template = copy.deepcopy(layers[0])
 
-    def call(own: dict[str, Tensor]) -> Tensor:
-        output: Tensor = torch.func.functional_call(template, own, (x,))
-        return output
+    def call(own: dict[str, Tensor]) -> Any:
+        return torch.func.functional_call(template, own, (x,))
 
     expected = torch.stack([layer(x) for layer in layers])
     torch.testing.assert_close(torch.vmap(call)(stack), expected)

@@ -145,7 +145,7 @@ def test_statistics_are_those_of_the_tokens(
     options: dict[str, Any], num_heads: int, documents: bool
 ) -> None:
     """Steps, residual and pivot, of the solve and of its adjoint, for every solver and adjoint."""
-    layer = Bedouin(4, num_heads=num_heads, dtype=torch.float64, **options)
+    layer: Any = Bedouin(4, num_heads=num_heads, dtype=torch.float64, **options)
     x = torch.randn(4, 6, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 1], [0] * 6, [1] * 6]).bool()
     before: Any = random_state(layer, 4)
@@ -164,7 +164,6 @@ def test_statistics_are_those_of_the_tokens(
         output = layer(x[piece].unsqueeze(0), before[i : i + 1])
         output.sum().backward()
         one = layer.stats
-        assert one is not None
         if piece.any() and one.backward is not None:
             assert found.backward is not None and found.backward.converged.all()
             assert rough or found.backward.num_steps[i] == one.backward.num_steps[0]

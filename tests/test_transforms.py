@@ -60,10 +60,9 @@ SOLVES: dict[str, dict[str, Any]] = {
 ONE_BY_ONE = {name: options for name, options in SOLVES.items() if name != "iterative"}
 
 
-def layer_of(kind: str = "one head", **options: Any) -> FixedPointLayer:
+def layer_of(kind: str = "one head", **options: Any) -> Any:
     """Of the table, with two channels, as a Jacobian has a row for each output."""
-    layer: FixedPointLayer = make(kind, CPU._replace(m=2), **options)
-    return layer
+    return make(kind, CPU._replace(m=2), **options)
 
 
 def draw(*shape: int) -> Tensor:
@@ -144,9 +143,8 @@ def test_statistics_leave_a_transform_by_being_returned() -> None:
     layer, x = layer_of(), draw(2, 3, 2)
     others = {n: torch.stack([p.detach(), 0.9 * p.detach()]) for n, p in layer.named_parameters()}
 
-    def conditioning(own: dict[str, Tensor]) -> Tensor:
+    def conditioning(own: dict[str, Tensor]) -> Any:
         functional_call(layer, own, (x,))
-        assert layer.stats is not None and layer.stats.conditioning is not None
         return layer.stats.conditioning
 
     for i, found in enumerate(vmap(conditioning)(others)):
@@ -157,10 +155,9 @@ def test_statistics_leave_a_transform_by_being_returned() -> None:
 # -- forward mode and second derivatives
 
 
-def tangent_of(layer: FixedPointLayer, x: Tensor) -> Tensor:
+def tangent_of(layer: FixedPointLayer, x: Tensor) -> Any:
     with forward_ad.dual_level():
-        found: Tensor = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
-        return found
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
 
 
 FORWARD: dict[str, Callable[..., Any]] = {

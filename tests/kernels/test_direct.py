@@ -409,8 +409,7 @@ def test_weights_of_which_no_tile_fits() -> None:
 @pytest.mark.parametrize(("inputs", "weights"), [(BF16, F32), (F32, BF16), (torch.float16,) * 2])
 def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
     case = Case(b=1, t=2, n=1, k=1, starts=False)
-    given = case.operands(DEVICE)
-    assert given.W_y is not None
+    given: Any = case.operands(DEVICE)
     x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
     given = given._replace(x=x, raw=raw, W_y=W_y)
     expected = run(case, "buffers", DEVICE, given)

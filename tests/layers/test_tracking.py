@@ -55,7 +55,7 @@ def convolved(window: list[Tensor], weight: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
+def tracker_by_hand(layer: Any, u: Tensor, read: Tensor | None) -> Tensor:
     """The output (b, t, m) of every token."""
     b, H, c, n = len(u), layer.num_trackers, layer.tracker_dim, layer.tracker_state
     W = layer.y_proj.weight.view(H, 3, c, c)  # of Delta, x and the gate
@@ -66,13 +66,11 @@ def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
         x, B, C, delta, erase, gate = layer.in_proj(u_t).split(
             [H * c, H * n, H * n, H * c, H, H * c], -1
         )
-        assert layer.conv.weight is not None
         convolutions = convolved(window, layer.conv.weight, torch.cat([x, B, C], -1))
         x_conv, B, C = (w.view(b, H, -1) for w in convolutions.split([H * c, H * n, H * n], -1))
         skip = x = F.silu(x_conv)
         B, C = F.silu(B), F.silu(C)
         if read is not None:
-            assert layer.read_proj is not None
             of_x, of_delta = layer.read_proj(read[:, i]).chunk(2, -1)
             x, delta = F.silu(x_conv + of_x.view(b, H, c)), delta + of_delta
         B, C = (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + n * 1e-6) for w in (B, C))

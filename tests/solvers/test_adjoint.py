@@ -154,8 +154,7 @@ def test_backward_statistics_are_there_after_an_adjoint_solve(adjoint: Adjoint) 
     if not isinstance(adjoint, ImplicitAdjoint):
         assert before.backward is None
         return
-    backward = before.backward
-    assert backward is not None
+    backward: Any = before.backward
     assert bool(backward.converged.all()) and backward.num_steps.shape == (3,)
     assert 1e-14 < backward.residual.max() < 1e-6
 
