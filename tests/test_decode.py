@@ -84,8 +84,7 @@ def test_states_and_statistics_do_not_change_later(graphs: list[Tensor]) -> None
     first, stats = decoder.state, layer.stats
     kept = [v.clone() for v in (*first, stats.residual)]
     y_1 = decoder(x[:, 1]).clone()
-    for value, before in zip((*first, stats.residual), kept, strict=True):
-        assert torch.equal(value, before)
+    assert all(map(torch.equal, (*first, stats.residual), kept))
     branch = Decoder(layer, 3, state=first)
     assert torch.equal(branch(x[:, 1]), y_1)
     assert_same(branch.state, decoder.state, 0.0)
@@ -396,8 +395,7 @@ def test_the_numbers_of_the_layer(options: dict[str, Any] | None, cast: bool) ->
             x = torch.randn_like(sample).requires_grad_()
             ours = passes(run, layer, x)
             theirs = passes(layer, layer, x)
-            for one, other in zip(ours, theirs, strict=True):
-                assert torch.equal(one, other)
+            assert all(map(torch.equal, ours, theirs))
             # what earlier calls returned is left alone
             assert all(map(torch.equal, kept[: len(kept) // 2], kept[len(kept) // 2 :]))
             kept = [*ours, *(v.clone() for v in ours)]

@@ -283,8 +283,7 @@ def test_a_state_dict_without_the_counter_loads(name: str) -> None:
     values = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
     assert len(values) == len(list(model.parameters()))
     assert other.load_state_dict(values, strict=True) == ([], [])
-    for actual, expected in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
     values.popitem()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         other.load_state_dict(values)

@@ -197,8 +197,7 @@ def test_a_recomputation_has_the_same_noise(use_reentrant: bool) -> None:
         y = checkpoint(layer, u, use_reentrant=use_reentrant) if checkpointed else layer(u)
         y.square().sum().backward()
         found.append([y, u.grad, *(p.grad for p in layer.parameters())])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
 def test_padding_stays_without_influence_whatever_noise_it_gets() -> None:
@@ -210,8 +209,7 @@ def test_padding_stays_without_influence_whatever_noise_it_gets() -> None:
         u[~mask] = padding
         y, after = layer(u, mask=mask, return_state=True)
         found.append([y[mask], *after.tensors])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @of_noise
