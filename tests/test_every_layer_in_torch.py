@@ -141,10 +141,9 @@ def test_an_exported_layer_takes_any_batch_size_and_length(
 def loss_of(layer: Any) -> Callable[..., Tensor]:
     """Of parameters, an input and a state, which functional calls take."""
 
-    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any) -> Tensor:
+    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any) -> Any:
         output, after = functional_call(layer, parameters, (x, state, True))
-        total: Tensor = output.square().sum() + sum(v.square().sum() for v in after.tensors)
-        return total
+        return output.square().sum() + sum(v.square().sum() for v in after.tensors)
 
     return loss
 

@@ -72,9 +72,8 @@ def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
     own, expected = layer.x_proj, copy.deepcopy(layer)
 
     class Shifted(nn.Module):
-        def forward(self, v: Tensor) -> Tensor:
-            out: Tensor = own(v) + 1.0
-            return out
+        def forward(self, v: Tensor) -> Any:
+            return own(v) + 1.0
 
     with torch.no_grad():
         expected.dt_bias.add_(1.0)
