@@ -21,14 +21,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 class _TorchRandom:
     """torch's global generator as hypothesis seeds and restores it around every example."""
 
-    def seed(self, value: int) -> None:
-        torch.manual_seed(value)
-
-    def getstate(self) -> Tensor:
-        return torch.get_rng_state()
-
-    def setstate(self, state: Tensor) -> None:
-        torch.set_rng_state(state)
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
 
 
 # Assigned to a name because hypothesis keeps only a weak reference.
@@ -172,21 +167,21 @@ def nan_in_uninitialized_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode(mode)
 
 
-@contextmanager
-def _no_synchronization() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.fixture
 def no_synchronization() -> Callable[[], AbstractContextManager[None]]:
     """A context in which waiting for the GPU is an error."""
-    return _no_synchronization
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 @pytest.fixture

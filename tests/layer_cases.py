@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bedouin import (
     Bedouin,
@@ -89,14 +90,16 @@ MEMORIES: dict[str, Callable[..., Any]] = {
 }
 BASELINES: dict[str, Callable[..., Any]] = {
     "lstm": LSTM,
-    "lstm, convolution": partial(LSTM, d_conv=3),
+    "lstm, convolution": partial(LSTM, expand=1.5, d_conv=3),
     "mamba": Mamba,
     "mamba, full": partial(Mamba, d_conv=None, eigenvalues="full"),
     "delta net": partial(DeltaNet, num_heads=2),
     "delta net, gated": partial(DeltaNet, num_heads=2, gated=True, d_conv=None),
     "delta product": partial(DeltaProduct, num_heads=2, gated=True),
-    "delta product, three": partial(DeltaProduct, gated=True, num_householder=3, expand_v=1.5),
-    "attention": partial(Attention, num_heads=2),
+    "delta product, three": partial(
+        DeltaProduct, gated=True, num_householder=3, head_dim=3, expand_v=1.5
+    ),
+    "attention": partial(Attention, num_heads=2, rope_base=100.0),
     "attention, convolution": partial(Attention, d_conv=4, rope_base=None, head_dim=3),
 }
 LAYERS = FIXED_POINTS | MEMORIES | BASELINES
@@ -175,6 +178,23 @@ def earlier_state(layer: Any, b: int) -> Any:
     weight = next(layer.parameters())
     x = torch.randn(b, 2, layer.d_model, dtype=weight.dtype, device=weight.device)
     return layer(x, return_state=True)[1].detach()
+
+
+def in_chunks(layer: Any, x: Tensor, before: Any, sizes: list[int]) -> list[Tensor]:
+    """The output and the state, also of a model."""
+    outputs, state = [], before
+    for chunk in x.split(sizes, 1):
+        output, state = layer(chunk, state, return_state=True)
+        outputs.append(output)
+    return [torch.cat(outputs, 1), *tree_leaves(state)]
+
+
+def in_steps(layer: Any, x: Tensor, before: Any) -> list[Tensor]:
+    outputs, state = [], before
+    for x_t in x.unbind(1):
+        output, state = layer.step(x_t, state)
+        outputs.append(output)
+    return [torch.stack(outputs, 1), *tree_leaves(state)]
 
 
 class Whole(nn.Module):
@@ -342,11 +362,20 @@ def merge(layer: nn.Module) -> Any:
     return merged
 
 
-def saved(module: Any) -> Any:
+def saved(value: Any, weights_only: bool = False) -> Any:
     """As a file of torch.save has it."""
-    torch.save(module, buffer := io.BytesIO())
+    torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+MARKS = "_no_weight_decay", "_no_reinit"
+
+
+def marks(module: nn.Module) -> set[tuple[str, str]]:
+    """The names of marked parameters, with the marks."""
+    named = module.named_parameters()
+    return {(name, mark) for name, p in named for mark in MARKS if getattr(p, mark, False)}
 
 
 RNGS = st.randoms(use_true_random=False)
@@ -372,7 +401,7 @@ def random_solve(rng: random.Random) -> dict[str, Any]:
     return {"solver": solver, "adjoint": rng.choice(adjoints), "max_steps": 150}
 
 
-def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
+def random_layer(rng: random.Random, **fixed: Any) -> Any:
     """A small float64 `Bedouin` or `FixedPointRNN` with every option drawn from `rng`.
 
     `fixed` contains the options that are not drawn; "kind" is the class. Drawn are decay, input
@@ -409,8 +438,7 @@ def random_layer(rng: random.Random, **fixed: Any) -> FixedPointLayer:
         # drawn, not chosen
         warnings.filterwarnings("ignore", "input_scale='delta'", UserWarning)
         torch.manual_seed(rng.randint(0, 2**16))
-        layer: FixedPointLayer = kind(options.pop("d_model"), **options)
-    return layer
+        return kind(options.pop("d_model"), **options)
 
 
 def random_state(layer: FixedPointLayer, b: int, scale: float = 0.1) -> BedouinState:

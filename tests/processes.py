@@ -5,6 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMPORTS = os.pathsep.join([str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+"""The path of a process that runs a file of tests."""
 
 
 def start(*command: str, **environment: str) -> "subprocess.Popen[str]":

@@ -24,32 +24,24 @@ def require_installed() -> None:
         raise RuntimeError(f"expected the installed wheel, got the sources: {here}")
 
 
-def import_everything() -> int:
-    """The number of modules that were imported: all but those whose libraries are missing, which
-    the wheel does not require: Triton's kernels and adapters."""
-    count = 0
-    for module in pkgutil.walk_packages(bedouin.__path__, "bedouin.", onerror=refuse):
-        try:
-            importlib.import_module(module.name)
-            count += 1
-        except ImportError as error:
-            if not lacks_optional_library(error):
-                raise
-    return count
-
-
-def refuse(name: str) -> None:
-    # walk_packages would pass over a package whose import fails
+def attempt(name: str) -> bool:
+    """Whether a module was imported: not if its library is missing, which the wheel does not
+    require: Triton's kernels and adapters."""
     try:
         importlib.import_module(name)
     except ImportError as error:
-        if not lacks_optional_library(error):
+        missing = str(error.name).partition(".")[0]
+        if missing not in OPTIONAL or importlib.util.find_spec(missing) is not None:
             raise
+        return False
+    return True
 
 
-def lacks_optional_library(error: ImportError) -> bool:
-    missing = str(error.name).partition(".")[0]
-    return missing in OPTIONAL and importlib.util.find_spec(missing) is None
+def import_everything() -> int:
+    """The number of modules that were imported."""
+    # walk_packages would pass over a package whose import fails
+    modules = pkgutil.walk_packages(bedouin.__path__, "bedouin.", onerror=attempt)
+    return sum(attempt(module.name) for module in modules)
 
 
 def run_layer() -> tuple[int, ...]:

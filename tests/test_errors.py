@@ -1,13 +1,14 @@
 """Every public error path of layers, mixers and states, by its message."""
 
-import re
-from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from itertools import product
 from operator import getitem
 from typing import Any
 
 import pytest
 import torch
+from tests.messages import of, of_kind, raises, refused
 from torch.nn.utils.rnn import pack_sequence
 
 from bedouin import (
@@ -28,29 +29,16 @@ from bedouin import (
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import SequenceModel
-from bedouin.solvers import FixedCap, GammaCap, Picard
-
-Row = tuple[Any, type[Exception], str]
-
-
-def of_kind(kind: type[Exception], rows: list[tuple[Any, str]]) -> list[Row]:
-    """Rows of what is wrong, the kind of the error, and its message."""
-    return [(wrong, kind, message) for wrong, message in rows]
-
+from bedouin.solvers import Anderson, FixedCap, GammaCap, ImplicitAdjoint, Picard
 
 OPTIONS = of_kind(TypeError, [
     ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
     ({"feedback_norm": 0}, "feedback_norm must be True or False, got 0"),
-    ({"layer_idx": "0"}, "layer_idx must be None or an int, got '0'"),
     ({"layer_idx": True}, "layer_idx must be None or an int, got True"),
-    ({"dtype": torch.int64},
-     "dtype must be None or one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
-     "got torch.int64"),
     ({"dtype": "float32"}, "dtype must be None or one of torch.float32, "),
-    ({"d_conv": 4.0}, "d_conv must be an int >= 1, got 4.0"),
     ({"num_householders": 2}, "has no option 'num_householders'; did you mean 'num_householder'?"),
-    ({"foo": 2}, "has no option 'foo'. Valid: d_model, "),
     ({"num_householder": 1.5}, "num_householder must be an int >= 1, got 1.5"),
     ({"mixer": "householder"},
      "mixer must be a ChannelMixer such as LowRank(2), got 'householder'"),
@@ -59,13 +47,11 @@ OPTIONS = of_kind(TypeError, [
     ({"adjoint": "implicit"},
      "adjoint must be None or an adjoint object such as OneStepAdjoint(), got 'implicit'"),
     ({"max_steps": 1.5}, "max_steps must be an int >= 1 or a Cap, got 1.5"),
-    ({"num_heads": 2.0}, "num_heads must be an int"),
     ({"num_heads": True}, "num_heads must be an int"),
 ]) + of_kind(ValueError, [
     ({"beta_max": True}, "beta_max must be a finite number, got True"),
     ({"feedback_init": "0.1"}, "feedback_init must be a finite number, got '0.1'"),
     ({"norm_eps": True}, "norm_eps must be a finite number, got True"),
-    ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
     ({"expand": 0}, "expand must lie in (0, 1000.0], got 0"),
     ({"expand": "2"}, "expand must be a finite number, got '2'"),
     ({"expand": 0.1}, "must be a whole number of channels, at least 1, got 0.1 * 4"),
@@ -79,8 +65,6 @@ OPTIONS = of_kind(TypeError, [
      "num_householder is shorthand for mixer=HouseholderProduct(...): give it or mixer, not both"),
     ({"mixer": HouseholderProduct(1), "beta_max": 2.0}, "beta_max is shorthand for"),
     ({"decay": "mamba2"}, "decay must be one of ("),
-    ({"eigenvalues": "negative"},
-     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
     *(({"feedback": value}, "feedback must be a collection of names from (")
       for value in (None, True, "mixer", [["mixer"]], {"mixer": False}, ("delta", "z"))),
     ({"feedback_init": -1}, "feedback_init must lie in [0, 1000.0], got -1"),
@@ -89,29 +73,10 @@ OPTIONS = of_kind(TypeError, [
     ({"on_unconverged": "print"},
      "on_unconverged must be one of ('warn', 'raise', 'ignore'), got 'print'"),
     ({"num_heads": 3}, "num_heads must divide d_inner = ... = 8, got 3: use one"),
-    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-    ({"backend": "cuda"}, "backend must be one of ('auto', 'triton', 'reference'), got 'cuda'"),
 ])  # fmt: skip
 
 
-def raises(kind: type[Exception], message: str) -> Any:
-    """Three dots stand for any text."""
-    return pytest.raises(kind, match=re.escape(message).replace(re.escape("..."), ".*"))
-
-
-@pytest.mark.parametrize("layer", [Bedouin, FixedPointRNN])
-@pytest.mark.parametrize(("options", "kind", "message"), OPTIONS, ids=lambda v: str(v)[:30])
-def test_options(
-    layer: Callable[..., Any], options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with raises(kind, message):
-        layer(4, **options)
-
-
-def of(kind: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], Any]:
-    """The call of a constructor."""
-    return partial(kind, *arguments, **options)
-
+test_options = refused(OPTIONS, of(Bedouin, 4), of(FixedPointRNN, 4))
 
 EARLIER = (
     *("erase", "projection", "feedback_scope", "feedback_heads", "num_groups", "bounded_x"),
@@ -126,6 +91,10 @@ READ_ONCE: list[tuple[Any, tuple[str, ...]]] = [
     (Mamba(4), ("d_state", "eigenvalues")),
     (TrackingDeltaNet(4), ("num_heads", "norm_eps", "backend", "feedback_noise")),
 ]
+READING: list[dict[str, Any]] = [
+    {"solver": Anderson()}, {"solver": Picard(), "adjoint": ImplicitAdjoint(Picard())},
+]  # fmt: skip
+"""Solves that read the device."""
 LAYER, MODEL = Bedouin(4), SequenceModel(5, 4, [Bedouin(4)])
 STATE, WIDER = LAYER.init_state(2), Bedouin(8).init_state(2)
 WINDOWED, PACKED = Bedouin(4, d_conv=3), pack_sequence([torch.zeros(3, 4)])
@@ -180,7 +149,6 @@ CALLS = of_kind(ValueError, [
     (of(Initialization, rates=True), "rates must be a finite number, got True"),
     (of(Initialization, rates=0.0), "rates must lie in (0, inf], got 0.0"),
     (of(Initialization, rates=(1.0, float("inf"))), "rates must be a finite number, got inf"),
-    *((of(layer, 0), "d_model must be at least 1, got 0") for layer in (Bedouin, FixedPointRNN)),
     (of(FixedPointRNN, 4, feedback=("B",)),
      "feedback must be a collection of names from ('mixer',), got ('B',)"),
     (of(HouseholderProduct, 0), "num_householder must be at least 1, got 0"),
@@ -190,11 +158,17 @@ CALLS = of_kind(ValueError, [
     (of(Bedouin, 4, num_heads=1, mixer=Monarch((2, 3))),
      "factors must have the product 8, ... got (2, 3)"),
     (of(param_groups, torch.nn.Linear(2, 2), weight_decay=-0.1), "weight_decay must"),
+    (of(Bedouin(2), torch.zeros(2, 4, 2), cu_seqlens=torch.tensor([0, 4])),
+     "cu_seqlens needs a single row, x (1, t, m)"),
+    (of(SequenceModel(5, 4, [LAYER], output_size=3).generate, torch.ones(1, 2).long(), 1),
+     "generate needs a model whose classes are its input ids"),
+    (of(LAYER.graphed, torch.randn(1, 2, 4)), "CUDA device, got cpu...call the layer itself"),
     (of(Bidirectional, Bedouin(4), Bedouin(8)), "must have one d_model, got 4 and 8"),
     (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
      "backend='triton' needs tensors on a CUDA device, got cpu"),
 ]) + of_kind(TypeError, [
     (of(Bedouin, 4, foo=1), "feedback_norm...solver...layer_idx...dtype"),
+    (of(FixedPointLayer, 4), "abstract..._A"),
     (of(setattr, LAYER, "cap", 5), "cap must be a Cap such as FixedCap(20)"),
     (of(setattr, LAYER, "solver", "best"),
      "solver must be 'auto' or a solver object ... got 'best'"),
@@ -213,10 +187,6 @@ CALLS = of_kind(ValueError, [
     (of(BedouinState._make, [torch.zeros(1, 2, 3)]), "..."),
     (of(Bedouin, 4, d_state=True), "d_state must be an int >= 1, got True"),
     (of(Bedouin, 4, initialization=0.1), "initialization must be None or an Initialization such"),
-    (of(Bedouin, 4, rate_scale=1.0),
-     "no option rate_scale: use initialization=Initialization(rates=...)"),
-    (of(Bedouin, 4, delta_from_x_init=1.0),
-     "no option delta_from_x_init: use initialization=Initialization(delta_from_x=...)"),
     *((of(Bedouin, 4, **{name: 1}),
        f"Bedouin has no option {name}: version 0.2.0 ... use TrackingDeltaNet")
       for name in EARLIER),
@@ -226,8 +196,6 @@ CALLS = of_kind(ValueError, [
     (of(Initialization, rate=1.0), "Initialization has no option 'rate'; did you mean 'rates'?"),
     *((of(Initialization, **{name: 1}), f"Initialization has no option {name}: ... 0.2.0")
       for name in ("memory_heads", "memory_rates", "memory_delta")),
-    *((of(layer, 4.0), "d_model must be an int >= 1, got 4.0")
-      for layer in (Bedouin, FixedPointRNN)),
     (of(FixedPointRNN, 4, d_state=4), "FixedPointRNN has no option 'd_state'"),
     (of(HouseholderProduct, k=1), "HouseholderProduct has no option 'k'"),
     (of(HouseholderProduct, True), "num_householder must be an int >= 1, got True"),
@@ -236,7 +204,6 @@ CALLS = of_kind(ValueError, [
     (of(Kronecker, 4), "factors must be None or a pair of ints, got 4"),
     (of(SequenceModel, 3, 4, tie=1), "SequenceModel has no option 'tie'"),
     (of(Mamba, 4, dstate=1), "Mamba has no option 'dstate'; did you mean 'd_state'?"),
-    (of(LSTM, 4, heads=1), "LSTM has no option 'heads'. Valid: d_model, "),
     (of(BedouinLayer, 8, d_model=8), "d_model is hidden_size here, got d_model=8: give that alone"),
     *((of(Bedouin.from_paper, 4, **{name: None}), f"{name} of from_paper is fixed by the paper")
       for name in BY_THE_PAPER),
@@ -244,9 +211,15 @@ CALLS = of_kind(ValueError, [
      "decay of from_paper is fixed by the paper, here to 'griffin', got 'mamba': leave it "),
     (of(Bedouin.from_paper, 8, num_heads=2), "num_heads"),
     (of(param_groups, [], weight_decay=0.1), "model must be an nn.Module, got list"),
+    (of(SequenceModel(5, 4, [Bidirectional(LAYER, LAYER)]).generate, torch.ones(1, 2).long(), 1),
+     "mixer Bidirectional has no init_state()"),
     (of(Bidirectional, Bedouin(4), None), "backwards must be a module, got NoneType"),
     (of(Bidirectional(Bedouin(4), torch.nn.Linear(4, 4)), torch.zeros(1, 2, 4),
         mask=torch.ones(1, 2).bool()), "mixer Linear takes no mask"),
+]) + of_kind(RuntimeError, [
+    (of(Bedouin(4, device="meta", **solve), torch.empty(2, 5, 4, device="meta")),
+     "nor on the meta device: use")
+    for solve in READING
 ]) + of_kind(AttributeError, [
     (of(getattr, Bedouin, "recall"), "Bedouin has no recall: version 0.2.0 ... Tracking"),
     *((of(setattr, layer, name, 7),
@@ -255,11 +228,7 @@ CALLS = of_kind(ValueError, [
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), CALLS, ids=range(len(CALLS)))
-def test_calls(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
-    with raises(kind, message):
-        call()
-
+test_calls = refused(CALLS)
 
 INPUTS = of_kind(ValueError, [
     (torch.zeros(2, 4), "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
@@ -286,17 +255,35 @@ INPUTS = of_kind(ValueError, [
 ])  # fmt: skip
 
 
-KINDS = (
+KINDS: tuple[Any, ...] = (
     *(Bedouin, FixedPointRNN, TrackingDeltaNet, Tracker, GatedDeltaNet),
     *(LSTM, Mamba, DeltaNet, DeltaProduct, partial(Attention, num_heads=2)),
 )
-
-
-@pytest.mark.parametrize("layer", KINDS)
-@pytest.mark.parametrize(("x", "kind", "message"), INPUTS, ids=range(len(INPUTS)))
-def test_inputs(layer: Any, x: torch.Tensor, kind: type[Exception], message: str) -> None:
-    with raises(kind, message):
-        layer(4)(x)
+DTYPES = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
+OF_EVERY_LAYER = of_kind(ValueError, [
+    ({"d_model": 0}, "d_model must be at least 1, got 0"),
+    ({"d_conv": 0}, "d_conv must be at least 1, got 0"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ({"eigenvalues": "negative"},
+     "eigenvalues must be one of ('positive', 'full'), got 'negative'"),
+    ({"backend": "cuda"}, "backend must be one of ('auto', ..., got 'cuda'"),
+]) + of_kind(TypeError, [
+    ({"d_model": 8.0}, "d_model must be an int >= 1, got 8.0"),
+    ({"d_conv": 4.0}, "d_conv must be an int >= 1, got 4.0"),
+    ({"num_heads": 2.0}, "num_heads must be an int"),
+    ({"layer_idx": "0"}, "layer_idx must be None or an int, got '0'"),
+    ({"dtype": torch.int64}, f"dtype must be None or one of {DTYPES}, got torch.int64"),
+    ({"foo": 2}, "has no option 'foo'. Valid: d_model, "),
+])  # fmt: skip
+"""Options, each tested for all layers that have it, and an unknown one."""
+test_options_of_every_layer = refused(
+    [
+        (of(layer, **{"d_model": 4} | options), kind, message)
+        for layer, (options, kind, message) in product(KINDS, OF_EVERY_LAYER)
+        if options.keys() <= signature(layer).parameters.keys() | {"foo"}
+    ]
+)
+test_inputs = refused(INPUTS, *(kind(4) for kind in KINDS))
 
 
 @pytest.mark.parametrize(
@@ -336,15 +323,13 @@ STATES = of_kind(TypeError, [
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("state", "kind", "message"), STATES, ids=lambda v: str(v)[:30])
-def test_states(state: Any, kind: type[Exception], message: str) -> None:
-    layer = Bedouin(4, d_state=3)
-    with raises(kind, message):
-        layer(torch.zeros(2, 1, 4), state=state)
-    with raises(kind, message):
-        layer.step(torch.zeros(2, 4), state)
-    with raises(kind, message):
-        Decoder(layer, 2, state=state)
+WITH_STATES = Bedouin(4, d_state=3)
+test_states = refused(
+    STATES,
+    lambda state: WITH_STATES(torch.zeros(2, 1, 4), state=state),
+    of(WITH_STATES.step, torch.zeros(2, 4)),
+    lambda state: Decoder(WITH_STATES, 2, state=state),
+)
 
 
 LAYOUTS = {

@@ -5,7 +5,6 @@ Letters: b batch, t time, m d_model.
 
 import contextlib
 import copy
-import io
 import pickle
 import random
 from collections.abc import Callable
@@ -34,6 +33,8 @@ from tests.layer_cases import (
     earlier_state,
     floats,
     gradients,
+    in_chunks,
+    in_steps,
     layers,
     layers_and_solves,
     make,
@@ -43,7 +44,9 @@ from tests.layer_cases import (
     random_state,
     results,
     rows_of,
+    saved,
 )
+from tests.messages import Row, of, raises
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_map
@@ -58,23 +61,6 @@ def on_places(name: str, place: Place, b: int, t: int) -> tuple[Any, Tensor, Any
     """A layer, an input, and a state before it."""
     layer = make(name, place)
     return layer, draw(b, t, place), earlier_state(layer, b)
-
-
-def in_chunks(layer: Any, x: Tensor, before: Any, sizes: list[int]) -> list[Tensor]:
-    """The output and the state."""
-    outputs, state = [], before
-    for chunk in x.split(sizes, 1):
-        output, state = layer(chunk, state, return_state=True)
-        outputs.append(output)
-    return [torch.cat(outputs, 1), *state.tensors]
-
-
-def in_steps(layer: Any, x: Tensor, before: Any) -> list[Tensor]:
-    outputs, state = [], before
-    for x_t in x.unbind(1):
-        output, state = layer.step(x_t, state)
-        outputs.append(output)
-    return [torch.stack(outputs, 1), *state.tensors]
 
 
 def check_chunks(layer: Any, x: Tensor, before: Any, rtol: float) -> None:
@@ -328,6 +314,30 @@ def test_a_state_is_selected_joined_detached_and_converted(name: str) -> None:
     assert torch.equal(layer(x.unsqueeze(1), zeros), layer(x.unsqueeze(1)))
 
 
+@layers
+def test_wrong_states(name: str) -> None:
+    layer, x = make(name, dtype=torch.float32), draw(2, 3).float()
+    state = layer.init_state(2)
+    kind, first = type(state).__name__, state._fields[0]
+    rows: list[Row] = [
+        (of(layer, x, tuple(state)), TypeError,
+         f"state must be a {kind} or None, got tuple: make one with init_state(batch_size)"),
+        (of(layer.step, x[:, 0], None), TypeError, "state must not be None"),
+        (of(layer, x, layer.init_state(3)), ValueError,
+         f"state.{first} must have shape (2, ...got (3, "),
+        (of(layer, x, state.to(torch.float64)), ValueError,
+         "must have dtype torch.float32, got torch.float64: use"),
+        (of(layer, x, state.to("meta")), ValueError,
+         "must be on cpu, got meta: use state.to(device)"),
+        (of(layer, x, state._replace(**{first: None})), TypeError,
+         f"state.{first} must be a tensor (b, ...), got NoneType"),
+        (of(layer.init_state, -1), ValueError, "batch_size must be an int >= 0, got -1"),
+    ]  # fmt: skip
+    for call, error, message in rows:
+        with raises(error, message):
+            call()
+
+
 @pytest.mark.parametrize(("name", "place"), [*PLACES, *((name, CPU) for name in SOLVES)])
 @pytest.mark.parametrize(("b", "recorded"), [(1, True), (2, True), (2, False)])
 def test_a_returned_state_owns_its_memory(name: str, place: Place, b: int, recorded: bool) -> None:
@@ -341,12 +351,6 @@ def gathered(state: Any) -> Any:
     return operations.recursively_apply(torch.clone, state)
 
 
-def saved(state: Any) -> Any:
-    torch.save({"state": (state,)}, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=True)["state"][0]
-
-
 REBUILT: dict[str, Callable[[Any], Any]] = {
     "_make": lambda s: type(s)._make(map(torch.clone, s)),
     "positions": lambda s: type(s)(*[v.clone() for v in s]),
@@ -356,7 +360,7 @@ REBUILT: dict[str, Callable[[Any], Any]] = {
     "tree_map": lambda s: tree_map(torch.clone, s),
     "deepcopy": copy.deepcopy,
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
-    "file": saved,
+    "file": lambda s: saved({"state": (s,)}, weights_only=True)["state"][0],
     "convert": default_convert,
     "collate": lambda s: default_collate([s[0], s[1]]),
     "accelerate": gathered,
@@ -404,9 +408,8 @@ def test_a_state_of_a_lower_dtype_is_taken_up(name: str, low: torch.dtype) -> No
 def test_both_directions_of_time(name: str) -> None:
     layer, x = Bidirectional(make(name), make(name)), draw(2, 6)
 
-    def alone(u: Tensor) -> Tensor:  # (b, t, m)
-        expected: Tensor = layer.forwards(u) + layer.backwards(u.flip(1)).flip(1)
-        return expected
+    def alone(u: Tensor) -> Any:  # (b, t, m)
+        return layer.forwards(u) + layer.backwards(u.flip(1)).flip(1)
 
     assert_close("output", layer(x), alone(x), 1e-12)
     mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1] * 6]).bool()

@@ -32,6 +32,7 @@ from tests.layer_cases import (
     layers,
     layers_and_solves,
     make,
+    marks,
     merge,
     results,
     saved,
@@ -140,10 +141,9 @@ def test_an_exported_layer_takes_any_batch_size_and_length(
 def loss_of(layer: Any) -> Callable[..., Tensor]:
     """Of parameters, an input and a state, which functional calls take."""
 
-    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any) -> Tensor:
+    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any) -> Any:
         output, after = functional_call(layer, parameters, (x, state, True))
-        total: Tensor = output.square().sum() + sum(v.square().sum() for v in after.tensors)
-        return total
+        return output.square().sum() + sum(v.square().sum() for v in after.tensors)
 
     return loss
 
@@ -189,15 +189,6 @@ def test_checkpointing_and_saved_tensors_change_nothing(name: str, use_reentrant
     with save_on_cpu():
         output = layer(x)
     assert all(map(torch.equal, torch.autograd.grad(output.square().sum(), inputs), expected))
-
-
-MARKS = "_no_weight_decay", "_no_reinit"
-
-
-def marks(layer: nn.Module) -> set[tuple[str, str]]:
-    return {
-        (n, mark) for n, p in layer.named_parameters() for mark in MARKS if getattr(p, mark, False)
-    }
 
 
 @layers_and_solves

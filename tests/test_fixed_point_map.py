@@ -122,7 +122,7 @@ def rnn_token(layer: FixedPointRNN, raw: dict[str, Tensor], x: Tensor) -> Token:
 class Oracle:
     """One sample of a layer, by the equations."""
 
-    def __init__(self, layer: FixedPointLayer) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
         d, n = layer.d_inner, layer.d_state
         if isinstance(layer, Bedouin):
@@ -143,7 +143,6 @@ class Oracle:
         if layer.feedback:
             seen = rms(y_before, 1e-5) if layer.feedback_norm else y_before
             fed = [*layer.feedback, "gate"]
-            assert layer.y_proj is not None
             parts = (layer.y_proj.weight @ seen).split([sizes[name] for name in fed])
             raw |= {name: raw[name] + p for name, p in zip(fed, parts, strict=True)}
         return raw
@@ -152,7 +151,6 @@ class Oracle:
         raw = self.raw(x, y_before)
         if isinstance(self.layer, Bedouin):
             return bedouin_token(self.layer, raw, x), raw["gate"]
-        assert isinstance(self.layer, FixedPointRNN)
         return rnn_token(self.layer, raw, x), raw["gate"]
 
     def evaluate(self, x: Tensor, y: Tensor, h: Tensor, y_before: Tensor) -> Tensor:
@@ -180,22 +178,19 @@ class Oracle:
         both = self.layer.in_proj.weight @ u
         return both[: self.layer.d_inner], both[self.layer.d_inner :]
 
-    def solve_token(self, token: Token, h: Tensor) -> Tensor:
+    def solve_token(self, token: Token, h: Tensor) -> Any:
         d = self.layer.d_inner
         basis = torch.eye(d, dtype=h.dtype)
         constant = token.next_memory(h, torch.zeros_like(basis[0])) @ token.C
         columns = [token.next_memory(h, e) @ token.C - constant for e in basis]
-        y: Tensor = torch.linalg.solve(basis - torch.stack(columns, 1), constant)
-        return y
+        return torch.linalg.solve(basis - torch.stack(columns, 1), constant)
 
-    def output(self, x: Tensor, z: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+    def output(self, x: Tensor, z: Tensor, gate: Tensor, y: Tensor) -> Any:
         layer = self.layer
         skipped = y + layer.D * x
         if layer.norm is None:
             return layer.out_proj.weight @ (gate * silu(skipped))
-        eps = layer.norm.eps
-        assert eps is not None
-        normed = rms(skipped, eps) * layer.norm.weight
+        normed = rms(skipped, layer.norm.eps) * layer.norm.weight
         return layer.out_proj.weight @ (silu(gate + z) * normed)
 
 
@@ -404,9 +399,8 @@ def test_parameters_of_one_head_are_those_of_the_paper() -> None:
 
 
 def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:
-    layer = Bedouin(64, num_heads=4, initialization=Initialization(0.0), feedback_init=0.5)
+    layer: Any = Bedouin(64, num_heads=4, initialization=Initialization(0.0), feedback_init=0.5)
     bound, p = 32**-0.5, 32
-    assert layer.y_proj is not None and layer.raw_bias is not None
     own = layer.x_proj.weight[:, p:], 2 * layer.y_proj.weight, layer.raw_bias.unflatten(0, (4, -1))
     for weight in own:
         for head in weight:
@@ -428,20 +422,16 @@ def test_the_rates_of_heads_are_spaced_geometrically() -> None:
     Bedouin(4, decay="griffin", initialization=Initialization(rates=(1, 1.0)))
 
 
-def four_heads(**options: Any) -> tuple[Bedouin, int]:
-    """A layer of four heads, and the channels of a head."""
-    sizes: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_init": 4.0}
-    layer = Bedouin(8, mixer=NoMixing(), dtype=torch.float64, **sizes, **options)
-    return layer, layer.head_dim
-
-
 @pytest.mark.parametrize(
     "solver", [Picard(), Picard(stop_rule="paper"), Jacobi(), Anderson(), Broyden()]
 )
 def test_a_small_head_converges_by_itself(solver: Solver) -> None:
     """In the map of all heads, of which the others are a million times as large."""
     torch.manual_seed(0)
-    layer, own = four_heads(on_unconverged="ignore")
+    sizes: dict[str, Any] = {"num_heads": 4, "d_state": 4, "feedback_init": 4.0}
+    options: dict[str, Any] = {"max_steps": 60, "on_unconverged": "ignore"}
+    layer = Bedouin(8, mixer=NoMixing(), dtype=torch.float64, **sizes, on_unconverged="ignore")
+    own = layer.head_dim
     with torch.no_grad():
         layer.in_proj.weight[own : layer.d_inner] *= 1e6
         layer.x_proj.weight[1:] *= 1e-6
@@ -449,7 +439,6 @@ def test_a_small_head_converges_by_itself(solver: Solver) -> None:
     exact = find_fixed_point(layer, x).y[..., :own]
     assert exact.abs().max() < 10
     start = torch.zeros(3, 24, layer.d_inner, dtype=torch.float64)
-    options: dict[str, Any] = {"max_steps": 60, "on_unconverged": "ignore"}
     found = solve(layer.map(x), start, solver, time_dim=1, **options)
     errors = found.value[..., :own] - exact
     for error, size, converged in zip(errors, exact, found.stats.converged, strict=True):

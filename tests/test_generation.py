@@ -1,15 +1,16 @@
 """Whole models: padding and documents, a decoder, generated tokens, both directions of time."""
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import make
+from tests.layer_cases import assert_all_close, make
+from tests.messages import Row, of, refused
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from bedouin import Bedouin, Bidirectional, Decoder, FixedPointRNN, SequenceModel
+from bedouin import Bedouin, Decoder, FixedPointRNN, SequenceModel
 from bedouin.baselines import Mamba
 from bedouin.generation import Sampling
 from bedouin.testing import assert_close
@@ -86,57 +87,47 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
     decoder = Decoder(model, 2, state=state)
     for t in range(3, 7):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], 1e-11)
-    for found, expected in zip(decoder.state, last, strict=True):
-        for a, e in zip(found.tensors, expected.tensors, strict=True):
-            assert_close("state", a, e, 1e-11)
+    assert_all_close(tree_leaves(decoder.state), tree_leaves(last), 1e-11)
     decoder.reset()
     assert_close("reset", decoder(tokens[:, 0]), whole[:, 0], 1e-11)
-    for v in (v for of_layer in decoder.state for v in of_layer.tensors):
+    for v in tree_leaves(decoder.state):
         v.zero_()  # of a copy
     assert_close("next", decoder(tokens[:, 1]), whole[:, 1], 1e-11)
 
 
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
     """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
-    b = len(tokens)
     mixers: Any = model.mixers
+
+    def check_next(tokens: Tensor) -> None:  # (b,)
+        expected, _ = model.step(tokens, decoder.state)
+        assert_close("next", decoder(tokens), expected, rtol)
+
     whole = model(tokens)
     _, state = model(tokens[:, :2], return_state=True)
-    decoder: Any = Decoder(model, b, state=state)
+    decoder: Any = Decoder(model, len(tokens), state=state)
     for t in range(2, 4):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], rtol)
     captured = decoder._graph
     _, expected = model(tokens[:, :4], return_state=True)
     found = decoder.state
-    for one, other in zip(found, expected, strict=True):
-        for a, e in zip(one.tensors, other.tensors, strict=True):
-            assert_close("state", a, e, rtol)
+    assert_all_close(tree_leaves(found), tree_leaves(expected), rtol)
     assert all(bool(stats.converged.all()) for stats in model.stats)
     # a change in place is seen by the same graph, a replaced parameter makes another one
     mixers[0].D.mul_(1.1)
-    check_next(model, decoder, tokens[:, 4], rtol)
+    check_next(tokens[:, 4])
     assert decoder._graph is captured
     model.norm.weight = nn.Parameter(1.1 * model.norm.weight)
-    check_next(model, decoder, tokens[:, 5], rtol)
+    check_next(tokens[:, 5])
     assert decoder._graph is not captured
     # hooks run: without a graph
     calls: list[Any] = []
     with model.head.register_forward_hook(lambda *call: calls.append(call)):
-        check_next(model, decoder, tokens[:, 0], rtol)
+        check_next(tokens[:, 0])
         assert len(calls) == 2 and decoder._graph is None
     decoder.reset(found)
-    check_next(model, decoder, tokens[:, 4], rtol)
+    check_next(tokens[:, 4])
     assert decoder._graph is not None
-
-
-def check_next(
-    model: SequenceModel,
-    decoder: Decoder,
-    tokens: Tensor,  # (b,)
-    rtol: float,
-) -> None:
-    expected, _ = model.step(tokens, decoder.state)
-    assert_close("next", decoder(tokens), expected, rtol)
 
 
 @torch.no_grad()
@@ -280,7 +271,7 @@ def test_equal_generators_give_equal_tokens() -> None:
     assert torch.equal(first, second)
 
 
-GENERATE: list[tuple[dict[str, Any], type[Exception], str]] = [
+GENERATE: list[Row] = [
     ({"prompt": [[1]]}, TypeError, "prompt must be a tensor (b, t), got list"),
     ({"prompt": torch.zeros(3).long()}, ValueError, "prompt must have shape (b, t) with at least"),
     ({"prompt": torch.zeros(2, 0).long()}, ValueError, "prompt must have shape (b, t) with at"),
@@ -302,17 +293,5 @@ GENERATE: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "error", "message"), GENERATE, ids=lambda v: str(v)[:40])
-def test_errors_of_generate(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = SequenceModel(VOCAB, 8, [Bedouin(8)])
-    with pytest.raises(error, match=re.escape(message)):
-        arguments: dict[str, Any] = {"prompt": ids(2, 2), "max_new_tokens": 2}
-        model.generate(**arguments | options)
-
-
-def test_generate_needs_classes_that_are_ids_and_mixers_with_states() -> None:
-    with pytest.raises(ValueError, match="generate needs a model whose classes are its input ids"):
-        SequenceModel(VOCAB, 8, [Bedouin(8)], output_size=3).generate(ids(1, 2), 1)
-    both = Bidirectional(Bedouin(8), Bedouin(8))
-    with pytest.raises(TypeError, match=r"mixer Bidirectional has no init_state\(\)"):
-        SequenceModel(VOCAB, 8, [both]).generate(ids(1, 2), 1)
+MODEL = SequenceModel(VOCAB, 8, [Bedouin(8)])
+test_errors_of_generate = refused(GENERATE, of(MODEL.generate, prompt=ids(2, 2), max_new_tokens=2))

@@ -2,8 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -64,8 +62,8 @@ def test_forward_and_backward_can_be_captured(solver: Solver, num_heads: int) ->
     for tensor in [y, *grads]:
         tensor.zero_()
     graph.replay()
-    for ours, theirs in zip([y, *grads], [expected, *expected_grads], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    found, known = [y, *grads], [expected, *expected_grads]
+    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
 
 
 # torch runs the graphed backward on another stream than the capture, and it warms up with
@@ -83,13 +81,10 @@ def test_torch_can_graph_a_layer_whose_last_outcome_is_still_unread() -> None:
     y, grads = _gradients(layer, x)
     assert torch.equal(y, expected) and layer.stats is not None
     assert bool(layer.stats.converged.all())
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, grads, expected_grads))
 
 
-def test_direct_never_waits_for_the_gpu_and_warns_one_call_late(
-    no_synchronization: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_direct_never_waits_for_the_gpu_and_warns_one_call_late(no_synchronization: Any) -> None:
     layer = Bedouin(8, device="cuda", adjoint=ImplicitAdjoint())
     x = torch.randn(2, 5, 8, device="cuda")
     layer(x)
@@ -106,7 +101,7 @@ def test_direct_never_waits_for_the_gpu_and_warns_one_call_late(
 
 
 def test_the_exact_adjoint_never_waits_for_the_gpu_and_warns_one_call_late(
-    no_synchronization: Callable[[], AbstractContextManager[None]],
+    no_synchronization: Any,
 ) -> None:
     layer, x = Bedouin(8, device="cuda"), torch.randn(2, 5, 8, device="cuda")
     bad = torch.ones_like(x)

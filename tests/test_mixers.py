@@ -176,11 +176,10 @@ def test_a_learned_beta_max_has_a_gradient() -> None:
 
 
 def test_a_layer_without_mixing_has_no_parameters_of_a_mixer() -> None:
-    layer = Bedouin(4, d_state=3, mixer=NoMixing())
+    layer: Any = Bedouin(4, d_state=3, mixer=NoMixing())
     assert layer.raw_size == 8 + 2 * 3 and NoMixing().raw_size(8) == 0
     assert layer.x_proj.weight.shape == (layer.raw_size + 8, 8)
     layer(torch.randn(2, 3, 4))
-    assert layer.stats is not None and layer.stats.conditioning is not None
     assert layer.stats.conditioning.tolist() == [1.0, 1.0]
     vector = FixedPointRNN(4, mixer=NoMixing())
     # of the feedback only the gate is left

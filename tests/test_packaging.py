@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,12 +40,6 @@ TORCHDEQ_USER = "bedouin.solvers.torchdeq_adapter"
 EXTRAS = (
     *("accelerate", "fla", "huggingface_hub", "liger_kernel", "mamba_ssm", "peft", "transformers"),
 )
-
-
-def setuptools_table() -> dict[str, Any]:
-    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    settings: dict[str, Any] = table["tool"]["setuptools"]
-    return settings
 
 
 def is_below(name: str, prefix: str) -> bool:
@@ -116,7 +109,7 @@ def test_metadata_agrees_with_the_readme() -> None:
 
 
 def test_packages_are_those_with_an_init() -> None:
-    settings = setuptools_table()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {
         dotted(prefix, ROOT / folder, init)
         for prefix, folder in settings["package-dir"].items()
@@ -161,8 +154,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 def test_the_mapped_folders_are_the_ones_imported() -> None:
     for module, folder in ((bedouin.kernels, "kernels"), (bedouin.solvers, "solvers")):
-        assert module.__file__ is not None
-        assert Path(module.__file__).resolve() == ROOT / folder / "__init__.py"
+        assert Path(str(module.__file__)).resolve() == ROOT / folder / "__init__.py"
 
 
 COPIED = ("src", "kernels", "solvers", "tests", "examples")
@@ -189,6 +181,13 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
+@pytest.fixture
+def wheel(dist: Path) -> Iterator[zipfile.ZipFile]:
+    (path,) = dist.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
 def repository_modules() -> set[str]:
     return {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
@@ -198,10 +197,8 @@ def repository_modules() -> set[str]:
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module(dist: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+def test_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == repository_modules() | {"bedouin/py.typed"}
 
 
@@ -219,11 +216,9 @@ def test_sdist_holds_what_builds_tests_and_trains(dist: Path) -> None:
 
 
 @pytest.mark.slow
-def test_long_description_needs_no_file_of_the_repository(dist: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-        header, _, text = archive.read(name).decode().partition("\n\n")
+def test_long_description_needs_no_file_of_the_repository(wheel: zipfile.ZipFile) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    header, _, text = wheel.read(name).decode().partition("\n\n")
     assert "Description-Content-Type: text/markdown" in header
     assert text.startswith("# bedouin\n") and "```python\nimport torch\n" in text
     assert not re.findall(r"!\[", text)
@@ -232,10 +227,8 @@ def test_long_description_needs_no_file_of_the_repository(dist: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_runs(dist: Path, tmp_path: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
+def test_wheel_runs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
     script = str(ROOT / "tests" / "smoke_wheel.py")
     start = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], "
     command = [sys.executable, "-I", "-c", start + "run_name='__main__')", str(tmp_path), script]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.table import kernels
 from tests.layer_cases import assert_all_close, results
 from tests.modes import Watching
 from torch import Tensor
@@ -163,11 +164,6 @@ def test_squares_that_overflow_are_no_zeros(
     assert torch.equal(Decoder(layer, 2)(huge[:, 0]).isnan(), step.isnan())
 
 
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
-
-
 PICARD: dict[str, Any] = {"solver": Picard(rtol=0, atol=0), "max_steps": 2}
 VARIANTS: list[tuple[Any, dict[str, Any]]] = [
     (Bedouin, {"num_householder": 4}),
@@ -190,7 +186,7 @@ def both_ways(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> lis
     return layers
 
 
-@devices
+@kernels
 @pytest.mark.parametrize("name", ["dt_bias", "raw_bias"])
 def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
     """Each gradient has the dtype of its parameter, and is not rounded to that of another one."""
@@ -207,7 +203,7 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
         assert_close("result", a.double(), b.double(), tolerance, atol=TOLERANCE[device] / 10)
 
 
-@devices
+@kernels
 @pytest.mark.parametrize(
     ("kind", "options", "autocast"),
     [*((*case, False) for case in VARIANTS), (Bedouin, {}, True)],
@@ -226,7 +222,7 @@ def test_bfloat16_with_kernels(
     assert_all_close(map(Tensor.double, ours), map(Tensor.double, theirs), 0.05, 0.05)
 
 
-@devices
+@kernels
 def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     """And rows of raw values that begin at multiples of 64."""
     (layer, _), calls = both_ways(Bedouin, device, torch.bfloat16), []
@@ -255,7 +251,7 @@ class NamedNoMixing(NoMixing):
         return "named"
 
 
-@devices
+@kernels
 @pytest.mark.parametrize("solver", [Direct(), Picard(rtol=0, atol=0)], ids=repr)
 @pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
 def test_a_subclass_keeps_the_kernels(kind: Any, device: str, solver: Any) -> None:

@@ -3,14 +3,14 @@ the README formats as code, which can be imported, called or given as arguments.
 
 import ast
 import builtins
-import importlib.util
 import inspect
 import re
 import sys
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -22,26 +22,14 @@ from bedouin import Bedouin, FixedPointRNN, TrackingDeltaNet, baselines, solvers
 ROOT = Path(__file__).parents[1]
 
 
-def load_script() -> ModuleType:
-    """docs/reference.py, whose folder is in no import path."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = load_script()
+# docs/reference.py, whose folder is in no import path
+reference = SimpleNamespace(**run_path(str(ROOT / "docs" / "reference.py")))
 NAMES: list[tuple[str, str]] = reference.public_names()
 
 
-def is_described(module: str, name: str) -> bool:
-    """Whether it is a class or a function: numbers and aliases of types have no docstrings."""
-    found = getattr(sys.modules[module], name)
-    return inspect.isclass(found) or inspect.isroutine(found)
-
-
-DESCRIBED = [pair for pair in NAMES if is_described(*pair)]
+FOUND = {(module, name): getattr(sys.modules[module], name) for module, name in NAMES}
+# classes and functions: numbers and aliases of types have no docstrings
+DESCRIBED = [pair for pair, v in FOUND.items() if inspect.isclass(v) or inspect.isroutine(v)]
 
 
 def test_the_public_names_are_those_of_the_library() -> None:

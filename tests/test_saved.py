@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing, SequenceModel
-from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct, Mamba
+from bedouin.baselines import Attention, DeltaNet, DeltaProduct, Mamba
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.layers.mixers import Kronecker
 from bedouin.layers.tracking import Tracker
@@ -43,60 +43,30 @@ def warnings_of(load: Load, target: nn.Module, source: nn.Module) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-DIFFERENCES: list[tuple[Callable[..., nn.Module], str, Any, Any]] = [
-    (Bedouin, "input_scale", "bounded_delta", "one_minus_decay"),
-    (Bedouin, "beta_max", 1.0, 2.0),
-    (Bedouin, "eigenvalues", "positive", "full"),
-    (Bedouin, "feedback_norm", True, False),
-    (Bedouin, "norm_eps", 1e-5, 1e-3),
-    (Bedouin, "feedback", ["B"], ["C"]),
-    (Bedouin, "d_conv", None, 1),
-    (FixedPointRNN, "beta_max", 1.0, 0.5),
-    (Mamba, "eigenvalues", "positive", "full"),
-    (DeltaProduct, "eigenvalues", "full", "positive"),
-    (DeltaProduct, "norm_eps", 1e-5, 1e-3),
-    (DeltaNet, "eigenvalues", "positive", "full"),
-    (Tracker, "norm_eps", 1e-5, 1e-3),
-    (Attention, "num_heads", 4, 2),
-    (Attention, "rope_base", 1e4, None),
-]
+def make_model(**options: Any) -> SequenceModel:
+    return SequenceModel(5, 4, [Bedouin(4)], **options)
 
 
-@pytest.mark.parametrize(("kind", "option", "saved", "present"), DIFFERENCES, ids=str)
-@pytest.mark.parametrize("inside", [False, True])
-def test_one_warning_names_the_option_and_both_values(
-    kind: Callable[..., nn.Module], option: str, saved: Any, present: Any, inside: bool
-) -> None:
-    first, second = (kind(16, **{option: value}) for value in (saved, present))
-    if inside:
-        first, second = (SequenceModel(5, 16, [layer]) for layer in (first, second))
-    (message,) = warnings_of(load, second, first)
-    assert f"saved with {option}={saved!r}, but it has {option}={present!r}," in message
-    load(second, copy.deepcopy(second))  # any warning is an error here
+TOLD: list[tuple[nn.Module, nn.Module, str]] = [
+    # mixers of the same number of raw values
+    (Bedouin(8), Bedouin(8, mixer=LowRank(2)),
+     "saved with mixer='HouseholderProduct', but it has mixer='LowRank'"),
+    (Bedouin(8, mixer=Kronecker((2, 8))), Bedouin(8, mixer=Kronecker((8, 2))),
+     "saved with factors=[2, 8], but it has factors=[8, 2]"),
+    # all options that differ
+    (Bedouin(8), Bedouin(8, eigenvalues="full", norm_eps=0.1),
+     "saved with eigenvalues='positive', norm_eps=1e-05, but"),
+    # those of the model itself
+    (make_model(), make_model(norm_eps=0.1),
+     "this SequenceModel were saved with norm_eps=1e-05, but it has norm_eps=0.1"),
+    (make_model(), make_model(tie_embeddings=True), "tie_embeddings=False, but"),
+]  # fmt: skip
 
 
-def test_mixers_of_the_same_number_of_raw_values_are_told_apart() -> None:
-    (message,) = warnings_of(load, Bedouin(8, mixer=LowRank(2)), Bedouin(8))
-    assert "saved with mixer='HouseholderProduct', but it has mixer='LowRank'" in message
-    pair = (Bedouin(8, mixer=Kronecker(factors)) for factors in ((2, 8), (8, 2)))
-    (message,) = warnings_of(load, *pair)
-    assert "saved with factors=[8, 2], but it has factors=[2, 8]" in message
-
-
-def test_all_options_that_differ_are_in_one_warning() -> None:
-    target = Bedouin(8, eigenvalues="full", norm_eps=0.1)
-    (message,) = warnings_of(load, target, Bedouin(8))
-    assert "saved with eigenvalues='positive', norm_eps=1e-05, but" in message
-
-
-def test_options_of_the_model_itself_are_saved() -> None:
-    def make(**options: Any) -> SequenceModel:
-        return SequenceModel(5, 4, [Bedouin(4)], **options)
-
-    (message,) = warnings_of(load, make(norm_eps=0.1), make())
-    assert "this SequenceModel were saved with norm_eps=1e-05, but it has norm_eps=0.1" in message
-    (message,) = warnings_of(load, make(tie_embeddings=True), make())
-    assert "tie_embeddings=False, but" in message
+@pytest.mark.parametrize(("source", "target", "message"), TOLD, ids=str)
+def test_one_warning_tells_all(source: nn.Module, target: nn.Module, message: str) -> None:
+    (told,) = warnings_of(load, target, source)
+    assert message in told
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -116,13 +86,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "feedback": ((), ("mixer",)),
     "feedback_norm": (False,),
     "norm_eps": (0.1,),
-    "rope_base": (100.0,),
+    "rope_base": (100.0, None),
     "gated": (True,),
     "output_gate": (False,),
-    "conv_bias": (True, False),
     "bias": (True, False),
 }
-KINDS = Bedouin, FixedPointRNN, Mamba, DeltaProduct, Attention
+KINDS = Bedouin, FixedPointRNN, Mamba, DeltaProduct, DeltaNet, Tracker, Attention
 
 
 @pytest.mark.parametrize(
@@ -131,7 +100,8 @@ KINDS = Bedouin, FixedPointRNN, Mamba, DeltaProduct, Attention
     ids=str,
 )
 def test_no_option_changes_numbers_in_silence(kind: type[Any], option: str) -> None:
-    """It changes the names or shapes of the parameters, or is told, or has no effect."""
+    """It changes the names or shapes of the parameters, or one warning names it with both values,
+    also of a layer in a model, or it has no effect."""
     source = kind(16, dtype=torch.float64).eval()
     for value in VALUES[option]:
         target = kind(16, dtype=torch.float64, **{option: value}).eval()
@@ -140,27 +110,17 @@ def test_no_option_changes_numbers_in_silence(kind: type[Any], option: str) -> N
         except RuntimeError as error:
             assert "key(s) in state_dict" in str(error) or "size mismatch" in str(error)
             continue
-        if not told:
+        if told:
+            both = [layer.number_options() for layer in (source, target)]
+            names = [name for name, v in both[0].items() if both[1].get(name, v) != v]
+            values = [", ".join(f"{name}={of[name]!r}" for name in names) for of in both]
+            in_models = (SequenceModel(5, 16, [copy.deepcopy(v)]) for v in (target, source))
+            for (message,) in (told, warnings_of(load, *in_models)):
+                assert "saved with {}, but it has {},".format(*values) in message
+            load(target, copy.deepcopy(target))  # any warning is an error here
+        else:
             x = torch.randn(2, 5, 16, dtype=torch.float64)
             torch.testing.assert_close(target(x), source(x))
-
-
-def cast(target: nn.Module, source: nn.Module) -> None:
-    target.load_state_dict({k: v.bfloat16() for k, v in source.state_dict().items()})
-
-
-def averaged(target: nn.Module, source: nn.Module) -> None:
-    states = source.state_dict(), copy.deepcopy(source).state_dict()
-    target.load_state_dict({k: (v + states[1][k]) / 2 for k, v in states[0].items()})
-
-
-def stacked(target: nn.Module, source: nn.Module) -> None:
-    stack = {k: torch.stack([v, v]) for k, v in source.state_dict().items()}
-    target.load_state_dict({k: v[1] for k, v in stack.items()})
-
-
-def assigned(target: nn.Module, source: nn.Module) -> None:
-    target.to("meta").load_state_dict(source.state_dict(), assign=True)
 
 
 def by_safetensors(target: nn.Module, source: nn.Module) -> None:
@@ -177,8 +137,27 @@ def by_checkpoint(target: nn.Module, source: nn.Module) -> None:
     target.load_state_dict(state)
 
 
+def by_values(change: Callable[[Tensor], Tensor]) -> Load:
+    """With changed values in the state dict."""
+    return lambda target, source: target.load_state_dict(
+        {name: change(v) for name, v in source.state_dict().items()}
+    )
+
+
+WAYS: dict[str, Load] = {
+    "cast": by_values(Tensor.bfloat16),
+    "averaged": by_values(lambda v: (v + v.clone()) / 2),
+    "stacked": by_values(lambda v: torch.stack([v, v])[1]),
+    "assigned": lambda target, source: target.to("meta").load_state_dict(
+        source.state_dict(), assign=True
+    ),
+    "safetensors": by_safetensors,
+    "checkpoint": by_checkpoint,
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("way", [cast, averaged, stacked, assigned, by_safetensors, by_checkpoint])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_extra_state_survives_what_tools_do_to_a_state_dict(way: Load) -> None:
     source = Bedouin(4, feedback=("B",))
     source(torch.randn(1, 2, 4))
@@ -249,9 +228,8 @@ def test_functional_calls_take_a_whole_state_dict() -> None:
     stack = {k: torch.stack([state[k] for state in states]) for k in states[0]}
     template = copy.deepcopy(layers[0])
 
-    def call(own: dict[str, Tensor]) -> Tensor:
-        output: Tensor = torch.func.functional_call(template, own, (x,))
-        return output
+    def call(own: dict[str, Tensor]) -> Any:
+        return torch.func.functional_call(template, own, (x,))
 
     expected = torch.stack([layer(x) for layer in layers])
     torch.testing.assert_close(torch.vmap(call)(stack), expected)
@@ -305,30 +283,10 @@ def test_a_state_dict_without_the_counter_loads(name: str) -> None:
     values = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
     assert len(values) == len(list(model.parameters()))
     assert other.load_state_dict(values, strict=True) == ([], [])
-    for actual, expected in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
     values.popitem()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         other.load_state_dict(values)
-
-
-@pytest.mark.parametrize("make", [Bedouin, FixedPointRNN, LSTM])
-@pytest.mark.parametrize("place", ["", "blocks.0.mixer."])
-def test_parameters_of_convolved_name_the_version_that_reads_them(
-    make: Callable[[int], nn.Module], place: str
-) -> None:
-    layer = make(4)
-    model = SequenceModel(5, 4, [layer]) if place else layer
-    values = {k: v for k, v in model.state_dict().items() if not k.startswith(place)}
-    values |= {f"{place}conv.weight": torch.zeros(4, 4), f"{place}conv.bias": torch.zeros(4)}
-    values |= {f"{place}layer.{k}": v for k, v in layer.state_dict().items()}
-    for strict in (True, False):
-        with pytest.raises(
-            ValueError,
-            match=rf"parameters of a {make.__name__} under '{place}', got those of a Convolved: "
-            "bedouin 0.1.0 is the last version that reads it; use that version, or train a layer",
-        ):
-            model.load_state_dict(values, strict=strict)
 
 
 if __name__ == "__main__":

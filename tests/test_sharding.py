@@ -5,7 +5,6 @@ Letters: b batch, t time.
 
 import copy
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.layer_cases import in_chunks, in_steps, make, marks
+from tests.processes import IMPORTS, end, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as model_state
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -29,27 +30,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from bedouin import Bedouin, FixedPointRNN, NoMixing, SequenceModel, param_groups
-from bedouin.baselines import LSTM, Attention, DeltaProduct, Mamba
+from bedouin import Bedouin, SequenceModel, param_groups
 from bedouin.model import Block
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
-MARKS = "_no_weight_decay", "_no_reinit"
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
 
 def make_model() -> SequenceModel:
     """With a layer of every kind that keeps a state."""
-    mixers: list[nn.Module] = [
-        Bedouin(4, **FLOAT64),
-        FixedPointRNN(4, num_heads=2, decay="griffin", **FLOAT64),
-        Bedouin(4, feedback=("delta",), mixer=NoMixing(), d_conv=4, **FLOAT64),
-        LSTM(4, **FLOAT64),
-        Mamba(4, **FLOAT64),
-        DeltaProduct(4, **FLOAT64),
-        Attention(4, num_heads=2, **FLOAT64),
-    ]
+    names = ("one head", "vector, heads", "no mixing", "convolution", "lstm", "mamba")
+    mixers = [make(name).train() for name in (*names, "delta product", "attention")]
     return SequenceModel(7, 4, mixers, mlp_expand=2, **FLOAT64)
 
 
@@ -63,23 +55,6 @@ def shard(model: SequenceModel) -> SequenceModel:
 
 def make_mesh(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(next(module.parameters()).device.type, (2,))
-
-
-def marks(model: nn.Module) -> set[tuple[str, str]]:
-    return {
-        (name, mark) for name, p in model.named_parameters() for mark in MARKS if hasattr(p, mark)
-    }
-
-
-def decode(model: SequenceModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at all tokens, first in two chunks and then token by token."""
-    first, state = model(tokens[:, :2], return_state=True)
-    second, _ = model(tokens[:, 2:], state, return_state=True)
-    state, steps = model.init_state(len(tokens)), []
-    for token in tokens.unbind(1):
-        logits, state = model.step(token, state)
-        steps.append(logits)
-    return torch.cat([first, second], 1), torch.stack(steps, 1)
 
 
 def train(model: SequenceModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
@@ -105,7 +80,8 @@ def check_training_and_decoding(folder: str, device: str) -> None:
     torch.testing.assert_close(step, plain(tokens)[:, 0])
     for network, optimizer in networks:
         train(network, optimizer, tokens)
-    for logits in decode(model, tokens):
+    chunks = in_chunks(model, tokens, None, [2, 2])
+    for logits in (chunks[0], in_steps(model, tokens, model.init_state(len(tokens)))[0]):
         torch.testing.assert_close(logits, plain(tokens))
     # one process could end after the first token, but takes part in the calls of the other
     rank = dist.get_rank()
@@ -233,12 +209,8 @@ def run_process(folder: str, device: str, rank: int) -> None:
 def test_sharded_models_are_those_of_one_process(device: str, tmp_path: Path) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    command = [sys.executable, "-P", __file__, str(tmp_path), device]
-    processes = [
-        subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    command = "-P", __file__, str(tmp_path), device
+    end([start(*command, rank, PYTHONPATH=IMPORTS) for rank in "01"])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.table import kernels
 from tests.layer_cases import CPU, Whole, assert_all_close, make, random_state
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -19,7 +20,7 @@ from torch.autograd.functional import jacobian
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from bedouin import Bedouin, BedouinState, FixedPointRNN, LowRank, SequenceModel
+from bedouin import Bedouin, FixedPointRNN, LowRank
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
@@ -58,27 +59,14 @@ SOLVES: dict[str, dict[str, Any]] = {
 }
 ONE_BY_ONE = {name: options for name, options in SOLVES.items() if name != "iterative"}
 
-plain_layers = pytest.mark.parametrize("kind", PLAIN)
 
-
-def layer_of(kind: str = "one head", **options: Any) -> FixedPointLayer:
+def layer_of(kind: str = "one head", **options: Any) -> Any:
     """Of the table, with two channels, as a Jacobian has a row for each output."""
-    layer: FixedPointLayer = make(kind, CPU._replace(m=2), **options)
-    return layer
-
-
-def with_kernels(kind: str, **options: Any) -> FixedPointLayer:
-    """In float32: the kernels take no float64."""
-    kept = {"backend": "triton", "on_unconverged": "ignore", "dtype": torch.float32}
-    return layer_of(kind, **kept, **options)
+    return make(kind, CPU._replace(m=2), **options)
 
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
-
-
-def draw_state(layer: FixedPointLayer, b: int) -> BedouinState:
-    return random_state(layer, b, 1.0)
 
 
 def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
@@ -88,7 +76,7 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
 
 def batched_and_looped(layer: FixedPointLayer, x: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Gradients of input, state and parameters for two cotangents: at once, and in a loop."""
-    state = draw_state(layer, len(x))
+    state = random_state(layer, len(x), 1.0)
     inputs = [v.requires_grad_() for v in (x, *state)] + list(layer.parameters())
     output, last = layer(x, state=state, return_state=True)
     outputs = (output, *last)
@@ -136,7 +124,7 @@ def test_an_iterative_adjoint_refuses_batched_cotangents() -> None:
 # -- vmap
 
 
-@plain_layers
+@pytest.mark.parametrize("kind", PLAIN)
 def test_vmap_over_each_parameter_alone(kind: str) -> None:
     layer, x = layer_of(kind), draw(1, 2, 2)
 
@@ -155,9 +143,8 @@ def test_statistics_leave_a_transform_by_being_returned() -> None:
     layer, x = layer_of(), draw(2, 3, 2)
     others = {n: torch.stack([p.detach(), 0.9 * p.detach()]) for n, p in layer.named_parameters()}
 
-    def conditioning(own: dict[str, Tensor]) -> Tensor:
+    def conditioning(own: dict[str, Tensor]) -> Any:
         functional_call(layer, own, (x,))
-        assert layer.stats is not None and layer.stats.conditioning is not None
         return layer.stats.conditioning
 
     for i, found in enumerate(vmap(conditioning)(others)):
@@ -168,10 +155,9 @@ def test_statistics_leave_a_transform_by_being_returned() -> None:
 # -- forward mode and second derivatives
 
 
-def tangent_of(layer: FixedPointLayer, x: Tensor) -> Tensor:
+def tangent_of(layer: FixedPointLayer, x: Tensor) -> Any:
     with forward_ad.dual_level():
-        found: Tensor = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
-        return found
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
 
 
 FORWARD: dict[str, Callable[..., Any]] = {
@@ -194,7 +180,7 @@ def test_forward_mode_is_refused_by_name(solve: str) -> None:
 @pytest.mark.interpreter
 def test_the_kernels_refuse_forward_mode_by_name() -> None:
     with pytest.raises(ValueError, match="backend='triton' does not support.*forward-mode"):
-        tangent_of(with_kernels("one head"), draw(1, 2, 2).float())
+        tangent_of(layer_of(backend="triton", dtype=torch.float32), draw(1, 2, 2).float())
 
 
 @pytest.mark.parametrize(
@@ -228,19 +214,9 @@ def test_second_derivatives_are_refused_by_name(solve: str, second: str) -> None
 
 FLOAT64: dict[str, Any] = {"dtype": torch.float64}
 
-KINDS: dict[str, Callable[..., nn.Module]] = {
-    "Bedouin": lambda **k: Bedouin(3, d_state=2, **FLOAT64, **k),
-    "FixedPointRNN": lambda **k: FixedPointRNN(3, num_heads=2, **FLOAT64, **k),
-    "SequenceModel": lambda **k: SequenceModel(
-        5, 3, [Bedouin(3, d_state=2, num_heads=3, **FLOAT64, **k)], **FLOAT64
-    ),
-}
-
 
 def draw_input(kind: str, b: int = 2, t: int = 3) -> Tensor:
-    if kind == "SequenceModel":
-        return torch.randint(5, (b, t))
-    return torch.randn(b, t, 3, dtype=torch.float64)
+    return torch.randint(5, (b, t)) if kind == "model" else torch.randn(b, t, 3, **FLOAT64)
 
 
 def results(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, mode: str) -> list[Any]:
@@ -258,7 +234,7 @@ def results(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, mode: s
 
 
 def prepared(kind: str, mode: str, options: dict[str, Any]) -> nn.Module:
-    module = KINDS[kind](**options)
+    module: nn.Module = make(kind, CPU._replace(m=3), **options)
     return module.train(mode == "train").requires_grad_(mode != "frozen")
 
 
@@ -268,16 +244,16 @@ def whole(backend: str, kind: str, *modes: str, **options: Any) -> list[tuple[An
 
 ONE_STEP: dict[str, Any] = {"adjoint": OneStepAdjoint(), "max_steps": 1, "on_unconverged": "ignore"}
 IN_ONE_GRAPH = [
-    *whole("eager", "Bedouin", "train"),
-    *whole("eager", "FixedPointRNN", "eval", "no_grad"),
-    *whole("eager", "SequenceModel", "no_grad", "inference_mode", "frozen"),
-    *whole("eager", "Bedouin", "train", solver=Picard(), **ONE_STEP),
-    *whole("eager", "Bedouin", "train", solver=Jacobi(), **ONE_STEP),
+    *whole("eager", "one head", "train"),
+    *whole("eager", "vector, heads", "eval", "no_grad"),
+    *whole("eager", "model", "no_grad", "inference_mode", "frozen"),
+    *whole("eager", "one head", "train", solver=Picard(), **ONE_STEP),
+    *whole("eager", "one head", "train", solver=Jacobi(), **ONE_STEP),
 ]
 SLOW = [
-    *whole("aot_eager", "Bedouin", "eval", "no_grad", "inference_mode", "frozen"),
-    *whole("aot_eager", "SequenceModel", "train"),
-    *whole("inductor", "Bedouin", "train", "no_grad"),
+    *whole("aot_eager", "one head", "eval", "no_grad", "inference_mode", "frozen"),
+    *whole("aot_eager", "model", "train"),
+    *whole("inductor", "one head", "train", "no_grad"),
 ]
 
 
@@ -312,7 +288,7 @@ EARLY = "where it can stop early: use "
 )
 def test_what_runs_outside_of_the_graph(options: dict[str, Any], remedy: str) -> None:
     """The numbers are those of eager mode, and a whole graph is refused with a remedy."""
-    layer, x = prepared("Bedouin", "train", options), draw_input("Bedouin")
+    layer, x = prepared("one head", "train", options), draw_input("one head")
     call = torch.compile(layer, backend="eager")
     assert_all_close(results(call, layer, x, "train"), results(layer, layer, x, "train"), 1e-10)
     torch.compiler.reset()
@@ -325,13 +301,13 @@ def test_a_state_that_does_not_fit_is_refused_under_the_compiler_too() -> None:
     layer = Bedouin(3, d_state=2, num_heads=2, **FLOAT64).eval()
     call = torch.compile(Whole(layer), dynamic=True, backend="eager")
     with pytest.raises(ValueError, match=r"ssm must have shape \(7, 6, 2\), got \(5, 6, 2\)"):
-        call(draw_input("Bedouin", 7, 11), layer.init_state(5), torch.rand(7, 11) < 0.7)
+        call(draw_input("one head", 7, 11), layer.init_state(5), torch.rand(7, 11) < 0.7)
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["batch", "length"])
 def test_an_exported_layer_of_several_heads_takes_one_size_that_varies(axis: int) -> None:
     layer = Bedouin(3, d_state=2, num_heads=2, **FLOAT64).requires_grad_(False)
-    x, shapes = draw_input("Bedouin", 4, 5), {"x": {axis: torch.export.Dim("size")}}
+    x, shapes = draw_input("one head", 4, 5), {"x": {axis: torch.export.Dim("size")}}
     program = torch.export.export(layer, (x,), dynamic_shapes=shapes).module()
     for size in (1, 3):
         part = x.narrow(axis, 0, size)
@@ -341,9 +317,9 @@ def test_an_exported_layer_of_several_heads_takes_one_size_that_varies(axis: int
 @pytest.mark.parametrize("solve", ["direct", "one-step"])
 def test_saved_tensors_of_a_graph_may_be_packed(solve: str) -> None:
     layer = prepared(
-        "Bedouin", "train", {"solver": Picard(), **ONE_STEP} if solve == "one-step" else {}
+        "one head", "train", {"solver": Picard(), **ONE_STEP} if solve == "one-step" else {}
     )
-    x = draw_input("Bedouin")
+    x = draw_input("one head")
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with save_on_cpu():
         actual = results(call, layer, x, "train")
@@ -356,10 +332,6 @@ def test_low_precision_is_that_of_eager_mode() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert_close_in_bfloat16(*(results(run, layer, x, "train") for run in (call, layer)))
 
-
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
-devices = pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
 
 WITH_KERNELS: list[tuple[type[FixedPointLayer], dict[str, Any]]] = [
     (Bedouin, {}),
@@ -386,7 +358,7 @@ def assert_close_in_bfloat16(actual: list[Tensor], expected: list[Tensor]) -> No
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * scale)
 
 
-@devices
+@kernels
 @kinds
 def test_a_layer_is_one_graph_with_the_same_numbers(
     kind: type[FixedPointLayer], options: dict[str, Any], device: str
@@ -395,22 +367,14 @@ def test_a_layer_is_one_graph_with_the_same_numbers(
     expected = results(layer, layer, x, "train")
     eager = layer.stats
     call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(results(call, layer, x, "train"), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, results(call, layer, x, "train"), expected))
     assert layer.stats is not eager and layer.stats.backward is None
     for name in ("num_steps", "residual", "converged", "conditioning"):
         assert torch.equal(getattr(layer.stats, name), getattr(eager, name)), name
     layer(x)  # counts a training call and, on a GPU, leaves a pending outcome
     with torch.compiler.set_stance("fail_on_recompile"):
         assert torch.equal(call(x), expected[0])
-
-
-@devices
-def test_one_graph_for_every_length(device: str) -> None:
-    layer = make_with_kernels(Bedouin, device)
-    call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for t in (2, 3):
-        call(draw_on(device, t))
+    call(draw_on(device, 3))  # for any length from here on
     with torch.compiler.set_stance("fail_on_recompile"):
         x = draw_on(device, 4)
         actual, expected = (results(run, layer, x, "train") for run in (call, layer))

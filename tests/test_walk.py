@@ -112,22 +112,20 @@ HEADS = "sweep_kernel", "reverse_kernel"
 ALL = ("delta", "B", "C", "mixer")
 
 
-class Inside(TorchDispatchMode):
-    """Shows every operation of torch that runs, also those within our own."""
+class Launches(TorchDispatchMode):
+    """Counts what would be launched on a GPU, also within our own operations: operations of torch
+    that compute, and Triton kernels, which do not run."""
+
+    FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
 
-    def saw(self, func: Any, results: Any) -> None:
-        """Called after each operation."""
+    def launch(self, kernel: Any) -> None:
+        self.names.append(kernel.fn.__name__)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = OPERATIONS.get(func._schema.name)
         parts = own.function if own is not None else None
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -135,28 +133,10 @@ class Inside(TorchDispatchMode):
         if parts is not None:
             with self:
                 return parts(*args, **(kwargs or {}))
-        results = func(*args, **(kwargs or {}))
-        self.saw(func, results)
-        return results
-
-
-class Launches(Inside):
-    """Counts what would be launched on a GPU: operations that compute, and Triton kernels, which do
-    not run."""
-
-    FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def launch(self, kernel: Any) -> None:
-        self.names.append(kernel.fn.__name__)
-
-    def saw(self, func: Any, results: Any) -> None:
         name = func.overloadpacket.__name__
         if not func.is_view and name not in self.FREE:
             self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def launches_of(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.layer_cases import make, merge, wrap
+from tests.layer_cases import draw, make, merge, wrap
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -36,10 +36,6 @@ backends = pytest.mark.parametrize(
 NAMES = ("in_proj", "x_proj", "y_proj", "b_proj", "out_proj")
 
 
-def draw() -> Tensor:
-    return torch.randn(2, 3, 4, **FLOAT64)
-
-
 def results(layer: FixedPointLayer, x: Tensor) -> list[Tensor]:
     """The output, the state, and what steps from that state give."""
     y, state = layer(x, return_state=True)
@@ -56,7 +52,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
-    layer, x = make("one head"), draw()
+    layer, x = make("one head"), draw(2, 3)
     wrap(layer, "x_proj", "y_proj", dropout=0.5)
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
@@ -72,13 +68,12 @@ def test_dropout_of_an_adapter_acts_in_training_alone() -> None:
 
 @heads
 def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
-    layer, x = make("one head", num_heads=num_heads), draw()
+    layer, x = make("one head", num_heads=num_heads), draw(2, 3)
     own, expected = layer.x_proj, copy.deepcopy(layer)
 
     class Shifted(nn.Module):
-        def forward(self, v: Tensor) -> Tensor:
-            out: Tensor = own(v) + 1.0
-            return out
+        def forward(self, v: Tensor) -> Any:
+            return own(v) + 1.0
 
     with torch.no_grad():
         expected.dt_bias.add_(1.0)
@@ -93,7 +88,7 @@ def test_bias_and_wrong_width_of_a_replaced_projection(num_heads: int) -> None:
 @kinds
 def test_weight_norm(kind: str) -> None:
     """Of every weight, also of the norm's."""
-    layer, x = make(kind), draw()
+    layer, x = make(kind), draw(2, 3)
     expected = results(layer, x)
     for name in NAMES:
         if getattr(layer, name, None) is not None:
@@ -110,7 +105,7 @@ def test_weight_norm(kind: str) -> None:
 
 
 def test_hooks_on_x_proj_run_with_its_vectors() -> None:
-    layer, x = make("one head"), draw()
+    layer, x = make("one head"), draw(2, 3)
     expected, seen = layer(x), []
     layer.x_proj.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
     assert_close([layer(x)], [expected])
@@ -118,24 +113,17 @@ def test_hooks_on_x_proj_run_with_its_vectors() -> None:
     assert_close([inputs, output], [(v := layer.in_proj(x).chunk(2, -1)[0]), layer.x_proj(v)])
 
 
-def look(layer: nn.Module) -> list[nn.Module]:
-    """Hooks that return nothing on every module, as tools that count operations register them; the
-    list gets the modules that are called."""
-    seen: list[nn.Module] = []
-    for module in layer.modules():
-        module.register_forward_pre_hook(lambda *_: None)
-        module.register_forward_hook(lambda module, *_: seen.append(module))
-    return seen
-
-
 @heads
 @pytest.mark.parametrize("kind", [*KINDS, "no mixing", "low rank"])
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(1e-12), Picard(1e-12)])
 @pytest.mark.filterwarnings("ignore:.*has hooks or a forward of its own:UserWarning")
 def test_hooks_that_only_look_see_every_child(kind: str, num_heads: int, solver: Any) -> None:
-    layer, x = make(kind, num_heads=num_heads, solver=solver), draw()
-    expected = results(layer, x)
-    seen = look(layer)
+    """As tools that count operations register them on every module."""
+    layer, x = make(kind, num_heads=num_heads, solver=solver), draw(2, 3)
+    expected, seen = results(layer, x), []
+    for module in layer.modules():
+        module.register_forward_pre_hook(lambda *_: None)
+        module.register_forward_hook(lambda module, *_: seen.append(module))
     assert_close(results(layer, x), expected)
     assert set(layer.children()) <= set(seen)
     layer(x).sum().backward()
@@ -143,7 +131,7 @@ def test_hooks_that_only_look_see_every_child(kind: str, num_heads: int, solver:
 
 
 def test_hooks_on_y_proj_act_where_they_are_linear() -> None:
-    layer, x = make("one head"), draw()
+    layer, x = make("one head"), draw(2, 3)
     doubled_weight = copy.deepcopy(layer)
     with torch.no_grad():
         doubled_weight.y_proj.weight.mul_(2)
@@ -157,7 +145,7 @@ def test_hooks_on_y_proj_act_where_they_are_linear() -> None:
 
 @heads
 def test_hooks_on_the_norm_act_and_are_told_once(num_heads: int) -> None:
-    layer, x = make("one head", num_heads=num_heads), draw()
+    layer, x = make("one head", num_heads=num_heads), draw(2, 3)
     expected = 2 * layer(x)
     layer.norm.register_forward_hook(doubled)
     with pytest.warns(UserWarning, match="norm of Bedouin has hooks"):
@@ -176,7 +164,7 @@ def test_hooks_on_the_norm_act_and_are_told_once(num_heads: int) -> None:
     ],
 )
 def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -> None:
-    layer, x = Bedouin(4, num_heads=num_heads, **FLOAT64), draw()
+    layer, x = Bedouin(4, num_heads=num_heads, **FLOAT64), draw(2, 3)
     layer.norm = replace(layer.norm)
     refused = pytest.raises(TypeError, match="norm must be an nn.RMSNorm with a weight and an eps")
     with refused:
@@ -192,7 +180,7 @@ def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -
 def test_layers_that_accelerate_dispatches_or_offloads(kind: str, num_heads: int) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     accelerate = pytest.importorskip("accelerate")
-    layer, x = make(kind, num_heads=num_heads), draw()
+    layer, x = make(kind, num_heads=num_heads), draw(2, 3)
     expected, first = results(layer, x), layer.step(x[:, 0], layer.init_state(2))
     hooks.attach_execution_device_hook(layer, "cpu")
     assert "forward" in vars(layer.out_proj)
@@ -218,7 +206,7 @@ class Kept(nn.Module):
 
 
 def test_trained_copies_of_the_norm_are_in_use() -> None:
-    layer, x = Bedouin(4, **FLOAT64), draw()
+    layer, x = Bedouin(4, **FLOAT64), draw(2, 3)
     before = layer(x)
     assert layer.norm is not None
     kept: Any = Kept(layer.norm)
@@ -247,7 +235,7 @@ def no_reflection(module: nn.Module, inputs: tuple[Tensor, ...], form: WYForm) -
 def test_hooks_on_a_mixer_act(solver: Any, mixer: StructuredMixer, num_heads: int) -> None:
     """Which is told once if the layer has kernels without them."""
     mixer = copy.deepcopy(mixer)
-    layer, x = Bedouin(4, num_heads=num_heads, solver=solver, mixer=mixer, **FLOAT64), draw()
+    layer, x = Bedouin(4, num_heads=num_heads, solver=solver, mixer=mixer, **FLOAT64), draw(2, 3)
     plain, unmixed = copy.deepcopy(layer), copy.deepcopy(layer)
     unhooked = copy.deepcopy(mixer)
     vars(unmixed.mixer)["forward"] = lambda raw: no_reflection(mixer, (), unhooked(raw))
@@ -334,7 +322,7 @@ def test_quantized_weights_are_read_in_calls(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @with_convolution
 def test_recording_by_torch_jit_is_refused(kind: str) -> None:
-    layer, x = make(kind), draw()
+    layer, x = make(kind), draw(2, 3)
     trace: Any = torch.jit.trace
     with pytest.raises(RuntimeError, match=r"cannot be recorded by .*: use torch\.compile or"):
         trace(layer, x)
@@ -342,7 +330,7 @@ def test_recording_by_torch_jit_is_refused(kind: str) -> None:
 
 def test_a_layer_with_adapters_is_one_graph() -> None:
     torch.compiler.reset()
-    layer, x = make("vector"), draw()
+    layer, x = make("vector"), draw(2, 3)
     wrap(layer)
     call: Any = torch.compile(layer, fullgraph=True, backend="eager")
     assert_close([call(x)], [layer(x)])

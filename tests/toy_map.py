@@ -4,7 +4,7 @@ Letters: b batch, t time, c values of a token.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -43,24 +43,16 @@ class ToyMap:
         return (lambda w: a * w), (lambda r: r / (1 - a))
 
 
-class Swept(NamedTuple):
-    """A sweep as a map hands it over."""
-
-    y: Tensor
-    defect: Tensor
-    scale: Tensor
-    magnitude: Tensor
-    pivot: Tensor
-
-
 class SweptMap(ToyMap):
     """The toy map with a sweep, for Direct; `error` is added to what it finds."""
 
     error = 0.0
     unrolled: bool | None = None
 
-    def sweep(self, unroll: bool, report: object) -> Swept:
+    def sweep(self, unroll: bool, report: object) -> SimpleNamespace:
+        """As a map hands it over."""
         self.unrolled = unroll
         y = self.loop() + self.error
         defect, scale = (v.detach().abs().amax(-1) for v in (self(y) - y, self(y)))
-        return Swept(y, defect, scale, scale, torch.full_like(defect, 0.5))
+        norms = {"defect": defect, "scale": scale, "magnitude": scale}
+        return SimpleNamespace(y=y, **norms, pivot=torch.full_like(defect, 0.5))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
-from bedouin.solvers import Jacobi, Picard
+from bedouin import FixedPointRNN, GatedDeltaNet, Tracker, TrackingDeltaNet
+from bedouin.baselines import Mamba
+from bedouin.solvers import Adjoint, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks import packed as documents
 from benchmarks.measure import Context, Numbers, Subject, measure_subject
@@ -44,12 +45,10 @@ class Case:
     """The largest number of timed calls, for slow rows that are only there for comparison."""
     heads: int = 1
     """Heads of the layer."""
-    narrower: int = 1
-    """The d_model of the run is divided by this."""
 
     def adapt(self, setting: Setting) -> Setting:
-        """The sizes of the run with the heads and the width of this row."""
-        return replace(setting, h=self.heads, m=setting.m // self.narrower)
+        """The sizes of the run with the heads of this row."""
+        return replace(setting, h=self.heads)
 
 
 def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
@@ -59,26 +58,35 @@ def _subject(make: Callable[[Setting, Shape], Subject]) -> Measure:
     return measure
 
 
-def _heads(suffix: str, *, heads: int, narrower: int = 1) -> Case:
+def _heads(heads: int) -> Case:
     """The layer with heads: the exact sweep with feedback."""
-    size = 2 * D_MODEL // narrower // heads
-    width = "" if narrower == 1 else f", d_model {D_MODEL // narrower}"
     return Case(
-        f"direct-{suffix}",
-        f"Direct, feedback{width}, {heads} heads of {size}",
+        f"direct-heads{heads}",
+        f"Direct, feedback, {heads} heads of {2 * D_MODEL // heads}",
         _subject(subjects.direct),
         agrees=agreement.direct_agrees,
         heads=heads,
-        narrower=narrower,
+    )
+
+
+def _picard(suffix: str, adjoint: Adjoint) -> Case:
+    """The paper's iteration with its gradient, or with the exact one."""
+    return Case(
+        f"picard{suffix}",
+        f"Picard, {subjects.CAP} iterations, {type(adjoint).__name__}",
+        _subject(partial(subjects.picard, adjoint=adjoint)),
+        agrees=agreement.picard_agrees,
     )
 
 
 def _explicit() -> tuple[Case, ...]:
-    """`TrackingDeltaNet` and its parts, whose sizes follow from d_model alone."""
+    """Layers whose sizes follow from d_model alone."""
     kinds: dict[str, type[nn.Module]] = {
         "tracking": TrackingDeltaNet,
         "memory": GatedDeltaNet,
         "tracker": Tracker,
+        "rnn": FixedPointRNN,
+        "mamba": Mamba,
     }
     return tuple(
         Case(
@@ -89,13 +97,6 @@ def _explicit() -> tuple[Case, ...]:
         )
         for name, kind in kinds.items()
     )
-
-
-def _narrow_lstm(narrower: int) -> Case:
-    """The LSTM beside a layer with heads of the same width."""
-    width = D_MODEL // narrower
-    title = f"LSTM (cuDNN on a GPU), d_model {width}"
-    return Case(f"lstm-{width}", title, _subject(subjects.lstm), narrower=narrower)
 
 
 def _decode(suffix: str, title: str, heads: int) -> Case:
@@ -145,14 +146,12 @@ CASES = (
         _subject(partial(subjects.direct, feedback=())),
         agrees=agreement.linear_agrees,
     ),
-    _heads("heads8", heads=8),
-    _heads("heads16", heads=16),
+    _heads(8),
+    _heads(16),
     Case("lstm", "LSTM (cuDNN on a GPU)", _subject(subjects.lstm)),
     *_explicit(),
-    _heads("256-heads8", heads=8, narrower=2),
-    _narrow_lstm(2),
-    _heads("128-heads4", heads=4, narrower=4),
-    _narrow_lstm(4),
+    _picard("", OneStepAdjoint()),
+    _picard("-exact", ImplicitAdjoint()),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),
     Case(
         "mamba-scan",
@@ -191,13 +190,6 @@ CASES = (
         agrees=agreement.linear_jacobi_agrees,
     ),
     Case(
-        "picard",
-        f"Picard, {subjects.CAP} iterations, one-step gradient",
-        _subject(subjects.picard),
-        shapes=("64x256",),
-        agrees=agreement.picard_agrees,
-    ),
-    Case(
         "jacobi",
         f"Jacobi, {subjects.CAP} iterations",
         _subject(subjects.jacobi),
@@ -219,6 +211,13 @@ SPEED = {
     "direct-heads8": "8 heads",
     "direct-heads16": "16 heads",
     "direct-no-feedback": "no feedback",
+    "tracking": "tracking",
+    "memory": "memory",
+    "tracker": "tracker",
+    "rnn": "FixedPointRNN",
+    "picard": "picard, one step",
+    "picard-exact": "picard, exact",
+    "mamba": "mamba",
     "lstm": "lstm",
 }
 """The rows of --speed, each with the name of its layer there."""

@@ -13,14 +13,9 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from bedouin import Bedouin, GatedDeltaNet
+from bedouin.baselines import Mamba
 from bedouin.kernels.scan import selective_scan
-from bedouin.solvers import (
-    FixedCap,
-    ImplicitAdjoint,
-    Jacobi,
-    OneStepAdjoint,
-    Picard,
-)
+from bedouin.solvers import Adjoint, FixedCap, ImplicitAdjoint, Jacobi, Picard
 from benchmarks.cost import explicit_cost, layer_cost, lstm_cost, scan_cost
 from benchmarks.measure import Numbers, Subject, inputs_of
 from benchmarks.setting import Setting, Shape
@@ -53,10 +48,10 @@ def jacobi_without_feedback(setting: Setting, shape: Shape) -> Subject:
     return replace(_layer_subject(setting, shape, layer, sequential=False), has_graph=False)
 
 
-def picard(setting: Setting, shape: Shape) -> Subject:
-    """CAP Picard iterations and the one-step gradient: the paper's method."""
+def picard(setting: Setting, shape: Shape, adjoint: Adjoint) -> Subject:
+    """CAP Picard iterations; with the one-step gradient the paper's method."""
     solver = Picard(rtol=0.0, atol=0.0)
-    layer = setting.layer(solver=solver, max_steps=FixedCap(CAP), adjoint=OneStepAdjoint())
+    layer = setting.layer(solver=solver, max_steps=FixedCap(CAP), adjoint=adjoint)
     return _layer_subject(setting, shape, layer, sequential=False)
 
 
@@ -92,13 +87,13 @@ def solve_numbers(layer: Bedouin) -> Numbers:
 
 
 def explicit(setting: Setting, shape: Shape, *, kind: type[nn.Module]) -> Subject:
-    """`TrackingDeltaNet` or one of its parts, in training mode, with its default sizes."""
+    """A layer of a width alone, in training mode, with its default sizes."""
     torch.manual_seed(0)
     layer = kind(setting.m, device=setting.device, dtype=setting.dtype)
     forward, both = (
         explicit_cost(layer, setting, shape, backward=backward) for backward in (False, True)
     )
-    steps = shape.t if kind is not GatedDeltaNet else 0
+    steps = 0 if kind in (GatedDeltaNet, Mamba) else shape.t
     draw = inputs_of(setting, shape)
     return Subject(layer, draw, tuple(layer.parameters()), forward, both, sequential_steps=steps)
 

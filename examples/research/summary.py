@@ -2,6 +2,7 @@
 length and of tracking against copying."""
 
 import math
+import re
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -101,12 +102,15 @@ SCREENED = {
 """Runs that chose the setting of `recall` of version 0.2.0, and of what it was before, which are
 tuning runs as well: the layer, how it begins, and which heads have feedback."""
 
+TRIALS = "tracking-trials"
+"""The folder of the runs that chose the form and the options of `tracking`."""
+
 
 def summarize(results: Path) -> dict[str, Models]:
     """The content of summary.json: by task and model, every measure of all reported seeds."""
     folders = [read_runs(results / name) for name in REPORTED_RUNS]
     tuning, history = read_runs(results / TUNED), read_runs(results / HISTORY)
-    gate = read_runs(results / GATE)
+    gate, trials = read_runs(results / GATE), read_runs(results / TRIALS)
     found: dict[str, Models] = {}
     for task in TASKS:
         found[task] = {}
@@ -116,6 +120,7 @@ def summarize(results: Path) -> dict[str, Models]:
             if rows:
                 number = len(tuning_rows(tuning, task, model)) + _screened(history, task, model)
                 number += sum(len(scores(row)) for row in gate_rows(gate, task, model))
+                number += _tried(trials, task) if model == "tracking" else 0
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
     return found
 
@@ -141,6 +146,20 @@ def _screened(history: dict[str, Any], task: str, model: str) -> int:
         if row.get("layer") in (None, "bedouin")
         if {"bound": "bound_s3"}.get(row["task"], row["task"]) in (task, RATES_OF[task])
     )
+
+
+def _tried(trials: dict[str, Any], task: str) -> int:
+    """The trainings on a task among the trials of `tracking`, one a seed. The name of a trial
+    contains its task; those of variants, as "a5-tracking_blocks", do not count."""
+    place = re.compile(rf"(?<![a-z0-9_]){task}[- ](?!tracking_)")
+    rows = [
+        row
+        for name in trials
+        if place.search(name)
+        for row in trials[name].get("rows", [trials[name]])
+    ]
+    firsts = [next(iter(row["accuracy"].values()))["token"] for row in rows if "accuracy" in row]
+    return sum(len(first) if isinstance(first, list) else 1 for first in firsts)
 
 
 def markdown(results: Path) -> str:

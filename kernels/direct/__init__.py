@@ -6,9 +6,10 @@
 `autograd`      both as a differentiable function, for custom mixers and transforms of torch.func
 `cpu`           both for Householder layouts in plain torch, with few calls for each token
 `registered`    `cpu` and the kernels as operations of torch.library
-`launch`        Triton kernels for heads of at most 128 channels with 64 states: `triton_forward`
+`launch`        Triton kernels for heads of at most 1,024 channels with 16 states: `triton_forward`
                 and `triton_reverse`, whose programs hold the memory of a few samples, and
-                `triton_prepare` for what y alone determines
+                `triton_prepare` for what y alone determines; heads of more than 128 channels with
+                feedback take a launch and a product of cuBLAS for each token
 
 Letters: b batch, t time, d channels, n state per channel, r raw values.
 """

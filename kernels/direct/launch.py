@@ -2,7 +2,8 @@
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
 values, f those of them with feedback, H heads (kernels/heads.py). The kernels read r rows of W^y,
-the last r - f zero.
+the last r - f zero. Where W^y does not fit a program, each token is a launch (`SINGLE`), and cuBLAS
+computes the products with W^y between launches, in the order of the stream: nothing synchronizes.
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.layout import state_major
-from bedouin.kernels.direct.limits import CHUNK, Gradients, head_blocks
+from bedouin.kernels.direct.limits import CHUNK, MAX_SIDE, Gradients, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import local_width, prepare_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
@@ -66,19 +67,25 @@ def launch_sweep(
     statistics = A.new_empty(parts, 4, b, t_end)
     if not y.numel():
         return y, h, kept, statistics[0]
+    constants = _of_heads(sweep_kernel, exponents, W_y, options, (samples, parts))
+    single = constants["SINGLE"]
     x, raw, W, first = last_axis_contiguous(x), last_axis_contiguous(raw), exponents, y
     if W_y is not None:
-        W = _whole_rows(padded_rows(W_y, raw.shape[2]))
-        first = W_y.new_zeros(b, 1, d)
-        if y0 is not None:
+        r = raw.shape[2]
+        W = _whole_rows(W_y, r + padding(r) if single else r)
+        if y0 is None:
+            first = W_y.new_zeros(b, 1, d)
+        else:
             first = _normed_past(y0.unsqueeze(1), operands, W_y, options)
-    constants = _of_heads(sweep_kernel, exponents, W_y, options, (samples, parts))
     programs = _programs(b, A, samples)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"])
-    tensors = x, raw, W, exponents, h, kept, first, scratch, y, statistics
-    integers = b // len(A), t_end, d, n, *_input_strides(x, A), *raw.stride()[:2], W.stride(0)
-    sweep_kernel[(programs,)](*tensors, *integers, **constants)
+    strides = *_input_strides(x, A), *raw.stride()[:2]
+    for token in range(t_end if single else 1):
+        given = apply_weight(first, W) if single else W
+        tensors = x, raw, given, exponents, h, kept, first, scratch, y, statistics
+        integers = b // len(A), t_end, token, d, n, *strides, given.stride(0)
+        sweep_kernel[(programs,)](*tensors, *integers, **constants)
     return y, h, kept, statistics.amax(0)
 
 
@@ -103,13 +110,18 @@ def launch_reverse(
         # padded, so that rows are aligned for cuBLAS and for vectorized stores
         grad_raw = raw.new_empty(b, t_end, r + padding(r))
     else:
-        W, past = _whole_rows(padded_rows(W_y, r)), _normed_past(y, operands, W_y, options)
+        W, past = _whole_rows(W_y, r + padding(r)), _normed_past(y, operands, W_y, options)
         # the feedback again, with zeros from the first column without feedback on; a token's is
         # read before its cotangent is written, so both share memory if they have one dtype
-        fed = apply_weight(past, padded_rows(W_y, r + padding(r)))
+        fed = apply_weight(past, W)
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
     samples, parts = choose_rows(b, exponents, W_y)
     statistics = A.new_empty(parts, 2, b, t_end)
+
+    def of_past(token: int) -> Tensor:  # (b, d)
+        """The cotangent of the normed output before a token."""
+        return apply_weight(grad_raw[:, token, : W.shape[1]].to(W.dtype), W.mT)
+
     if y.numel():
         how = exponents, W_y, options, (samples, parts)
         x_strides, strides = _input_strides(x, A), (*raw.stride()[:2], *fed.stride()[:2])
@@ -123,16 +135,20 @@ def launch_reverse(
         constants = _of_heads(reverse_kernel, *how)
         replayed, programs = A.new_empty(b, CHUNK - 1, n, d), _programs(b, A, samples)
         scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
-        read = grad_y, x, y, raw, fed, W, exponents, mixed, local, kept, replayed
-        reverse_kernel[(programs,)](
-            *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, *sizes),
-            *(grad_raw.shape[-1], *grad_y.stride()[:2], *x_strides, *strides, W.stride(0)),
-            **constants,
-        )
+        single = constants["SINGLE"]
+        for token in reversed(range(t_end if single else 1)):
+            given = W
+            if single:
+                given = W.new_zeros(b, d) if token == t_end - 1 else of_past(token + 1)
+            read = grad_y, x, y, raw, fed, given, exponents, mixed, local, kept, replayed
+            reverse_kernel[(programs,)](
+                *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, token, *sizes),
+                *(grad_raw.shape[-1], *grad_y.stride()[:2], *x_strides, *strides, given.stride(0)),
+                **constants,
+            )
     if W_y is not None:
         if y0 is not None and y.numel():
-            normed = apply_weight(grad_raw[:, 0, :r].to(W.dtype), W.mT).to(A.dtype)
-            grad_y0 = normalize_feedback_vjp(normed, y0, options.feedback_norm_eps)
+            grad_y0 = normalize_feedback_vjp(of_past(0).to(A.dtype), y0, options.feedback_norm_eps)
         f = W_y.shape[-2]
         # some more columns, so that the product is aligned
         rows = grad_raw[..., : f + padding(f)].to(W_y.dtype)
@@ -155,8 +171,10 @@ def head_constants(
     """The constants and launch options of a kernel. Not to be changed."""
     (samples, parts), layout, eps = rows, options.known_layout(), options.feedback_norm_eps
     k, blocks = layout.num_householder, head_blocks(A[2], A[1], layout)
-    streamed = dtype is not None and blocks.streams(dtype.itemsize, shared_memory)
     kind = dtype or torch.float32
+    memory = kind.itemsize, shared_memory
+    single = dtype is not None and blocks.is_single(*memory)
+    streamed = dtype is not None and not single and blocks.streams(*memory)
     every = {
         "ACTIVATION": layout.activation,
         "SELECTIVE": layout.selective,
@@ -182,6 +200,7 @@ def head_constants(
         "N": blocks.states,
         "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
         "STREAMED": streamed,
+        "SINGLE": single,
         # one product for all reflections, whose rows are then interleaved
         "JOINED": dtype is not None and not streamed and k in (2, 4),
         "num_warps": samples * parts,
@@ -222,7 +241,7 @@ def choose_rows(
     """
     heads, n, d = A.shape
     channels, samples = next_power_of_two(d), 1
-    if W_y is not None:
+    if W_y is not None and d <= MAX_SIDE:
         most = WARPS if d <= 64 else WARPS // 2
         most = min(most, MEMORIES // (next_power_of_two(n) * channels))
         units, samples = Device.of(A.device).programs or 4, 2
@@ -260,9 +279,12 @@ def _input_strides(
 
 
 def _whole_rows(
-    W: Tensor,  # (H, r, d)
-) -> Tensor:  # as W
-    """W, copied unless the matrices of the heads are contiguous, at any distance."""
+    W_y: Tensor,  # (H, f, d)
+    rows: int,
+) -> Tensor:  # (H, rows, d)
+    """W^y with rows of zeros, copied unless the matrices of the heads are contiguous, at any
+    distance."""
+    W = padded_rows(W_y, rows)
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
 
 

@@ -12,20 +12,25 @@ from bedouin.kernels.backend import (
     Backend,
     Implementation,
     choose_backend,
-    interpreter_is_on,
     warn_of_reference,
 )
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.launch import Device, next_power_of_two
+from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
 from bedouin.kernels.scan.reference import SCAN_CHUNK
 
-MAX_CHANNELS = 128
-"""Most channels of a head: a warp holds the rows of a sample."""
+MAX_CHANNELS = 1024
+"""Most channels of a head."""
 
 MAX_STATES = 64
 """Most states of a head: of more, the memory of even 32 channels would not fit the registers of a
 warp, beside its cotangent."""
+
+MAX_MEMORY = 16384
+"""Most values of the memory of a sample, with its channels and states rounded up."""
+
+MAX_SIDE = 128
+"""Most channels of a head whose product with W^y is a part of the sweep's program."""
 
 MAX_REFLECTIONS = 4
 """Most reflections, whose k x k algebra is unrolled at compile time."""
@@ -54,9 +59,11 @@ class HeadBlocks(NamedTuple):
         """Whether W^y, with entries of `itemsize` bytes, does not fit beside what else is there."""
         return SCRATCH + self.rows * self.channels * itemsize > shared_memory
 
-    def fits(self, itemsize: int, shared_memory: int) -> bool:
-        """Whether at least its tiles fit, one after the other."""
-        return SCRATCH + self.rows_of_tile * self.channels * itemsize <= shared_memory
+    def is_single(self, itemsize: int, shared_memory: int) -> bool:
+        """Whether not even its tiles fit, one after the other: then launches have a single token,
+        between which cuBLAS computes the products with W^y."""
+        tile = SCRATCH + self.rows_of_tile * self.channels * itemsize
+        return self.channels > MAX_SIDE or tile > shared_memory
 
 
 def head_blocks(d: int, n: int, layout: RawLayout) -> HeadBlocks:
@@ -93,7 +100,7 @@ def _unsupported(
 ) -> str | None:
     """The first property that the kernels do not support, as part of an error message; None if they
     support the call."""
-    x, raw, W_y, A, _, _ = operands
+    x, raw, _, A, _, _ = operands
     layout = parameterization.layout
     if layout is None or not is_covered(layout, raw, A, bind_parameters):
         return parameterization.without_layout
@@ -109,13 +116,11 @@ def _unsupported(
     k = layout.num_householder
     if k > MAX_REFLECTIONS:
         return f"{k} reflections in a sweep (at most {MAX_REFLECTIONS})"
-    if not (1 <= d <= MAX_CHANNELS and 1 <= n <= MAX_STATES):
+    values = next_power_of_two(d) * next_power_of_two(n)
+    if not (1 <= d <= MAX_CHANNELS and 1 <= n <= MAX_STATES and values <= MAX_MEMORY):
+        most = MAX_MEMORY // MAX_CHANNELS, MAX_MEMORY // MAX_STATES
         return (
-            f"heads of {d} channels with {n} states in a sweep "
-            f"(at most {MAX_CHANNELS} with {MAX_STATES}; set num_heads)"
+            f"heads of {d} channels with {n} states in a sweep (at most {MAX_CHANNELS} with "
+            f"{most[0]}, or {most[1]} with {MAX_STATES}; set num_heads)"
         )
-    if W_y is not None and (x.is_cuda or interpreter_is_on()):
-        shared_memory = Device.of(A.device).shared_memory
-        if not head_blocks(d, n, layout).fits(W_y.itemsize, shared_memory):
-            return f"feedback of {d} channels with {shared_memory} bytes of shared memory"
     return None

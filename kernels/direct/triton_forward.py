@@ -79,20 +79,21 @@ def largest_gap(
     return max_norm(sigma * combine(gaps, u, K), 1)
 
 
-@triton.jit(do_not_specialize=["t_end", "per_head"])
+@triton.jit(do_not_specialize=["t_end", "per_head", "token"])
 def sweep_kernel(
     x_ptr,  # (H, b / H, t, d)
     raw_ptr,  # (b, t, r)
-    W_ptr,  # (H, r, d), W^y; without FEEDBACK, as `first_ptr`, any tensor
+    W_ptr,  # (H, r, d), W^y; if SINGLE (b, r or more), W^y norm(y_{t-1}); without FEEDBACK any
     A_ptr,  # (H, n, d), log2(e) A
     h_ptr,  # (b, n, d), in place
     kept_ptr,  # (b, ceil(t / KEEP), n, d): h before tokens 0, KEEP, 2 KEEP, ...
-    first_ptr,  # (b, 1, d): norm(y0), in the dtype of W^y
+    first_ptr,  # (b, 1, d): norm(y0), in the dtype of W^y; if SINGLE norm(y_t), written
     scratch_ptr,  # (programs, S, 2, BLOCK_S): raw B, C and alpha of a token, in turn
     y_ptr,  # (b, t, d)
     statistics_ptr,  # (PARTS, 4, b, t): defect, scale, magnitude and pivot, of each part
     per_head,  # samples of a head, b / H
     t_end,
+    token,  # of a launch if SINGLE
     d: tl.constexpr,
     n: tl.constexpr,
     x_stride_h,
@@ -100,7 +101,7 @@ def sweep_kernel(
     x_stride_t,
     raw_stride_b,
     raw_stride_t,
-    W_stride_h,
+    W_stride_h,  # if SINGLE of samples
     K: tl.constexpr,
     KEEP: tl.constexpr,
     S: tl.constexpr,
@@ -123,8 +124,13 @@ def sweep_kernel(
     ROUND: tl.constexpr,
     JOINED: tl.constexpr,
     STREAMED: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
-    """All tokens of S samples of one head. STREAMED: whether W^y is read anew for each token."""
+    """All tokens of S samples of one head. STREAMED: whether W^y is read anew for each token;
+    SINGLE: whether a launch has one token, whose product with W^y is given."""
+    start, stop = 0, t_end
+    if SINGLE:
+        start, stop = token, token + 1
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = device.samples_of(per_head, S, PARTS)
@@ -135,7 +141,7 @@ def sweep_kernel(
     in_row = cols < d
     inside = here[:, None] & in_row
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    if FEEDBACK:
+    if FEEDBACK and not SINGLE:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
             W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
@@ -159,8 +165,12 @@ def sweep_kernel(
     small_at = device.small_rows(small, d, n, K, SELECTIVE)
     in_small = small < STATES + K
     RAW: tl.constexpr = u_at + K * d + K
-    x_next, next_rows = load_raw_token(x_row, raw_row, cols, in_row, d, u_at, K)
-    small_next = tl.load(raw_row[:, None] + small_at, mask=in_small, other=0.0)
+    x_first, raw_first = x_row, raw_row
+    if SINGLE:
+        x_first += token.to(tl.int64) * x_stride_t
+        raw_first += token.to(tl.int64) * raw_stride_t
+    x_next, next_rows = load_raw_token(x_first, raw_first, cols, in_row, d, u_at, K)
+    small_next = tl.load(raw_first[:, None] + small_at, mask=in_small, other=0.0)
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([ROWS, D], tl.float32)
     none = tl.zeros([ROWS], tl.float32)
@@ -175,11 +185,11 @@ def sweep_kernel(
         tl.store(cell[:, None] + small, small_next.to(tl.float32), mask=in_small)
         second = raw_row + tl.minimum(1, t_end - 1).to(tl.int64) * raw_stride_t
         small_next = tl.load(second[:, None] + small_at, mask=in_small, other=0.0)
-    for t in range(0, t_end):
-        token = sample * t_end + t
+    for t in range(start, stop):
+        at = sample * t_end + t
         now = cell + t % 2 * BLOCK_S
         later = cell + (t + 1) % 2 * BLOCK_S
-        if FEEDBACK:
+        if FEEDBACK and not SINGLE:
             columns = device.columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
             fed = ()
             for i in tl.static_range(SMALL + 1):
@@ -201,7 +211,19 @@ def sweep_kernel(
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        if FEEDBACK:
+        if SINGLE:
+            fed_row = W_ptr + sample * W_stride_h
+            _, fed = load_raw_token(x_row, fed_row, cols, in_row, d, u_at, K)
+            delta += fed[0].to(tl.float32)
+            rows = ()
+            for i in tl.static_range(K):
+                rows = rows + (u[i] + fed[i + 1].to(tl.float32),)
+            u = rows
+            values = tl.load(fed_row[:, None] + small_at, mask=in_small, other=0.0).to(tl.float32)
+            values += small_next.to(tl.float32)
+            tl.store(now[:, None] + small, values, mask=in_small)
+            tl.debug_barrier()
+        elif FEEDBACK:
             # in turn in two places, so that one barrier a token is enough
             values = small_next.to(tl.float32)
             values += device.rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(tl.float32)
@@ -282,17 +304,20 @@ def sweep_kernel(
                 square = over_channels_of_parts((y * y,), ROWS, PARTS, D)[0]
                 v = y * inverse_norm(square / d, NORM_EPS)[:, None]
             v = v.to(ROUND)
-        whole = device.as_columns((gap,) + maxima + (last_pivot,), 4)
-        device.store_statistics(part_at + token - 1, whole, row_of, here & (t > 0), ROWS)
+            if SINGLE:
+                tl.store(first_ptr + sample[:, None] * d + cols, v, mask=inside)
+        if not SINGLE:
+            whole = device.as_columns((gap,) + maxima + (last_pivot,), 4)
+            device.store_statistics(part_at + at - 1, whole, row_of, here & (t > 0), ROWS)
         written = s * mixed * inv_B
         maxima = max_norm(y, 1), max_norm((tl.abs(x) + tl.abs(mixed)) * s, 1)
-        tl.store(y_ptr + token[:, None] * d + cols, y, mask=inside)
+        tl.store(y_ptr + at[:, None] * d + cols, y, mask=inside)
     h = decayed + device.spread(written, ROWS, D, N) * B
     gap = none
     if K > 0:
         dots = over_channels_of_parts(rows_times(mixing[1], offset, K), ROWS, PARTS, D)
         gap = largest_gap(dots, *mixing, K)
     whole = device.as_columns((gap,) + maxima + (pivot,), 4)
-    last = sample * t_end + t_end - 1
+    last = sample * t_end + stop - 1
     device.store_statistics(part_at + last, whole, row_of, here, ROWS)
     device.store_head_states(h_at, h, inside, d, n, N)

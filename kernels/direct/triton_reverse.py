@@ -25,14 +25,14 @@ from bedouin.kernels.direct import device, parts, triton_replay, triton_weights
 from bedouin.kernels.direct.triton_prepare import local_place, local_width
 
 
-@triton.jit(do_not_specialize=["t_end", "per_head"])
+@triton.jit(do_not_specialize=["t_end", "per_head", "token"])
 def reverse_kernel(
     grad_y_ptr,  # (b, t, d)
     x_ptr,  # (H, b / H, t, d)
     y_ptr,  # (b, t, d)
     raw_ptr,  # (b, t, r)
     fed_ptr,  # (b, t, r or more), W^y norm(y_{t-1}); without FEEDBACK, as `W_ptr`, any tensor
-    W_ptr,  # (H, r, d), W^y
+    W_ptr,  # (H, r, d), W^y; if SINGLE (b, d), (W^y)^T grad_raw_{t+1}
     A_ptr,  # (H, n, d), log2(e) A
     mixed_ptr,  # (b, t, d): x~
     local_ptr,  # (b, t, WIDTH)
@@ -41,10 +41,11 @@ def reverse_kernel(
     H_ptr,  # (b, n, d): cotangent of h after the last token, in place that before the first one
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
-    grad_A_ptr,  # (b, n, d)
+    grad_A_ptr,  # (b, n, d); if SINGLE in place, of the tokens behind
     statistics_ptr,  # (PARTS, 2, b, t): defect and scale of the adjoint equation, of each part
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
     t_end,
+    token,  # of a launch if SINGLE
     per_head,  # samples of a head, b / H
     d: tl.constexpr,
     n: tl.constexpr,
@@ -58,7 +59,7 @@ def reverse_kernel(
     raw_stride_t,
     fed_stride_b,
     fed_stride_t,
-    W_stride_h,
+    W_stride_h,  # if SINGLE of samples
     K: tl.constexpr,
     KEEP: tl.constexpr,
     S: tl.constexpr,
@@ -78,8 +79,12 @@ def reverse_kernel(
     ROUND: tl.constexpr,
     HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
     STREAMED: tl.constexpr,  # whether W^y is read anew for each token
+    SINGLE: tl.constexpr,  # whether a launch has one token, whose product with (W^y)^T is given
 ):
     """The adjoint of S samples of one head."""
+    count, stop = t_end, t_end
+    if SINGLE:
+        count, stop = 1, token + 1
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = device.samples_of(per_head, S, PARTS)
@@ -108,7 +113,7 @@ def reverse_kernel(
     if HOLD:
         A = device.load_head_states(A_at, in_row, d, n, N)
     no_small = tl.zeros([ROWS, SMALL], ROUND)
-    if FEEDBACK:
+    if FEEDBACK and not SINGLE:
         W_at = W_ptr + head * W_stride_h
         if not STREAMED:
             W = triton_weights.load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
@@ -120,7 +125,10 @@ def reverse_kernel(
     triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, PARTS, FAST)
     at = sample[:, None] * (n * d) + cols
     H = device.load_head_states(H_ptr + at, in_row, d, n, N)
-    grad_A = tl.zeros([ROWS, D, N], tl.float32)
+    if SINGLE:
+        grad_A = device.load_head_states(grad_A_ptr + at, in_row, d, n, N)
+    else:
+        grad_A = tl.zeros([ROWS, D, N], tl.float32)
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_stride_b
@@ -129,7 +137,7 @@ def reverse_kernel(
     mixed_row = mixed_ptr + sample * t_end * d
     local_row = local_ptr + sample * t_end * WIDTH
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
-    last = (t_end - 1).to(tl.int64)
+    last = (stop - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
     loaded = triton_replay.load_kept_token(
         x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
@@ -146,11 +154,11 @@ def reverse_kernel(
     tl.store(near[:, None] + entries, scalars, mask=in_local)
     scalars_at = local_row + tl.maximum(last - 1, 0) * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-    for back in range(0, t_end):
-        t = (t_end - 1 - back).to(tl.int64)
+    for back in range(0, count):
+        t = (stop - 1 - back).to(tl.int64)
         in_chunk = (t % KEEP).to(tl.int32)
         chunk = t // KEEP
-        if (back == 0) | (in_chunk == KEEP - 1):
+        if (t == t_end - 1) | (in_chunk == KEEP - 1):
             # other threads have read what is overwritten, and read what is written
             tl.debug_barrier()
             first = t - in_chunk
@@ -171,7 +179,7 @@ def reverse_kernel(
                 triton_replay.fetch_tokens(
                     fed_row, first, fed_stride_t, t_end, d, KEEP, PARTS, FAST
                 )
-        token = sample * t_end + t
+        place = sample * t_end + t
         tl.debug_barrier()
         row = near + back % 2 * BLOCK_L
         stored = near + (back + 1) % 2 * BLOCK_L
@@ -184,7 +192,7 @@ def reverse_kernel(
         h_at = h_row[:, None] + cols
         h = device.load_head_states(h_at, in_row, d, n, N)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
-        if FEEDBACK:
+        if FEEDBACK and not SINGLE:
             if STREAMED:
                 product = triton_weights.streamed_product(
                     W_at, grads, S, COLUMNS, PRECISION, DOT, d, n, K, SELECTIVE, N, BLOCK_D, D
@@ -217,7 +225,11 @@ def reverse_kernel(
         written = device.spread(s * mixed, ROWS, D, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if FEEDBACK:
-            grad_normed = device.rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
+            if SINGLE:
+                grad_at = W_ptr + sample[:, None] * W_stride_h + cols
+                grad_normed = tl.load(grad_at, mask=in_row, other=0.0).to(tl.float32)
+            else:
+                grad_normed = device.rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
             if NORM:
                 g += rms * grad_normed
             else:
@@ -261,7 +273,7 @@ def reverse_kernel(
             T = device.load_scalars(row, PAIRS, ROWS, D)
             applied += combine(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
-        device.store_statistics(part_at + token, (defect, size), row_of, here, ROWS)
+        device.store_statistics(part_at + place, (defect, size), row_of, here, ROWS)
         grad_mixed = from_memory + sigma * w
         if K > 0:
             G = device.load_scalars(row + local_place(K, 2), PAIRS, ROWS, D)
@@ -277,7 +289,7 @@ def reverse_kernel(
             v -= T_v[i] * u[i]
         rows = ()
         to_alpha = tl.zeros([ROWS, SMALL], tl.float32)
-        grad_row = grad_raw_ptr + token * r
+        grad_row = grad_raw_ptr + place * r
         for i in tl.static_range(K):
             if i > 0:
                 v += T_v[i] * u[i]
@@ -292,7 +304,7 @@ def reverse_kernel(
         if K > 0:
             tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
-        x_at = grad_x_ptr + token[:, None] * d + cols
+        x_at = grad_x_ptr + place[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
         if not HOLD:
@@ -334,7 +346,7 @@ def reverse_kernel(
             in_states = is_first_part[:, None] & given[None, :]
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
             states = to_states.to(ROUND)
-        if FEEDBACK:
+        if FEEDBACK and not SINGLE:
             grads = triton_weights.in_tiles(
                 to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS
             )

@@ -2,14 +2,15 @@
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.equations import delta_rule
 from tests.layer_cases import BASELINES
+from tests.messages import Row, of, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -20,7 +21,6 @@ from bedouin.baselines import (
     AttentionState,
     DeltaNet,
     DeltaProduct,
-    DeltaState,
     LSTMState,
     Mamba,
     MambaState,
@@ -29,7 +29,6 @@ from bedouin.baselines import (
 from bedouin.testing import assert_close
 
 Kind = Callable[..., Any]
-every_kind = pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES)
 
 
 def assert_written_out(
@@ -87,42 +86,6 @@ def attention(layer: Attention, x: Tensor, state: None) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
-def delta_product(layer: DeltaProduct, x: Tensor, state: DeltaState) -> Tensor:
-    """Head by head."""
-    k, h, p, v = layer.num_householder, layer.num_heads, layer.head_dim, layer.value_dim
-    window, outputs = state.conv, []
-    memories = list(state.memory.unbind(1))
-    for x_t in x.unbind(1):
-        raw = torch.cat([layer.q_proj(x_t), layer.k_proj(x_t), layer.v_proj(x_t)], -1)
-        if layer.conv.weight is not None:
-            window = torch.cat([window, raw.unsqueeze(1)], dim=1)
-            raw, window = (window * layer.conv.weight.T).sum(1), window[:, 1:]
-        q, key, value = F.silu(raw).split([h * p, k * h * p, k * h * v], -1)
-        key, value = key.unflatten(-1, (k, h, p)), value.unflatten(-1, (k, h, v))
-        beta = torch.sigmoid(layer.b_proj(x_t)).unflatten(-1, (k, h))
-        beta = 2 * beta if layer.eigenvalues == "full" else beta
-        heads = []
-        for i in range(h):
-            S = memories[i]
-            if layer.a_proj is not None:
-                dt = F.softplus(layer.a_proj(x_t)[:, i] + layer.dt_bias[i])
-                S = S * torch.exp(-layer.A_log[i].exp() * dt)[:, None, None]
-            for j in range(k):
-                u = F.normalize(key[:, j, i], dim=-1).unsqueeze(-1)
-                b = beta[:, j, i, None, None]
-                S = S - b * u @ (u.mT @ S) + b * u @ value[:, j, i].unsqueeze(-2)
-            memories[i] = S
-            unit = F.normalize(q.unflatten(-1, (h, p))[:, i], dim=-1)
-            o = (S.mT @ unit.unsqueeze(-1)).squeeze(-1) / p**0.5
-            o = o / (o.square().mean(-1, keepdim=True) + layer.norm_eps).sqrt()
-            heads.append(o * layer.norm_weight)
-        o = torch.cat(heads, -1)
-        if layer.g_proj is not None:
-            o = o * F.silu(layer.g_proj(x_t))
-        outputs.append(layer.out_proj(o))
-    return torch.stack(outputs, dim=1)
-
-
 def mamba(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
     window, h, outputs = state.conv, state.ssm, []
     r, n = layer.dt_rank, layer.d_state
@@ -144,37 +107,24 @@ def mamba(layer: Mamba, u: Tensor, state: MambaState) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
-WRITTEN_OUT: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
-    "lstm": (partial(LSTM, expand=1.5, d_conv=None), lstm),
-    "lstm_conv": (partial(LSTM, expand=1.5, d_conv=3), lstm),
-    "attention": (partial(Attention, num_heads=2, rope_base=100.0, d_conv=None), attention),
-    "attention_conv": (partial(Attention, num_heads=2, rope_base=None, d_conv=3), attention),
-    "mamba": (partial(Mamba, d_state=3, d_conv=4), mamba),
-    "mamba_full": (partial(Mamba, d_state=3, d_conv=None, eigenvalues="full"), mamba),
-    "delta_net": (partial(DeltaNet, num_heads=2), delta_product),
-    "delta_net_gated": (
-        partial(DeltaNet, num_heads=2, gated=True, eigenvalues="full"),
-        delta_product,
-    ),
-    "delta_product": (
-        partial(DeltaProduct, num_heads=2, d_conv=None, eigenvalues="positive"),
-        delta_product,
-    ),
-    "delta_product_gated": (
-        partial(DeltaProduct, num_heads=2, gated=True, num_householder=3, head_dim=3, expand_v=1.5),
-        delta_product,
-    ),
+DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
+    LSTM: lstm,
+    Attention: attention,
+    Mamba: mamba,
+    DeltaNet: lambda *given: delta_rule(*given)[1],
+    DeltaProduct: lambda *given: delta_rule(*given)[1],
+}
+MORE: dict[str, Kind] = {
+    "full": partial(DeltaNet, num_heads=2, gated=True, eigenvalues="full"),
+    "positive": partial(DeltaProduct, num_heads=2, d_conv=None, eigenvalues="positive"),
 }
 
 
-@pytest.mark.parametrize(("make", "expected"), WRITTEN_OUT.values(), ids=WRITTEN_OUT)
-def test_equals_the_definition(
-    make: Callable[..., Any], expected: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # F.normalize has no eps under the root
-    monkeypatch.setattr("bedouin.layers.delta_net.FLA_UNIT_EPS", 1e-30)
-    tolerance = 1e-8 if expected is delta_product else 1e-9
-    assert_written_out(make(8, dtype=torch.float64), expected, (2, 6, 8), tolerance)
+@pytest.mark.parametrize("make", (BASELINES | MORE).values(), ids=BASELINES | MORE)
+def test_equals_the_definition(make: Kind) -> None:
+    layer = make(8, dtype=torch.float64)
+    tolerance = 1e-8 if isinstance(layer, DeltaProduct) else 1e-9
+    assert_written_out(layer, DEFINITIONS[type(layer)], (2, 6, 8), tolerance)
 
 
 def test_defaults_and_initial_values_are_the_authors() -> None:
@@ -212,12 +162,6 @@ def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(y, lstm(layer, x, layer.init_state(2)))
     layer.double()
     assert len(moved) > moves
-
-
-def test_cache_of_unequal_lengths() -> None:
-    state = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
-    with pytest.raises(ValueError, match="state.keys and state.values must have one shape, got"):
-        Attention(8)(torch.randn(2, 3, 8), state)
 
 
 def test_states_of_different_lengths_join() -> None:
@@ -266,7 +210,7 @@ def test_a_changed_projection_to_delta_is_called(change: str) -> None:
 # torch warns that the backward of its attention kernel adds in an order that is not fixed
 @pytest.mark.filterwarnings("ignore:.*ttention defaults to a non-deterministic:UserWarning")
 @pytest.mark.gpu
-@every_kind
+@pytest.mark.parametrize("kind", BASELINES.values(), ids=BASELINES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
     layer = kind(64)
@@ -283,59 +227,30 @@ def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
         assert (on_cpu - value).norm() < (0.05 if autocast else 5e-3) * on_cpu.norm()
 
 
-@every_kind
-def test_wrong_states(kind: Kind) -> None:
-    layer = kind(8)
-    x, state = torch.randn(2, 3, 8), layer.init_state(2)
-    with pytest.raises(TypeError, match=r"state must be a \w+State or None, got tuple: make one"):
-        layer(x, tuple(state))
-    with pytest.raises(TypeError, match="state must not be None"):
-        layer.step(x[:, 0], None)
-    with pytest.raises(ValueError, match=r"state.conv must have shape \(2, .*got \(3, "):
-        layer(x, layer.init_state(3))
-    with pytest.raises(ValueError, match="must have dtype torch.float32, got torch.float64: use"):
-        layer(x, state.to(torch.float64))
-    with pytest.raises(ValueError, match=r"must be on cpu, got meta: use state.to\(device\)"):
-        layer(x, state.to("meta"))
-    with pytest.raises(TypeError, match=r"state.conv must be a tensor \(b, .*\), got NoneType"):
-        layer(x, state._replace(conv=None))
-    with pytest.raises(ValueError, match="batch_size must be an int >= 0, got -1"):
-        layer.init_state(-1)
+UNEQUAL = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))
+OPTIONS: list[Row] = [
+    (of(LSTM, 8, expand=0), ValueError, "expand must be finite and > 0, got 0"),
+    (of(LSTM, 8, expand="2"), TypeError, "expand must be a number > 0, got '2'"),
+    (of(LSTM, 8, expand=0.1), ValueError, "expand * d_model must be at least 1, got 0.1 * 8"),
+    (of(Mamba, 8, conv_bias=1), TypeError, "conv_bias must be True or False, got 1"),
+    (of(Mamba, 8, d_state=0), ValueError, "d_state must be at least 1, got 0"),
+    (of(Mamba, 8, dt_rank=0), ValueError, "dt_rank must be at least 1, got 0"),
+    (of(Mamba, 8, bias=None), TypeError, "bias must be True or False, got None"),
+    (of(DeltaNet, 8, gated=1), TypeError, "gated must be True or False, got 1"),
+    (of(DeltaNet, 8, num_heads=3), ValueError, "num_heads must divide d_model = 8, got 3: choose"),
+    (of(DeltaNet, 8, expand_v=0.1), ValueError, "expand_v * head_dim must be at least 1, got 0.1"),
+    (of(DeltaNet, 8, output_gate=0), TypeError, "output_gate must be True or False, got 0"),
+    (of(DeltaNet, 8, backend="cuda"), ValueError,
+     "backend must be one of ('auto', 'torch', 'triton"),
+    (of(DeltaProduct, 8, num_householder=0), ValueError,
+     "num_householder must be at least 1, got 0"),
+    (of(DeltaProduct, 8, norm_eps=0.0), ValueError, "norm_eps must be finite and > 0, got 0.0"),
+    (of(DeltaProduct, 8, head_dim=0), ValueError, "head_dim must be at least 1, got 0"),
+    (of(Attention, 8, num_heads=3), ValueError, "num_heads must divide d_model = 8, got 3: choose"),
+    (of(Attention, 8, num_heads=8), ValueError, "channels a head, got 1: choose another num_heads"),
+    (of(Attention, 8, rope_base=-1.0), ValueError, "rope_base must be finite and > 0, got -1.0"),
+    (of(Attention(8), torch.randn(2, 3, 8), UNEQUAL), ValueError,
+     "state.keys and state.values must have one shape, got"),
+]  # fmt: skip
 
-
-OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (LSTM, {"d_model": 0}, ValueError, "d_model must be at least 1, got 0"),
-    (LSTM, {"d_model": 8.0}, TypeError, "d_model must be an int >= 1, got 8.0"),
-    (LSTM, {"expand": 0}, ValueError, "expand must be finite and > 0, got 0"),
-    (LSTM, {"expand": "2"}, TypeError, "expand must be a number > 0, got '2'"),
-    (LSTM, {"expand": 0.1}, ValueError, "expand * d_model must be at least 1, got 0.1 * 8"),
-    (LSTM, {"d_conv": 0}, ValueError, "d_conv must be at least 1, got 0"),
-    (LSTM, {"conv_bias": 1}, TypeError, "conv_bias must be True or False, got 1"),
-    (LSTM, {"dtype": torch.int64}, TypeError, "dtype must be None or one of torch.float32"),
-    (LSTM, {"num_layers": 2}, TypeError, "has no option 'num_layers'"),
-    (Mamba, {"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
-    (Mamba, {"dt_rank": 0}, ValueError, "dt_rank must be at least 1, got 0"),
-    (Mamba, {"eigenvalues": "negative"}, ValueError, "eigenvalues must be one of ('positive', "),
-    (Mamba, {"backend": "cuda"}, ValueError, "backend must be one of ('auto', 'triton', "),
-    (Mamba, {"bias": None}, TypeError, "bias must be True or False, got None"),
-    (DeltaNet, {"gated": 1}, TypeError, "gated must be True or False, got 1"),
-    (DeltaNet, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
-    (DeltaNet, {"expand_v": 0.1}, ValueError, "expand_v * head_dim must be at least 1, got 0.1"),
-    (DeltaNet, {"output_gate": 0}, TypeError, "output_gate must be True or False, got 0"),
-    (DeltaNet, {"backend": "cuda"}, ValueError, "backend must be one of ('auto', 'torch', 'triton"),
-    (DeltaProduct, {"num_householder": 0}, ValueError, "num_householder must be at least 1, got 0"),
-    (DeltaProduct, {"eigenvalues": "any"}, ValueError, "eigenvalues must be one of ('positive', "),
-    (DeltaProduct, {"norm_eps": 0.0}, ValueError, "norm_eps must be finite and > 0, got 0.0"),
-    (DeltaProduct, {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
-    (Attention, {"num_heads": 3}, ValueError, "num_heads must divide d_model = 8, got 3: choose"),
-    (Attention, {"num_heads": 8}, ValueError, "channels a head, got 1: choose another num_heads"),
-    (Attention, {"rope_base": -1.0}, ValueError, "rope_base must be finite and > 0, got -1.0"),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "error", "message"), OPTIONS)
-def test_wrong_options(
-    kind: Kind, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        kind(**{"d_model": 8, **options})
+test_wrong_options = refused(OPTIONS)

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.layer_cases import in_steps
 from torch import Tensor, nn
 
 from bedouin import Bedouin, FixedPointRNN, SequenceModel
@@ -30,11 +31,7 @@ def adapt(model: nn.Module, **options: Any) -> Any:
 
 
 def decode(model: SequenceModel, tokens: Tensor) -> Tensor:
-    state, logits = model.init_state(len(tokens)), []
-    for token in tokens.unbind(1):
-        step, state = model.step(token, state)
-        logits.append(step)
-    return torch.stack(logits, 1)
+    return in_steps(model, tokens, model.init_state(len(tokens)))[0]
 
 
 ONE_HEAD: list[dict[str, Any]] = [

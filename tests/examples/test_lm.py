@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from tests.examples.training import interrupting, read_metrics
-from tests.processes import end, start_two
+from tests.processes import IMPORTS, end, start_two
 from torch import nn
 
 import generate
@@ -88,12 +88,8 @@ def test_pieces_cover_the_documents_once() -> None:
     assert batched(pieces, 5) == [[(0, 4)], [(7, 10), (4, 6)], [(6, 7)]]
     assert batched(pieces, 1) == [[piece] for piece in pieces]
     tokens, labels, cu_seqlens = corpus.packed(pieces[1:])
-    assert tokens.tolist() == [[END, 102, 103, 100, 101, END]] and cu_seqlens.tolist() == [
-        0,
-        3,
-        5,
-        6,
-    ]
+    assert tokens.tolist() == [[END, 102, 103, 100, 101, END]]
+    assert cu_seqlens.tolist() == [0, 3, 5, 6]
     assert labels.tolist() == [[102, 103, END, 101, END, END]]
 
 
@@ -238,9 +234,7 @@ PARALLEL: dict[str, Any] = {
 def test_parts_and_processes_do_not_change_the_training(text: Path, tmp_path: Path) -> None:
     train_lm.main(small(text, tmp_path / "one", **PARALLEL))
     train_lm.main(small(text, tmp_path / "parts", accumulate=4, **PARALLEL))
-    folders = Path(train_lm.__file__).parent, Path(__file__).parents[2]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    end(start_two("-P", __file__, str(text), str(tmp_path), PYTHONPATH=path))
+    end(start_two("-P", __file__, str(text), str(tmp_path), PYTHONPATH=IMPORTS))
     expected = read_metrics(tmp_path / "one")
     for name in ("parts", "replicated", "sharded"):
         found = read_metrics(tmp_path / name)

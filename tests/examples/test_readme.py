@@ -28,9 +28,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def run(block: str) -> dict[str, Any]:
-    """Execute a block by itself; returns its names."""
+    """Execute a block by itself, with 3 steps of training in place of 400; returns its names."""
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(block.replace("range(400)", "range(3)"), names)
     return names
 
 
@@ -49,13 +49,8 @@ def line(page: str, start: str) -> list[str]:
 TRAINING = next(block for block in BLOCKS if "optimizer" in block)
 
 
-def shortened(block: str) -> str:
-    """With three steps of training in the place of 400."""
-    return block.replace("range(400)", "range(3)")
-
-
 def test_every_block_runs_by_itself_and_gives_what_they_promise() -> None:
-    first, training, parts, decoding, mixer = map(run, map(shortened, BLOCKS))
+    first, training, parts, decoding, mixer = map(run, BLOCKS)
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
     assert bool(first["layer"].stats.converged.all())
     assert bool(first["iterated"].stats.converged.all())

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from tests.examples.training import a5_config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import one_hot
@@ -76,12 +77,8 @@ def test_the_page_of_iterations_has_the_numbers_of_its_runs(layer: str) -> None:
 
 
 def test_states_of_a_run_are_drawn(tmp_path: Path) -> None:
-    values: dict[str, Any] = {
-        **{"device": "cpu", "d_model": 8, "d_state": 2, "batch_size": 4, "steps": 2, "length": 3},
-        **{"eval_lengths": (2,), "final_lengths": (), "eval_rows": 4, "final_rows": 4},
-        **{"warmup_steps": 1, "eval_every": 2, "checkpoint_every": 2, "out": tmp_path / "run"},
-    }
-    train_a5.main(train_a5.WordProblemConfig(**values))
+    small = {"d_model": 8, "batch_size": 4, "steps": 2, "eval_every": 2, "eval_rows": 4}
+    train_a5.main(a5_config(tmp_path / "run", final_rows=4, final_lengths=(), **small))
     states.main(states.Config(tmp_path / "run", length=3, words=4, out=tmp_path / "states.png"))
     assert (tmp_path / "states.png").stat().st_size > 1000
 

@@ -142,7 +142,8 @@ def test_cells_with_one_number_are_those_of_the_runs_of_the_row(page: str) -> No
     """Seconds, sizes, rates, single seeds and means; the other pages have tests of their own."""
     own = raw(page)
     if page == "table-gate":  # beside its own seeds the worst of `recall`
-        own = own | {"recall": ([], [min(v) for of in summary().values() for v in _lists(of)])}
+        measures = [v for of in summary().values() for v in of["recall"].values()]
+        own = own | {"recall": ([], [min(v) for v in measures if isinstance(v, list)])}
     for line in TEXTS[page].splitlines() if own else ():
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         runs = own if page == "table-gate" else of_label(own, label)
@@ -155,10 +156,6 @@ def test_cells_with_one_number_are_those_of_the_runs_of_the_row(page: str) -> No
                 for size in sizes
             }
             assert found[1].replace(",", "") in known | {"8192"}, (page, found[0], line)
-
-
-def _lists(models: dict[str, Any]) -> list[Seeds]:
-    return [v for v in models["recall"].values() if isinstance(v, list)]
 
 
 def test_the_pages_are_short_and_the_files_few() -> None:

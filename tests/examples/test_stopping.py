@@ -201,10 +201,6 @@ def _other(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return damage
 
 
-def _squeezed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value[None] for name, value in weights.items()}
-
-
 WEIGHTS = "pytorch_model.bin"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (_change(WEIGHTS, lambda content: b""), f"a damaged one: {WEIGHTS} is not as written"),
@@ -215,7 +211,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "a damaged one: more.bin is not as written",
     ),
     "manifest": (_change(MANIFEST, lambda content: b"{}"), "one whose manifest cannot be read"),
-    "other weights": (_other(WEIGHTS, _squeezed), "does not fit the model or device: .*mismatch"),
+    "other weights": (
+        _other(WEIGHTS, lambda content: {name: v[None] for name, v in content.items()}),
+        "does not fit the model or device: .*mismatch",
+    ),
     "no optimizer": (_other("optimizer.bin", lambda content: {}), "does not fit the model"),
     "other rows": (
         _other(

@@ -14,18 +14,13 @@ from torch import Tensor
 _skipped: list[str] = []
 
 
-def _record(report: pytest.CollectReport | pytest.TestReport) -> None:
+def pytest_collectreport(report: pytest.CollectReport | pytest.TestReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     if report.skipped and not any(need in reason for need in ("CUDA device", "TRITON_INTERPRET")):
         _skipped.append(f"{report.nodeid}: {reason}")
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    _record(report)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _record(report)
+pytest_runtest_logreport = pytest_collectreport
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

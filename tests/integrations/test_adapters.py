@@ -57,9 +57,8 @@ class Fla:
     def layer(self, **options: Any) -> BedouinLayer:
         return BedouinLayer(8, layer_idx=0, **options)
 
-    def call(self, layer: BedouinLayer, x: Tensor, **where: Any) -> Tensor:
-        output: Tensor = layer(x, **where)[0]
-        return output
+    def call(self, layer: BedouinLayer, x: Tensor, **where: Any) -> Any:
+        return layer(x, **where)[0]
 
     def chunks(self, model: Any, ids: Tensor, sizes: list[int]) -> Tensor:
         cache, found = self.Cache(), []
@@ -100,9 +99,8 @@ class MambaSsm:
     def layer(self, **options: Any) -> BedouinMixer:
         return BedouinMixer(8, layer_idx=0, **options)
 
-    def call(self, layer: BedouinMixer, x: Tensor, **where: Any) -> Tensor:
-        output: Tensor = layer(x, **where)
-        return output
+    def call(self, layer: BedouinMixer, x: Tensor, **where: Any) -> Any:
+        return layer(x, **where)
 
     def chunks(self, model: Any, ids: Tensor, sizes: list[int]) -> Tensor:
         params, found = self.Params(max_seqlen=ids.shape[1], max_batch_size=len(ids)), []

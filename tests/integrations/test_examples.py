@@ -1,12 +1,12 @@
 """The scripts of examples/integrations and the snippets of their README run; adapters without their
 libraries: none is imported by bedouin, and a missing one is named."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +21,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def load(name: str) -> Any:
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return run_path(str(FOLDER / f"{name}.py"))["main"]
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning"])
@@ -35,7 +30,7 @@ def test_scripts_learn(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     name = f"train_{library}"
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 48
-    losses = load(name).main(steps=40, batch_size=32, d_model=48)
+    losses = load(name)(steps=40, batch_size=32, d_model=48)
     assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 0.5
 
 
@@ -44,7 +39,7 @@ def test_a_model_of_transformers_is_trained_saved_and_generates(
 ) -> None:
     pytest.importorskip("transformers", minversion="5.16")
     assert len((FOLDER / "train_transformers.py").read_text().splitlines()) <= 48
-    losses = load("train_transformers").main(tmp_path, steps=30, batch_size=4, length=32)
+    losses = load("train_transformers")(tmp_path, steps=30, batch_size=4, length=32)
     assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5]) - 2.5
     assert "    def " in capsys.readouterr().out
     assert (tmp_path / "model.safetensors").exists()

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from tests.integrations.hf_models import CONVOLVED, HYBRID, TRACKING, VOCAB, make_config, mixers  # noqa: E402
 from tests.integrations.mixings import same  # noqa: E402
+from tests.messages import Row, refused  # noqa: E402
 
 import bedouin  # noqa: E402
 from bedouin import (  # noqa: E402
@@ -74,13 +75,13 @@ def local_solver() -> Picard:
     return Local()
 
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"solver": local_solver()}, TypeError, "solver must be one of .* got .*Local: define that"),
-    ({"mixer": Forgetful()}, TypeError, r"Forgetful without strength: write self\.strength = str"),
+BAD: list[Row] = [
+    ({"solver": local_solver()}, TypeError, "solver must be one of ... got ...Local: define that"),
+    ({"mixer": Forgetful()}, TypeError, "Forgetful without strength: write self.strength = str"),
     (
         {"adjoint": {"type": "ImplicitAdjoint", "solver": {"type": "Newton"}}},
         TypeError,
-        "adjoint.solver must be an object .*'Newton'.*: import the module",
+        "adjoint.solver must be an object ...'Newton'...: import the module",
     ),
     ({"solver": {"type": "Picard", "steps": 3}}, TypeError, "Picard has no option 'steps'"),
     ({"mixer": LowRank(2), "num_householder": 1}, ValueError, "num_householder must be 2 beside"),
@@ -90,38 +91,35 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"output": "gate"}, ValueError, "output must be"),
     ({"num_householders": 2}, TypeError, "did you mean 'num_householder'"),
     ({"fuse_linear_cross_entropy": "trition"}, ValueError, "fuse_linear_cross_entropy must be one"),
-    ({"layer": "Mamba"}, ValueError, r"layer must be one of \('Bedouin', .*got 'Mamba'"),
-    ({"layer": {"num_trackers": 2}}, ValueError, "layer must be one of .*'paper', .*got None"),
+    ({"layer": "Mamba"}, ValueError, "layer must be one of ('Bedouin', ...got 'Mamba'"),
+    ({"layer": {"num_trackers": 2}}, ValueError, "layer must be one of ...'paper', ...got None"),
     ({"layer": {"type": "rnn", "d_state": 2}}, TypeError, "FixedPointRNN has no option 'd_state'"),
     ({"layer": {"type": "paper", "decay": "mamba"}}, TypeError, "from_paper has no option 'decay'"),
     ({"layer": "rnn", "expand": 3}, ValueError, "expand must be 2 beside layer='FixedPointRNN'"),
     ({"layer": {"type": "tracking", "tracker_dims": 2}}, TypeError, "you mean 'tracker_dim'"),
     ({"layer": {"type": "Bedouin", "num_heads": 2}}, TypeError, "Bedouin has no option 'num_heads"),
     ({"layer": {"type": "Tracker", "num_trackers": 0}}, ValueError, "num_trackers must be"),
-    (HYBRID | {"attn_layers": [3]}, ValueError, r"indices from 0 to .* = 2, .* got \[3\]"),
-    (HYBRID | {"attn_layers": [1, 1]}, ValueError, r"different indices .* got \[1, 1\]"),
+    (HYBRID | {"attn_layers": [3]}, ValueError, "indices from 0 to ... = 2, ... got [3]"),
+    (HYBRID | {"attn_layers": [1, 1]}, ValueError, "different indices ... got [1, 1]"),
     (HYBRID | {"attn_layers": [0, 1, 2]}, ValueError, "not all of them"),
-    (HYBRID | {"attn_layers": []}, ValueError, r"some .*, got \[\] beside attn=\{'num_heads': 4"),
-    (HYBRID | {"attn": None}, ValueError, r"attn\['num_heads'\] must be an int >= 1, got None"),
+    (HYBRID | {"attn_layers": []}, ValueError, "some ..., got [] beside attn={'num_heads': 4"),
+    (HYBRID | {"attn": None}, ValueError, "attn['num_heads'] must be an int >= 1, got None"),
     *(
         (HYBRID | {"attn": {"num_heads": 2} | attn}, ValueError, message)
         for attn, message in (
-            ({"num_heads": 3}, r"must divide hidden_size / 2 = 4, .* got 3 and 3"),
-            ({"num_heads": 4, "num_kv_heads": 3}, "must divide attn.*, got 4 and 3"),
-            ({"window": 1}, r"attn\['window'\] must be None or an int"),
-            ({"rope_theta": 0}, r"attn\['rope_theta'\] must lie in"),
+            ({"num_heads": 3}, "must divide hidden_size / 2 = 4, ... got 3 and 3"),
+            ({"num_heads": 4, "num_kv_heads": 3}, "must divide attn..., got 4 and 3"),
+            ({"window": 1}, "attn['window'] must be None or an int"),
+            ({"rope_theta": 0}, "attn['rope_theta'] must lie in"),
             ({"windows": 4}, "did you mean 'window'"),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), BAD)
-def test_options_that_do_not_fit(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        BedouinForCausalLM(make_config(**options))
+test_options_that_do_not_fit = refused(
+    BAD, lambda **options: BedouinForCausalLM(make_config(**options))
+)
 
 
 MIXERS = [
@@ -200,27 +198,6 @@ class TestConfig:
             hidden_size=hidden_size, num_heads=None, layer="GatedDeltaNet", state_size=16
         )
         assert other.to_dict()["num_heads"] is None
-
-    def test_a_file_of_a_convolved_layer_names_the_version_that_reads_it(
-        self, tmp_path: Path
-    ) -> None:
-        """Files of that version also have use_conv_bias, which means nothing to other layers."""
-        saved = make_config().to_dict() | {"use_conv_bias": True}
-        message = "got conv_kernel=4 of a Convolved: bedouin 0.1.0 is the last version"
-        with pytest.raises(ValueError, match=message):
-            loaded_from(tmp_path, saved | {"conv_kernel": 4})
-        loaded = loaded_from(tmp_path, saved)
-        assert loaded.make_mixer(0).conv is None
-        assert "use_conv_bias" not in loaded.to_dict()
-        with pytest.raises(TypeError, match="BedouinConfig has no option 'use_conv_bias'"):
-            make_config(use_conv_bias=False)
-
-    def test_earlier_names_of_the_initialization_are_translated(self, tmp_path: Path) -> None:
-        saved = make_config().to_dict() | {"rate_scale": [8, 0.001], "delta_from_x_init": 0.5}
-        del saved["initialization"]
-        loaded = loaded_from(tmp_path, saved)
-        assert loaded.make_mixer(0).initialization == Initialization(0.5, (8, 0.001))
-        assert "rate_scale" not in loaded.to_dict()
 
     OF_0_2: ClassVar[dict[str, Any]] = {
         **{"erase": 0.0, "projection": "inner", "output": "norm", "bias": True},

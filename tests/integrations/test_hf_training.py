@@ -322,8 +322,7 @@ class TestTraining:
         whole, losses = train(resume=False)
         resumed, again = train(resume=True)
         assert losses[-1] < losses[0] and again == losses
-        for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
     @pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
     def test_trainer_keeps_the_documents_of_a_data_set(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.table import kernels
 from tests.modes import LiveBytes
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,8 +12,6 @@ from torch.nn import functional as F
 from bedouin.integrations import linear_cross_entropy as module
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 
-INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreter)
-COMPILED = pytest.param("cuda", marks=pytest.mark.gpu)
 M, V = 24, 53
 TOLERANCES: dict[torch.dtype, Any] = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
@@ -158,7 +157,7 @@ def test_shapes() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("device", [INTERPRETED, COMPILED])
+@kernels
 @pytest.mark.parametrize("kernel", ["liger", "fla"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_of_libraries_compute_the_same(

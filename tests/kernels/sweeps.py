@@ -122,13 +122,10 @@ def cotangents(sweep: Sweep) -> list[Tensor]:
     return [torch.randn(v.shape, generator=generator).to(v) for v in (sweep.y, sweep.h)]
 
 
-def gradients(
-    sweep: Sweep, tensors: Sequence[Tensor | None], weights: list[Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Of a linear function of y and h, or of y alone, as there are weights."""
+def gradients(sweep: Sweep, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Of a linear function of y and h."""
     named = {name: v for name, v in zip(NAMES, tensors, strict=False) if v is not None}
-    weights = weights or cotangents(sweep)
-    outputs = zip((sweep.y, sweep.h), weights, strict=False)
+    outputs = zip((sweep.y, sweep.h), cotangents(sweep), strict=True)
     # without tokens y depends on nothing
     total = torch.stack([(v * weight).sum() for v, weight in outputs]).sum()
     grads = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
@@ -142,24 +139,15 @@ def values_of(sweep: Sweep) -> dict[str, Tensor]:
         of_samples = sweep.pivot.unsqueeze(-1).flatten(1)  # of operations (b, t), else (b,)
         return found | {"pivot": pad(of_samples, (0, 1), value=torch.inf).amin(1)}
     norms = (found[name] for name in ("defect", "scale", "pivot", "magnitude"))
-    stats = Measured(*norms).statistics()
-    assert stats.conditioning is not None
+    stats: Any = Measured(*norms).statistics()
     reported = {"residual": stats.residual, "converged": stats.converged}
     return found | reported | {"pivot": stats.conditioning}
 
 
 def run(
-    case: Case,
-    how: How,
-    device: str = "cpu",
-    given: Operands | None = None,
-    weights: list[Tensor] | None = None,
-    **known: Any,
+    case: Case, how: How, device: str = "cpu", given: Operands | None = None, **known: Any
 ) -> dict[str, Tensor]:
-    """Values, statistics, gradients of a linear function of y and h, and the adjoint's report.
-
-    `weights` of that function: of y and h, or of y alone.
-    """
+    """Values, statistics, gradients of a linear function of y and h, and the adjoint's report."""
     tensors = case.tensors(device)
     for i, v in enumerate(given or ()):
         tensors[i] = v if v is None else v.detach().requires_grad_()
@@ -167,7 +155,7 @@ def run(
     if how != "autograd":
         known["report"] = lambda *report: reports.extend(report)
     sweep = case.sweep(tensors, how, **known)
-    found = values_of(sweep) | gradients(sweep, tensors, weights)
+    found = values_of(sweep) | gradients(sweep, tensors)
     return found | {f"report {i}": v for i, v in enumerate(reports)}
 
 

@@ -1,7 +1,7 @@
 """What a table of operations has, and one comparison of values and gradients for all of them."""
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ def each(name: str, *values: Any) -> list[Options]:
     return [{name: v} for v in values]
 
 
-def sizes(names: str, *rows: tuple[int, ...]) -> list[Options]:
+def sizes(names: Iterable[str], *rows: tuple[int, ...]) -> list[Options]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 

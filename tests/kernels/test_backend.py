@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.messages import of_kind, refused
 from torch import Tensor
 
 from bedouin.kernels import backend as kernels_backend
@@ -69,17 +70,14 @@ def test_auto_takes_the_reference_under_a_transform() -> None:
     assert seen == ["reference"]
 
 
-@pytest.fixture
-def turing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All GPUs have compute capability 7.5."""
+def test_an_older_gpu_takes_the_reference_and_is_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of compute capability 7.5."""
     monkeypatch.setattr(kernels_backend, "_TOO_OLD", {})
     monkeypatch.setattr(kernels_backend, "_TOLD", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-
-
-@pytest.mark.usefixtures("turing")
-def test_an_older_gpu_takes_the_reference_and_is_named_once() -> None:
     for device in (CUDA, torch.device("cuda", 1)):
         with pytest.warns(UserWarning, match=f"reference on {device}.* capability 8.0.* has 7.5"):
             assert choose_backend("auto", device) == "reference"
@@ -180,7 +178,9 @@ def test_the_library_imports_neither_triton_nor_the_compiler_nor_torchdeq() -> N
     assert done.stdout.strip() == "set()", done.stderr
 
 
-@pytest.mark.parametrize("backend", ["Triton", "", "cuda"])
-def test_an_unknown_backend_is_answered_with_the_valid_names(backend: str) -> None:
-    with pytest.raises(ValueError, match=r"backend must be one of \('auto', 'triton', 'reference'"):
-        check_backend(backend)
+NAMES = of_kind(ValueError, [
+    (name, "backend must be one of ('auto', 'triton', 'reference'")
+    for name in ("Triton", "", "cuda")
+])  # fmt: skip
+
+test_an_unknown_backend_is_answered_with_the_valid_names = refused(NAMES, check_backend)

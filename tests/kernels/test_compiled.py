@@ -23,7 +23,7 @@ from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
 from bedouin.kernels.delta_rule import DeltaInputs, Tiles, launch_options, triton_chunks
 from bedouin.kernels.delta_rule import Kept as KeptOfRule
-from bedouin.kernels.direct.limits import head_blocks
+from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
 from bedouin.kernels.launch import LAUNCH_OPTIONS, as_constants, next_power_of_two
@@ -280,7 +280,7 @@ def compiled_head(
     `weights`, for a GPU with that compute capability and shared memory of a program."""
     layout = RawLayout("softplus", True, k, 1.0)
     options = Parameterization(layout, input_scale, "positive", 1e-5)
-    samples = 1 if weights is None else 2
+    samples = 1 if weights is None or p > MAX_SIDE else 2
     parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
     given = (2, n, p), weights, options, (samples, parts), False, 16, target[1]
     constants = launch.head_constants(kernel, *given)
@@ -335,6 +335,14 @@ def test_weights_fit_the_shared_memory(
     dtype = "bf16" if weights == torch.bfloat16 else "fp32"
     found = compiled_head(kernel, 128, 16, k, dtype=dtype, weights=weights, target=target)
     assert found.metadata.shared <= target[1]
+
+
+@pytest.mark.parametrize("p", [256, 1024])
+@pytest.mark.parametrize(("kernel", "most"), [(SWEEP, 64), (REVERSE, 704)])
+def test_a_token_of_a_wide_head(kernel: Any, most: int, p: int) -> None:
+    """Its product with W^y is not a part of the program."""
+    found = compiled_head(kernel, p, 16, 4, "delta", weights=torch.bfloat16)
+    assert stack_size(found) <= most and found.metadata.shared <= 4096
 
 
 @pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 704)])

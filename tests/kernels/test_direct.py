@@ -213,14 +213,10 @@ def expect(case: Case) -> dict[str, Tensor]:
     return run(case, "buffers", DEVICE) | {"magnitude": magnitude}
 
 
-def tolerance_of(case: Case) -> float:
-    return TOLERANCE[case.low or case.dtype]
-
-
 def check(case: Case) -> dict[str, Tensor]:
     """The results of the kernels, compared with plain torch, and without feedback also with
     autograd in float64 on the same rounded inputs."""
-    actual, tolerance = run(case, "triton", DEVICE), tolerance_of(case)
+    actual, tolerance = run(case, "triton", DEVICE), TOLERANCE[case.low or case.dtype]
     assert_same(actual, expect(case), tolerance)
     assert bool(actual["converged"].all()) and actual["residual"].max().item() < tolerance
     if not case.feedback:
@@ -267,6 +263,14 @@ CASES = [
     Case(heads=1, b=2, t=2, p=33, k=2, has_axis=False),
     Case(heads=1, b=1, t=3, p=5, k=0, has_axis=False, starts=False, low=BF16),
     Case(heads=1, b=1, t=2, fed=9, k=1, has_axis=False, input_scale="delta"),
+    # products with W^y between launches
+    Case(heads=1, b=1, t=1, p=129, n=2, k=2, has_axis=False),
+    Case(heads=1, b=3, t=2, p=130, n=2, k=2, has_axis=False, low=BF16),
+    Case(b=1, t=3, p=129, n=1, k=1, fed=129, input_scale="delta", starts=False),
+    Case(heads=1, b=3, t=3, p=200, n=3, k=4, norm_eps=None),
+    Case(heads=1, b=1, t=2, p=130, n=1, k=0, selective=False, input_scale="one_minus_decay"),
+    Case(heads=1, b=3, t=63, p=136, n=2, k=2, has_axis=False),
+    Case(heads=1, b=1, t=2, p=1024, n=16, k=4, has_axis=False, low=BF16),
     # samples of several warps, and states in several blocks
     *(
         replace(case, feedback=False)
@@ -275,6 +279,7 @@ CASES = [
             Case(heads=3, b=1, t=3, p=33, n=5, k=0, low=BF16),
             Case(heads=1, b=2, t=3, p=33, n=5, k=2, starts=False),
             Case(heads=1, b=2, t=3, p=9, n=5, k=1, has_axis=False),
+            Case(heads=1, b=1, t=3, p=260, n=16, k=3, has_axis=False),
             Case(b=1, t=3, p=33, n=34, k=0),
             Case(heads=1, b=1, t=3, p=70, n=17, k=3, input_scale="delta"),
             Case(b=1, t=3, p=33, n=1, k=4, selective=False, activation="softplus_of_minus"),
@@ -334,47 +339,41 @@ def test_large_and_awkward_sizes_compiled(options: dict[str, Any]) -> None:
     check(Case(**options))
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("case", "samples", "parts"),
-    [
-        (Case(b=3, t=2, n=1, k=1), 1, 1),
-        (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="delta"), 2, 2),
-        (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=BF16), 1, 4),
-        (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), 1, 2),
-        (Case(b=9, t=2, n=1, k=1), 8, 1),
-        (Case(heads=1, b=1, t=2, p=33, n=34, k=1), 1, 2),
-        (Case(heads=1, b=3, t=3, p=20, n=3, k=0, norm_eps=None), 2, 2),
-        (Case(heads=1, b=2, t=3, p=33, n=2, k=0), 2, 4),
-        *(
-            pytest.param(Case(b=9, t=20, p=p, n=16, low=BF16), *rows, marks=pytest.mark.gpu)
-            for p, *rows in (
-                *((64, 8, 1), (64, 4, 2), (64, 1, 2), (100, 4, 2)),
-                *((128, 2, 4), (128, 1, 4), (128, 2, 1)),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_every_number_of_samples_and_their_parts(case: Case, samples: int, parts: int) -> None:
-    assert_same(launched(case, samples, parts=parts), expect(case), tolerance_of(case))
+LAUNCHES: list[tuple[Case, dict[str, int]]] = [
+    (Case(b=3, t=2, n=1, k=1), {"samples": 1, "parts": 1}),
+    (Case(heads=1, b=3, t=2, p=20, k=1, input_scale="delta"), {"samples": 2, "parts": 2}),
+    (Case(heads=1, b=1, t=2, p=33, n=2, k=3, norm_eps=None, low=BF16), {"samples": 1, "parts": 4}),
+    (Case(heads=1, b=1, t=2, p=9, n=1, k=4, selective=False), {"samples": 1, "parts": 2}),
+    (Case(b=9, t=2, n=1, k=1), {"samples": 8, "parts": 1}),
+    (Case(heads=1, b=1, t=2, p=33, n=34, k=1), {"samples": 1, "parts": 2}),
+    (Case(heads=1, b=3, t=3, p=20, n=3, k=0, norm_eps=None), {"samples": 2, "parts": 2}),
+    (Case(heads=1, b=2, t=3, p=33, n=2, k=0), {"samples": 2, "parts": 4}),
+    # in several chunks
+    (Case(b=1, t=5, p=2, n=2, k=1), {"samples": 2, "chunk": 2}),
+    (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), {"samples": 2, "chunk": 2}),
+    (Case(b=2, t=5, p=33, n=5, k=0, starts=False), {"samples": 2, "chunk": 2}),
+    (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), {"samples": 1, "chunk": 2}),
+    (Case(heads=1, b=3, t=5, p=130, n=2, k=2), {"samples": 1, "chunk": 2}),
+    (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), {"samples": 1, "chunk": 2}),
+    (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), {"samples": 1, "chunk": 2}),
+]
+LARGE_LAUNCHES = [
+    pytest.param(Case(b=9, t=20, p=p, n=16, low=BF16), how, marks=pytest.mark.gpu)
+    for p, rows in (
+        (64, sizes(("samples", "parts"), (8, 1), (4, 2), (1, 2))),
+        (100, sizes(("samples", "parts"), (4, 2))),
+        (128, sizes(("samples", "parts"), (2, 4), (1, 4), (2, 1))),
+    )
+    for how in rows
+]
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("case", "samples"),
-    [
-        (Case(b=1, t=5, p=2, n=2, k=1), 2),
-        (Case(heads=1, b=3, t=4, p=3, n=17, k=1, input_scale="delta"), 2),
-        (Case(b=2, t=5, p=33, n=5, k=0, starts=False), 2),
-        (Case(b=2, t=8, p=33, n=5, k=2, feedback=False), 1),
-        (Case(heads=1, b=3, t=5, p=5, n=49, k=1, low=BF16, feedback=False), 1),
-        (Case(b=1, t=3, p=5, n=1, k=0, selective=False, feedback=False), 1),
-    ],
-    ids=str,
-)
-def test_the_reverse_sweep_of_several_chunks(case: Case, samples: int) -> None:
-    assert_same(launched(case, samples, chunk=2), expect(case), tolerance_of(case))
+@pytest.mark.parametrize(("case", "how"), [*LAUNCHES, *LARGE_LAUNCHES], ids=str)
+def test_every_number_of_samples_of_their_parts_and_of_tokens_in_a_chunk(
+    case: Case, how: dict[str, int]
+) -> None:
+    assert_same(launched(case, **how), expect(case), TOLERANCE[case.low or case.dtype])
 
 
 # tiles of all widths: of everything but the reflections, of two of them, of one, of many states
@@ -401,11 +400,16 @@ def test_weights_that_are_read_anew_for_each_token(case: Case) -> None:
 
 
 @needs_triton
+def test_weights_of_which_no_tile_fits() -> None:
+    with shared_memory(2**14):
+        check(Case(b=3, t=3, p=128, n=2))
+
+
+@needs_triton
 @pytest.mark.parametrize(("inputs", "weights"), [(BF16, F32), (F32, BF16), (torch.float16,) * 2])
 def test_dtypes_of_inputs_and_weights(inputs: torch.dtype, weights: torch.dtype) -> None:
     case = Case(b=1, t=2, n=1, k=1, starts=False)
-    given = case.operands(DEVICE)
-    assert given.W_y is not None
+    given: Any = case.operands(DEVICE)
     x, raw, W_y = given.x.to(inputs), given.raw.to(inputs), given.W_y.to(weights)
     given = given._replace(x=x, raw=raw, W_y=W_y)
     expected = run(case, "buffers", DEVICE, given)
@@ -436,20 +440,14 @@ def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(feedback
     assert spoiled["converged"].tolist() == [False] * count + [True] * (8 - count)
 
 
-def nearly_singular(k: int) -> tuple[Case, Operands]:
-    """Tokens with small pivots."""
-    case = Case(1, 6, 4, 10, 2, k, beta_max=2.0, input_scale="delta", feedback=False)
-    operands = case.operands(DEVICE)
-    operands.raw[..., : case.p] += 1.5
-    operands.raw[..., -k:] += 1.5
-    return case, operands
-
-
 @needs_triton
 @pytest.mark.parametrize("how", ["buffers", "triton"])
 @pytest.mark.parametrize("k", [3, 4])
 def test_nearly_singular_tokens_are_exact_up_to_their_pivots(k: int, how: Any) -> None:
-    case, operands = nearly_singular(k)
+    case = Case(1, 6, 4, 10, 2, k, beta_max=2.0, input_scale="delta", feedback=False)
+    operands = case.operands(DEVICE)
+    operands.raw[..., : case.p] += 1.5
+    operands.raw[..., -k:] += 1.5
     wide = Operands(*(None if v is None else v.double() for v in operands))  # type: ignore[arg-type]
     exact, found = run(case, "buffers", DEVICE, wide), run(case, how, DEVICE, operands)
     pivot = exact["pivot"].min().item()

@@ -17,8 +17,11 @@ import torch
 from tests.kernels.rows import ROWS, scan
 from tests.kernels.table import (
     BF16,
+    COMPILED,
     F32,
     F64,
+    INTERPRETED,
+    PLAIN,
     Call,
     Options,
     Row,
@@ -50,16 +53,6 @@ variants = pytest.mark.parametrize("name", VARIANTS)
 UTILS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
-def cases(*kinds: str) -> list[Any]:
-    """The row and the options of every case of these kinds."""
-    return [
-        pytest.param(name, options, id=f"{name}-{label(options)}")
-        for name, row in ROWS.items()
-        for kind in kinds
-        for options in getattr(row, kind)
-    ]
-
-
 def label(options: Options) -> str:
     shown = {k: tuple(v) if isinstance(v, dict) else v for k, v in options.items()}
     return ",".join(f"{name}={v}" for name, v in shown.items()).replace("torch.", "")
@@ -71,40 +64,35 @@ def draw(name: str, **more: Any) -> tuple[Row, Call]:
     return ROWS[row_name], ROWS[row_name].make(**options | more)
 
 
-def check_options(name: str, options: Options, backend: str, device: str) -> None:
+PLACES = {
+    "cases": (PLAIN, INTERPRETED, COMPILED),
+    "kernels": (INTERPRETED, COMPILED),
+    "plain": (PLAIN,),
+    "compiled": (COMPILED,),
+}
+"""Where the cases of each kind are tested."""
+CASES = [
+    pytest.param(name, case, *at.values, id=f"{name}-{label(case)}-{at.id}", marks=at.marks)
+    for name, row in ROWS.items()
+    for kind, places in PLACES.items()
+    for case in getattr(row, kind)
+    for at in places
+]
+
+
+@pytest.mark.parametrize(("name", "options", "backend", "device"), CASES)
+def test_values_and_gradients(
+    name: str, options: Options, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, options = ROWS[name], dict(options)
     dtype, own = options.get("dtype", F32), options.pop("tolerance", None)
-    constants = options.pop("patch", {}) if backend == "triton" else options.pop("patch", {}) and {}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for constant, value in constants.items():
+    for constant, value in options.pop("patch", {}).items():
+        if backend == "triton":
             monkeypatch.setattr(constant, value)
-        for kind in (F64, F32) if backend == "reference" and dtype == F32 else (dtype,):
-            call = row.make(**options | {"dtype": kind})
-            tolerance = own if own and kind == F32 else row.tolerance[kind]
-            check(row, call, call.given(kind, device), backend, tolerance)
-
-
-@pytest.mark.parametrize(("name", "options"), cases("cases"))
-@implementations
-def test_values_and_gradients(name: str, options: Options, backend: str, device: str) -> None:
-    check_options(name, options, backend, device)
-
-
-@pytest.mark.parametrize(("name", "options"), cases("kernels"))
-@kernels
-def test_values_and_gradients_of_kernels(name: str, options: Options, device: str) -> None:
-    check_options(name, options, "triton", device)
-
-
-@pytest.mark.parametrize(("name", "options"), cases("plain"))
-def test_values_and_gradients_of_plain_torch(name: str, options: Options) -> None:
-    check_options(name, options, "reference", "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "options"), cases("compiled"))
-def test_values_and_gradients_compiled(name: str, options: Options) -> None:
-    check_options(name, options, "triton", "cuda")
+    for kind in (F64, F32) if backend == "reference" and dtype == F32 else (dtype,):
+        call = row.make(**options | {"dtype": kind})
+        tolerance = own if own and kind == F32 else row.tolerance[kind]
+        check(row, call, call.given(kind, device), backend, tolerance)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -162,8 +150,7 @@ def test_tokens_may_be_too_far_apart_for_offsets_of_32_bits(name: str, device: s
     tensors = call.given(BF16, device)
     expected = results(call, lambda *v: call.run(*v, backend="triton"), tensors)
     for moved in FAR[name]:
-        given = tensors[moved]
-        assert given is not None
+        given: Any = tensors[moved]
         there = tensors | {moved: far_apart(given)}
         found = results(call, lambda *v: call.run(*v, backend="triton"), there)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)

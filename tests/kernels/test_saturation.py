@@ -23,6 +23,7 @@ from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close
 
 BIASES = (-20.0, -17.0, -12.0, -4.0, -0.4, 0.1, 0.4, 4.0, 12.0, 17.0, 20.0)
+EXACT: tuple[torch.dtype, Backend, str] = torch.float64, "reference", "cpu"
 SCALES, RANGES = get_args(InputScale), get_args(Eigenvalues)
 
 
@@ -51,11 +52,7 @@ def test_the_scan(
 ) -> None:
     """One token: y = s x, and what leads to it from x, Delta and B."""
     found = []
-    where: list[tuple[torch.dtype, Backend, str]] = [
-        (torch.float32, backend, device),
-        (torch.float64, "reference", "cpu"),
-    ]
-    for dtype, name, place in where:
+    for dtype, name, place in ((F32, backend, device), EXACT):
         delta = gates(dtype).to(place)[None, None].requires_grad_()
         x = torch.full_like(delta, 0.7, requires_grad=True)
         A, one = -delta.new_ones(len(BIASES), 1), delta.new_ones(1, 1, 1)
@@ -106,11 +103,7 @@ def test_the_state_of_a_layer(
 ) -> None:
     """y, h and the gradient of dt_bias where the raw value of Delta is at one end everywhere."""
     x, found = torch.randn(2, 3, 4), []
-    where: list[tuple[torch.dtype, Backend, str]] = [
-        (torch.float32, backend, device),
-        (torch.float64, "reference", "cpu"),
-    ]
-    for dtype, name, place in where:
+    for dtype, name, place in ((F32, backend, device), EXACT):
         torch.manual_seed(0)
         kind, options = layer
         made = kind(4, on_unconverged="ignore", solver=solver, backend=name, **options)
@@ -153,19 +146,16 @@ def test_the_state_of_a_structured_mixer(
     d, k = 8, mixer.raw_size(8) % 8 or 8
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
-        layer = FixedPointRNN(d, expand=1, mixer=mixer, on_unconverged="ignore")
+        layer: Any = FixedPointRNN(d, expand=1, mixer=mixer, on_unconverged="ignore")
         with torch.no_grad():
             layer.dt_bias.copy_(torch.tensor(gates))
             layer.x_proj.weight[:d] = 0
-            assert layer.raw_bias is not None
             layer.raw_bias[d * k : d * k + k] = alpha
         layer = layer.to(dtype)
         _, state = layer(x.to(dtype), return_state=True)
-        assert layer.stats is not None
         found.append((state.y, state.ssm, layer.stats))
     (y, h, stats), (exact_y, exact_h, exact) = found
     assert exact.converged.all() and stats.converged.all()
-    assert exact.conditioning is not None
     if isinstance(mixer, HouseholderProduct) and exact.conditioning.min() < 1e-4:
         return
     assert_close("y", y.double(), exact_y, 1e-4)

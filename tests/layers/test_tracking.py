@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.equations import delta_rule
+from tests.messages import of, refused
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -53,37 +55,7 @@ def convolved(window: list[Tensor], weight: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def memory_by_hand(layer: GatedDeltaNet, u: Tensor) -> tuple[Tensor, Tensor]:
-    """S_t^T q_t (b, t, h v) and the output (b, t, m) of every token."""
-    b, h, p, v = len(u), layer.num_heads, layer.head_dim, layer.value_dim
-    S = u.new_zeros(b, h, p, v)
-    window = [u.new_zeros(b, layer.conv.channels) for _ in range(3)]
-    recalled, outputs = [], []
-    for u_t in u.unbind(1):
-        projected = torch.cat([layer.q_proj(u_t), layer.k_proj(u_t), layer.v_proj(u_t)], -1)
-        assert layer.conv.weight is not None
-        acted = F.silu(convolved(window, layer.conv.weight, projected))
-        q, k, values = acted.split([h * p, h * p, h * v], -1)
-        q, k = (
-            w.view(b, h, p) * torch.rsqrt(w.view(b, h, p).square().sum(-1, keepdim=True) + 1e-6)
-            for w in (q, k)
-        )
-        beta = 2 * torch.sigmoid(layer.b_proj(u_t))[..., None, None]
-        assert layer.a_proj is not None and layer.g_proj is not None
-        g = -layer.A_log.exp() * F.softplus(layer.a_proj(u_t) + layer.dt_bias)
-        erased = torch.eye(p, **FLOAT64) - beta * k[..., :, None] * k[..., None, :]
-        S = g.exp()[..., None, None] * erased @ S
-        S = S + beta * k[..., :, None] * values.view(b, h, 1, v)
-        o = (S * q[..., None]).sum(-2)
-        recalled.append(o.flatten(1))
-        o = o / p**0.5
-        normed = o / torch.sqrt(o.square().mean(-1, keepdim=True) + layer.norm_eps)
-        gated = (normed * layer.norm_weight).flatten(1) * F.silu(layer.g_proj(u_t))
-        outputs.append(layer.out_proj(gated))
-    return torch.stack(recalled, 1), torch.stack(outputs, 1)
-
-
-def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
+def tracker_by_hand(layer: Any, u: Tensor, read: Tensor | None) -> Tensor:
     """The output (b, t, m) of every token."""
     b, H, c, n = len(u), layer.num_trackers, layer.tracker_dim, layer.tracker_state
     W = layer.y_proj.weight.view(H, 3, c, c)  # of Delta, x and the gate
@@ -94,13 +66,11 @@ def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
         x, B, C, delta, erase, gate = layer.in_proj(u_t).split(
             [H * c, H * n, H * n, H * c, H, H * c], -1
         )
-        assert layer.conv.weight is not None
         convolutions = convolved(window, layer.conv.weight, torch.cat([x, B, C], -1))
         x_conv, B, C = (w.view(b, H, -1) for w in convolutions.split([H * c, H * n, H * n], -1))
         skip = x = F.silu(x_conv)
         B, C = F.silu(B), F.silu(C)
         if read is not None:
-            assert layer.read_proj is not None
             of_x, of_delta = layer.read_proj(read[:, i]).chunk(2, -1)
             x, delta = F.silu(x_conv + of_x.view(b, H, c)), delta + of_delta
         B, C = (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + n * 1e-6) for w in (B, C))
@@ -121,10 +91,10 @@ def tracker_by_hand(layer: Tracker, u: Tensor, read: Tensor | None) -> Tensor:
 
 def by_hand(layer: Any, u: Tensor) -> Tensor:
     if isinstance(layer, GatedDeltaNet):
-        return memory_by_hand(layer, u)[1]
+        return delta_rule(layer, u, layer.init_state(len(u)))[1]
     if isinstance(layer, Tracker):
         return tracker_by_hand(layer, u, None)
-    recalled, output = memory_by_hand(layer.memory, u)
+    recalled, output = delta_rule(layer.memory, u, layer.memory.init_state(len(u)))
     return output + tracker_by_hand(layer.tracker, u, recalled)
 
 
@@ -167,36 +137,27 @@ def test_defaults_fit_every_width() -> None:
     assert (wide.memory.num_heads, wide.tracker.tracker_state) == (4, 128)
 
 
-def test_bad_input_is_named() -> None:
-    kind_of: Any = TrackingDeltaNet
-    reading: Any = Tracker
-    layer, u = kind_of(M, **TRACKER), torch.randn(2, 3, M)
-    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "state must be a TrackingState", lambda: layer(u, u)),
-        (ValueError, "state.memory_conv must have shape", lambda: layer(u, layer.init_state(3))),
-        (TypeError, "state must not be None", lambda: layer.step(u[:, 0], None)),
-        (TypeError, "did you mean 'num_heads'", lambda: kind_of(M, num_head=2)),
-        (ValueError, "num_heads must be at least 1", lambda: kind_of(M, num_heads=0)),
-        (TypeError, "head_dim must be an int", lambda: kind_of(M, head_dim=True)),
-        (ValueError, "expand_v", lambda: kind_of(M, expand_v=0)),
-        (ValueError, "num_trackers must be", lambda: kind_of(M, num_trackers=0)),
-        (ValueError, "tracker_dim must be", lambda: kind_of(M, tracker_dim=-1)),
-        (ValueError, "tracker_state must be", lambda: kind_of(M, tracker_state=0)),
-        (ValueError, "d_conv must be", lambda: kind_of(M, d_conv=0)),
-        (ValueError, "feedback_noise", lambda: kind_of(M, feedback_noise=-1.0)),
-        (ValueError, "norm_eps must be", lambda: kind_of(M, norm_eps=0.0)),
-        (ValueError, "backend must be one of", lambda: kind_of(M, backend="cuda")),
-        (TypeError, "layer_idx must be", lambda: kind_of(M, layer_idx="0")),
-        (ValueError, "backend='triton' needs", lambda: kind_of(M, backend="triton")(u)),
-        (ValueError, "read must be given", lambda: reading(M, read_size=4, **TRACKER)(u)),
-        (ValueError, "read must be given", lambda: reading(M, **TRACKER)(u, read=u)),
-        (ValueError, "read must have shape", lambda: reading(M, read_size=4)(u, read=u)),
-        (ValueError, "use read.to", lambda: reading(M, read_size=M)(u, read=u.double())),
-        (TypeError, "read_size must be an int", lambda: reading(M, read_size=False)),
+ANY: Any = TrackingDeltaNet
+READING: Any = Tracker
+U = torch.randn(2, 3, M)
+test_bad_input_is_named = refused(
+    [
+        (of(ANY, M, num_head=2), TypeError, "did you mean 'num_heads'"),
+        (of(ANY, M, head_dim=True), TypeError, "head_dim must be an int"),
+        (of(ANY, M, expand_v=0), ValueError, "expand_v"),
+        (of(ANY, M, num_trackers=0), ValueError, "num_trackers must be"),
+        (of(ANY, M, tracker_dim=-1), ValueError, "tracker_dim must be"),
+        (of(ANY, M, tracker_state=0), ValueError, "tracker_state must be"),
+        (of(ANY, M, feedback_noise=-1.0), ValueError, "feedback_noise"),
+        (of(ANY, M, norm_eps=0.0), ValueError, "norm_eps must be"),
+        (of(ANY(M, backend="triton"), U), ValueError, "backend='triton' needs"),
+        (of(READING(M, read_size=4, **TRACKER), U), ValueError, "read must be given"),
+        (of(READING(M, **TRACKER), U, read=U), ValueError, "read must be given"),
+        (of(READING(M, read_size=4), U, read=U), ValueError, "read must have shape"),
+        (of(READING(M, read_size=M), U, read=U.double()), ValueError, "use read.to"),
+        (of(READING, M, read_size=False), TypeError, "read_size must be an int"),
     ]
-    for kind, message, run in cases:
-        with pytest.raises(kind, match=message):
-            run()
+)
 
 
 def test_a_tracker_takes_what_it_reads() -> None:
@@ -236,8 +197,7 @@ def test_a_recomputation_has_the_same_noise(use_reentrant: bool) -> None:
         y = checkpoint(layer, u, use_reentrant=use_reentrant) if checkpointed else layer(u)
         y.square().sum().backward()
         found.append([y, u.grad, *(p.grad for p in layer.parameters())])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
 def test_padding_stays_without_influence_whatever_noise_it_gets() -> None:
@@ -249,8 +209,7 @@ def test_padding_stays_without_influence_whatever_noise_it_gets() -> None:
         u[~mask] = padding
         y, after = layer(u, mask=mask, return_state=True)
         found.append([y[mask], *after.tensors])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @of_noise

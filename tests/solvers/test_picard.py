@@ -147,12 +147,6 @@ def test_scale_is_that_of_the_past_not_of_the_future() -> None:
     assert abs(solution.value[0, 0, 0].item() - 2) < 4e-3
 
 
-def _residual_of_step(y_before: Tensor, y: Tensor) -> Tensor:  # (1, t, c) each
-    """max_t |y_t - y_before_t| / max_{s <= t} |y_s|."""
-    defect, scale = (y - y_before).abs().amax(-1), y.abs().amax(-1)
-    return (defect / torch.cummax(scale, 1).values).max()
-
-
 def _paper_loop(x: Tensor, max_steps: int, damping: float = 1.0) -> tuple[Tensor, Tensor, int]:
     """What the last step started from, what it evaluated, and the number of steps."""
     f, y_before, steps = _causal_map(x), torch.zeros_like(x), 1
@@ -184,7 +178,8 @@ def test_the_papers_rule_is_its_loop_and_returns_the_last_evaluation(
         assert torch.equal(solution.value[i : i + 1], y)
         assert solution.stats.num_steps[i] == steps
         assert solution.stats.converged[i] == (steps < max_steps)
-        residual = _residual_of_step(y_before, y)
+        defect, scale = (y - y_before).abs().amax(-1), y.abs().amax(-1)
+        residual = (defect / torch.cummax(scale, 1).values).max()
         torch.testing.assert_close(solution.stats.residual[i], residual, rtol=1e-12, atol=0)
     assert len(count) == solution.stats.num_steps.max()
     assert max_steps < 50 or len(set(solution.stats.num_steps.tolist())) > 1

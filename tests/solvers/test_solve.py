@@ -5,10 +5,12 @@ Letters: b batch, t tokens, c values of a token.
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.messages import Row, of, of_kind, refused
 from tests.toy_map import SweptMap, ToyMap
 from torch import Tensor
 
@@ -194,49 +196,37 @@ def test_a_fixed_cap_is_reported_in_training_too() -> None:
 # -- arguments and maps of the wrong kind
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"solver": "picard"}, TypeError, "solver must be a solver object such as .*'picard'"),
-        ({"solver": Picard}, TypeError, "solver must be a solver object"),
-        ({"adjoint": "implicit"}, TypeError, "adjoint must be None or an adjoint obj.*'implicit'"),
-        ({"adjoint": ImplicitAdjoint}, TypeError, "adjoint must be None or an adjoint object"),
-        ({"on_unconverged": "warm"}, ValueError, r"on_unconverged must be one of .*'warm'"),
-        ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
-        ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
-        ({"time_dim": 2}, ValueError, "time_dim must be None or 1, got 2"),
-        ({"time_dim": -1}, ValueError, "time_dim must be None or 1, got -1"),
-        ({"y0": torch.zeros(3), "time_dim": 1}, ValueError, r"must have at least 2 axes.*\(3,\)"),
-        ({"y0": torch.zeros(())}, ValueError, r"y0 must have at least 1 axes, batch fi.*got \(\)"),
-        ({"y0": torch.zeros(2, 3).long()}, TypeError, "y0 must have a floating dtype"),
-        ({"y0": torch.zeros(2, 3).bool()}, TypeError, "got torch.bool"),
-        ({"y0": (torch.zeros(2),) * 2}, TypeError, r"y0 must be a tensor \(b, ...\), got"),
-        ({"draw": "1"}, ValueError, "draw must be None or an int >= 0, got '1'"),
-        ({"draw": -1}, ValueError, "draw must be None or an int >= 0, got -1"),
-        ({"f": 5}, TypeError, "f must be a function of y, got 5"),
-    ],
+ARGUMENTS: list[Row] = [
+    ({"solver": "picard"}, TypeError, "solver must be a solver object such as ...'picard'"),
+    ({"solver": Picard}, TypeError, "solver must be a solver object"),
+    ({"adjoint": "implicit"}, TypeError, "adjoint must be None or an adjoint obj...'implicit'"),
+    ({"adjoint": ImplicitAdjoint}, TypeError, "adjoint must be None or an adjoint object"),
+    ({"on_unconverged": "warm"}, ValueError, "on_unconverged must be one of ...'warm'"),
+    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
+    ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
+    ({"time_dim": 2}, ValueError, "time_dim must be None or 1, got 2"),
+    ({"time_dim": -1}, ValueError, "time_dim must be None or 1, got -1"),
+    ({"y0": torch.zeros(3), "time_dim": 1}, ValueError, "must have at least 2 axes...(3,)"),
+    ({"y0": torch.zeros(())}, ValueError, "y0 must have at least 1 axes, batch fi...got ()"),
+    ({"y0": torch.zeros(2, 3).long()}, TypeError, "y0 must have a floating dtype"),
+    ({"y0": torch.zeros(2, 3).bool()}, TypeError, "got torch.bool"),
+    ({"y0": (torch.zeros(2),) * 2}, TypeError, "y0 must be a tensor (b, ...), got"),
+    ({"draw": "1"}, ValueError, "draw must be None or an int >= 0, got '1'"),
+    ({"draw": -1}, ValueError, "draw must be None or an int >= 0, got -1"),
+    ({"f": 5}, TypeError, "f must be a function of y, got 5"),
+]
+MAPS: list[Row] = [
+    (lambda y: (y,), TypeError, "f must return a tensor like y, got tuple"),
+    (lambda y: None, TypeError, "f must return a tensor like y, got NoneType"),
+    (Tensor.double, TypeError, "f must keep the dtype of y: expected torch.float32, got"),
+    (lambda y: torch.zeros(2, 4), ValueError, "shape of y: expected (2, 3), got (2, 4)"),
+    (lambda y: y.mul_(0.5).add_(1), ValueError, "not change its argument in place...y.clone()"),
+]
+START = torch.zeros(2, 3)
+test_arguments = refused(ARGUMENTS, of(solve, f=torch.sin, y0=START, solver=Picard()))
+test_maps_that_are_refused = refused(
+    MAPS, *(of(solve, y0=START, solver=solver, on_unconverged="ignore") for solver in GENERAL)
 )
-def test_arguments_of_the_wrong_kind(options: dict[str, Any], error: Any, message: str) -> None:
-    given: dict[str, Any] = {"f": torch.sin, "y0": torch.zeros(2, 3), "solver": Picard()}
-    with pytest.raises(error, match=message):
-        solve(**given | options)
-
-
-@every_solver
-@pytest.mark.parametrize(
-    ("f", "error", "message"),
-    [
-        (lambda y: (y,), TypeError, "f must return a tensor like y, got tuple"),
-        (lambda y: None, TypeError, "f must return a tensor like y, got NoneType"),
-        (Tensor.double, TypeError, "f must keep the dtype of y: expected torch.float32, got"),
-        (lambda y: torch.zeros(2, 4), ValueError, r"shape of y: expected \(2, 3\), got \(2, 4\)"),
-        (lambda y: y.mul_(0.5).add_(1), ValueError, "not change its argument in place.*y.clone()"),
-    ],
-)
-@torch.no_grad()
-def test_maps_that_are_refused(f: Any, error: Any, message: str, solver: Solver) -> None:
-    with pytest.raises(error, match=message):
-        solve(f, torch.zeros(2, 3), solver, on_unconverged="ignore")
 
 
 @torch.inference_mode()
@@ -245,13 +235,6 @@ def test_in_inference_mode_a_map_that_writes_into_its_argument_gets_a_copy() -> 
     solution = solve(lambda y: y.mul_(0.5).add_(1), y0, Picard(1e-12))
     torch.testing.assert_close(solution.value, torch.full_like(y0, 2))
     assert torch.equal(y0, torch.ones_like(y0))
-
-
-@pytest.mark.parametrize("solver", [Anderson(), Broyden()])
-def test_torchdeq_solvers_cannot_be_unrolled(solver: Solver) -> None:
-    message = f"UnrolledAdjoint cannot differentiate {type(solver).__name__}: use Picard, Jacobi"
-    with pytest.raises(TypeError, match=message):
-        solve(lambda y: 0.5 * y, torch.zeros(2, 3), solver, adjoint=UnrolledAdjoint())
 
 
 B, T, NAN = 3, 6, torch.nan
@@ -437,21 +420,39 @@ def test_a_new_solver_is_one_class_with_one_method() -> None:
     assert layer.stats.num_steps.min() > 10
 
 
+ONES = torch.ones(2, 3, 1)
+
+
 def halve(y: Tensor) -> Tensor:
     return 0.5 * y
 
 
-@pytest.mark.parametrize(
-    ("solver", "f", "time_dim", "message"),
-    [
-        (Jacobi(), halve, 1, r"block_solve\(y\), and time_dim=1, got function: use Picard"),
-        (Jacobi(), make(), None, r"block_solve\(y\), and time_dim=1, got SweptMap"),
-        (Direct(), halve, 1, "sweep, got function: use Picard"),
-        (Direct(), halve, None, "sweep, got function: use Picard"),
-    ],
-)
-def test_a_map_without_what_a_solver_needs_is_refused_by_name(
-    solver: Solver, f: Any, time_dim: Any, message: str
-) -> None:
-    with pytest.raises(TypeError, match=f"{type(solver).__name__} needs a map with a .*{message}"):
-        solve(f, torch.ones(2, 3, 1), solver, time_dim=time_dim)
+def solve_halves(solver: Solver, y0: Tensor) -> Tensor:
+    return solve(halve, y0, solver).value
+
+
+def loss(x: Tensor) -> Tensor:
+    return solve(lambda y: y / 2 + x, ONES, Picard()).value.sum()
+
+
+LEAF = torch.ones(2, 3, 1, requires_grad=True)
+NEEDS = of_kind(TypeError, [
+    (of(solve, halve, ONES, Jacobi(), time_dim=1),
+     "Jacobi needs a map with a ...block_solve(y), and time_dim=1, got function: use Picard"),
+    (of(solve, make(), ONES, Jacobi()),
+     "Jacobi needs a map with a ...block_solve(y), and time_dim=1, got SweptMap"),
+    *((of(solve, halve, ONES, Direct(), time_dim=time_dim),
+       "Direct needs a map with a ...sweep, got function: use Picard") for time_dim in (1, None)),
+    *((of(solve, halve, ONES, solver, adjoint=UnrolledAdjoint()),
+       f"UnrolledAdjoint cannot differentiate {type(solver).__name__}: use Picard, Jacobi")
+      for solver in (Anderson(), Broyden())),
+    (of(solve, lambda y: y / 2 + LEAF, ONES, Picard(), adjoint=ImplicitAdjoint(Direct())),
+     "ImplicitAdjoint(solver=Direct()) needs a map with a reverse sweep, got function"),
+]) + of_kind(RuntimeError, [
+    *((of(torch.func.vmap(partial(solve_halves, solver)), ONES),
+       f"{type(solver).__name__} reads the device at every step and cannot run under")
+      for solver in (Anderson(), Broyden())),
+    (of(torch.func.grad(loss), ONES), "cannot run under torch.func transforms"),
+])  # fmt: skip
+
+test_what_a_solver_or_an_adjoint_needs_is_named = refused(NEEDS)

@@ -3,7 +3,6 @@ split; accuracies against values computed by hand; group tables against permutat
 hand, and the group laws."""
 
 import copy
-import io
 import itertools
 import math
 import pickle
@@ -15,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layer_cases import saved
+from tests.messages import Row, of, refused
 from tests.tasks.rows import is_uniform
 from torch import Tensor
 
@@ -60,32 +61,22 @@ def test_seed_and_rank_name_one_stream(one: tuple[int, int], other: tuple[int, i
     assert (first == second) == (one == other)
 
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"split": "val"}, ValueError, r"split must be one of \('train', 'test', 'all'\), got 'val'"),
-    ({"seed": -1}, ValueError, r"seed must be in \[0, 1048576\), got -1"),
+BAD: list[Row] = [
+    ({"split": "val"}, ValueError, "split must be one of ('train', 'test', 'all'), got 'val'"),
+    ({"seed": -1}, ValueError, "seed must be in [0, 1048576), got -1"),
     ({"seed": MAX_SEED}, ValueError, "seed must be in"),
-    ({"rank": MAX_RANK}, ValueError, r"rank must be in \[0, 2048\), got 2048"),
+    ({"rank": MAX_RANK}, ValueError, "rank must be in [0, 2048), got 2048"),
     ({"seed": True}, TypeError, "seed must be an int, got True"),
-    ({"seed": 1.5}, TypeError, r"seed must be an int, got 1\.5"),
+    ({"seed": 1.5}, TypeError, "seed must be an int, got 1.5"),
     ({"rank": "0"}, TypeError, "rank must be an int, got '0'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
-def test_bad_streams(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        stream(**{"split": "train", "seed": 0, **arguments})
-
-
-def saved_and_loaded(generator: Stream) -> Any:
-    file = io.BytesIO()
-    torch.save(generator, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+test_bad_streams = refused(BAD, of(stream, split="train", seed=0))
 
 
 COPIES: dict[str, Callable[[Stream], Any]] = {
-    "torch.save": saved_and_loaded,
+    "torch.save": saved,
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),  # as for another process
@@ -154,7 +145,6 @@ X = IGNORE
 LABELS = torch.tensor([[1, 0, 1, 1], [0, 1, X, X], [X, X, X, X], [X, 0, X, 1]])
 PREDICTED = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]])
 BY_HAND = [(token_accuracy, 4 / 8), (sequence_accuracy, 1 / 3), (last_position_accuracy, 2 / 3)]
-accuracies = pytest.mark.parametrize("accuracy", [accuracy for accuracy, _ in BY_HAND])
 
 
 @pytest.mark.parametrize(("accuracy", "expected"), BY_HAND)
@@ -184,26 +174,20 @@ def test_a_nan_counts_as_wrong(dtype: torch.dtype) -> None:
     assert token_accuracy(logits, labels) == sequence_accuracy(logits, labels) == 1
 
 
-@accuracies
-@pytest.mark.parametrize(
-    ("prediction", "labels", "error", "message"),
+WRONG_LABELS: list[Row] = [
+    ((PREDICTED[:, :2], LABELS), ValueError, "logits ... or class ids (4, 4)... got (4, 2)"),
+    ((torch.zeros(4, 4, 0), LABELS), ValueError, "at least one class, got (4, 4, 0)"),
+    ((PREDICTED.float(), LABELS), TypeError, "integer dtype, got torch.float32"),
+    ((PREDICTED, LABELS.float()), TypeError, "labels must be of integer dtype, got torch"),
+    ((torch.zeros(4, 4, 2).bool(), LABELS), TypeError, "must be real numbers, got torch.bool"),
+]
+test_bad_arguments = refused(
     [
-        (PREDICTED[:, :2], LABELS, ValueError, r"logits .* or class ids \(4, 4\).* got \(4, 2\)"),
-        (torch.zeros(4, 4, 0), LABELS, ValueError, r"at least one class, got \(4, 4, 0\)"),
-        (PREDICTED.float(), LABELS, TypeError, r"integer dtype, got torch\.float32"),
-        (PREDICTED, LABELS.float(), TypeError, "labels must be of integer dtype, got torch"),
-        (torch.zeros(4, 4, 2).bool(), LABELS, TypeError, r"must be real numbers, got torch\.bool"),
-    ],
+        (of(accuracy, *given), kind, message)
+        for accuracy, _ in BY_HAND
+        for given, kind, message in WRONG_LABELS
+    ]
 )
-def test_bad_arguments(
-    accuracy: Callable[[Tensor, Tensor], Tensor],
-    prediction: Tensor,
-    labels: Tensor,
-    error: type[Exception],
-    message: str,
-) -> None:
-    with pytest.raises(error, match=message):
-        accuracy(prediction, labels)
 
 
 @settings(max_examples=30)
@@ -232,12 +216,6 @@ def test_scaled_accuracy() -> None:
     labels = torch.tensor([[X, 1], [X, 0], [0, X], [X, 1]])
     predicted = torch.tensor([[0, 1], [0, 0], [0, 0], [0, 0]])
     assert scaled_accuracy(predicted, labels, chance=0.5).item() == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("chance", [-0.1, 1.0, math.nan])
-def test_bad_chance(chance: float) -> None:
-    with pytest.raises(ValueError, match=r"chance must be in \[0, 1\), got"):
-        scale_accuracy(0.5, chance)
 
 
 NAMES = ("S1", "S3", "S4", "A3", "A4", "A5", "Z1", "Z2", "Z12", "D3", "D8", "A4xZ5", "S3xZ2xZ2")
@@ -320,45 +298,33 @@ def test_product_names(name: str) -> None:
     assert alternating(4) * cyclic(5) == group
 
 
-@pytest.mark.parametrize("name", ["", "A", "a5", "B5", "A5x", "xA5", "A5 x Z2", "A-5", "A5y"])
-def test_bad_names_list_the_forms(name: str) -> None:
-    with pytest.raises(ValueError, match="must be of the form S5, A5, Z60, D8 .* A4xZ5, got"):
-        Group.from_name(name)
-
-
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: symmetric(0), ValueError, r"n of symmetric\(n\) must be at least 1, got 0"),
-    (lambda: alternating(2), ValueError, r"n of alternating\(n\) must be at least 3, got 2"),
-    (lambda: cyclic(0), ValueError, r"n of cyclic\(n\) must be at least 1, got 0"),
-    (lambda: dihedral(2), ValueError, r"n of dihedral\(n\) must be at least 3, got 2"),
+WRONG: list[Row] = [
+    (of(symmetric, 0), ValueError, "n of symmetric(n) must be at least 1, got 0"),
+    (of(alternating, 2), ValueError, "n of alternating(n) must be at least 3, got 2"),
+    (of(cyclic, 0), ValueError, "n of cyclic(n) must be at least 1, got 0"),
+    (of(dihedral, 2), ValueError, "n of dihedral(n) must be at least 3, got 2"),
     (lambda: Group.from_name("S7"), ValueError, "group S7 must have at most 1024 elements"),
-    (lambda: cyclic(99999), ValueError, "must be at most 1024, the largest order, got 99999"),
+    (of(cyclic, 99999), ValueError, "must be at most 1024, the largest order, got 99999"),
     (lambda: Group("", ()), ValueError, "generators must hold at least one permutation"),
     (lambda: Group("", ((0, 0),)), ValueError, "must be permutations of 0 … 1"),
-    (lambda: Group("", ((1, 0), (0, 1, 2))), ValueError, r"got \(0, 1, 2\)"),
-    (lambda: generating_set(ELEMENTARY, 2, 0), ValueError, "generate Z2xZ2xZ2 .* ask for more"),
-    (lambda: Group.from_name(5), TypeError, "must be a string such as S5, .* got 5"),  # type: ignore[arg-type]
-    (lambda: cyclic(2.5), TypeError, r"n of cyclic\(n\) must be an int, got 2\.5"),  # type: ignore[arg-type]
-    (lambda: symmetric(True), TypeError, r"n of symmetric\(n\) must be an int, got True"),
+    (lambda: Group("", ((1, 0), (0, 1, 2))), ValueError, "got (0, 1, 2)"),
+    (of(generating_set, ELEMENTARY, 2, 0), ValueError, "generate Z2xZ2xZ2 ... ask for more"),
+    (of(Group.from_name, 5), TypeError, "must be a string such as S5, ... got 5"),
+    (of(cyclic, 2.5), TypeError, "n of cyclic(n) must be an int, got 2.5"),
+    (of(symmetric, True), TypeError, "n of symmetric(n) must be an int, got True"),
     (lambda: cyclic(2) * 2, TypeError, "h must be a Group, got 2"),  # type: ignore[operator]
-    (
-        lambda: cyclic(2).prefix_products(torch.ones(1, 3, dtype=torch.bool)),
-        TypeError,
-        r"elements must be of dtype torch\.int64, got torch\.bool",
-    ),
-]
+    (of(cyclic(2).prefix_products, torch.ones(1, 3, dtype=torch.bool)), TypeError,
+     "elements must be of dtype torch.int64, got torch.bool"),
+    *((of(Group, "mine", wrong), TypeError, "generators must be a tuple of tuples of ints, got")
+      for wrong in ([(1, 0)], ([1, 0],), ((True, False),), ((1.0, 0.0),), 3)),
+    *((of(Group.from_name, name), ValueError,
+       "must be of the form S5, A5, Z60, D8 ... A4xZ5, got")
+      for name in ("", "A", "a5", "B5", "A5x", "xA5", "A5 x Z2", "A-5", "A5y")),
+    *((of(scale_accuracy, 0.5, chance), ValueError, "chance must be in [0, 1), got")
+      for chance in (-0.1, 1.0, math.nan)),
+]  # fmt: skip
 
-
-@pytest.mark.parametrize(("call", "error", "message"), WRONG)
-def test_wrong_groups(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
-
-
-@pytest.mark.parametrize("generators", [[(1, 0)], ([1, 0],), ((True, False),), ((1.0, 0.0),), 3])
-def test_generators_of_wrong_types(generators: Any) -> None:
-    with pytest.raises(TypeError, match="generators must be a tuple of tuples of ints, got"):
-        Group("mine", generators)
+test_wrong_groups_and_chances = refused(WRONG)
 
 
 def test_own_generators() -> None:

@@ -1,13 +1,12 @@
 """What holds of all tasks: labels, splits, sizes, devices, messages."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import of, of_kind, refused
 from tests.tasks.rows import check, check_row, padded, rows_of
 
 from bedouin.tasks import (
@@ -190,10 +189,7 @@ def test_a_call(task: Any, options: dict[str, Any], shape: tuple[int, int]) -> N
 @pytest.mark.gpu
 @calls
 def test_rows_are_made_on_the_gpu_without_waiting(
-    task: Any,
-    options: dict[str, Any],
-    shape: tuple[int, int],
-    no_synchronization: Callable[[], AbstractContextManager[None]],
+    task: Any, options: dict[str, Any], shape: tuple[int, int], no_synchronization: Any
 ) -> None:
     generator = stream("train", 0, "cuda")
     task.sample(2, generator)  # the first call copies the table of a group to the device
@@ -269,112 +265,90 @@ def test_padding_changes_no_split(task: Any, padding: int, exact: list[Any]) -> 
         assert sum(len(row) in lengths for row in train) > len(test) / 2 > 0
 
 
-FIELDS: list[tuple[Any, dict[str, Any], str]] = [
-    (WordProblem, {"length": 0}, "length must be at least 1, got 0"),
-    (WordProblem, {"tokens_per_transition": 0}, "tokens_per_transition must be at least 1, got 0"),
-    (WordProblem, {"elements": "some"}, r"elements must be one of \('all', 'swaps', .*got 'some'"),
-    (WordProblem, {"protocol": "mine"}, r"one of \('plain', 'official'\), got 'mine'"),
-    (WordProblem, {"elements": "swaps"}, 'two elements of A5 .* got 0: use elements="all"'),
-    (WordProblem, {"group": cyclic(1)}, "at least two elements of Z1"),
-    (WordProblem, {"protocol": "official", "tokens_per_transition": 2}, "no fillers, got 2"),
-    (WordProblem, {"label_at": "first"}, r"one of \('transition', 'every', 'last'\), got 'first'"),
-    (WordProblem, {"label_at": "last", "protocol": "official"}, "must be 'transition' with"),
-    (WordProblem, {"include_identity": True}, 'include_identity=True needs elements="swaps"'),
-    (WordProblem, {"generators": 1}, r"generators must be in \[2, 60\), got 1"),
-    (WordProblem, {"generators": 4, "elements": "swaps"}, "needs elements=\"all\", got 'swaps'"),
-    (WordProblem, {"generators": 4, "generator_seed": -1}, "generator_seed must be at least 0"),
-    (WordProblem, {"generator_seed": 3}, "generator_seed must be 0 without generators, got 3"),
-    (Copying, {"min_length": 0}, "min_length must be at least 1, got 0"),
-    (Copying, {"min_length": 9}, "at most max_length, got min_length=9"),
-    (Copying, {"context_len": 18}, r"2·max_length \+ 3 = 19, got 18: raise it"),
-    (Copying, {"num_letters": 1}, r"num_letters must be in \[2, 26\], got 1"),
-    (Copying, {"protocol": "mine"}, r"protocol must be one of .*, got 'mine'"),
-    (Parity, {"length": 0}, "length must be at least 1, got 0"),
-    (Parity, {"min_length": 41}, r"min_length must be in \[1, 41\), got 41"),
-    (Parity, {"label_at": "first"}, r"label_at must be one of \('last', 'every'\), got 'first'"),
-    (ModularArithmetic, {"modulus": 1}, "modulus must be at least 2, got 1"),
-    (ModularArithmetic, {"length": 1}, "length must be at least 2, got 1"),
-    (ModularArithmetic, {"length": 41}, "must be even without brackets, got 41: digits and"),
-    (ModularArithmetic, {"min_length": 1}, r"min_length must be in \[2, 41\), got 1"),
-    (MQAR, {"vocab_size": 3}, "vocab_size must be at least 4, got 3"),
-    (MQAR, {"num_pairs": 0}, r"num_pairs must be in \[1, 4096\), got 0"),
-    (MQAR, {"length": 127}, "length must be even and at least 4 num_pairs = 128, got 127"),
-    (MQAR, {"length": 126}, "length must be even and at least 4 num_pairs = 128, got 126"),
-    (MQAR, {"power": 0.0}, "power must be > 0, got 0.0"),
-    (BoundPermutations, {"group": cyclic(1)}, "group must have at least two elements, got Z1"),
-    (BoundPermutations, {"min_definitions": 17}, r"min_definitions must be in \[1, 17\), got 17"),
-    (BoundPermutations, {"max_definitions": 27}, r"max_definitions must be in \[1, 27\), got 27"),
-    (BoundPermutations, {"min_operations": 33}, r"min_operations must be in \[1, 33\), got 33"),
-    (BoundPermutations, {"max_operations": 0}, "max_operations must be at least 1, got 0"),
+TASKS: dict[Any, str] = {
+    WordProblem(A5): "at least 1",
+    Copying(): "at least 1",
+    Parity(): "at least 1",
+    ModularArithmetic(): "at least 2",
+    MQAR(): "at least 1",
+    BoundPermutations(): "",
+}
+"""Tasks with what the length of a call must be."""
+NUMBERS: list[tuple[Any, tuple[Any, ...], str]] = [
+    (WordProblem, (A5,), "length tokens_per_transition generators"),
+    (Copying, (), "context_len min_length max_length num_letters"),
+    (Parity, (), "length"),
+    (ModularArithmetic, (), "modulus length"),
+    (MQAR, (), "vocab_size length num_pairs"),
+    (BoundPermutations, (), "min_definitions max_definitions min_operations max_operations"),
 ]
+TRAIN = stream("train", 0)
+FIELDS = of_kind(ValueError, [
+    (of(WordProblem, A5, length=0), "length must be at least 1, got 0"),
+    (of(WordProblem, A5, tokens_per_transition=0),
+     "tokens_per_transition must be at least 1, got 0"),
+    (of(WordProblem, A5, elements="some"),
+     "elements must be one of ('all', 'swaps', ...got 'some'"),
+    (of(WordProblem, A5, protocol="mine"), "one of ('plain', 'official'), got 'mine'"),
+    (of(WordProblem, A5, elements="swaps"), 'two elements of A5 ... got 0: use elements="all"'),
+    (of(WordProblem, group=cyclic(1)), "at least two elements of Z1"),
+    (of(WordProblem, A5, protocol="official", tokens_per_transition=2), "no fillers, got 2"),
+    (of(WordProblem, A5, label_at="first"), "one of ('transition', 'every', 'last'), got 'first'"),
+    (of(WordProblem, A5, label_at="last", protocol="official"), "must be 'transition' with"),
+    (of(WordProblem, A5, include_identity=True), 'include_identity=True needs elements="swaps"'),
+    (of(WordProblem, A5, generators=1), "generators must be in [2, 60), got 1"),
+    (of(WordProblem, A5, generators=4, elements="swaps"), "needs elements=\"all\", got 'swaps'"),
+    (of(WordProblem, A5, generators=4, generator_seed=-1), "generator_seed must be at least 0"),
+    (of(WordProblem, A5, generator_seed=3), "generator_seed must be 0 without generators, got 3"),
+    (of(Copying, min_length=0), "min_length must be at least 1, got 0"),
+    (of(Copying, min_length=9), "at most max_length, got min_length=9"),
+    (of(Copying, context_len=18), "2·max_length + 3 = 19, got 18: raise it"),
+    (of(Copying, num_letters=1), "num_letters must be in [2, 26], got 1"),
+    (of(Copying, protocol="mine"), "protocol must be one of ..., got 'mine'"),
+    (of(Parity, length=0), "length must be at least 1, got 0"),
+    (of(Parity, min_length=41), "min_length must be in [1, 41), got 41"),
+    (of(Parity, label_at="first"), "label_at must be one of ('last', 'every'), got 'first'"),
+    (of(ModularArithmetic, modulus=1), "modulus must be at least 2, got 1"),
+    (of(ModularArithmetic, length=1), "length must be at least 2, got 1"),
+    (of(ModularArithmetic, length=41), "must be even without brackets, got 41: digits and"),
+    (of(ModularArithmetic, min_length=1), "min_length must be in [2, 41), got 1"),
+    (of(MQAR, vocab_size=3), "vocab_size must be at least 4, got 3"),
+    (of(MQAR, num_pairs=0), "num_pairs must be in [1, 4096), got 0"),
+    (of(MQAR, length=127), "length must be even and at least 4 num_pairs = 128, got 127"),
+    (of(MQAR, length=126), "length must be even and at least 4 num_pairs = 128, got 126"),
+    (of(MQAR, power=0.0), "power must be > 0, got 0.0"),
+    (of(BoundPermutations, group=cyclic(1)), "group must have at least two elements, got Z1"),
+    (of(BoundPermutations, min_definitions=17), "min_definitions must be in [1, 17), got 17"),
+    (of(BoundPermutations, max_definitions=27), "max_definitions must be in [1, 27), got 27"),
+    (of(BoundPermutations, min_operations=33), "min_operations must be in [1, 33), got 33"),
+    (of(BoundPermutations, max_operations=0), "max_operations must be at least 1, got 0"),
+    (of(ModularArithmetic().sample, 1, TRAIN, length=7),
+     "length must be even without brackets, got 7"),
+    (of(ModularArithmetic().sample, 1, TRAIN, length=1), "length must be at least 2, got 1"),
+    (of(MQAR().sample, 1, TRAIN, num_pairs=65), "at least 4 num_pairs = 260, got 256"),
+    (of(BoundPermutations().sample, 1, TRAIN, definitions=27),
+     "definitions must be in [1, 27), got 27"),
+    (of(BoundPermutations().sample, 1, TRAIN, operations=0),
+     "operations must be at least 1, got 0"),
+    *((of(task.sample, -1, TRAIN), "batch_size must be at least 0, got -1") for task in TASKS),
+    *((of(task.sample, 1, TRAIN, split="test"), "split must be that of the stream")
+      for task in TASKS),
+    *((of(task.sample, 1, torch.Generator(), split="both"), "split must be one of")
+      for task in TASKS),
+    *((of(task.sample, 1, TRAIN, length=0), f"length must be {least}, got 0")
+      for task, least in TASKS.items() if least),
+]) + of_kind(TypeError, [
+    *((of(task.sample, 2.0, TRAIN), "batch_size must be an int, got 2.0") for task in TASKS),
+    *((of(task.sample, 1, 0), "generator must be a torch.Generator, got 0") for task in TASKS),
+    *((of(task.sample, 1, TRAIN, length=True), "length must be an int, got True")
+      for task, least in TASKS.items() if least),
+    *((of(kind, *group, **{name: value}), f"{name} must be an int, got {value!r}")
+      for kind, group, names in NUMBERS for name in names.split()
+      for value in (True, 2.0, "2", None) if (name, value) != ("generators", None)),
+    *((of(WordProblem, A5, generators=4, generator_seed=value),
+       f"generator_seed must be an int, got {value!r}") for value in (True, 2.0, "2", None)),
+    *((of(kind, "A5"), "group must be a Group, got 'A5'...Group.from_name")
+      for kind in (WordProblem, BoundPermutations)),
+])  # fmt: skip
 
-
-@pytest.mark.parametrize(("kind", "fields", "message"), FIELDS)
-def test_bad_fields(kind: Any, fields: dict[str, Any], message: str) -> None:
-    group = {"group": A5} if kind is WordProblem else {}
-    with pytest.raises(ValueError, match=message):
-        kind(**group | fields)
-
-
-@pytest.mark.parametrize("value", [True, 2.0, "2", None])
-@pytest.mark.parametrize(
-    ("kind", "others", "names"),
-    [
-        (WordProblem, {"group": A5}, "length tokens_per_transition"),
-        (WordProblem, {"group": A5, "generators": 4}, "generator_seed"),
-        (Copying, {}, "context_len min_length max_length num_letters"),
-        (Parity, {}, "length"),
-        (ModularArithmetic, {}, "modulus length"),
-        (MQAR, {}, "vocab_size length num_pairs"),
-        (BoundPermutations, {}, "min_definitions max_definitions min_operations max_operations"),
-    ],
-)
-def test_fields_of_wrong_types(kind: Any, others: dict[str, Any], names: str, value: Any) -> None:
-    for name in names.split():
-        with pytest.raises(TypeError, match=f"{name} must be an int, got {value!r}"):
-            kind(**others, **{name: value})
-    if value is not None and kind is WordProblem:
-        with pytest.raises(TypeError, match=f"generators must be an int, got {value!r}"):
-            WordProblem(A5, generators=value)
-    if kind in (WordProblem, BoundPermutations):
-        with pytest.raises(TypeError, match="group must be a Group, got 'A5'.*Group.from_name"):
-            kind("A5")
-
-
-@pytest.mark.parametrize(
-    "task",
-    [WordProblem(A5), Copying(), Parity(), ModularArithmetic(), MQAR(), BoundPermutations()],
-    ids=lambda task: type(task).__name__,
-)
-def test_bad_calls_of_all(task: Any) -> None:
-    train = stream("train", 0)
-    with pytest.raises(ValueError, match="batch_size must be at least 0, got -1"):
-        task.sample(-1, train)
-    with pytest.raises(TypeError, match=r"batch_size must be an int, got 2\.0"):
-        task.sample(2.0, train)
-    with pytest.raises(ValueError, match="split must be that of the stream"):
-        task.sample(1, train, split="test")
-    with pytest.raises(ValueError, match="split must be one of"):
-        task.sample(1, torch.Generator(), split="both")
-    with pytest.raises(TypeError, match="generator must be a torch.Generator, got 0"):
-        task.sample(1, 0)
-    if not isinstance(task, BoundPermutations):
-        with pytest.raises(TypeError, match="length must be an int, got True"):
-            task.sample(1, train, length=True)
-        with pytest.raises(ValueError, match="length must be (at least [12]|even.*), got 0"):
-            task.sample(1, train, length=0)
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        (ModularArithmetic(), {"length": 7}, "length must be even without brackets, got 7"),
-        (ModularArithmetic(), {"length": 1}, "length must be at least 2, got 1"),
-        (MQAR(), {"num_pairs": 65}, "at least 4 num_pairs = 260, got 256"),
-        (BoundPermutations(), {"definitions": 27}, r"definitions must be in \[1, 27\), got 27"),
-        (BoundPermutations(), {"operations": 0}, "operations must be at least 1, got 0"),
-    ],
-)
-def test_bad_calls(task: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        task.sample(1, stream("train", 0), **options)
+test_bad_fields_and_calls = refused(FIELDS)

@@ -85,8 +85,8 @@ class Attention(RecurrentLayer[AttentionState]):
         num_heads: h. head_dim: p, even with positions; None: d_model / num_heads.
         rope_base: base of the rotary frequencies; None: no positions.
         bias: whether the projections have biases.
-        d_conv, conv_bias: width of a short convolution of queries, keys and values, as Primer
-            (arXiv 2109.08668) has it, and whether it has a bias; None: no convolution.
+        d_conv: width of a short convolution of queries, keys and values, as Primer (arXiv
+            2109.08668) has it; None: no convolution.
     """
 
     state_type = AttentionState
@@ -103,7 +103,6 @@ class Attention(RecurrentLayer[AttentionState]):
         rope_base: float | None = 10_000.0,
         bias: bool = False,
         d_conv: int | None = None,
-        conv_bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -120,7 +119,7 @@ class Attention(RecurrentLayer[AttentionState]):
                 "choose another num_heads or head_dim, or rope_base=None for no positions"
             )
         self.in_proj = nn.Linear(d_model, 3 * h * p, bias=bias, **factory)
-        self.conv = ShortConvolution(3 * h * p, d_conv, bias=conv_bias, **factory)
+        self.conv = ShortConvolution(3 * h * p, d_conv, bias=False, **factory)
         self.out_proj = nn.Linear(h * p, d_model, bias=bias, **factory)
 
     @property

@@ -54,8 +54,8 @@ class LSTM(RecurrentLayer[LSTMState]):
 
     Args:
         expand: hidden units for each input channel; 2 gives the width that Bedouin has.
-        d_conv, conv_bias: width of a short convolution with SiLU before the LSTM, as xLSTM
-            (arXiv 2405.04517) has it, and whether it has a bias; None: no convolution.
+        d_conv: width of a short convolution with SiLU before the LSTM, as xLSTM (arXiv 2405.04517)
+            has it, with a bias; None: no convolution.
     """
 
     state_type = LSTMState
@@ -67,14 +67,13 @@ class LSTM(RecurrentLayer[LSTMState]):
         *,
         expand: float = 2,
         d_conv: int | None = None,
-        conv_bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_model, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_inner = expanded("expand", expand, "d_model", d_model)
-        self.conv = ShortConvolution(d_model, d_conv, bias=conv_bias, **factory)
+        self.conv = ShortConvolution(d_model, d_conv, bias=True, **factory)
         self.lstm = _LSTM(d_model, self.d_inner, batch_first=True, **factory)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=False, **factory)
 

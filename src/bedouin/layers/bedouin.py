@@ -122,8 +122,6 @@ class Bedouin(FixedPointLayer):
     components = fed_names = ("delta", "B", "C", "mixer")
     selective = True
     absent_options: ClassVar[dict[str, str]] = {
-        "delta_from_x_init": "use initialization=Initialization(delta_from_x=...)",
-        "rate_scale": "use initialization=Initialization(rates=...)",
         **dict.fromkeys(("output", "bias"), "Bedouin.from_paper makes a layer with the paper's"),
         **dict.fromkeys(("erase", "projection", "bounded_x", "feedback_noise"), REMOVED),
         **dict.fromkeys(("feedback_scope", "feedback_heads", "num_groups"), REMOVED),

@@ -160,14 +160,6 @@ def apply_to_parameters(module: Any, fn: Callable[[Tensor], Tensor], recurse: bo
 # do not. Loading the parameters of a module with other options would be silent otherwise.
 
 
-def convolved_error(expected: str, got: str) -> ValueError:
-    """The error for parameters or options of a `Convolved`, a layer behind a convolution."""
-    return ValueError(
-        f"{expected}, got {got} of a Convolved: bedouin 0.1.0 is the last version that reads it; "
-        "use that version, or train a layer with d_conv, whose convolution is its own"
-    )
-
-
 def number_options(module: Any) -> dict[str, Any]:
     """The attributes in `saved_options`, whose values JSON can hold."""
     return {name: getattr(module, name) for name in module.saved_options}
@@ -216,16 +208,9 @@ def load_parameters(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
 ) -> None:
     """nn.Module's _load_from_state_dict, but a missing extra state is no error, and leaves the
-    number of calls as it is: tools that save parameters alone, as averages of weights, lack it.
-    Raises ValueError for the parameters of a `Convolved`, named `conv` and `layer`."""
-    inner, key = f"{prefix}layer.", prefix + "_extra_state"
-    if f"{prefix}conv.weight" in state_dict and any(k.startswith(inner) for k in state_dict):
-        raise convolved_error(
-            f"state_dict must have the parameters of a {type(module).__name__} under {prefix!r}",
-            "those",
-        )
+    number of calls as it is: tools that save parameters alone, as averages of weights, lack it."""
     nn.Module._load_from_state_dict(module, state_dict, prefix, *others, **named)
-    missing_keys: list[str] = others[2]
+    key, missing_keys = f"{prefix}_extra_state", others[2]
     if key in missing_keys:
         missing_keys.remove(key)
 

@@ -96,7 +96,6 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         expand_v: float = 2,
         output_gate: bool = True,
         d_conv: int | None = 4,
-        conv_bias: bool = False,
         norm_eps: float = 1e-5,
         backend: DeltaBackend = "auto",
         device: torch.device | str | None = None,
@@ -121,7 +120,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
             nn.Linear(d_model, size, bias=False, **factory) for size in self._sizes
         )
         self.b_proj = nn.Linear(d_model, k * h, bias=False, **factory)
-        self.conv = ShortConvolution(sum(self._sizes), d_conv, bias=conv_bias, **factory)
+        self.conv = ShortConvolution(sum(self._sizes), d_conv, bias=False, **factory)
         self.a_proj = nn.Linear(d_model, h, bias=False, **factory) if gated else None
         if gated:
             self.A_log = nn.Parameter(torch.empty(h, **factory))

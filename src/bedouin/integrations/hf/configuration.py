@@ -19,7 +19,7 @@ from bedouin.integrations.layers import layer_name, layer_options, make_layer
 from bedouin.integrations.linear_cross_entropy import Kernel
 from bedouin.kernels.checks import check_count, check_number, unknown_option
 from bedouin.layers.bedouin import Bedouin
-from bedouin.layers.common import REMOVED, convolved_error
+from bedouin.layers.common import REMOVED
 from bedouin.layers.mixers import ChannelMixer
 from bedouin.layers.options import Initialization, choose_num_heads
 from bedouin.solvers import Adjoint, Cap, Solver
@@ -34,8 +34,6 @@ _OPTIONS = [
 _OF_ALL = ("d_model", "layer_idx", "norm_eps", "device", "dtype", "read_size")
 # Those that may be objects, and are dicts in a configuration.
 _OBJECTS = ("mixer", "solver", "adjoint", "max_steps", "initialization")
-# Fields of earlier configurations, and those of `Initialization` that have taken their place.
-_EARLIER = {"delta_from_x_init": "delta_from_x", "rate_scale": "rates"}
 # Fields of configurations of version 0.2.0, and entries of their `initialization`, that have been
 # removed. Every file of that version has them; only with these values is there still such a layer.
 _REMOVED: dict[str, Any] = {
@@ -226,13 +224,7 @@ class BedouinConfig(PreTrainedConfig):  # type: ignore[misc]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **others: Any) -> None:
-        earlier = {new: others.pop(old) for old, new in _EARLIER.items() if old in others}
-        if earlier:
-            self.initialization = Initialization(**earlier)
         from_file = self.transformers_version is not None
-        if from_file and others.pop("use_conv_bias", None) is not None and self.conv_kernel:
-            got = f"conv_kernel={self.conv_kernel!r}"
-            raise convolved_error("conv_kernel must be None in a file of version 0.1.0", got)
         others = _without_removed("", others, _REMOVED)
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in others.items():
