@@ -64,31 +64,20 @@ def compile_kernel(
     of every other parameter by its name. Pointers are multiples of 16, and so are the parameters
     `multiples`.
     """
-    names = kernel.arg_names
-    constants: dict[Any, Any] = {}
     kinds: dict[str, Kind] = {}
-    for i, name in enumerate(names):
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned = []
+    for i, name in enumerate(kernel.arg_names):
         v = known.get(name)
-        if name in known and isinstance(v, tuple):
-            kinds[name] = type(v)(*("constexpr" for _ in v))
-            constants |= {(i, j): one.value for j, one in enumerate(v)}
-        elif name in known:
-            kinds[name], constants[name] = "constexpr", v
-        else:
-            kinds[name] = kind_of(name)
-    leaves = [
-        (name, path, one)
-        for i, (name, kind) in enumerate(kinds.items())
-        for path, one in leaves_of(kind, (i,))
-    ]
-    aligned = [path for name, path, one in leaves if one[0] == "*" or name in multiples]
-    absent = {path: None for _, path, one in leaves if len(path) > 1 and one == "constexpr"}
-    source = ASTSource(
-        fn=kernel,
-        signature=kinds,
-        constexprs=absent | constants,
-        attrs={at: [["tt.divisibility", 16]] for at in aligned},
-    )
+        many = type(v)(*["constexpr"] * len(v)) if isinstance(v, tuple) else "constexpr"
+        kinds[name] = many if name in known else kind_of(name)
+        for path, kind in leaves_of(kinds[name], (i,)):
+            if kind == "constexpr":
+                constants[path] = v[path[1]].value if isinstance(v, tuple) else v
+            elif kind[0] == "*" or name in multiples:
+                aligned.append(path)
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attributes)
     launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
     options = launch | {"enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
