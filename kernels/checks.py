@@ -22,18 +22,18 @@ def one_of(argument: str, value: OptionT, valid: Sequence[str]) -> OptionT:
     return value
 
 
-def check_shape(
-    argument: str,
-    tensor: Tensor | None,  # None: not given, and not checked
+def check_shapes(
     expected: Sequence[int],
     letters: str = "",
+    **tensors: Tensor | None,  # by argument; None: not given, and not checked
 ) -> None:
-    """Raise ValueError unless `tensor` has the shape `expected`; `letters` names its axes."""
-    if tensor is not None and tensor.shape != tuple(expected):
-        named = f"{letters} = " if letters else ""
-        raise ValueError(
-            f"{argument} must have shape {named}{tuple(expected)}, got {tuple(tensor.shape)}"
-        )
+    """Raise ValueError unless `tensors` have the shape `expected`; `letters` names its axes."""
+    named = f"{letters} = " if letters else ""
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.shape != tuple(expected):
+            raise ValueError(
+                f"{argument} must have shape {named}{tuple(expected)}, got {tuple(tensor.shape)}"
+            )
 
 
 def check_sequence(argument: str, tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ them with feedback, H heads (kernels/heads.py).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,14 +16,11 @@ from bedouin.kernels.scan import Eigenvalues, InputScale
 Activation = Literal["softplus", "softplus_of_minus", "sigmoid"]
 """How Delta follows from its raw values; "softplus_of_minus" is softplus(-raw)."""
 
-Scalars = tuple[str, bool, int, float, str, str, float | None]
-"""The fields of `RawLayout`, then input_scale, eigenvalues and feedback_norm_eps."""
-
 SCALARS = (
     "str activation, bool selective, SymInt num_householder, float beta_max, "
     "str input_scale, str eigenvalues, float? norm_eps"
 )
-"""`Scalars` in the schema of an operation."""
+"""`Parameterization.scalars` in the schema of an operation."""
 NUM_SCALARS = 7
 
 
@@ -147,24 +144,13 @@ class Parameterization:
             raise ValueError("parameterization.layout must be a RawLayout, got None")
         return self.layout
 
-    def scalars(self) -> Scalars:
-        """The fields one by one, since registered operations take no objects."""
+    def scalars(self) -> tuple[Any, ...]:
+        """The fields of the layout, then the others, since operations take no objects."""
         of = self.known_layout()
         fields = of.activation, of.selective, of.num_householder, of.beta_max
         return *fields, self.input_scale, self.eigenvalues, self.feedback_norm_eps
 
     @staticmethod
-    def from_scalars(
-        activation: str,
-        selective: bool,
-        num_householder: int,
-        beta_max: float,
-        input_scale: str,
-        eigenvalues: str,
-        feedback_norm_eps: float | None,
-    ) -> "Parameterization":
+    def from_scalars(*scalars: Any) -> "Parameterization":
         """The inverse of `scalars`."""
-        kind = cast(Activation, activation)
-        layout = RawLayout(kind, selective, num_householder, beta_max)
-        scales = cast(InputScale, input_scale), cast(Eigenvalues, eigenvalues)
-        return Parameterization(layout, *scales, feedback_norm_eps)
+        return Parameterization(RawLayout(*scalars[:4]), *scalars[4:])

@@ -125,14 +125,20 @@ class Operation:
     def __call__(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling() or is_transformed():
             return self.overload(*inputs)
-        if self._eager is not None and torch.is_grad_enabled():
-            if any([isinstance(v, Tensor) and v.requires_grad for v in inputs]):
-                return self._eager.apply(*inputs)
+        if self._eager is not None and is_recorded(*inputs):
+            return self._eager.apply(*inputs)
         return self._below_autograd(*inputs)
 
     def _below_autograd(self, *inputs: Any) -> Any:
         run = self.function if _needs_no_dispatch(inputs) else self.overload
         return run(*inputs)
+
+
+def is_recorded(*inputs: Any) -> bool:
+    """Whether the gradient of a tensor among `inputs` is recorded."""
+    # a generator takes longer
+    wanted = [isinstance(v, Tensor) and v.requires_grad for v in inputs]
+    return torch.is_grad_enabled() and any(wanted)
 
 
 def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, choose_backend
-from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.convolution.reference import Groups, short_convolution_reference
 from bedouin.kernels.launch import arguments_of, ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation
@@ -43,10 +43,10 @@ def short_convolution(
     """
     check_sequence("x", x)
     (b, t, c), w = x.shape, weight.shape[-1]
-    check_shape("weight", weight, (c, w), "(c, w)")
-    check_shape("window", window, (b, w - 1, c), "(b, w - 1, c)")
+    check_shapes((c, w), "(c, w)", weight=weight)
+    check_shapes((b, w - 1, c), "(b, w - 1, c)", window=window)
     if added is not None:
-        check_shape("added", added, (b, t, added.shape[-1]), "(b, t, a)")
+        check_shapes((b, t, added.shape[-1]), "(b, t, a)", added=added)
     # the kernels compute norms of all blocks, and read those of groups
     groups = Groups(0, c, 1.0) if groups is None else groups
     if groups.number * groups.size > c or (added is not None and added.shape[-1] > c):
@@ -83,7 +83,7 @@ def _launch_arguments(
     count: int,
     size: int,
     eps: float,
-) -> tuple[list[Tensor | None], list[int], tuple[int, int], dict[str, Any]]:
+) -> tuple[tuple[Tensor | None, ...], list[int], tuple[int, int], dict[str, Any]]:
     """The tensors, of which x and added have evenly spaced rows; t, c, the distance of the rows of
     x, a and that of added, and the number of groups; the tiles of tokens of all samples and the
     blocks of channels; constants."""
@@ -96,9 +96,9 @@ def _launch_arguments(
     more = (0, 0) if added is None else (added.shape[-1], added.stride(1))
     numbers = [t, c, x.stride(1), *more, count]
     constants = {"WIDTH": weight.shape[1], "TOKENS": tokens, "SIZE": size, "BLOCK": block}
-    tensors = [x, weight.contiguous(), window.contiguous(), added]
+    inputs = x, weight.contiguous(), window.contiguous(), added
     tiles = b * ceil_div(t, tokens), ceil_div(c, size)
-    return tensors, numbers, tiles, constants | {"EPS": eps}
+    return inputs, numbers, tiles, constants | {"EPS": eps}
 
 
 def _like(*given: Any) -> tuple[Tensor, Tensor]:
@@ -112,9 +112,9 @@ def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
     from bedouin.kernels.convolution.triton_kernels import convolution_kernel
 
-    tensors, numbers, (tiles, blocks), constants = _launch_arguments(*given)
+    inputs, numbers, (tiles, blocks), constants = _launch_arguments(*given)
     outputs, known = _like(*given), arguments_of(convolution_kernel, constants)
-    convolution_kernel[(tiles * blocks,)](*tensors, *outputs, *numbers, **known)
+    convolution_kernel[(tiles * blocks,)](inputs, *outputs, *numbers, **known)
     return outputs
 
 
@@ -128,18 +128,18 @@ def _backward(
     empty where there is none."""
     from bedouin.kernels.convolution.triton_kernels import cotangent_kernel, input_kernel
 
-    tensors, numbers, (tiles, blocks), constants = _launch_arguments(*given)
+    inputs, numbers, (tiles, blocks), constants = _launch_arguments(*given)
     x, w = given[0], given[1].shape[1]
     (_, t, c), grid, grad = x.shape, (tiles * blocks,), evenly_spaced(grad)
     grad_x, grad_weight, grad_window, grad_added = empty_like(*given[:4])
     cotangent = torch.empty_like(grad_x)
     sums = x.new_empty(tiles, w, c, dtype=torch.float32)
     cotangent_kernel[grid](
-        *(grad, *tensors, cotangent, grad_added, *numbers, grad.stride(1)),
+        *(grad, inputs, cotangent, grad_added, *numbers, grad.stride(1)),
         **arguments_of(cotangent_kernel, constants),
     )
     input_kernel[grid](
-        *(cotangent, *tensors[:3], grad_x, grad_window, sums, *numbers[:3]),
+        *(cotangent, inputs, grad_x, grad_window, sums, *numbers[:3]),
         **arguments_of(input_kernel, constants),
     )
     if grad_after is not None:

@@ -28,44 +28,41 @@ def _places(t, c, TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _load_weight(weight_ptr, i, channel, exists, WIDTH: tl.constexpr):
+def _load_weight(inputs, i, channel, exists, WIDTH: tl.constexpr):
     """weight[:, i]."""
-    return tl.load(weight_ptr + channel * WIDTH + i, exists, 0.0).to(tl.float32)
+    return tl.load(inputs[1] + channel * WIDTH + i, exists, 0.0).to(tl.float32)
 
 
 @triton.jit
-def _shifted(x_ptr, window_ptr, row, place, t, c, x_row, WIDTH: tl.constexpr):
+def _shifted(inputs, row, place, t, c, x_row, WIDTH: tl.constexpr):
     """x at the rows, of which those before the first token are in the window."""
     sample, tile, _, _, channel, exists = place
     inside = (row >= 0) & (row < t)
     at = (sample * t + row)[:, None] * x_row + channel[None, :]
-    v = tl.load(x_ptr + at, inside[:, None] & exists[None, :], 0.0).to(tl.float32)
+    v = tl.load(inputs[0] + at, inside[:, None] & exists[None, :], 0.0).to(tl.float32)
     if tile == 0:
         before = row + (WIDTH - 1)
         in_window = (row < 0) & (before >= 0)
         at = (sample * (WIDTH - 1) + before)[:, None] * c + channel[None, :]
-        v += tl.load(window_ptr + at, in_window[:, None] & exists[None, :], 0.0).to(tl.float32)
+        v += tl.load(inputs[2] + at, in_window[:, None] & exists[None, :], 0.0).to(tl.float32)
     return v
 
 
 @triton.jit
-def _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH: tl.constexpr):
+def _convolved(inputs, place, t, c, x_row, WIDTH: tl.constexpr):
     """conv(x)."""
     _, _, _, token, channel, exists = place
     v = tl.zeros((token.shape[0], channel.shape[0]), tl.float32)
     for i in tl.static_range(WIDTH):
-        weight = _load_weight(weight_ptr, i, channel, exists, WIDTH)
+        weight = _load_weight(inputs, i, channel, exists, WIDTH)
         row = token - (WIDTH - 1 - i)
-        v += weight[None, :] * _shifted(x_ptr, window_ptr, row, place, t, c, x_row, WIDTH)
+        v += weight[None, :] * _shifted(inputs, row, place, t, c, x_row, WIDTH)
     return v
 
 
 @triton.jit
 def convolution_kernel(
-    x_ptr,  # (b, t, c)
-    weight_ptr,  # (c, w)
-    window_ptr,  # (b, w - 1, c)
-    added_ptr,  # (b, t, a), or None
+    inputs,  # x (b, t, c), weight (c, w), window (b, w - 1, c), added (b, t, a) or None
     out_ptr,  # (b, t, c + a)
     after_ptr,  # (b, w - 1, c), the inputs before the token after the last one
     t,
@@ -82,12 +79,12 @@ def convolution_kernel(
 ):
     place = _places(t, c, TOKENS, SIZE, BLOCK)
     sample, tile, block, token, channel, exists = place
-    v = _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH)
+    v = _convolved(inputs, place, t, c, x_row, WIDTH)
     row = (sample * t + token)[:, None]
     at, mask = row * (c + a) + channel[None, :], (token < t)[:, None] & exists[None, :]
-    if added_ptr is not None:
+    if inputs[3] is not None:
         has_more = mask & (channel < a)[None, :]
-        more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
+        more = v + tl.load(inputs[3] + row * added_row + channel[None, :], has_more, 0.0)
         more *= tl.sigmoid(more)
         tl.store(out_ptr + at + c, more.to(out_ptr.dtype.element_ty), has_more)
     v *= tl.sigmoid(v)
@@ -98,7 +95,7 @@ def convolution_kernel(
         first = sample, tile * 0, block, token, channel, exists
         for i in tl.static_range(WIDTH - 1):
             end = t - (WIDTH - 1 - i) + tl.zeros((1,), tl.int64)
-            last = _shifted(x_ptr, window_ptr, end, first, t, c, x_row, WIDTH)
+            last = _shifted(inputs, end, first, t, c, x_row, WIDTH)
             to = (sample * (WIDTH - 1) + i) * c + channel[None, :]
             tl.store(after_ptr + to, last.to(after_ptr.dtype.element_ty), exists[None, :])
 
@@ -106,10 +103,7 @@ def convolution_kernel(
 @triton.jit
 def cotangent_kernel(
     grad_ptr,  # (b, t, c + a)
-    x_ptr,  # (b, t, c)
-    weight_ptr,  # (c, w)
-    window_ptr,  # (b, w - 1, c)
-    added_ptr,  # (b, t, a), or None
+    inputs,  # as in `convolution_kernel`
     out_ptr,  # (b, t, c), the cotangent of conv(x)
     grad_added_ptr,  # (b, t, a)
     t,
@@ -127,7 +121,7 @@ def cotangent_kernel(
 ):
     place = _places(t, c, TOKENS, SIZE, BLOCK)
     sample, _, block, token, channel, exists = place
-    v = _convolved(x_ptr, weight_ptr, window_ptr, place, t, c, x_row, WIDTH)
+    v = _convolved(inputs, place, t, c, x_row, WIDTH)
     row, mask = (sample * t + token)[:, None], (token < t)[:, None] & exists[None, :]
     at = row * grad_row + channel[None, :]
     grad = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32)
@@ -137,9 +131,9 @@ def cotangent_kernel(
     along = tl.sum(active * grad, 1)[:, None] * inverse * inverse
     grad = tl.where(block < count, inverse * (grad - active * along), grad)
     grad *= silu_slope(v, sigmoid)
-    if added_ptr is not None:
+    if inputs[3] is not None:
         has_more = mask & (channel < a)[None, :]
-        more = v + tl.load(added_ptr + row * added_row + channel[None, :], has_more, 0.0)
+        more = v + tl.load(inputs[3] + row * added_row + channel[None, :], has_more, 0.0)
         grad_more = tl.load(grad_ptr + at + c, has_more, 0.0).to(tl.float32)
         grad_more *= silu_slope(more, tl.sigmoid(more))
         at = row * a + channel[None, :]
@@ -159,9 +153,7 @@ def _load_token(ptr, sample, token, channel, exists, t, c):
 @triton.jit
 def input_kernel(
     grad_ptr,  # (b, t, c), the cotangent of conv(x)
-    x_ptr,  # (b, t, c)
-    weight_ptr,  # (c, w)
-    window_ptr,  # (b, w - 1, c)
+    inputs,  # as in `convolution_kernel`
     out_ptr,  # (b, t, c)
     grad_window_ptr,  # (b, w - 1, c)
     sums_ptr,  # (b n, w, c), this program's part of the gradient of the weight
@@ -179,19 +171,19 @@ def input_kernel(
     sample, tile, _, token, channel, exists = _places(t, c, TOKENS, SIZE, BLOCK)
     mask = (token < t)[:, None] & exists[None, :]
     at = (sample * t + token)[:, None] * x_row + channel[None, :]
-    x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
+    x = tl.load(inputs[0] + at, mask, 0.0).to(tl.float32)
     before = sample * (WIDTH - 1) * c + channel
     v = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         row = token + (WIDTH - 1 - i)
         at = (sample * t + row)[:, None] * c + channel[None, :]
         grad = tl.load(grad_ptr + at, (row < t)[:, None] & exists[None, :], 0.0).to(tl.float32)
-        v += _load_weight(weight_ptr, i, channel, exists, WIDTH)[None, :] * grad
+        v += _load_weight(inputs, i, channel, exists, WIDTH)[None, :] * grad
         total = tl.sum(grad * x, 0)
         if tile == 0:
             for j in tl.static_range(i, WIDTH - 1):
                 grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
-                total += grad_j * tl.load(window_ptr + before + j * c, exists, 0.0).to(tl.float32)
+                total += grad_j * tl.load(inputs[2] + before + j * c, exists, 0.0).to(tl.float32)
         part = (sample * tl.cdiv(t, TOKENS) + tile) * WIDTH + i
         tl.store(sums_ptr + part * c + channel, total, exists)
     at = (sample * t + token)[:, None] * c + channel[None, :]
@@ -201,6 +193,6 @@ def input_kernel(
             back = tl.zeros((BLOCK,), tl.float32)
             for i in tl.static_range(j + 1):
                 grad_j = _load_token(grad_ptr, sample, j - i, channel, exists, t, c)
-                back += _load_weight(weight_ptr, i, channel, exists, WIDTH) * grad_j
+                back += _load_weight(inputs, i, channel, exists, WIDTH) * grad_j
             to = grad_window_ptr + before + j * c
             tl.store(to, back.to(grad_window_ptr.dtype.element_ty), exists)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import KERNEL_DTYPES, Backend, choose_backend
-from bedouin.kernels.checks import check_shape, one_of
+from bedouin.kernels.checks import check_shapes, one_of
 from bedouin.kernels.delta_rule import fla
 from bedouin.kernels.delta_rule.rates import delta_rates, delta_rates_reference
 from bedouin.kernels.delta_rule.reference import (
@@ -27,12 +27,12 @@ from bedouin.kernels.delta_rule.reference import (
 )
 from bedouin.kernels.launch import (
     accumulator,
+    arguments_of,
     ceil_div,
-    dtype_of_factors,
     evenly_spaced,
     next_power_of_two,
 )
-from bedouin.kernels.operation import empty_like, operation, plain_operation
+from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 
 __all__ = [
     "DeltaBackend",
@@ -62,9 +62,8 @@ def check_delta_backend(backend: str) -> None:
 
 def kernel_backend(backend: DeltaBackend) -> Backend:
     """What other kernels of a layer take where its delta rule takes `backend`."""
-    if backend == "torch":
-        return "reference"
-    return "triton" if backend == "triton" else "auto"
+    kinds: dict[str, Backend] = {"torch": "reference", "triton": "triton"}
+    return kinds.get(backend, "auto")
 
 
 def delta_rule(
@@ -101,12 +100,8 @@ def delta_rule(
         return delta_rule_plain(inputs, _or_zeros(memory, inputs))
     if by_kernel:
         k, by_steps = inputs.key.shape[2], steps_as_tokens(inputs)
-        keep = torch.is_grad_enabled() and any(
-            [v is not None and v.requires_grad for v in (*by_steps, memory)]
-        )
-        o, last, *_ = chunk_kernels(*by_steps, memory, keep)
-        o = o if k == 1 else o[:, k - 1 :: k]
-        return o, last
+        o, last, *_ = chunk_kernels(*by_steps, memory, is_recorded(*by_steps, memory))
+        return o if k == 1 else o[:, k - 1 :: k], last
     memory = _or_zeros(memory, inputs)
     # a graph of torch.compile would otherwise have the operations of all chunks
     if torch.compiler.is_compiling():
@@ -126,11 +121,11 @@ def _check_shapes(
             "for one Householder step a token, use key.unsqueeze(2) and value.unsqueeze(2)"
         )
     (b, t, k, h, p), v = inputs.key.shape, inputs.value.shape[-1]
-    check_shape("query", inputs.query, (b, t, h, p), "(b, t, h, p)")
-    check_shape("value", inputs.value, (b, t, k, h, v), "(b, t, k, h, v)")
-    check_shape("beta", inputs.beta, (b, t, k, h), "(b, t, k, h)")
-    check_shape("log_decay", inputs.log_decay, (b, t, h), "(b, t, h)")
-    check_shape("memory", memory, (b, h, p, v), "(b, h, p, v)")
+    check_shapes((b, t, h, p), "(b, t, h, p)", query=inputs.query)
+    check_shapes((b, t, k, h, v), "(b, t, k, h, v)", value=inputs.value)
+    check_shapes((b, t, k, h), "(b, t, k, h)", beta=inputs.beta)
+    check_shapes((b, t, h), "(b, t, h)", log_decay=inputs.log_decay)
+    check_shapes((b, h, p, v), "(b, h, p, v)", memory=memory)
 
 
 def _takes_kernel(
@@ -139,16 +134,14 @@ def _takes_kernel(
     backend: DeltaBackend,
 ) -> bool:
     """Whether `delta_rule` calls a Triton kernel; ValueError where it must and cannot."""
-    if backend == "torch":
-        return False
     unfit, p, dtype = None, inputs.key.shape[-1], inputs.query.dtype
     if p > KERNEL_CHANNELS:
         unfit = f"heads of {p} key channels, more than {KERNEL_CHANNELS}"
     elif dtype not in KERNEL_DTYPES:
         unfit = f"products in {dtype}"
-    chosen: Backend = "triton" if backend == "triton" else "auto"
     widest = accumulator(*(v.dtype for v in (*inputs, memory) if v is not None))
-    return choose_backend(chosen, inputs.key.device, widest, unfit, plain="torch") == "triton"
+    kind = kernel_backend(backend)
+    return choose_backend(kind, inputs.key.device, widest, unfit, plain="torch") == "triton"
 
 
 def _or_zeros(
@@ -175,20 +168,11 @@ VALUE_BLOCK = 64
 STEP_CELLS = 2048
 """Most cells of S in a program of a single token: of fewer, more programs share its one read."""
 
-FLOAT32_PRODUCTS = "tf32x3"
-"""Of float32 factors: three products on tensor cores, whose sum has nearly float32's precision.
-"ieee" has all of it, without tensor cores."""
-
 
 def longest_chunk(dtype: torch.dtype) -> int:
     """Most tokens of a chunk whose products have factors of `dtype`. The factors of float32 are
     computed from the tiles, so they must have fewer than 64 rows (triton_chunks.py)."""
     return CHUNK // 2 if dtype == torch.float32 else CHUNK
-
-
-def chunk_size(t: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk in a call of t tokens, less than the longest one where there are fewer."""
-    return min(longest_chunk(dtype), max(LEAST, next_power_of_two(max(1, t))))
 
 
 class Kept(NamedTuple):
@@ -219,43 +203,36 @@ class Kept(NamedTuple):
 def _rows(
     query: Tensor,  # (b, t, h, p)
     key: Tensor,  # (b, t, 1, h, p)
+    value: Tensor,  # (b, t, 1, h, v)
     beta: Tensor,  # (b, t, 1, h)
     log_decay: Tensor,  # (b, t, h)
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels read: evenly spaced (b, t, h p) and (b, t, h p), (b, t, h) and (b, t, h)."""
-    numbers = beta.squeeze(2).contiguous(), log_decay.contiguous()
-    return evenly_spaced(query.flatten(2)), evenly_spaced(key.flatten(2)), *numbers
-
-
-def _part(p: int, dtype: torch.dtype) -> int:
-    """Key channels of a part of S."""
-    return min(longest_chunk(dtype), max(LEAST, next_power_of_two(p)))
-
-
-def value_block(p: int, v: int, dtype: torch.dtype) -> int:
-    """Value channels of a program; fewer in float32, whose products take more registers."""
-    part = _part(p, dtype)
-    most = STATE_CELLS // (ceil_div(p, part) * part)
-    if dtype == torch.float32:
-        most //= 2
-    return max(LEAST, min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v)))
+) -> DeltaInputs:
+    """What the kernels read: evenly spaced (b, t, h p) and (b, t, h v), contiguous (b, t, h)."""
+    query, key, value = (evenly_spaced(v.flatten(2)) for v in (query, key, value))
+    return DeltaInputs(query, key, value, beta.contiguous(), log_decay.contiguous())
 
 
 def constants(
     query: Tensor,  # (b, t, h, p)
+    v: int,
 ) -> dict[str, Any]:
-    """What all kernels have in common at compile time."""
-    _, t, _, p = query.shape
+    """What the kernels of chunks have at compile time, and their launch options."""
+    (_, t, _, p), longest = query.shape, longest_chunk(query.dtype)
+    is_wide = query.dtype == torch.float32
+    part = min(longest, max(LEAST, next_power_of_two(p)))
+    # of float32 half as many, whose products take more registers
+    most = STATE_CELLS // (ceil_div(p, part) * part) // (2 if is_wide else 1)
+    block = min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v))
     return {
         "P_SIZE": p,
-        "PART": _part(p, query.dtype),
-        "C": chunk_size(t, query.dtype),
-        "DOT": dtype_of_factors(query.dtype),
-        "PRECISION": FLOAT32_PRODUCTS,
-        "enable_fp_fusion": True,
+        "V_SIZE": v,
+        "PART": part,  # key channels of a part of S
+        "V_BLOCK": max(LEAST, block),  # value channels of a program
+        # less than the longest chunk where there are fewer tokens
+        "C": min(longest, max(LEAST, next_power_of_two(max(1, t)))),
         "num_warps": 4,  # no more (triton_chunks.py)
         # in float32 nothing is copied ahead, as all factors pass registers
-        "num_stages": 1 if query.dtype == torch.float32 else 2,
+        "num_stages": 1 if is_wide else 2,
     }
 
 
@@ -278,55 +255,34 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     and the tensors of `Kept`. The inputs are those of `DeltaInputs` with k = 1 and a decay. query,
     key and value have one of the kernels' dtypes, which the factors of products and the outputs
     have, too."""
-    from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, sweep_kernel
+    from bedouin.kernels.delta_rule.triton_chunks import prepare_kernel, step_kernel, sweep_kernel
 
     query, key, value, beta, log_decay, memory, keep = given
     o, last, *kept = _like(*given)
-    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
-    rows, value = _rows(query, key, beta, log_decay), evenly_spaced(value.flatten(2))
-    tokens = *rows[:2], value, *rows[2:]
+    (b, t, h, p), v = query.shape, value.shape[-1]
+    inputs = _rows(query, key, value, beta, log_decay)
+    apart = tuple(v.stride(1) for v in inputs[:3])
+    memory = None if memory is None else memory.contiguous()
     if t == 1 and not keep:
-        _step(tokens, memory, (o, last))
+        P = next_power_of_two(p)
+        block = min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v))
+        step_kernel[(b * h * ceil_div(v, block),)](
+            *(inputs, apart, memory, o, last, h), P_SIZE=p, V_SIZE=v, P=P, V_BLOCK=block
+        )
         return o, last, *kept
     # what the sweep reads is there without `keep`, too
-    squares = kept[:2] if keep else Kept.empty(query, 0, keep=True, started=True)[:2]
-    n, common = ceil_div(t, longest_chunk(dtype)), constants(query)
-    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1)
-    prepare_kernel[(b * h * n,)](*rows, *squares, *sizes, **common)
-    block = value_block(p, v, dtype)
-    sweep_kernel[(b * h * ceil_div(v, block),)](
-        *(*tokens, *squares),
-        *(last if memory is None else memory.contiguous(), o, last, *kept[2:]),
-        *(*sizes, value.stride(1)),
-        STARTED=memory is not None,
-        KEEP=keep,
-        V_SIZE=v,
-        V_BLOCK=block,
-        **common,
+    found: list[Any] = kept
+    if not keep:
+        found = [*Kept.empty(query, 0, keep=True, started=True)[:2], None, None]
+    n, every = ceil_div(t, longest_chunk(query.dtype)), constants(query, v)
+    prepare_kernel[(b * h * n,)](
+        *(inputs, apart, Kept(*found), t, h, n), **arguments_of(prepare_kernel, every)
+    )
+    sweep_kernel[(b * h * ceil_div(v, every["V_BLOCK"]),)](
+        *(inputs, apart, Kept(*found), memory, o, last, t, h, n),
+        **arguments_of(sweep_kernel, every),
     )
     return o, last, *kept
-
-
-def _step(
-    tokens: tuple[Tensor, ...],  # those of `_rows`, with those of the values (b, 1, h v) third
-    memory: Tensor | None,  # (b, h, p, v); None: zeros
-    found: tuple[Tensor, Tensor],  # o and last, written
-) -> None:
-    """The same for a single token whose gradient is not wanted."""
-    from bedouin.kernels.delta_rule.triton_chunks import step_kernel
-
-    b, h, p, v = found[1].shape
-    P = next_power_of_two(p)
-    block = min(STEP_CELLS // P, VALUE_BLOCK, next_power_of_two(v))
-    step_kernel[(b * h * ceil_div(v, block),)](
-        *(*tokens, found[1] if memory is None else memory.contiguous(), *found),
-        *(h, *(rows.stride(1) for rows in tokens[:3])),
-        STARTED=memory is not None,
-        P_SIZE=p,
-        V_SIZE=v,
-        P=P,
-        V_BLOCK=block,
-    )
 
 
 @chunk_kernels.register_vjp(kept=4, optional=(1,))
@@ -338,26 +294,23 @@ def _backward(
     """The gradients of query, key, value, beta, log_decay and, where there is one, memory."""
     from bedouin.kernels.delta_rule.triton_chunks_backward import gradients_kernel, reverse_kernel
 
-    kept, (query, key, value, beta, decay, memory) = Kept(*given[:4]), given[4:]
-    found = empty_like(query, key, value, beta, decay, memory)
-    grad_q, grad_k, grad_v, grad_beta, grad_decay, grad_memory = found
-    (b, t, h, p), v, dtype = query.shape, value.shape[-1], query.dtype
-    rows, grad_o = _rows(query, key, beta, decay), evenly_spaced(grad_o.flatten(2))
-    n, block = ceil_div(t, longest_chunk(dtype)), value_block(p, v, dtype)
+    kept, (query, _, value, *_, memory) = Kept(*given[:4]), given[4:]
+    found = empty_like(*given[4:])
+    (b, t, h, p), v = query.shape, value.shape[-1]
+    inputs, grad_o = _rows(*given[4:9]), evenly_spaced(grad_o.flatten(2))
+    n, every = ceil_div(t, longest_chunk(query.dtype)), constants(query, v)
     grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
-    sizes = t, h, n, rows[0].stride(1), rows[1].stride(1), grad_o.stride(1)
-    common: dict[str, Any] = {"ENDED": grad_last is not None, "STARTED": memory is not None}
-    common |= {"V_SIZE": v, "V_BLOCK": block} | constants(query)
-    reverse_kernel[(b * h * ceil_div(v, block),)](
-        *(*rows, kept.inverses, kept.scores, grad_o),
-        grad_o if grad_last is None else grad_last.contiguous(),
-        *(grad_v, grad_states, grad_memory, *sizes),
-        **common,
+    apart, grads = tuple(v.stride(1) for v in (*inputs[:2], grad_o)), DeltaInputs(*found[:5])
+    last = None if grad_last is None else grad_last.contiguous()
+    every |= {"ENDED": last is not None, "STARTED": memory is not None}
+    reverse_kernel[(b * h * ceil_div(v, every["V_BLOCK"]),)](
+        *(inputs, apart, kept, grad_o, last, grad_states, grads),
+        *(None if memory is None else found[5], t, h, n),
+        **arguments_of(reverse_kernel, every),
     )
     gradients_kernel[(b * h * n,)](
-        *(*rows, kept.errors, kept.states, grad_o, grad_v, grad_states),
-        *(grad_q, grad_k, grad_beta, grad_decay, *sizes),
-        **common,
+        *(inputs, apart, kept, grad_o, grad_states, grads, t, h, n),
+        **arguments_of(gradients_kernel, every),
     )
     return found
 

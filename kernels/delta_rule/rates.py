@@ -66,16 +66,18 @@ def _launch_arguments(
     b: Tensor,  # (b, t, k h)
     key: Tensor,  # (b, t, k, h, p)
     a: Tensor,  # (b, t, h)
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], int, dict[str, Any]]:
-    """The tensors with evenly spaced rows, the numbers r = b t, c = k h, h and the distances of
-    rows, the number of tiles of tokens, and the constants."""
+    A_log: Tensor,  # (h,)
+    dt_bias: Tensor,  # (h,)
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """The tensors as the kernels read them, and the distances of the rows of the first three; the
+    numbers r = b t, c = k h and h; the constants."""
     (*_, h, p), c = key.shape, b.shape[-1]
-    b, key, a = evenly_spaced(b), evenly_spaced(key.flatten(2)), evenly_spaced(a)
+    rows = tuple(map(evenly_spaced, (b, key.flatten(2), a)))
     r, block = b.numel() // c, next_power_of_two(p)
     tokens = min(next_power_of_two(r), max(1, TILE // block))
-    numbers = r, c, h, b.stride(1), key.stride(1), a.stride(1)
     constants = {"P": p, "TOKENS": tokens, "BLOCK": block, "enable_fp_fusion": True}
-    return (b, key, a), numbers, ceil_div(r, tokens), constants
+    read = *rows, A_log.contiguous(), dt_bias.contiguous()
+    return read, tuple(v.stride(1) for v in rows), (r, c, h), constants
 
 
 def _like(*given: Any) -> tuple[Tensor, Tensor]:
@@ -94,11 +96,9 @@ def delta_rates_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """`delta_rates` with a decay, in Triton, which is imported when the operation runs."""
     from bedouin.kernels.delta_rule.triton_rates import rates_kernel
 
-    operands, numbers, tiles, constants = _launch_arguments(*given[:3])
-    rates, parameters = _like(*given), (v.contiguous() for v in given[3:5])
-    rates_kernel[(tiles * numbers[1],)](
-        *(*operands, *parameters, *rates, *numbers, given[5]), **constants
-    )
+    *read, (r, c, h), constants = _launch_arguments(*given[:5])
+    rates, tiles = _like(*given), ceil_div(r, constants["TOKENS"])
+    rates_kernel[(tiles * c,)](*read, *rates, r, c, h, given[5], **constants)
     return rates
 
 
@@ -111,14 +111,13 @@ def _backward(
     """The cotangents of b, key (empty), a, A_log and dt_bias."""
     from bedouin.kernels.delta_rule.triton_rates import rates_backward_kernel
 
-    operands, numbers, tiles, constants = _launch_arguments(*given[:3])
-    b, _, a, A_log, dt_bias, scale = given
+    *read, (r, c, h), constants = _launch_arguments(*given[:5])
+    (b, _, a, A_log, dt_bias, scale), tiles = given, ceil_div(r, constants["TOKENS"])
     grad_b, grad_key, grad_a = empty_like(b, None, a)
-    sums = b.new_empty(tiles, 2, a.shape[-1], dtype=torch.float32)
-    rates_backward_kernel[(tiles * numbers[1],)](
-        *(grad_beta.contiguous(), grad_decay.contiguous(), *operands),
-        *(A_log.contiguous(), dt_bias.contiguous()),
-        *(grad_b, grad_a, sums, *numbers, scale),
+    sums = b.new_empty(tiles, 2, h, dtype=torch.float32)
+    rates_backward_kernel[(tiles * c,)](
+        *(*read, grad_beta.contiguous(), grad_decay.contiguous(), grad_b, grad_a, sums),
+        *(r, c, h, scale),
         **constants,
     )
     # two sums, because an operation must not return two views of one tensor

@@ -25,19 +25,27 @@ of a chunk.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.elementary import FAST
+
+PRECISION = tl.constexpr("tf32x3")
+"""Of products of float32: three on tensor cores, whose sum has nearly float32's precision. "ieee"
+has all of it, without tensor cores."""
+
 
 @triton.jit
-def factor(x, LIKE, DOT: tl.constexpr):
-    """x as a factor of a product: rounded to the dtype of the tensor LIKE, in the dtype DOT, which
-    is another one only in the interpreter, where bfloat16 cannot be multiplied."""
-    return x.to(LIKE.dtype.element_ty).to(DOT)
+def factor(x, LIKE):
+    """x as a factor of a product: rounded to the dtype of the tensor LIKE, but in the interpreter
+    then in float32, because bfloat16 cannot be multiplied there."""
+    low = x.to(LIKE.dtype.element_ty)
+    return low if FAST else low.to(tl.float32)
 
 
 @triton.jit
-def load_tile(X, at, ROW, column, left, C: tl.constexpr, SIZE: tl.constexpr):
-    """Columns of the c tokens of a chunk, `left` of which exist, from address X + at."""
-    row, column = tl.arange(0, C)[:, None], column[None, :]
-    return tl.load(X + at + row * ROW + column, (row < left) & (column < SIZE), 0.0)
+def load_columns(X, ROW, first, h, column, left, C: tl.constexpr, SIZE: tl.constexpr):
+    """Columns of the c tokens of a chunk and of head h, `left` of which exist, as a factor."""
+    row, column, at = tl.arange(0, C)[:, None], column[None, :], first * ROW + h * SIZE
+    there = (row < left) & (column < SIZE)
+    return factor(tl.load(X + at + row * ROW + column, there, 0.0), X)
 
 
 @triton.jit
@@ -48,18 +56,10 @@ def store_tile(X, at, ROW, column, left, values, C: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def load_part(
-    X,
-    at,
-    ROW,
-    part,
-    left,
-    C: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    DOT: tl.constexpr,
+    X, ROW, first, h, part, left, C: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr
 ):
-    """Of the tokens of a chunk the PART columns from part * PART."""
-    return load_tile(X, at, ROW, part * PART + tl.arange(0, PART), left, C, SIZE).to(DOT)
+    """The PART columns from part * PART."""
+    return load_columns(X, ROW, first, h, part * PART + tl.arange(0, PART), left, C, SIZE)
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def ratios(G, C: tl.constexpr):
 
 @triton.jit
 def load_square(X, at, C: tl.constexpr):
-    """A matrix (c, c)."""
+    """A matrix (c, c), as a factor."""
     i = tl.arange(0, C)
-    return tl.load(X + at * (C * C) + i[:, None] * C + i[None, :])
+    return factor(tl.load(X + at * (C * C) + i[:, None] * C + i[None, :]), X)
 
 
 @triton.jit
@@ -107,12 +107,11 @@ def load_state(
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     PART: tl.constexpr,
-    GIVEN: tl.constexpr,
 ):
-    """Columns j of a memory in parts of PART rows; zeros where none is GIVEN."""
+    """Columns j of a memory X in parts of PART rows; of zeros for None."""
     parts = ()
     for start in tl.static_range(0, P_SIZE, PART):
-        if GIVEN:
+        if X is not None:
             cells, exist = state_cells(at, start + tl.arange(0, PART), j, P_SIZE, V_SIZE)
             parts = parts + (tl.load(X + cells, exist, 0.0).to(tl.float32),)
         else:
@@ -143,7 +142,7 @@ def column_of_blocks(A, column):
 
 
 @triton.jit
-def unit_lower_inverse(A, PRECISION: tl.constexpr):
+def unit_lower_inverse(A):
     """T = (I + A)^-1 for a strictly lower triangular A (c, c), as blocks (16, 16): of each row of
     blocks those up to the diagonal.
 
@@ -186,22 +185,15 @@ def store_blocks(X, at, T, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
 def prepare_kernel(
-    Q,
-    K,
-    BETA,
-    DECAY,
-    INVERSE,
-    SCORES,
+    inputs,  # `DeltaInputs`, with a token for each step, in evenly spaced rows
+    apart,  # distances of the rows of query and key
+    kept,  # `Kept`, of which inverses and scores are written
     t,
     H,
     N,
-    Q_ROW,
-    K_ROW,
     P_SIZE: tl.constexpr,
     PART: tl.constexpr,
     C: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """(I + N diag(beta))^-1 and P of one chunk and head."""
     program = tl.program_id(0).to(tl.int64)
@@ -211,48 +203,35 @@ def prepare_kernel(
     gram = tl.zeros((C, C), tl.float32)
     scores = tl.zeros((C, C), tl.float32)
     for part in range((P_SIZE + PART - 1) // PART):
-        q = load_part(Q, first * Q_ROW + h * P_SIZE, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-        k = load_part(K, first * K_ROW + h * P_SIZE, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        q = load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
+        k = load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
         gram = tl.dot(k, tl.trans(k), gram, input_precision=PRECISION)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
-    G, _ = decays(DECAY, first, h, H, left, C)
+    G, _ = decays(inputs.log_decay, first, h, H, left, C)
     ratio = ratios(G, C)
     cells = program * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(SCORES + cells, scores * ratio * P_SIZE**-0.5)
-    beta = load_tokens(BETA, first, h, H, left, C)
+    tl.store(kept.scores + cells, scores * ratio * P_SIZE**-0.5)
+    beta = load_tokens(inputs.beta, first, h, H, left, C)
     system = tl.where(i[:, None] > i[None, :], gram * ratio * beta[None, :], 0.0)
-    store_blocks(INVERSE, program, unit_lower_inverse(system, PRECISION), C)
+    store_blocks(kept.inverses, program, unit_lower_inverse(system), C)
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
 def sweep_kernel(
-    Q,
-    K,
-    V,
-    BETA,
-    DECAY,
-    INVERSE,
-    SCORES,
-    S0,
-    Y,
-    S_LAST,
-    ERROR,
-    STATES,
+    inputs,  # as in `prepare_kernel`
+    apart,  # distances of the rows of query, key and value
+    kept,  # `Kept`, of which errors and states are written unless they are None
+    S0,  # (b, h, p, v), or None: zeros
+    Y,  # (b, t, h, v), written
+    S_LAST,  # (b, h, p, v), written
     t,
     H,
     N,
-    Q_ROW,
-    K_ROW,
-    V_ROW,
-    STARTED: tl.constexpr,
-    KEEP: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     PART: tl.constexpr,
     V_BLOCK: tl.constexpr,
     C: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Outputs and the memory after the last chunk, for one sample, head and block of value
     channels; with KEEP also the errors and the memory before each chunk."""
@@ -262,64 +241,56 @@ def sweep_kernel(
     b, h = head // H, head % H
     j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
     # zeros before the first chunk are not kept
-    skipped: tl.constexpr = 0 if STARTED else 1
-    S = load_state(S0, head, j, P_SIZE, V_SIZE, PART, STARTED)
+    skipped: tl.constexpr = 0 if S0 is not None else 1
+    S = load_state(S0, head, j, P_SIZE, V_SIZE, PART)
     for n in range(N):
         first, left = b * t + n * C, t - n * C
-        at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
-        v = load_tile(V, first * V_ROW + h * V_SIZE, V_ROW, j, left, C, V_SIZE)
-        inverse = load_square(INVERSE, head * N + n, C).to(DOT)
-        scores = load_square(SCORES, head * N + n, C).to(DOT)
-        beta = load_tokens(BETA, first, h, H, left, C)
-        G, total = decays(DECAY, first, h, H, left, C)
-        if KEEP:
+        v = load_columns(inputs.value, apart[2], first, h, j, left, C, V_SIZE)
+        inverse = load_square(kept.inverses, head * N + n, C)
+        scores = load_square(kept.scores, head * N + n, C)
+        beta = load_tokens(inputs.beta, first, h, H, left, C)
+        G, total = decays(inputs.log_decay, first, h, H, left, C)
+        if kept.errors is not None:
             if n >= skipped:
-                kept = head * (N - skipped) + n - skipped
-                store_state(STATES, kept, S, j, P_SIZE, V_SIZE, PART)
+                slot = head * (N - skipped) + n - skipped
+                store_state(kept.states, slot, S, j, P_SIZE, V_SIZE, PART)
         known = tl.zeros((C, V_BLOCK), tl.float32)
         o = tl.zeros((C, V_BLOCK), tl.float32)
         for part in tl.static_range(len(S)):
-            s = factor(S[part], SCORES, DOT)
-            q = load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            s = factor(S[part], kept.scores)
+            q = load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
+            k = load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
             known = tl.dot(k, s, known, input_precision=PRECISION)
             o = tl.dot(q, s, o, input_precision=PRECISION)
         grown = tl.exp(G)[:, None]
-        rest = factor(v.to(tl.float32) - grown * known, SCORES, DOT)
+        rest = factor(v.to(tl.float32) - grown * known, kept.scores)
         error = tl.dot(inverse, rest, input_precision=PRECISION)
         written = beta[:, None] * error
         o *= grown * P_SIZE**-0.5
-        o = tl.dot(scores, factor(written, SCORES, DOT), o, input_precision=PRECISION)
-        written = factor(tl.exp(total - G)[:, None] * written, SCORES, DOT)
+        o = tl.dot(scores, factor(written, kept.scores), o, input_precision=PRECISION)
+        written = factor(tl.exp(total - G)[:, None] * written, kept.scores)
         grown_S = ()
         for part in tl.static_range(len(S)):
             old = tl.exp(total) * S[part]
-            k = load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            k = load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
             new = tl.dot(tl.trans(k), written, old, input_precision=PRECISION)
             grown_S = grown_S + (new,)
         S = grown_S
         at = (first * H + h) * V_SIZE
         store_tile(Y, at, H * V_SIZE, j, left, o, C, V_SIZE)
-        if KEEP:
-            store_tile(ERROR, at, H * V_SIZE, j, left, error, C, V_SIZE)
+        if kept.errors is not None:
+            store_tile(kept.errors, at, H * V_SIZE, j, left, error, C, V_SIZE)
     store_state(S_LAST, head, S, j, P_SIZE, V_SIZE, PART)
 
 
 @triton.jit(do_not_specialize=["H"])
 def step_kernel(
-    Q,  # (b, 1, h p), rows Q_ROW apart
-    K,  # (b, 1, h p), rows K_ROW apart
-    V,  # (b, 1, h v), rows V_ROW apart
-    BETA,  # (b, 1, h)
-    DECAY,  # (b, 1, h)
-    S0,  # (b, h, p, v)
-    Y,  # (b, 1, h, v)
-    S_LAST,  # (b, h, p, v)
+    inputs,  # as in `prepare_kernel`, with a token of each sample
+    apart,  # distances of the rows of query, key and value
+    S0,  # (b, h, p, v), or None: zeros
+    Y,  # (b, 1, h, v), written
+    S_LAST,  # (b, h, p, v), written
     H,
-    Q_ROW,
-    K_ROW,
-    V_ROW,
-    STARTED: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     P: tl.constexpr,
@@ -337,16 +308,16 @@ def step_kernel(
     head = program // blocks
     b, h = head // H, head % H
     i, j = tl.arange(0, P), program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
-    q = tl.load(Q + b * Q_ROW + h * P_SIZE + i, i < P_SIZE, 0.0).to(tl.float32)
-    k = tl.load(K + b * K_ROW + h * P_SIZE + i, i < P_SIZE, 0.0).to(tl.float32)
-    v = tl.load(V + b * V_ROW + h * V_SIZE + j, j < V_SIZE, 0.0).to(tl.float32)
-    beta = tl.load(BETA + head).to(tl.float32)
+    q = tl.load(inputs.query + b * apart[0] + h * P_SIZE + i, i < P_SIZE, 0.0).to(tl.float32)
+    k = tl.load(inputs.key + b * apart[1] + h * P_SIZE + i, i < P_SIZE, 0.0).to(tl.float32)
+    v = tl.load(inputs.value + b * apart[2] + h * V_SIZE + j, j < V_SIZE, 0.0).to(tl.float32)
+    beta = tl.load(inputs.beta + head).to(tl.float32)
     cells = (head * P_SIZE + i[:, None]) * V_SIZE + j[None, :]
     inside = (i[:, None] < P_SIZE) & (j[None, :] < V_SIZE)
     S = tl.zeros((P, V_BLOCK), tl.float32)
-    if STARTED:
+    if S0 is not None:
         S += tl.load(S0 + cells, inside, 0.0).to(tl.float32)
-        S *= tl.exp(tl.load(DECAY + head).to(tl.float32))
+        S *= tl.exp(tl.load(inputs.log_decay + head).to(tl.float32))
     error = v - tl.sum(S * k[:, None], 0)
     S += k[:, None] * (beta * error)[None, :]
     o = tl.sum(S * q[:, None], 0) * P_SIZE**-0.5

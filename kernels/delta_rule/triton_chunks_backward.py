@@ -22,108 +22,86 @@ triton_chunks.py gives.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.delta_rule import triton_chunks
+from bedouin.kernels.delta_rule import triton_chunks as chunks
+from bedouin.kernels.delta_rule.triton_chunks import PRECISION
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
 def reverse_kernel(
-    Q,
-    K,
-    BETA,
-    DECAY,
-    INVERSE,
-    SCORES,
-    GY,
-    GS_LAST,
-    GV,
-    GS,
-    GS0,
+    inputs,  # `DeltaInputs`, with a token for each step, in evenly spaced rows
+    apart,  # distances of the rows of query, key and GY
+    kept,  # `Kept`
+    GY,  # (b, t, h v)
+    GS_LAST,  # (b, h, p, v), or None: zeros
+    GS,  # as the states that are kept, after each chunk, written
+    grads,  # as `inputs`, contiguous, of which that of value is written
+    GS0,  # (b, h, p, v), written, or None
     t,
     H,
     N,
-    Q_ROW,
-    K_ROW,
-    GY_ROW,
-    ENDED: tl.constexpr,
-    STARTED: tl.constexpr,
     P_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     PART: tl.constexpr,
     V_BLOCK: tl.constexpr,
     C: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The gradient of v, the cotangents of the memory after each chunk, and where a memory is given
-    (STARTED) of that before the first, for one sample, head and block of value channels."""
+    of that before the first, for one sample, head and block of value channels."""
     blocks: tl.constexpr = (V_SIZE + V_BLOCK - 1) // V_BLOCK
     program = tl.program_id(0).to(tl.int64)
     head = program // blocks
     b, h = head // H, head % H
     j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
     # zeros after the last chunk are not kept
-    skipped: tl.constexpr = 0 if ENDED else 1
-    dS = triton_chunks.load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART, ENDED)
+    skipped: tl.constexpr = 0 if GS_LAST is not None else 1
+    dS = chunks.load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART)
     for passed in range(N):
         n = N - 1 - passed
         first, left = b * t + n * C, t - n * C
-        at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
-        do = triton_chunks.load_tile(
-            GY, first * GY_ROW + h * V_SIZE, GY_ROW, j, left, C, V_SIZE
-        ).to(DOT)
-        inverse = triton_chunks.load_square(INVERSE, head * N + n, C).to(DOT)
-        scores = triton_chunks.load_square(SCORES, head * N + n, C).to(DOT)
-        beta = triton_chunks.load_tokens(BETA, first, h, H, left, C)
-        G, total = triton_chunks.decays(DECAY, first, h, H, left, C)
+        do = chunks.load_columns(GY, apart[2], first, h, j, left, C, V_SIZE)
+        inverse = chunks.load_square(kept.inverses, head * N + n, C)
+        scores = chunks.load_square(kept.scores, head * N + n, C)
+        beta = chunks.load_tokens(inputs.beta, first, h, H, left, C)
+        G, total = chunks.decays(inputs.log_decay, first, h, H, left, C)
         if passed >= skipped:
-            triton_chunks.store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
+            chunks.store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
         de = tl.zeros((C, V_BLOCK), tl.float32)
         for part in tl.static_range(len(dS)):
-            ds = triton_chunks.factor(dS[part], SCORES, DOT)
-            k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            ds = chunks.factor(dS[part], kept.scores)
+            k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
             de = tl.dot(k, ds, de, input_precision=PRECISION)
         de *= tl.exp(total - G)[:, None]
         de = tl.dot(tl.trans(scores), do, de, input_precision=PRECISION)
-        de = triton_chunks.factor(beta[:, None] * de, SCORES, DOT)
+        de = chunks.factor(beta[:, None] * de, kept.scores)
         dv = tl.dot(tl.trans(inverse), de, input_precision=PRECISION)
         grown = tl.exp(G)[:, None]
-        seen = triton_chunks.factor(grown * do.to(tl.float32) * P_SIZE**-0.5, SCORES, DOT)
-        known = triton_chunks.factor(-grown * dv, SCORES, DOT)
+        seen = chunks.factor(grown * do.to(tl.float32) * P_SIZE**-0.5, kept.scores)
+        known = chunks.factor(-grown * dv, kept.scores)
         before = ()
         for part in tl.static_range(len(dS)):
             old = tl.exp(total) * dS[part]
-            q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-            k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+            q = chunks.load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
+            k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
             old = tl.dot(tl.trans(q), seen, old, input_precision=PRECISION)
             old = tl.dot(tl.trans(k), known, old, input_precision=PRECISION)
             before = before + (old,)
         dS = before
-        triton_chunks.store_tile(GV, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
-    if STARTED:
-        triton_chunks.store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
+        chunks.store_tile(grads.value, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
+    if GS0 is not None:
+        chunks.store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
 def gradients_kernel(
-    Q,
-    K,
-    BETA,
-    DECAY,
-    ERROR,
-    STATES,
-    GY,
-    GV,
-    GS,
-    GQ,
-    GK,
-    GBETA,
-    GDECAY,
+    inputs,  # as in `reverse_kernel`
+    apart,  # likewise
+    kept,  # likewise
+    GY,  # likewise
+    GS,  # likewise
+    grads,  # as `inputs`, contiguous, of which those of all but value are written
     t,
     H,
     N,
-    Q_ROW,
-    K_ROW,
-    GY_ROW,
     ENDED: tl.constexpr,
     STARTED: tl.constexpr,
     P_SIZE: tl.constexpr,
@@ -131,15 +109,12 @@ def gradients_kernel(
     PART: tl.constexpr,
     V_BLOCK: tl.constexpr,
     C: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The gradients of q, k, beta and the log decays of one chunk and head."""
     program = tl.program_id(0).to(tl.int64)
     n, h, b = program % N, program // N % H, program // N // H
     first, left = b * t + n * C, t - n * C
     token = tl.arange(0, C)
-    at, at_y = (first * H + h) * V_SIZE, first * GY_ROW + h * V_SIZE
 
     J = tl.zeros((C, C), tl.float32)
     M = tl.zeros((C, C), tl.float32)
@@ -147,39 +122,38 @@ def gradients_kernel(
     M_T = tl.zeros((C, C), tl.float32)
     for start in range(0, V_SIZE, V_BLOCK):
         j = start + tl.arange(0, V_BLOCK)
-        e = triton_chunks.load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-        dv = triton_chunks.load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-        do = triton_chunks.load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
+        e = chunks.load_columns(kept.errors, H * V_SIZE, first, h, j, left, C, V_SIZE)
+        dv = chunks.load_columns(grads.value, H * V_SIZE, first, h, j, left, C, V_SIZE)
+        do = chunks.load_columns(GY, apart[2], first, h, j, left, C, V_SIZE)
         J = tl.dot(do, tl.trans(e), J, input_precision=PRECISION)
         M = tl.dot(dv, tl.trans(e), M, input_precision=PRECISION)
         J_T = tl.dot(e, tl.trans(do), J_T, input_precision=PRECISION)
         M_T = tl.dot(e, tl.trans(dv), M_T, input_precision=PRECISION)
 
-    beta = triton_chunks.load_tokens(BETA, first, h, H, left, C)
-    G, total = triton_chunks.decays(DECAY, first, h, H, left, C)
+    beta = chunks.load_tokens(inputs.beta, first, h, H, left, C)
+    G, total = chunks.decays(inputs.log_decay, first, h, H, left, C)
     scale: tl.constexpr = P_SIZE**-0.5
     before = token[:, None] > token[None, :]
     # rows of the transposes are the tokens that are written, whose beta they have
     after = token[:, None] < token[None, :]
     difference = tl.where(token[:, None] <= token[None, :], G[None, :] - G[:, None], float("-inf"))
     ratio = tl.exp(difference) * beta[:, None]
-    J_T = triton_chunks.factor(scale * ratio * J_T, ERROR, DOT)
+    J_T = chunks.factor(scale * ratio * J_T, kept.errors)
     M_T = tl.where(after, -ratio * M_T, 0.0)
-    ratio = triton_chunks.ratios(G, C)
+    ratio = chunks.ratios(G, C)
     J *= scale * ratio
     M = tl.where(before, -ratio * M, 0.0)
-    both = triton_chunks.factor(M * beta[None, :] + M_T, ERROR, DOT)
+    both = chunks.factor(M * beta[None, :] + M_T, kept.errors)
 
-    at_q, at_k = first * Q_ROW + h * P_SIZE, first * K_ROW + h * P_SIZE
     pairs = tl.zeros((C, C), tl.float32)
     for part in range((P_SIZE + PART - 1) // PART):
-        q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-        k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        q = chunks.load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
+        k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
         pairs += J * tl.dot(q, tl.trans(k), input_precision=PRECISION)
         pairs += M * tl.dot(k, tl.trans(k), input_precision=PRECISION)
     grad_beta = tl.sum(pairs, 0)
     grad_G = tl.sum(pairs * beta[None, :], 1)
-    J = triton_chunks.factor(J * beta[None, :], ERROR, DOT)
+    J = chunks.factor(J * beta[None, :], kept.errors)
 
     # S of the first chunk or its cotangent of the last one may be zeros, which were not kept
     first_kept: tl.constexpr = 0 if STARTED else 1
@@ -199,19 +173,21 @@ def gradients_kernel(
         product = tl.zeros((PART,), tl.float32)
         for start in range(0, V_SIZE, V_BLOCK):
             j = start + tl.arange(0, V_BLOCK)
-            e = triton_chunks.load_tile(ERROR, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-            dv = triton_chunks.load_tile(GV, at, H * V_SIZE, j, left, C, V_SIZE).to(DOT)
-            do = triton_chunks.load_tile(GY, at_y, GY_ROW, j, left, C, V_SIZE).to(DOT)
-            cells, exist = triton_chunks.state_cells(of_S, i, j, P_SIZE, V_SIZE)
-            S = tl.load(STATES + cells, exist & (i[:, None] < rows_of_S), 0.0).to(DOT)
-            cells, exist = triton_chunks.state_cells(of_dS, i, j, P_SIZE, V_SIZE)
-            dS = tl.load(GS + cells, exist & (i[:, None] < rows_of_dS), 0.0).to(DOT)
+            e = chunks.load_columns(kept.errors, H * V_SIZE, first, h, j, left, C, V_SIZE)
+            dv = chunks.load_columns(grads.value, H * V_SIZE, first, h, j, left, C, V_SIZE)
+            do = chunks.load_columns(GY, apart[2], first, h, j, left, C, V_SIZE)
+            cells, exist = chunks.state_cells(of_S, i, j, P_SIZE, V_SIZE)
+            S = chunks.factor(
+                tl.load(kept.states + cells, exist & (i[:, None] < rows_of_S), 0.0), kept.states
+            )
+            cells, exist = chunks.state_cells(of_dS, i, j, P_SIZE, V_SIZE)
+            dS = chunks.factor(tl.load(GS + cells, exist & (i[:, None] < rows_of_dS), 0.0), GS)
             dq = tl.dot(S, tl.trans(do), dq, input_precision=PRECISION)
             dk = tl.dot(S, tl.trans(dv), dk, input_precision=PRECISION)
             Z = tl.dot(dS, tl.trans(e), Z, input_precision=PRECISION)
             product += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        q = triton_chunks.load_part(Q, at_q, Q_ROW, part, left, C, P_SIZE, PART, DOT)
-        k = triton_chunks.load_part(K, at_k, K_ROW, part, left, C, P_SIZE, PART, DOT)
+        q = chunks.load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
+        k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
         q_T, k_T = tl.trans(q).to(tl.float32), tl.trans(k).to(tl.float32)
         dq *= scale * grown
         dk *= -grown
@@ -223,14 +199,14 @@ def gradients_kernel(
         dk = tl.dot(tl.trans(q), J, dk + Z * beta[None, :], input_precision=PRECISION)
         dk = tl.dot(tl.trans(k), both, dk, input_precision=PRECISION)
         place = (first * H + h) * P_SIZE
-        triton_chunks.store_tile(GQ, place, H * P_SIZE, i, left, tl.trans(dq), C, P_SIZE)
-        triton_chunks.store_tile(GK, place, H * P_SIZE, i, left, tl.trans(dk), C, P_SIZE)
+        chunks.store_tile(grads.query, place, H * P_SIZE, i, left, tl.trans(dq), C, P_SIZE)
+        chunks.store_tile(grads.key, place, H * P_SIZE, i, left, tl.trans(dk), C, P_SIZE)
 
     grad_beta += of_state
     place = (first + token) * H + h
-    tl.store(GBETA + place, grad_beta, token < left)
+    tl.store(grads.beta + place, grad_beta, token < left)
     # what the chunk adds to S, and S before it, decay until the last token
     last = tl.sum(beta * of_state, 0) + tl.exp(total) * last
     grad_G -= beta * grad_beta
     later = tl.sum(tl.where(before, 0.0, grad_G[None, :]), 1)
-    tl.store(GDECAY + place, later + last, token < left)
+    tl.store(grads.log_decay + place, later + last, token < left)

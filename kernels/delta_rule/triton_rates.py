@@ -15,29 +15,31 @@ def _softplus(v):
 
 
 @triton.jit
-def _inverse_excess(key_ptr, token, exists, column, key_row, P: tl.constexpr, BLOCK: tl.constexpr):
+def _inverse_excess(inputs, distances, token, exists, column, P: tl.constexpr, BLOCK: tl.constexpr):
     """1 / max(1, |key|^2) of the tokens."""
     channel = tl.arange(0, BLOCK)
-    at = token[:, None] * key_row + column * P + channel[None, :]
-    key = tl.load(key_ptr + at, exists[:, None] & (channel < P)[None, :], 0.0).to(tl.float32)
+    at = token[:, None] * distances[1] + column * P + channel[None, :]
+    key = tl.load(inputs[1] + at, exists[:, None] & (channel < P)[None, :], 0.0).to(tl.float32)
     return 1.0 / tl.maximum(tl.sum(key * key, 1), 1.0)
 
 
 @triton.jit
+def _rate_and_a(inputs, distances, token, exists, column):
+    """exp(A_log) of a head, and a + dt_bias of the tokens."""
+    rate = tl.exp(tl.load(inputs[3] + column).to(tl.float32))
+    a = tl.load(inputs[2] + token * distances[2] + column, exists, 0.0).to(tl.float32)
+    return rate, a + tl.load(inputs[4] + column).to(tl.float32)
+
+
+@triton.jit
 def rates_kernel(
-    b_ptr,  # (r, c)
-    key_ptr,  # (r, c, p)
-    a_ptr,  # (r, h)
-    A_log_ptr,  # (h,)
-    dt_bias_ptr,  # (h,)
+    inputs,  # b (r, c), key (r, c, p), a (r, h), A_log (h,), dt_bias (h,)
+    distances,  # of the rows of b, key and a
     beta_ptr,  # (r, c)
     decay_ptr,  # (r, h)
     r,
     c,
     h,
-    b_row,
-    key_row,
-    a_row,
     scale,
     P: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -46,34 +48,26 @@ def rates_kernel(
     column = tl.program_id(0) % c
     token = (tl.program_id(0) // c).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     exists = token < r
-    inverse = _inverse_excess(key_ptr, token, exists, column, key_row, P, BLOCK)
-    b = tl.load(b_ptr + token * b_row + column, exists, 0.0).to(tl.float32)
+    inverse = _inverse_excess(inputs, distances, token, exists, column, P, BLOCK)
+    b = tl.load(inputs[0] + token * distances[0] + column, exists, 0.0).to(tl.float32)
     tl.store(beta_ptr + token * c + column, scale * tl.sigmoid(b) * inverse, exists)
     if column < h:
-        rate = tl.exp(tl.load(A_log_ptr + column).to(tl.float32))
-        a = tl.load(a_ptr + token * a_row + column, exists, 0.0).to(tl.float32)
-        a += tl.load(dt_bias_ptr + column).to(tl.float32)
+        rate, a = _rate_and_a(inputs, distances, token, exists, column)
         tl.store(decay_ptr + token * h + column, -rate * _softplus(a), exists)
 
 
 @triton.jit
 def rates_backward_kernel(
+    inputs,  # b (r, c), key (r, c, p), a (r, h), A_log (h,), dt_bias (h,)
+    distances,  # of the rows of b, key and a
     grad_beta_ptr,  # (r, c)
     grad_decay_ptr,  # (r, h)
-    b_ptr,  # (r, c)
-    key_ptr,  # (r, c, p)
-    a_ptr,  # (r, h)
-    A_log_ptr,  # (h,)
-    dt_bias_ptr,  # (h,)
     grad_b_ptr,  # (r, c)
     grad_a_ptr,  # (r, h)
     sums_ptr,  # (tiles, 2, h): parts of the gradients of A_log and dt_bias
     r,
     c,
     h,
-    b_row,
-    key_row,
-    a_row,
     scale,
     P: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -82,15 +76,15 @@ def rates_backward_kernel(
     column, tile = tl.program_id(0) % c, (tl.program_id(0) // c).to(tl.int64)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     exists = token < r
-    inverse = _inverse_excess(key_ptr, token, exists, column, key_row, P, BLOCK)
-    sigmoid = tl.sigmoid(tl.load(b_ptr + token * b_row + column, exists, 0.0).to(tl.float32))
+    inverse = _inverse_excess(inputs, distances, token, exists, column, P, BLOCK)
+    sigmoid = tl.sigmoid(
+        tl.load(inputs[0] + token * distances[0] + column, exists, 0.0).to(tl.float32)
+    )
     grad = tl.load(grad_beta_ptr + token * c + column, exists, 0.0)
     grad *= scale * sigmoid * (1.0 - sigmoid) * inverse
     tl.store(grad_b_ptr + token * c + column, grad.to(grad_b_ptr.dtype.element_ty), exists)
     if column < h:
-        rate = tl.exp(tl.load(A_log_ptr + column).to(tl.float32))
-        a = tl.load(a_ptr + token * a_row + column, exists, 0.0).to(tl.float32)
-        a += tl.load(dt_bias_ptr + column).to(tl.float32)
+        rate, a = _rate_and_a(inputs, distances, token, exists, column)
         grad = -rate * tl.load(grad_decay_ptr + token * h + column, exists, 0.0)
         tl.store(sums_ptr + tile * 2 * h + column, tl.sum(grad * _softplus(a), 0))
         grad *= tl.sigmoid(a)

@@ -8,6 +8,11 @@ compiled kernels. All computation is in float32.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.backend import interpreter_is_on
+
+FAST = tl.constexpr(not interpreter_is_on())
+"""Whether kernels are compiled, and not run by Triton's interpreter."""
+
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 

@@ -32,7 +32,6 @@ from bedouin.kernels.backend import (
     Backend,
     Implementation,
     choose_backend,
-    interpreter_is_on,
     warn_of_reference,
 )
 from bedouin.kernels.direct.layout import is_covered
@@ -204,7 +203,6 @@ class FusedIteration:
             BETA_MAX=self.layout.beta_max,
             EPS=UNIT_EPS,
             ALIGN=math.gcd(CHANNELS_AT_ONCE, *strides, self.d, memory),
-            FAST=not interpreter_is_on(),
             **self._of_tokens,
         )
 

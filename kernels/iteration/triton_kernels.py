@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.elementary import FAST
 from bedouin.kernels.device.norms import inverse_norm, larger_or_nan, max_norm
 from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
 from bedouin.kernels.device.reflections import sums
@@ -79,7 +80,6 @@ def mix_kernel(
     BETA_MAX: tl.constexpr,
     EPS: tl.constexpr,
     ALIGN: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """x~, Delta, and unit B and C of a token, last tokens first: what the scan, which goes forward
     in time, has written last is still in the cache, and so is for the next scan what is written

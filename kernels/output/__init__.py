@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import Backend, Implementation, choose_backend
-from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.heads import check_heads
 from bedouin.kernels.launch import accumulator, ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation
@@ -84,8 +84,8 @@ def gated_norm(
     alone. Raises ValueError for shapes that do not fit, or a backend that cannot run.
     """
     b, t, h, v = o.shape
-    check_shape("gate", gate, (b, t, h * v), "(b, t, h v)")
-    check_shape("weight", weight, (v,), "(v,)")
+    check_shapes((b, t, h * v), "(b, t, h v)", gate=gate)
+    check_shapes((v,), "(v,)", weight=weight)
     wide = torch.float64 in (o.dtype, gate.dtype, weight.dtype)
     if _choose(backend, o, torch.float64 if wide else gate.dtype) == "triton":
         operands = OutputOperands(o.flatten(-2), None, None, gate, weight)
@@ -112,7 +112,7 @@ def shifted_norm(
     Raises ValueError for shapes that do not fit, or a backend that cannot run.
     """
     check_sequence("y", y)
-    check_shape("y0", y0, (y.shape[0], y.shape[2]), "(b, d)")
+    check_shapes((y.shape[0], y.shape[2]), "(b, d)", y0=y0)
     dtype = y.dtype if dtype is None else dtype
     if _choose(backend, y, y.dtype) == "triton":
         normed: Tensor = shifted_norm_operation(y, y0, eps, dtype)
@@ -146,15 +146,13 @@ def _check_output(
             "z and weight must be given together, or neither for the paper's output, got "
             f"{'z' if weight is None else 'weight'} alone"
         )
-    for name, tensor in {"x": x, "gate": gate, "fed": fed, "z": z}.items():
-        check_shape(name, tensor, y.shape, "(b, t, d)")
+    check_shapes(y.shape, "(b, t, d)", x=x, gate=gate, fed=fed, z=z)
     if D.dim() == 2:
-        check_shape("D", D, (D.shape[0], y.shape[-1]), "(H, d)")
-        check_heads(D.shape[0], y.shape[0], "D")
-        check_shape("weight", weight, D.shape, "(H, d)")
+        check_shapes((len(D), y.shape[-1]), "(H, d)", D=D)
+        check_heads(len(D), y.shape[0], "D")
+        check_shapes(D.shape, "(H, d)", weight=weight)
     else:
-        check_shape("D", D, y.shape[-1:], "(d,)")
-        check_shape("weight", weight, y.shape[-1:], "(d,)")
+        check_shapes(y.shape[-1:], "(d,)", D=D, weight=weight)
 
 
 OPERANDS = "Tensor y, Tensor? x, Tensor? D, Tensor gate, Tensor? weight, float eps"
@@ -180,16 +178,17 @@ def _launch_arguments(
     operands: OutputOperands,
     joined: Tensor,  # (b / H, t, H d), the output or its cotangent
     eps: float,
-) -> tuple[list[Tensor | None], list[int], dict[str, Any]]:
-    """The operands in the order of the kernels, their tokens rows at one distance; the tokens and
-    channels of a head and the distances of rows; constants."""
+) -> tuple[OutputOperands, tuple[int, ...], tuple[int, int], dict[str, Any]]:
+    """The operands as the kernels read them, and the distances of the rows of y, x and gate; the
+    tokens and channels of a head; constants."""
     y, x, D, gate, weight = operands
     tokens, d = joined.shape[:2].numel(), joined.shape[-1] // operands.heads
     y, gate = evenly_spaced(y), evenly_spaced(gate)
     x = None if x is None else evenly_spaced(x)
     D, weight = (None if v is None else v.contiguous() for v in (D, weight))
-    strides = [0 if v is None else v.stride(1) for v in (y, x, gate, joined)]
-    return [y, x, D, gate, weight], [tokens, d, *strides], {"EPS": eps} | _blocks(tokens, d)
+    distances = tuple(0 if v is None else v.stride(1) for v in (y, x, gate))
+    read = OutputOperands(y, x, D, gate, weight)
+    return read, distances, (tokens, d), {"EPS": eps} | _blocks(tokens, d)
 
 
 def _output_like(*flat: Any) -> Tensor:
@@ -205,9 +204,9 @@ def gated_output_operation(*flat: Any) -> Tensor:
 
     *fields, eps, _ = flat
     operands, out = OutputOperands(*fields), _output_like(*flat)
-    tensors, numbers, constants = _launch_arguments(operands, out, eps)
-    grid = ceil_div(numbers[0], constants["TOKENS"]), operands.heads
-    output_kernel[grid](*tensors, out, *numbers, **constants)
+    *read, sizes, constants = _launch_arguments(operands, out, eps)
+    grid = ceil_div(sizes[0], constants["TOKENS"]), operands.heads
+    output_kernel[grid](*read, out, *sizes, **constants)
     return out
 
 
@@ -221,13 +220,13 @@ def _output_backward(
 
     *fields, eps, _ = flat
     operands, grad = OutputOperands(*fields), evenly_spaced(grad)
-    of_y, of_x, of_D, of_gate, of_weight = empty_like(*operands)
-    tensors, numbers, constants = _launch_arguments(operands, grad, eps)
-    heads, (tokens, d) = operands.heads, numbers[:2]
+    grads = of_y, of_x, of_D, of_gate, of_weight = empty_like(*operands)
+    *read, (tokens, d), constants = _launch_arguments(operands, grad, eps)
+    heads = operands.heads
     programs = min(ceil_div(tokens, constants["TOKENS"]), ceil_div(PROGRAMS, heads))
     sums = grad.new_empty(programs, 2, heads, d, dtype=torch.float32)
     output_backward_kernel[(programs, heads)](
-        *(grad, *tensors, of_y, of_x, of_gate, sums, *numbers), **constants
+        *(*read, grad, grad.stride(1), OutputOperands(*grads), sums, tokens, d), **constants
     )
     if operands.D is None:
         # of a memory, all heads have one weight

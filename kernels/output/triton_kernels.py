@@ -30,24 +30,17 @@ def _store(ptr, at, v, mask):
 
 @triton.jit
 def output_kernel(
-    y_ptr,  # (H, T, d)
-    x_ptr,  # (H, T, d)
-    D_ptr,  # (H, d), or None where BESIDE
-    gate_ptr,  # (H, T, d)
-    weight_ptr,  # (H, d), or (d,) where BESIDE, or None
+    operands,  # `OutputOperands`: y, x and gate (H, T, d); D (H, d); weight likewise, or (d,)
+    distances,  # of the rows of y, x and gate
     out_ptr,  # (T, H, d)
     T,
     d,
-    y_stride,
-    x_stride,
-    gate_stride,
-    out_stride,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    BESIDE: tl.constexpr = D_ptr is None
+    BESIDE: tl.constexpr = operands.D is None
     head = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
@@ -55,65 +48,58 @@ def output_kernel(
     row = token if BESIDE else head * T + token
     column = head * d + channel if BESIDE else channel
 
-    v = _load(y_ptr, row * y_stride + column, mask)
-    gate = _load(gate_ptr, row * gate_stride + column, mask)
-    if D_ptr is not None:
-        v += _load(D_ptr, head * d + channel, in_d) * _load(x_ptr, row * x_stride + column, mask)
-    if weight_ptr is not None:
-        weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
+    v = _load(operands.y, row * distances[0] + column, mask)
+    gate = _load(operands.gate, row * distances[2] + column, mask)
+    if operands.D is not None:
+        x = _load(operands.x, row * distances[1] + column, mask)
+        v += _load(operands.D, head * d + channel, in_d) * x
+    if operands.weight is not None:
+        weight = _load(operands.weight, channel if BESIDE else head * d + channel, in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
         out = gate * sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * sigmoid(v)
-    _store(out_ptr, token * out_stride + head * d + channel, out, mask)
+    _store(out_ptr, (token * tl.num_programs(1) + head) * d + channel, out, mask)
 
 
 @triton.jit
 def output_backward_kernel(
+    operands,  # as in `output_kernel`
+    distances,  # of the rows of y, x and gate
     grad_ptr,  # (T, H, d)
-    y_ptr,  # (H, T, d)
-    x_ptr,  # (H, T, d)
-    D_ptr,  # (H, d), or None where BESIDE
-    gate_ptr,  # (H, T, d)
-    weight_ptr,  # (H, d), or (d,) where BESIDE, or None
-    grad_y_ptr,  # (H, T, d)
-    grad_x_ptr,  # (H, T, d)
-    grad_gate_ptr,  # (H, T, d)
+    grad_row,  # the distance of its rows
+    grads,  # as `operands`, contiguous, of which those of y, x and gate are written
     sums_ptr,  # (P, 2, H, d), of D unless BESIDE, and of weight
     T,
     d,
-    y_stride,
-    x_stride,
-    gate_stride,
-    grad_stride,
     EPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    BESIDE: tl.constexpr = D_ptr is None
+    BESIDE: tl.constexpr = operands.D is None
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)[None, :]
     in_d = channel < d
     column = head * d + channel if BESIDE else channel
     size = d * tl.num_programs(1)
-    if D_ptr is not None:
-        D = _load(D_ptr, head * d + channel, in_d)
+    if operands.D is not None:
+        D = _load(operands.D, head * d + channel, in_d)
         D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
-    if weight_ptr is not None:
-        weight = _load(weight_ptr, channel if BESIDE else head * d + channel, in_d)
+    if operands.weight is not None:
+        weight = _load(operands.weight, channel if BESIDE else head * d + channel, in_d)
         weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
 
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
         row = token if BESIDE else head * T + token
-        grad = _load(grad_ptr, token * grad_stride + head * d + channel, mask)
-        v = _load(y_ptr, row * y_stride + column, mask)
-        gate = _load(gate_ptr, row * gate_stride + column, mask)
-        if D_ptr is not None:
-            x = _load(x_ptr, row * x_stride + column, mask)
+        grad = _load(grad_ptr, token * grad_row + head * d + channel, mask)
+        v = _load(operands.y, row * distances[0] + column, mask)
+        gate = _load(operands.gate, row * distances[2] + column, mask)
+        if operands.D is not None:
+            x = _load(operands.x, row * distances[1] + column, mask)
             v += D * x
-        if weight_ptr is not None:
+        if operands.weight is not None:
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
             normed = v * inverse
             active = sigmoid(gate)
@@ -128,17 +114,17 @@ def output_backward_kernel(
             grad_gate = grad * v * active
             grad_v = grad * gate * silu_slope(v, active)
         to = row * (size if BESIDE else d) + column
-        _store(grad_y_ptr, to, grad_v, mask)
-        _store(grad_gate_ptr, to, grad_gate, mask)
-        if D_ptr is not None:
+        _store(grads.y, to, grad_v, mask)
+        _store(grads.gate, to, grad_gate, mask)
+        if operands.D is not None:
             D_sum += grad_v * x
-            _store(grad_x_ptr, to, D * grad_v, mask)
+            _store(grads.x, to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
     at = program.to(tl.int64) * 2 * size + head * d + channels
-    if D_ptr is not None:
+    if operands.D is not None:
         _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
-    if weight_ptr is not None:
+    if operands.weight is not None:
         _store(sums_ptr, at + size, tl.sum(weight_sum, axis=0), channels < d)
 
 

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, choose_backend, interpreter_is_on
-from bedouin.kernels.checks import check_sequence, check_shape, one_of
+from bedouin.kernels.backend import Backend, choose_backend
+from bedouin.kernels.checks import check_sequence, check_shapes, one_of
 from bedouin.kernels.heads import check_heads, count_heads, per_sample, sum_samples
 from bedouin.kernels.launch import (
     accumulator,
@@ -22,7 +22,7 @@ from bedouin.kernels.launch import (
     last_axis_contiguous,
     next_power_of_two,
 )
-from bedouin.kernels.operation import empty_like, operation, plain_operation
+from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
 from bedouin.kernels.scan.types import (
     SCAN_CHUNK,
@@ -76,11 +76,10 @@ def selective_scan(
         raise ValueError(f"A must have shape (d, n) = ({d}, n) or (H, d, n), got {tuple(A.shape)}")
     check_heads(count_heads(A), b, "A")
     n = A.shape[-1]
-    check_shape("delta", delta, (b, t, d))
-    check_shape("B", B, (b, t, n))
-    check_shape("C", C, (b, t, n))
-    check_shape("h0", h0, (b, d, n))
-    check_shape("D", D, A.shape[:-1])
+    check_shapes((b, t, d), delta=delta)
+    check_shapes((b, t, n), B=B, C=C)
+    check_shapes((b, d, n), h0=h0)
+    check_shapes(A.shape[:-1], D=D)
     one_of("input_scale", input_scale, get_args(InputScale))
     one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
     implementation = choose_backend(backend, x.device, x.dtype)
@@ -90,8 +89,7 @@ def selective_scan(
     options = ScanOptions(input_scale, eigenvalues, exclusive)
     is_empty = not (x.numel() and A.numel())
     if implementation == "triton" and not is_empty:
-        keep = torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands)
-        y, h, _ = triton_scan(*operands, *options, keep)
+        y, h, _ = triton_scan(*operands, *options, is_recorded(*operands))
         return y, h
     if torch.compiler.is_compiling() and not is_empty:
         y, h = plain_scan(*operands[:6], *options)
@@ -155,7 +153,6 @@ def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
         "INPUT_SCALE": options.input_scale,
         "FULL": options.eigenvalues == "full",
         "EXCLUSIVE": options.exclusive,
-        "FAST": not interpreter_is_on(),
         "CHUNK": SCAN_CHUNK,
         "BLOCK_D": block,
         "BLOCK_N": block_n,

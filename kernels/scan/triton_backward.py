@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import coupled_reach, discretize
-from bedouin.kernels.device.elementary import LN2
+from bedouin.kernels.device.elementary import FAST, LN2
 from bedouin.kernels.scan.triton_forward import advanced, load_exponent
 
 
@@ -48,7 +48,6 @@ def backward_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    FAST: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,

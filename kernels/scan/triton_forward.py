@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.discretize import discretize
-from bedouin.kernels.device.elementary import LOG2E
+from bedouin.kernels.device.elementary import FAST, LOG2E
 
 
 @triton.jit
@@ -75,7 +75,6 @@ def forward_kernel(
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
-    FAST: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,

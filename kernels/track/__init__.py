@@ -15,16 +15,15 @@ from bedouin.kernels.backend import (
     Backend,
     Implementation,
     choose_backend,
-    interpreter_is_on,
     warn_of_reference,
 )
-from bedouin.kernels.checks import check_sequence, check_shape
+from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.heads import fold
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import accumulator, arguments_of, ceil_div, last_axis_contiguous
 from bedouin.kernels.linear import apply_weight
-from bedouin.kernels.operation import empty_like, operation, plain_operation
+from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.track.reference import track_reference
 from bedouin.kernels.track.types import (
@@ -70,17 +69,11 @@ def track(
         if inputs.x.numel() and torch.compiler.is_compiling() and not is_one:
             return Tracked(*plain_track(*inputs, feedback_eps, eps))
         return track_reference(inputs, feedback_eps, eps)
-    if (inputs.h0 is None) != (inputs.y0 is None):
-        b, _, H, c, n = inputs.sizes
-        h0, y0 = (inputs.A_log.new_zeros(shape) for shape in ((b, H * c, n), (b, H * c)))
-        given = h0 if inputs.h0 is None else inputs.h0, y0 if inputs.y0 is None else inputs.y0
-        inputs = inputs._replace(h0=given[0], y0=given[1])
     c = inputs.W_y.shape[-1]
     W, W_gate = inputs.W_y.split([2 * c, c], 1)
     parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, W
     read = Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
-    keep = torch.is_grad_enabled() and any([v is not None and v.requires_grad for v in read])
-    y, h, normed, *_ = track_operation(*read, feedback_eps, keep)
+    y, h, normed, *_ = track_operation(*read, feedback_eps, is_recorded(*read))
     return Tracked(hidden_of(inputs, y, normed, W_gate, eps, backend=backend), h, y)
 
 
@@ -117,25 +110,20 @@ def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
 
 
 def _check(inputs: TrackInputs) -> None:
-    check_sequence("x", inputs.x)
-    check_sequence("erase", inputs.erase)
+    x, B, C, delta, erase, gate, skip, dt_bias, erase_bias, A_log, D, weight, W_y, h0, y0 = inputs
+    check_sequence("x", x)
+    check_sequence("erase", erase)
     b, t, H, c, n = inputs.sizes
-    d, rows = H * c, {"x": inputs.x, "delta": inputs.delta, "gate": inputs.gate}
-    rows["skip"] = inputs.skip
-    for name, v in rows.items():
-        check_shape(name, v, (b, t, d), "(b, t, H c)")
-    for name, v in {"B": inputs.B, "C": inputs.C}.items():
-        check_shape(name, v, (b, t, H * n), "(b, t, H n)")
-    for name, v in {"dt_bias": inputs.dt_bias, "D": inputs.D, "weight": inputs.weight}.items():
-        check_shape(name, v, (d,), "(H c,)")
-    check_shape("erase_bias", inputs.erase_bias, (H,), "(H,)")
-    check_shape("W_y", inputs.W_y, (H, 3 * c, c), "(H, 3 c, c)")
-    if inputs.A_log.dim() == 3:
-        check_shape("A_log", inputs.A_log, (H, c, n), "(H, c, n)")
-    else:
-        check_shape("A_log", inputs.A_log, (d, n), "(H c, n)")
-    check_shape("h0", inputs.h0, (b, d, n), "(b, H c, n)")
-    check_shape("y0", inputs.y0, (b, d), "(b, H c)")
+    d = H * c
+    check_shapes((b, t, d), "(b, t, H c)", x=x, delta=delta, gate=gate, skip=skip)
+    check_shapes((b, t, H * n), "(b, t, H n)", B=B, C=C)
+    check_shapes((d,), "(H c,)", dt_bias=dt_bias, D=D, weight=weight)
+    check_shapes((H,), "(H,)", erase_bias=erase_bias)
+    check_shapes((H, 3 * c, c), "(H, 3 c, c)", W_y=W_y)
+    check_shapes((H, c, n), "(H, c, n)", A_log=A_log if A_log.dim() == 3 else None)
+    check_shapes((d, n), "(H c, n)", A_log=None if A_log.dim() == 3 else A_log)
+    check_shapes((b, d, n), "(b, H c, n)", h0=h0)
+    check_shapes((b, d), "(b, H c)", y0=y0)
 
 
 INPUTS = (
@@ -145,18 +133,13 @@ INPUTS = (
 COUNT = len(Recurrence._fields)
 """Tensors of the operation."""
 
-FLAGS = "STARTED", "KEEP", "LAST"
-"""Switches of a call: whether there is a state before it, a backward after it, and a cotangent of
-the last memory."""
-
 SEQUENTIAL = "sweep_kernel", "replay_kernel", "reverse_kernel"
 """The kernels whose threads have one channel each."""
 
 
 @lru_cache(maxsize=1024)
-def options(kernel: Any, sizes: Sizes, eps: float, flags: tuple[str, ...]) -> dict[str, Any]:
-    """What a kernel has at compile time, and its launch options; `flags` names the switches of the
-    call that are on. Not to be changed."""
+def options(kernel: Any, sizes: Sizes, eps: float) -> dict[str, Any]:
+    """What a kernel has at compile time, and its launch options. Not to be changed."""
     name, lanes = kernel.__name__, sizes.lanes
     warps = 1 if name == "gradients_kernel" else 4
     if name in SEQUENTIAL:
@@ -164,24 +147,19 @@ def options(kernel: Any, sizes: Sizes, eps: float, flags: tuple[str, ...]) -> di
     tokens = TOKENS if name == "prepare_kernel" else FINISH_TOKENS
     every: dict[str, Any] = {
         **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": lanes},
-        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens, "FAST": not interpreter_is_on()},
+        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens},
         **{"S": GRADIENT_STATES, "PL": 32 * sizes.V // GRADIENT_STATES},
         **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
-        **{flag: flag in flags for flag in FLAGS},
     }
     return arguments_of(kernel, every)
 
 
-def _readable(given: tuple[Any, ...]) -> Recurrence:
-    """The tensors as the kernels read them: rows whose last axis is contiguous, all else whole."""
+def _readable(given: tuple[Any, ...]) -> tuple[Recurrence, tuple[tuple[int, ...], ...]]:
+    """The tensors as the kernels read them: rows whose last axis is contiguous, all else whole; and
+    the strides of the samples and tokens of the rows."""
+    rows = tuple(map(last_axis_contiguous, given[:5]))
     whole = (None if v is None else v.contiguous() for v in given[5:COUNT])
-    return Recurrence(*map(last_axis_contiguous, given[:5]), *whole)
-
-
-def _switches(inputs: Recurrence, **others: bool) -> tuple[str, ...]:
-    """Those that are on, as `options` takes them."""
-    others |= {"STARTED": inputs.y0 is not None}
-    return tuple(name for name, is_on in others.items() if is_on)
+    return Recurrence(*rows, *whole), tuple(v.stride()[:2] for v in rows)
 
 
 def _like(*given: Any) -> tuple[Tensor, ...]:
@@ -194,32 +172,22 @@ def _like(*given: Any) -> tuple[Tensor, ...]:
 @operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})", _like)
 def track_operation(*given: Any) -> tuple[Tensor, ...]:
     """y (b, t, H c), the last h (b, H c, n), norm(y_{t-1}) (b, t, H c) in the dtype of x, and the
-    fields of `Kept`, a part of them without `keep`. h0 and y0 are both there or none is; no size
-    may be 0."""
+    fields of `Kept`, a part of them without `keep`. No size may be 0."""
     from bedouin.kernels.track.triton_sweep import sweep_kernel
     from bedouin.kernels.track.triton_tokens import prepare_kernel
 
-    inputs, (eps, keep) = _readable(given), given[COUNT:]
-    x, B, C, delta, erase = inputs[:5]
-    sizes = inputs.sizes
+    read, (eps, keep) = _readable(given), given[COUNT:]
+    sizes = read[0].sizes
     b, t, H = sizes[:3]
-    how = sizes, eps, _switches(inputs, KEEP=keep)
     y, h, normed, *found = _like(*given)
     kept = Kept(*found)
     words = kept.B.view(torch.int32), kept.C.view(torch.int32)
     prepare_kernel[(ceil_div(b * t, TOKENS), H)](
-        *(B, C, erase, inputs.erase_bias, *words, kept.scalars, b * t, t, H),
-        *(*B.stride()[:2], *C.stride()[:2], *erase.stride()[:2]),
-        **options(prepare_kernel, *how),
+        *(*read, *words, kept.scalars, b * t, t, H), **options(prepare_kernel, sizes, eps)
     )
-    # what a kernel does not read has any tensor in its place
-    before = (h if inputs.h0 is None else inputs.h0, y if inputs.y0 is None else inputs.y0)
     with without_coalescing():
         sweep_kernel[(sizes.f,)](
-            *(x, delta, kept.scalars, kept.B, kept.C),
-            *(inputs.dt_bias, inputs.A_log, inputs.W, *before, h, y, normed, *kept[3:]),
-            *(t, H, *x.stride()[:2], *delta.stride()[:2]),
-            **options(sweep_kernel, *how),
+            *(*read, kept, h, y, normed, t, H), KEEP=keep, **options(sweep_kernel, sizes, eps)
         )
     return y, h, normed, *kept
 
@@ -236,44 +204,39 @@ def _backward(
     from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
     from bedouin.kernels.track.triton_tokens import finish_kernel
 
-    kept, inputs, eps = Kept(*given[:7]), _readable(given[7:]), given[-1]
+    kept, (inputs, strides), eps = Kept(*given[:7]), _readable(given[7:]), given[-1]
     x, A_log, sizes = inputs.x, inputs.A_log, inputs.sizes
     (b, t, H, c, n, P, N, V), f, chunks = sizes, sizes.f, sizes.chunks
     blocks = ceil_div(b * t, FINISH_TOKENS)
-    how = sizes, eps, _switches(inputs, LAST=grad_h is not None)
     found, grad_y = empty_like(*inputs), grad_y.contiguous()
-    of_x, of_B, of_C, of_delta, of_erase, *_, of_h0, of_y0 = found
+    grads = Recurrence(*found)
     normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
     adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
     edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
     read, grad_past = grad_y.new_empty(2, f, t, P)
     unit_B, unit_C = grad_y.new_empty(2, f, t, N)
-    words = kept.scalars, kept.B, kept.C
-    # what a kernel does not read has any tensor in its place
-    last = grad_y if grad_h is None else grad_h.contiguous()
+    last = None if grad_h is None else grad_h.contiguous()
     parts = grad_y.new_empty(f, ceil_div(chunks, PART), c, n)
     sums = grad_y.new_empty(blocks, H, 2, c)
     with without_coalescing():
         replay_kernel[(f, chunks)](
-            *(x, kept.rows, kept.fed, *words, A_log, kept.states, kept.past, grad_y),
-            *(grad_normed.contiguous(), memory, factors, slopes, read, grad_past),
-            *(t, H, *x.stride()[:2]),
-            **options(replay_kernel, *how),
+            *(inputs, strides, kept, grad_y, grad_normed.contiguous()),
+            *(memory, factors, slopes, read, grad_past, t, H),
+            **options(replay_kernel, sizes, eps),
         )
         reverse_kernel[(f,)](
-            *(slopes, factors, kept.fed, memory, kept.past, grad_past, grad_y, *words),
-            *(A_log, inputs.W, last, of_h0, edges, adjoint, fed, of_y0, t, H),
-            **options(reverse_kernel, *how),
+            *(inputs, kept, slopes, factors, memory, grad_past, grad_y),
+            *(last, grads, edges, adjoint, fed, t, H),
+            **options(reverse_kernel, sizes, eps),
         )
         gradients_kernel[(f * parts.shape[1] * (N // GRADIENT_STATES),)](
-            *(kept.rows, adjoint, *words, memory, A_log, edges, unit_B, unit_C, parts, t, H),
-            **options(gradients_kernel, *how),
+            *(kept, adjoint, memory, A_log, edges, unit_B, unit_C, parts, t, H),
+            **options(gradients_kernel, sizes, eps),
         )
     finish_kernel[(blocks, H)](
-        *(inputs.B, inputs.C, kept.scalars, kept.rows, adjoint, read, kept.past, unit_B, unit_C),
-        *(fed, of_x, of_B, of_C, of_delta, of_erase, normed, sums, b * t, t, H),
-        *(*inputs.B.stride()[:2], *inputs.C.stride()[:2]),
-        **options(finish_kernel, *how),
+        *(inputs, strides, kept, adjoint, read, unit_B, unit_C, fed, grads, normed, sums),
+        *(b * t, t, H),
+        **options(finish_kernel, sizes, eps),
     )
     rows, columns = fed.view(b * t, H, 2 * c), normed.view(b * t, H, c)
     of_dt, of_erase_bias = sums.sum(0).unbind(1)
@@ -285,7 +248,7 @@ def _backward(
         of.to(v.dtype, copy=v is inputs.erase_bias)
         for of, v in zip(parameters, inputs[5:9], strict=True)
     )
-    return *found[:5], *cast, of_h0, of_y0
+    return *found[:5], *cast, *found[9:]
 
 
 def _plain(*flat: Any) -> Tracked:

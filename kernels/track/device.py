@@ -17,7 +17,7 @@ Letters: c channels, n states; P and N: both rounded up to powers of two.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LOG2E, exp2, log1p_of_fraction
+from bedouin.kernels.device.elementary import FAST, LOG2E, exp2, log1p_of_fraction
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def unpack(word, V: tl.constexpr):
 
 
 @triton.jit
-def softplus(v, FAST: tl.constexpr):
+def softplus(v):
     return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E, FAST))
 
 
@@ -264,7 +264,6 @@ def prefetch(
     rows,  # which, at most 32, so that the first warp has all of them
     stride,  # of a row
     SIZE: tl.constexpr,  # values of a row
-    FAST: tl.constexpr,
 ):
     """Bring rows from memory into the L2 cache. Nothing waits for that, and it takes no registers;
     what is loaded a chunk of tokens later then arrives within a token's time. Requests by all warps

@@ -13,7 +13,7 @@ sums in a thread and log2(PL) shuffles. Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LN2, exp2
+from bedouin.kernels.device.elementary import FAST, LN2, exp2
 from bedouin.kernels.track.device import not_zero, rates_of, unknown_zeros, unpack, wait_for
 
 
@@ -34,11 +34,8 @@ def _load_token(
 
 @triton.jit(do_not_specialize=["t_end", "heads"])
 def gradients_kernel(
-    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    kept,  # `Kept`
     adjoint_ptr,  # (f, t, P): pairs of w and written_
-    scalars_ptr,  # (f, t, 2)
-    B_ptr,  # (f, t, N / V), words
-    C_ptr,  # likewise
     memory_ptr,  # (f, t, N P / V), words of q
     A_log_ptr,  # (H, c, n)
     edges_ptr,  # (f, chunks, N, P)
@@ -57,7 +54,6 @@ def gradients_kernel(
     PL: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,  # chunks of a program
-    FAST: tl.constexpr,
 ):
     PR: tl.constexpr = P // PL
     SW: tl.constexpr = S // V
@@ -93,11 +89,11 @@ def gradients_kernel(
         inverse_A = inverse_A + (1 / not_zero(A[v]),)
     sample = f * t_end
     rows = (
-        rows_ptr + sample * P,
+        kept.rows + sample * P,
         adjoint_ptr + sample * P,
-        scalars_ptr + sample * 2 + 1,
-        B_ptr + sample * WORDS,
-        C_ptr + sample * WORDS,
+        kept.scalars + sample * 2 + 1,
+        kept.B + sample * WORDS,
+        kept.C + sample * WORDS,
         memory_ptr + sample * (P * WORDS),
         unknown_zeros(pl, t_end, PL),
     )

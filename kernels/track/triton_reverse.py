@@ -27,7 +27,7 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import LN2, exp2
+from bedouin.kernels.device.elementary import FAST, LN2, exp2
 from bedouin.kernels.track import device
 
 
@@ -54,15 +54,9 @@ def _load_replayed(
 
 @triton.jit(do_not_specialize=["t_end", "H"])
 def replay_kernel(
-    x_ptr,  # (b, t, H c)
-    rows_ptr,  # (f, t, P): pairs of Delta and `written`
-    fed_ptr,  # (f, t, P): pairs of what was fed back to Delta and x
-    scalars_ptr,  # (f, t, 2)
-    B_ptr,  # (f, t, N / V), words
-    C_ptr,  # likewise
-    A_log_ptr,  # (H, c, n)
-    states_ptr,  # (f, chunks, N, P)
-    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
+    kept,  # `Kept`
     grad_y_ptr,  # (b, t, H c)
     grad_normed_ptr,  # (b, t, H c), of norm(y_{t-1})
     memory_ptr,  # (f, t, N P / V), written: words of q
@@ -72,8 +66,6 @@ def replay_kernel(
     grad_past_ptr,  # (f, t, P), written: the cotangent of y_{t-1} but for the recurrence
     t_end,
     H,
-    x_stride_b,
-    x_stride_t,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -81,7 +73,6 @@ def replay_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """A chunk of tokens."""
     WORDS: tl.constexpr = N // V
@@ -96,23 +87,23 @@ def replay_kernel(
         device.places_of_channels(P, NL),
         device.places_of_words(P, N, NL, V),
     )
-    A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
-    h = device.load_kept(states_ptr + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
+    A = device.load_rates(inputs.A_log + head * c * n, c, n, P, N, NL, V)
+    h = device.load_kept(kept.states + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
     token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * c, H * c
     first = (
-        x_ptr + b * x_stride_b + head * c,
-        rows_ptr + token * P,
-        fed_ptr + token * P,
-        scalars_ptr + token * 2,
-        B_ptr + token * WORDS,
-        C_ptr + token * WORDS,
+        inputs.x + b * strides[0][0] + head * c,
+        kept.rows + token * P,
+        kept.fed + token * P,
+        kept.scalars + token * 2,
+        kept.B + token * WORDS,
+        kept.C + token * WORDS,
         device.unknown_zeros(p, t_end, P),
-        past_ptr + token * P,
+        kept.past + token * P,
         grad_y_ptr + row_of_head,
         grad_normed_ptr + row_of_head,
     )
     step = tl.cast(begin, tl.int64)
-    loaded = _load_replayed(first, x_stride_t, grad_stride, step, c, P, WORDS, NL)
+    loaded = _load_replayed(first, strides[0][1], grad_stride, step, c, P, WORDS, NL)
     A, h = device.wait_for(A, V), device.wait_for(h, V)
     for t in range(begin, end):
         x, row, fed, B_C, beta, B_words, C_words, past, grad_y, grad_normed = loaded
@@ -120,7 +111,7 @@ def replay_kernel(
         B, C = device.unpack(B_words, V), device.unpack(C_words, V)
         mixed = x.to(tl.float32) + device.unpack(fed, 2)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
-        loaded = _load_replayed(first, x_stride_t, grad_stride, step, c, P, WORDS, NL)
+        loaded = _load_replayed(first, strides[0][1], grad_stride, step, c, P, WORDS, NL)
         products = ()
         after = ()
         r = tl.zeros((WORDS // NL, P, NL), tl.float32)
@@ -199,24 +190,18 @@ def _with_memory(H, B_words, q_words, V: tl.constexpr):
 
 @triton.jit(do_not_specialize=["t_end", "H_heads"])
 def reverse_kernel(
+    inputs,  # `Recurrence`
+    kept,  # `Kept`
     slopes_ptr,  # (f, t, P): pairs of Delta and its slope
     factors_ptr,  # (f, t, P): pairs of g and read
-    fed_ptr,  # (f, t, P): pairs of what was fed back
     memory_ptr,  # (f, t, N P / V), words of q
-    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
     grad_past_ptr,  # (f, t, P): the cotangent of y_{t-1} but for the recurrence
     grad_y_ptr,  # (b, t, H c), of which the last token is read
-    scalars_ptr,  # (f, t, 2)
-    B_ptr,  # (f, t, N / V), words
-    C_ptr,  # likewise
-    A_log_ptr,  # (H, c, n)
-    W_ptr,  # (H, 2 c, c)
-    last_ptr,  # (f, c, n), with LAST: H after the last token, else zeros
-    H_ptr,  # (f, c, n), written with STARTED: H before the first token
+    last_ptr,  # (f, c, n): H after the last token; None: zeros
+    grads,  # as `inputs`, of which h0 and y0 are written: H and w before the first token
     edges_ptr,  # (f, chunks, N, P), written: H after the last token of each chunk
     adjoint_ptr,  # (f, t, P), written: pairs of w and written_
     grad_fed_ptr,  # (b, t, H, 2, c), of which the first is written: raw_
-    grad_y0_ptr,  # (f, c), written with STARTED: w before the first token
     t_end,
     H_heads,
     c: tl.constexpr,
@@ -226,9 +211,6 @@ def reverse_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    STARTED: tl.constexpr,
-    LAST: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """The tokens of a head of a sample, from the last one to the first."""
     WORDS: tl.constexpr = N // V
@@ -240,10 +222,10 @@ def reverse_kernel(
         device.places_of_channels(P, NL),
         device.places_of_words(P, N, NL, V),
     )
-    A = device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V)
-    W = _load_transposed(W_ptr + head * (2 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
+    A = device.load_rates(inputs.A_log + head * c * n, c, n, P, N, NL, V)
+    W = _load_transposed(inputs.W + head * (2 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
     slot = tl.arange(0, 4)[None, :, None, None]
-    if LAST:
+    if last_ptr is not None:
         H = device.load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
     else:
         H = device.zeros_like(A, V)
@@ -252,11 +234,11 @@ def reverse_kernel(
     first = (
         slopes_ptr + sample * P,
         factors_ptr + sample * P,
-        fed_ptr + sample * P,
-        past_ptr + sample * P,
-        B_ptr + sample * WORDS,
-        C_ptr + sample * WORDS,
-        scalars_ptr + sample * 2,
+        kept.fed + sample * P,
+        kept.past + sample * P,
+        kept.B + sample * WORDS,
+        kept.C + sample * WORDS,
+        kept.scalars + sample * 2,
         memory_ptr + sample * (P * WORDS),
         device.unknown_zeros(p, t_end, P),
         grad_past_ptr + sample * P,
@@ -306,9 +288,10 @@ def reverse_kernel(
         device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
         ahead = tl.maximum(step - CHUNK, 0)
         memory = first[7] + ahead * (P * WORDS)
-        device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32, FAST)
+        device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32)
         H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
         w = w_before
-    if STARTED:
-        device.put(grad_y0_ptr + f * c, w, channels, c, P, NL)
-        device.store_memory(H_ptr + f * c * n, H, c, n, P, N, NL, V)
+    if inputs.y0 is not None:
+        device.put(grads.y0 + f * c, w, channels, c, P, NL)
+    if inputs.h0 is not None:
+        device.store_memory(grads.h0 + f * c * n, H, c, n, P, N, NL, V)

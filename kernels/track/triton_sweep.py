@@ -13,7 +13,7 @@ up to powers of two; V, NL as in `device.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import exp2
+from bedouin.kernels.device.elementary import FAST, exp2
 from bedouin.kernels.device.norms import inverse_norm
 from bedouin.kernels.track import device
 
@@ -64,39 +64,24 @@ def _load_token(
 @triton.jit
 def _prefetch(
     first, strides,  # as in `_load_token`
-    tokens, c: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
+    tokens, c: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    device.prefetch(first[0], tokens, strides[0], c, FAST)
-    device.prefetch(first[1], tokens, strides[1], c, FAST)
-    device.prefetch(first[3], tokens, WORDS, WORDS, FAST)
-    device.prefetch(first[4], tokens, WORDS, WORDS, FAST)
+    device.prefetch(first[0], tokens, strides[0], c)
+    device.prefetch(first[1], tokens, strides[1], c)
+    device.prefetch(first[3], tokens, WORDS, WORDS)
+    device.prefetch(first[4], tokens, WORDS, WORDS)
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
 def sweep_kernel(
-    x_ptr,  # (b, t, H c)
-    delta_ptr,  # (b, t, H c)
-    scalars_ptr,  # (f, t, 2): B C and beta
-    B_ptr,  # (f, t, N / V), words
-    C_ptr,  # likewise
-    dt_bias_ptr,  # (H, c)
-    A_log_ptr,  # (H, c, n)
-    W_ptr,  # (H, 2 c, c), the rows of Delta and of x
-    h0_ptr,  # (f, c, n), with STARTED
-    y0_ptr,  # (f, c), likewise
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
+    kept,  # `Kept`, with KEEP written from `rows` on
     h_ptr,  # (f, c, n), written
     y_ptr,  # (b, t, H c), written
     normed_ptr,  # (b, t, H c), written: norm(y_{t-1})
-    rows_ptr,  # (f, t, P), written with KEEP: pairs of Delta and `written`
-    fed_ptr,  # (f, t, P), likewise: pairs of what is fed back to Delta and x
-    past_ptr,  # (f, t, P), likewise: pairs of y_{t-1} and 1 / rms of it
-    states_ptr,  # (f, chunks, N, P), likewise: h before each chunk
     t_end,
     H,
-    x_stride_b,
-    x_stride_t,
-    delta_stride_b,
-    delta_stride_t,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -104,44 +89,42 @@ def sweep_kernel(
     NL: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    STARTED: tl.constexpr,  # whether h0 and y0 are given, else zeros
     KEEP: tl.constexpr,
     FEEDBACK_EPS: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     WORDS: tl.constexpr = N // V
     SIZE: tl.constexpr = P * N
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = inputs.x.dtype.element_ty
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
     p, channels = tl.arange(0, P), device.places_of_channels(P, NL)
-    A = device.wait_for(device.load_rates(A_log_ptr + head * c * n, c, n, P, N, NL, V), V)
-    W_head = W_ptr + head * (2 * c * c)
+    A = device.wait_for(device.load_rates(inputs.A_log + head * c * n, c, n, P, N, NL, V), V)
+    W_head = inputs.W + head * (2 * c * c)
     W = (
         _load_weights(W_head, dtype, c, P, NL),
         _load_weights(W_head + c * c, dtype, c, P, NL),
     )
-    bias = device.load_vector(dt_bias_ptr + head * c, c, P).to(tl.float32)
-    if STARTED:
-        h = device.wait_for(device.load_memory(h0_ptr + f * c * n, 0.0, c, n, P, N, NL, V), V)
-        y = device.load_vector(y0_ptr + f * c, c, P).to(tl.float32)
-    else:
-        h, y = device.zeros_like(A, V), tl.zeros((P,), tl.float32)
+    bias = device.load_vector(inputs.dt_bias + head * c, c, P).to(tl.float32)
+    h, y = device.zeros_like(A, V), tl.zeros((P,), tl.float32)
+    if inputs.h0 is not None:
+        h = device.wait_for(device.load_memory(inputs.h0 + f * c * n, 0.0, c, n, P, N, NL, V), V)
+    if inputs.y0 is not None:
+        y = device.load_vector(inputs.y0 + f * c, c, P).to(tl.float32)
     token = f * t_end
     first = (
-        x_ptr + b * x_stride_b + head * c,
-        delta_ptr + b * delta_stride_b + head * c,
-        scalars_ptr + token * 2,
-        B_ptr + token * WORDS,
-        C_ptr + token * WORDS,
+        inputs.x + b * strides[0][0] + head * c,
+        inputs.delta + b * strides[3][0] + head * c,
+        kept.scalars + token * 2,
+        kept.B + token * WORDS,
+        kept.C + token * WORDS,
         device.unknown_zeros(p, t_end, P),
     )
-    strides = (x_stride_t, delta_stride_t)
+    by_token = (strides[0][1], strides[3][1])
     earliest = tl.minimum(tl.arange(0, CHUNK), t_end - 1)
-    _prefetch(first, strides, earliest, c, WORDS, FAST)
+    _prefetch(first, by_token, earliest, c, WORDS)
     # The next token's rows are loaded as soon as those of a token have been read, in turns into two
     # places: a thread that waits for one load waits for all that it has issued before.
-    even = _load_token(first, strides, 0, c, P, WORDS, NL)
+    even = _load_token(first, by_token, 0, c, P, WORDS, NL)
     odd = even
     fed = _feed_back(y, W, c, P, NL, FEEDBACK_EPS)
     for turn in range(0, tl.cdiv(t_end, 2)):
@@ -151,16 +134,16 @@ def sweep_kernel(
                 x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
                 before = y
                 mixed = x.to(tl.float32) + fed[1]
-                delta = device.softplus(raw.to(tl.float32) + bias + fed[0], FAST)
+                delta = device.softplus(raw.to(tl.float32) + bias + fed[0])
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
                     if KEEP:
                         slot = f * tl.cdiv(t_end, CHUNK) + t // CHUNK
-                        device.store_kept(states_ptr + slot * SIZE, h, P, N, NL, V)
+                        device.store_kept(kept.states + slot * SIZE, h, P, N, NL, V)
                     later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
-                    _prefetch(first, strides, later, c, WORDS, FAST)
+                    _prefetch(first, by_token, later, c, WORDS)
                 step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
-                row = _load_token(first, strides, step, c, P, WORDS, NL)
+                row = _load_token(first, by_token, step, c, P, WORDS, NL)
                 if half == 0:
                     odd = row
                 else:
@@ -188,8 +171,8 @@ def sweep_kernel(
                 h = after
                 if KEEP:
                     at = (token + t) * P
-                    device.put(rows_ptr + at, device.pair(delta, written), channels, P, P, NL)
-                    device.put(fed_ptr + at, device.pair(fed[0], fed[1]), channels, P, P, NL)
-                    device.put(past_ptr + at, device.pair(before, fed[2]), channels, P, P, NL)
+                    device.put(kept.rows + at, device.pair(delta, written), channels, P, P, NL)
+                    device.put(kept.fed + at, device.pair(fed[0], fed[1]), channels, P, P, NL)
+                    device.put(kept.past + at, device.pair(before, fed[2]), channels, P, P, NL)
                 fed = fed_next
     device.store_memory(h_ptr + f * c * n, h, c, n, P, N, NL, V)

@@ -39,22 +39,14 @@ def _store_unit(ptr, row, j, here, v, n: tl.constexpr, N: tl.constexpr, V: tl.co
 
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def prepare_kernel(
-    B_raw_ptr,  # (b, t, H n)
-    C_raw_ptr,  # (b, t, H n)
-    erase_ptr,  # (b, t, H)
-    erase_bias_ptr,  # (H,)
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
     B_ptr,  # (f, t, words), int32, written
     C_ptr,  # likewise
     scalars_ptr,  # (f, t, 2), written: B C and beta
     count,  # b t
     t_end,
     H,
-    B_stride_b,
-    B_stride_t,
-    C_stride_b,
-    C_stride_t,
-    erase_stride_b,
-    erase_stride_t,
     n: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
@@ -66,11 +58,11 @@ def prepare_kernel(
     b, t = token // t_end, token % t_end
     row = (b * H + head) * t_end + t
     # all loads first: the compiler moves none of them across a barrier or a store
-    B = _halves(B_raw_ptr + b * B_stride_b + t * B_stride_t + head * n, j, here, n)
-    C = _halves(C_raw_ptr + b * C_stride_b + t * C_stride_t + head * n, j, here, n)
-    at = erase_ptr + b * erase_stride_b + t * erase_stride_t + head
+    B = _halves(inputs.B + b * strides[1][0] + t * strides[1][1] + head * n, j, here, n)
+    C = _halves(inputs.C + b * strides[2][0] + t * strides[2][1] + head * n, j, here, n)
+    at = inputs.erase + b * strides[4][0] + t * strides[4][1] + head
     erase = tl.load(at, mask=here, other=0.0).to(tl.float32)
-    beta = sigmoid(erase + tl.load(erase_bias_ptr + head).to(tl.float32))
+    beta = sigmoid(erase + tl.load(inputs.erase_bias + head).to(tl.float32))
     B = _store_unit(B_ptr, row, j, here, B, n, N, V, UNIT_EPS)
     C = _store_unit(C_ptr, row, j, here, C, n, N, V, UNIT_EPS)
     tl.store(scalars_ptr + row * 2, tl.sum(B[0] * C[0] + B[1] * C[1], 1), mask=here)
@@ -94,30 +86,20 @@ def _cast_store(ptr, v, mask):
 
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def finish_kernel(
-    B_raw_ptr,  # (b, t, H n)
-    C_raw_ptr,  # (b, t, H n)
-    scalars_ptr,  # (f, t, 2)
-    rows_ptr,  # (f, t, P): pairs of Delta and `written`
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
+    kept,  # `Kept`
     adjoint_ptr,  # (f, t, P): pairs of w and the cotangent of `written`
     read_ptr,  # (f, t, P): a B
-    past_ptr,  # (f, t, P): pairs of y_{t-1} and 1 / rms of it
     unit_B_ptr,  # (f, t, N): the cotangent of the unit B
     unit_C_ptr,  # (f, t, N)
     grad_fed_ptr,  # (b, t, H, 2, c): the cotangents of raw Delta and, written, of x with feedback
-    grad_x_ptr,  # (b, t, H c), written
-    grad_B_ptr,  # (b, t, H n), written
-    grad_C_ptr,  # (b, t, H n), written
-    grad_delta_ptr,  # (b, t, H c), written
-    grad_erase_ptr,  # (b, t, H), written
+    grads,  # as `inputs`, contiguous, of which x, B, C, delta and erase are written
     normed_ptr,  # (b, t, H, c), written: norm(y_{t-1})
     sums_ptr,  # (programs, H, 2, c), written: of dt_bias, and in the first place of erase_bias
     count,  # b t
     t_end,
     H,
-    B_stride_b,
-    B_stride_t,
-    C_stride_b,
-    C_stride_t,
     c: tl.constexpr,
     n: tl.constexpr,
     P: tl.constexpr,
@@ -131,27 +113,27 @@ def finish_kernel(
     b, t = token // t_end, token % t_end
     row, wide = ((b * H + head) * t_end + t)[:, None], (token * H + head)[:, None]
     states, channels = here[:, None] & (state < n), here[:, None] & (p < c)
-    at = (b * B_stride_b + t * B_stride_t)[:, None] + head * n + state
-    grad = _unit_vjp(B_raw_ptr + at, unit_B_ptr + row * N + state, states, n, UNIT_EPS)
-    _cast_store(grad_B_ptr + wide * n + state, grad, states)
-    at = (b * C_stride_b + t * C_stride_t)[:, None] + head * n + state
-    grad = _unit_vjp(C_raw_ptr + at, unit_C_ptr + row * N + state, states, n, UNIT_EPS)
-    _cast_store(grad_C_ptr + wide * n + state, grad, states)
+    at = (b * strides[1][0] + t * strides[1][1])[:, None] + head * n + state
+    grad = _unit_vjp(inputs.B + at, unit_B_ptr + row * N + state, states, n, UNIT_EPS)
+    _cast_store(grads.B + wide * n + state, grad, states)
+    at = (b * strides[2][0] + t * strides[2][1])[:, None] + head * n + state
+    grad = _unit_vjp(inputs.C + at, unit_C_ptr + row * N + state, states, n, UNIT_EPS)
+    _cast_store(grads.C + wide * n + state, grad, states)
     at = row * P + p
-    delta, _ = unpack(tl.load(rows_ptr + at, mask=channels, other=0), 2)
+    delta, _ = unpack(tl.load(kept.rows + at, mask=channels, other=0), 2)
     _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
     grad_mixed = delta * grad_written
     fed = grad_fed_ptr + wide * (2 * c) + p
     grad_delta = tl.load(fed, mask=channels, other=0.0)
-    _cast_store(grad_delta_ptr + wide * c + p, grad_delta, channels)
+    _cast_store(grads.delta + wide * c + p, grad_delta, channels)
     _cast_store(fed + c, grad_mixed, channels)
-    _cast_store(grad_x_ptr + wide * c + p, grad_mixed, channels)
-    y_past, inverse = unpack(tl.load(past_ptr + at, mask=channels, other=0), 2)
+    _cast_store(grads.x + wide * c + p, grad_mixed, channels)
+    y_past, inverse = unpack(tl.load(kept.past + at, mask=channels, other=0), 2)
     _cast_store(normed_ptr + wide * c + p, y_past * inverse, channels)
     read = tl.load(read_ptr + at, mask=channels, other=0.0)
-    beta = tl.load(scalars_ptr + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
+    beta = tl.load(kept.scalars + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
-    _cast_store(grad_erase_ptr + token * H + head, grad_erase, here)
+    _cast_store(grads.erase + token * H + head, grad_erase, here)
     channel = tl.arange(0, P)
     sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 2) * c + channel
     tl.store(sums, tl.sum(grad_delta.to(tl.float32), 0), mask=channel < c)

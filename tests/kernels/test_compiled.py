@@ -21,7 +21,8 @@ import bedouin.kernels.direct.launch as launch
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
-from bedouin.kernels.delta_rule import constants, triton_chunks, value_block
+from bedouin.kernels.delta_rule import DeltaInputs, constants, triton_chunks
+from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
@@ -29,15 +30,15 @@ from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
 from bedouin.kernels.scan.types import SCAN_CHUNK
-from bedouin.kernels.track import FLAGS, options
+from bedouin.kernels.track import options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import sweep_kernel
 from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import Sizes
+from bedouin.kernels.track.types import Kept, Recurrence, Sizes
 
 Kind = str | tuple[Any, ...]
-"""Triton's type of a parameter, or those of a tuple."""
+"""Triton's type of a parameter, or those of a tuple, where "constexpr" is that of None."""
 
 
 def leaves_of(kind: Kind, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -66,16 +67,17 @@ def compile_kernel(
     names = kernel.arg_names
     constants = {name: v for name, v in known.items() if name in names}
     kinds = {name: "constexpr" if name in constants else kind_of(name) for name in names}
-    aligned = [
-        path
+    leaves = [
+        (name, path, one)
         for i, (name, kind) in enumerate(kinds.items())
         for path, one in leaves_of(kind, (i,))
-        if one[0] == "*" or name in multiples
     ]
+    aligned = [path for name, path, one in leaves if one[0] == "*" or name in multiples]
+    absent = {path: None for _, path, one in leaves if len(path) > 1 and one == "constexpr"}
     source = ASTSource(
         fn=kernel,
         signature=kinds,
-        constexprs=constants,
+        constexprs=constants | absent,
         attrs={at: [["tt.divisibility", 16]] for at in aligned},
     )
     launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
@@ -106,7 +108,7 @@ SHARED_MEMORY = 232448
 """Bytes that a program on sm_90 can have."""
 
 WIDE_OF_SCAN = set("start kept work A D grad_A grad_D grad_B grad_C end grad_end grad_h0".split())
-WIDE_OF_RULE = {"BETA", "DECAY", "GBETA", "GDECAY", "S0", "S_LAST", "GS_LAST", "GS0"}
+WIDE_OF_RULE = {"S0", "S_LAST", "GS_LAST", "GS0"}
 WIDE_OF_TRACK = set("scalars A_log W dt_bias erase_bias h0 y0 h y states read grad_past".split())
 WIDE_OF_TRACK |= set("last H edges grad_y grad_y0 unit_B unit_C grad_A_log sums".split())
 """Pointers to float32; all others are to the dtype of x or of products."""
@@ -128,7 +130,7 @@ def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
     "kernel", [triton_forward.forward_kernel, triton_backward.backward_kernel], ids=by_kernel
 )
 def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
-    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False, "FAST": True}
+    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False}
     known |= {"EXCLUSIVE": False, "CHUNK": SCAN_CHUNK}
     known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
     count = 4 if kernel is triton_forward.forward_kernel else 5
@@ -147,10 +149,13 @@ def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
 @pytest.mark.parametrize("name", ["convolution_kernel", "cotangent_kernel", "input_kernel"])
 def test_the_convolution_adds_in_a_fixed_order(name: str, adds: bool) -> None:
     known: dict[str, Any] = {"EPS": 1e-6, "WIDTH": 4, "TOKENS": 32, "SIZE": 128, "BLOCK": 128}
-    known |= {} if adds else {"added_ptr": None}
     wide = {"sums"} if name == "input_kernel" else set()
-    kernel = getattr(of_convolution, name)
-    made = compile_kernel(kernel, known, lambda name: pointer(name, wide))
+    inputs = *("*bf16",) * 3, "*bf16" if adds else "constexpr"
+
+    def kind_of(name: str) -> Kind:
+        return inputs if name == "inputs" else pointer(name, wide)
+
+    made = compile_kernel(getattr(of_convolution, name), known, kind_of)
     assert adds_in_a_fixed_order(made)
 
 
@@ -172,17 +177,18 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
     kernel: Any, t: int, p: int, v: int, dtype: torch.dtype
 ) -> None:
     """With a decay, a memory, and all that can be wanted."""
-    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"))
-    known |= dict.fromkeys(("STARTED", "ENDED", "KEEP"), True)
-    known |= {"V_SIZE": v, "V_BLOCK": value_block(p, v, dtype)}
+    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), v)
+    known |= dict.fromkeys(("STARTED", "ENDED"), True)
     low = "fp32" if dtype == F32 else "bf16"
-    rows = [name for name in kernel.arg_names if name.endswith("_ROW")]
+    tokens: Any = DeltaInputs(*(f"*{low}",) * 3, "*fp32", "*fp32")  # type: ignore[arg-type]
+    tuples: dict[str, Kind] = {"inputs": tokens, "grads": tokens, "apart": ("i32",) * 3}
+    tuples["kept"] = KeptOfRule(*(f"*{low}",) * 4)  # type: ignore[arg-type]
 
-    def kind_of(name: str) -> str:
-        is_number = name in ("t", "H", "N") or name in rows
-        return "i32" if is_number else "*fp32" if name in WIDE_OF_RULE else f"*{low}"
+    def kind_of(name: str) -> Kind:
+        of_one = "*fp32" if name in WIDE_OF_RULE else f"*{low}"
+        return tuples.get(name) or ("i32" if name in ("t", "H", "N") else of_one)
 
-    made = compile_kernel(kernel, known, kind_of, multiples=rows)
+    made = compile_kernel(kernel, known, kind_of, multiples=("apart",))
     products = re.findall(r"warp_group_dot %\S+, .*? : (\S+?)<", made.asm["ttgir"])
     is_first = kernel is triton_chunks.prepare_kernel
     assert set(products) <= {"!ttg.memdesc"}
@@ -194,26 +200,24 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
 # -- tracker, of whose time on a token's chain a barrier takes as much as a tenth of its arithmetic
 
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
-PAIRS = (
-    "B_ptr",
-    "C_ptr",
-    "rows_ptr",
-    "adjoint_ptr",
-    "memory_ptr",
-    "slopes_ptr",
-    "past_ptr",
-    "fed_ptr",
-    "factors_ptr",
-)
+PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
+"""Pointers to words."""
 
 
 def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
-    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), 1e-5, FLAGS)
+    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), 1e-5) | {"KEEP": True}
     low = {BF16: "bf16", F16: "fp16", F32: "fp32"}[dtype]
 
-    def kind_of(name: str) -> str:
-        if name in PAIRS:
+    def kind_of(name: str) -> Kind:
+        if name == "strides":
+            return (("i32", "i32"),) * 5
+        if name in ("inputs", "grads"):
+            kinds = [pointer(f"{field}_ptr", WIDE_OF_TRACK, low) for field in Recurrence._fields]
+            return Recurrence(*kinds)  # type: ignore[arg-type]
+        if name == "kept":
+            return Kept(*[kind_of(f"{field}_ptr") for field in Kept._fields])  # type: ignore[arg-type]
+        if name.removesuffix("_ptr") in PAIRS:
             return "*i32" if kernel is prepare_kernel else "*i64"
         return pointer(name, WIDE_OF_TRACK, low)
 
