@@ -1,18 +1,21 @@
-"""The choice of an operation's implementation, from the argument `backend` and the tensors."""
+"""The choice of an operation's implementation, from the argument `backend` and the tensors, what
+torch is doing at the time, and decorators for functions that torch.compile must not trace."""
 
 import os
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bedouin.kernels.outside import constant_in_graphs
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 Backend = Literal["auto", "triton", "reference"]
 Implementation = Literal["triton", "reference"]
@@ -24,6 +27,30 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 numbers, as the reference does."""
 LOWEST_TRITON = (3, 6)
 """The version that comes with torch 2.11, the lowest torch that is tested."""
+
+
+def outside_of_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
+    """Decorator: torch.compile breaks the graph at the function, and with fullgraph=True its error
+    message contains `reason`. Equivalent to `torch.compiler.disable`, which would import the
+    compiler when this library is imported."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        outside: Any = _disable_dynamo(function)
+        # the attributes that torch's own decorator sets
+        outside._torchdynamo_disable = True
+        outside._torchdynamo_disable_msg = reason
+        left_out: FunctionT = outside
+        return left_out
+
+    return decorate
+
+
+def constant_in_graphs(function: FunctionT) -> FunctionT:
+    """Decorator: torch.compile calls the function, whose arguments must be constants, and takes its
+    result for a constant. Equivalent to `torch.compiler.assume_constant_result`, which would import
+    the compiler when this library is imported."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -188,8 +215,7 @@ def is_transformed() -> bool:
     """Whether a torch.func transform such as vmap, or forward-mode differentiation, is active."""
     if torch.compiler.is_compiling():
         return False
-    level: int = torch.autograd.forward_ad._current_level
-    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bedouin.kernels.heads import apply_weight, weight_gradient
 from bedouin.kernels.householder import inverse_norm
-from bedouin.kernels.linear import apply_weight, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
 
 

@@ -6,13 +6,14 @@ these are made for kernels and are slow on the host.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.outside import constant_in_graphs
+from bedouin.kernels.backend import constant_in_graphs, interpreter_is_on
+
+TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
 
 LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
 """What a launch may have beside the parameters of its kernel."""
@@ -26,6 +27,13 @@ def arguments_of(
     which is Triton's default in some versions alone."""
     chosen = {*kernel.arg_names, *LAUNCH_OPTIONS}
     return {name: v for name, v in every.items() if name in chosen} | {"enable_fp_fusion": True}
+
+
+def as_constants(values: TupleT) -> TupleT:
+    """A named tuple as an argument of a kernel that is compiled for its values."""
+    import triton.language as tl
+
+    return type(values)(*map(tl.constexpr, values))
 
 
 def next_power_of_two(size: int) -> int:

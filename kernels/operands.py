@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bedouin.kernels.heads import check_heads, count_heads
@@ -117,6 +118,17 @@ class RawLayout:
     def size(self, d: int, n: int) -> int:
         """r: raw values a token."""
         return sum(self.parts(d, n))
+
+
+CLOSED = 1e30
+"""The size of a raw value of Delta in the padding after the tokens of a sample, for which Delta is
+exactly 0, whatever the feedback adds: the memory passes."""
+
+
+def closed_value(closed: float, dtype: torch.dtype) -> float:
+    """`closed`, or what is nearest to it in a dtype of a smaller range."""
+    limit = torch.finfo(dtype).max
+    return min(max(closed, -limit), limit)
 
 
 NO_LAYOUT = "this mixer (only HouseholderProduct)"

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import can_read_device, is_batched, without_autocast
+from bedouin.kernels.backend import can_read_device, is_batched, outside_of_graphs, without_autocast
 from bedouin.kernels.checks import check_count, check_number, frozen_options
-from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
-from bedouin.kernels.outside import outside_of_graphs
+from bedouin.kernels.operation import refuse_forward_mode, refuse_second_derivative
 from bedouin.solvers.base import Problem, Solved, Solver, map_name, offers
 from bedouin.solvers.direct import Direct
 from bedouin.solvers.reporting import Report

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import can_read_device
+from bedouin.kernels.backend import can_read_device, outside_of_graphs
 from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import Map, Problem, Solved, TolerantSolver, offers
 from bedouin.solvers.convergence import (
     first_open_token_is_nonfinite,

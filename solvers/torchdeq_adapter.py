@@ -15,9 +15,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import can_read_device
+from bedouin.kernels.backend import can_read_device, outside_of_graphs
 from bedouin.kernels.checks import check_count, check_number, frozen_options
-from bedouin.kernels.outside import outside_of_graphs
 from bedouin.solvers.base import Problem, Solved, TolerantSolver
 from bedouin.solvers.convergence import holds_so_far, largest_so_far, relative_residual
 from bedouin.solvers.reporting import Measured

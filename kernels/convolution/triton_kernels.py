@@ -10,7 +10,7 @@ tokens of a sample.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import silu_slope
+from bedouin.kernels.device.elementary import silu_slope
 
 
 @triton.jit

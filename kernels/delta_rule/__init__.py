@@ -27,7 +27,7 @@ from bedouin.kernels.delta_rule.reference import (
 )
 from bedouin.kernels.launch import (
     accumulator,
-    arguments_of,
+    as_constants,
     ceil_div,
     evenly_spaced,
     next_power_of_two,
@@ -212,28 +212,37 @@ def _rows(
     return DeltaInputs(query, key, value, beta.contiguous(), log_decay.contiguous())
 
 
-def constants(
-    query: Tensor,  # (b, t, h, p)
-    v: int,
-) -> dict[str, Any]:
-    """What the kernels of chunks have at compile time, and their launch options."""
-    (_, t, _, p), longest = query.shape, longest_chunk(query.dtype)
-    is_wide = query.dtype == torch.float32
-    part = min(longest, max(LEAST, next_power_of_two(p)))
-    # of float32 half as many, whose products take more registers
-    most = STATE_CELLS // (ceil_div(p, part) * part) // (2 if is_wide else 1)
-    block = min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v))
-    return {
-        "P_SIZE": p,
-        "V_SIZE": v,
-        "PART": part,  # key channels of a part of S
-        "V_BLOCK": max(LEAST, block),  # value channels of a program
-        # less than the longest chunk where there are fewer tokens
-        "C": min(longest, max(LEAST, next_power_of_two(max(1, t)))),
-        "num_warps": 4,  # no more (triton_chunks.py)
-        # in float32 nothing is copied ahead, as all factors pass registers
-        "num_stages": 1 if is_wide else 2,
-    }
+class Tiles(NamedTuple):
+    """Sizes that the kernels of chunks take as one tuple of constants."""
+
+    P: int  # key channels of a head
+    V: int  # value channels of a head
+    PART: int  # key channels of a part of S
+    BLOCK: int  # value channels of a program
+    C: int  # tokens of a chunk, less than of the longest one where there are fewer
+
+    @staticmethod
+    def of(
+        query: Tensor,  # (b, t, h, p)
+        v: int,
+    ) -> "Tiles":
+        (_, t, _, p), longest = query.shape, longest_chunk(query.dtype)
+        part = min(longest, max(LEAST, next_power_of_two(p)))
+        # of float32 half as many, whose products take more registers
+        halves = 2 if query.dtype == torch.float32 else 1
+        most = STATE_CELLS // (ceil_div(p, part) * part) // halves
+        block = min(VALUE_BLOCK, 1 << (most.bit_length() - 1), next_power_of_two(v))
+        tokens = min(longest, max(LEAST, next_power_of_two(max(1, t))))
+        return Tiles(p, v, part, max(LEAST, block), tokens)
+
+
+def launch_options(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
+    """What all kernels of chunks are launched with."""
+    # four warps, no more (triton_chunks.py); in float32 nothing is copied ahead, as all factors
+    # pass registers
+    stages = 1 if dtype == torch.float32 else 2
+    how = {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
+    return {"s": as_constants(tiles), **how}
 
 
 def _like(*given: Any) -> tuple[Tensor, ...]:
@@ -274,13 +283,11 @@ def chunk_kernels(*given: Any) -> tuple[Tensor, ...]:
     found: list[Any] = kept
     if not keep:
         found = [*Kept.empty(query, 0, keep=True, started=True)[:2], None, None]
-    n, every = ceil_div(t, longest_chunk(query.dtype)), constants(query, v)
-    prepare_kernel[(b * h * n,)](
-        *(inputs, apart, Kept(*found), t, h, n), **arguments_of(prepare_kernel, every)
-    )
-    sweep_kernel[(b * h * ceil_div(v, every["V_BLOCK"]),)](
-        *(inputs, apart, Kept(*found), memory, o, last, t, h, n),
-        **arguments_of(sweep_kernel, every),
+    n, tiles = ceil_div(t, longest_chunk(query.dtype)), Tiles.of(query, v)
+    how = launch_options(tiles, query.dtype)
+    prepare_kernel[(b * h * n,)](inputs, apart, Kept(*found), t, h, n, **how)
+    sweep_kernel[(b * h * ceil_div(v, tiles.BLOCK),)](
+        *(inputs, apart, Kept(*found), memory, o, last, t, h, n), **how
     )
     return o, last, *kept
 
@@ -298,19 +305,20 @@ def _backward(
     found = empty_like(*given[4:])
     (b, t, h, p), v = query.shape, value.shape[-1]
     inputs, grad_o = _rows(*given[4:9]), evenly_spaced(grad_o.flatten(2))
-    n, every = ceil_div(t, longest_chunk(query.dtype)), constants(query, v)
+    n, tiles = ceil_div(t, longest_chunk(query.dtype)), Tiles.of(query, v)
     grad_states = query.new_empty(b * h, n - 1 if grad_last is None else n, p, v)
     apart, grads = tuple(v.stride(1) for v in (*inputs[:2], grad_o)), DeltaInputs(*found[:5])
     last = None if grad_last is None else grad_last.contiguous()
-    every |= {"ENDED": last is not None, "STARTED": memory is not None}
-    reverse_kernel[(b * h * ceil_div(v, every["V_BLOCK"]),)](
+    how = launch_options(tiles, query.dtype)
+    reverse_kernel[(b * h * ceil_div(v, tiles.BLOCK),)](
         *(inputs, apart, kept, grad_o, last, grad_states, grads),
         *(None if memory is None else found[5], t, h, n),
-        **arguments_of(reverse_kernel, every),
+        **how,
     )
     gradients_kernel[(b * h * n,)](
         *(inputs, apart, kept, grad_o, grad_states, grads, t, h, n),
-        **arguments_of(gradients_kernel, every),
+        *(last is not None, memory is not None),
+        **how,
     )
     return found
 

@@ -10,9 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from bedouin.kernels.backend import triton_version
+from bedouin.kernels.backend import constant_in_graphs, triton_version
 from bedouin.kernels.delta_rule.reference import DeltaInputs
-from bedouin.kernels.outside import constant_in_graphs
 
 FLA_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -19,7 +19,7 @@ registers, which ptxas before CUDA 13.3 overwrites too early. For the same reaso
 more than 4 warps: Triton before 3.8 does not make one group of 4 warps wait for another.
 
 Letters: b batch, t time, h heads, p key channels and v value channels of a head, n chunks, c tokens
-of a chunk.
+of a chunk. s: `Tiles`.
 """
 
 import triton
@@ -55,11 +55,9 @@ def store_tile(X, at, ROW, column, left, values, C: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
-def load_part(
-    X, ROW, first, h, part, left, C: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr
-):
-    """The PART columns from part * PART."""
-    return load_columns(X, ROW, first, h, part * PART + tl.arange(0, PART), left, C, SIZE)
+def load_part(X, ROW, first, h, part, left, s):
+    """The PART key channels from part * PART."""
+    return load_columns(X, ROW, first, h, tl.arange(0, s.PART) + part * s.PART, left, s.C, s.P)
 
 
 @triton.jit
@@ -92,37 +90,30 @@ def load_square(X, at, C: tl.constexpr):
 
 
 @triton.jit
-def state_cells(at, i, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr):
+def state_cells(at, i, j, s):
     """Offsets of rows i and columns j of matrix `at` of (p, v) matrices, and which of them
     exist."""
     i, j = i[:, None], j[None, :]
-    return (at * P_SIZE + i) * V_SIZE + j, (i < P_SIZE) & (j < V_SIZE)
+    return (at * s.P + i) * s.V + j, (i < s.P) & (j < s.V)
 
 
 @triton.jit
-def load_state(
-    X,
-    at,
-    j,
-    P_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    PART: tl.constexpr,
-):
+def load_state(X, at, j, s):
     """Columns j of a memory X in parts of PART rows; of zeros for None."""
     parts = ()
-    for start in tl.static_range(0, P_SIZE, PART):
+    for n in tl.static_range((s.P + s.PART - 1) // s.PART):
         if X is not None:
-            cells, exist = state_cells(at, start + tl.arange(0, PART), j, P_SIZE, V_SIZE)
+            cells, exist = state_cells(at, tl.arange(0, s.PART) + n * s.PART, j, s)
             parts = parts + (tl.load(X + cells, exist, 0.0).to(tl.float32),)
         else:
-            parts = parts + (tl.zeros((PART, j.shape[0]), tl.float32),)
+            parts = parts + (tl.zeros((s.PART, j.shape[0]), tl.float32),)
     return parts
 
 
 @triton.jit
-def store_state(X, at, S, j, P_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PART: tl.constexpr):
+def store_state(X, at, S, j, s):
     for n in tl.static_range(len(S)):
-        cells, exist = state_cells(at, n * PART + tl.arange(0, PART), j, P_SIZE, V_SIZE)
+        cells, exist = state_cells(at, tl.arange(0, s.PART) + n * s.PART, j, s)
         tl.store(X + cells, S[n], exist)
 
 
@@ -191,29 +182,27 @@ def prepare_kernel(
     t,
     H,
     N,
-    P_SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    C: tl.constexpr,
+    s,
 ):
     """(I + N diag(beta))^-1 and P of one chunk and head."""
     program = tl.program_id(0).to(tl.int64)
     n, h, b = program % N, program // N % H, program // N // H
-    first, left = b * t + n * C, t - n * C
-    i = tl.arange(0, C)
-    gram = tl.zeros((C, C), tl.float32)
-    scores = tl.zeros((C, C), tl.float32)
-    for part in range((P_SIZE + PART - 1) // PART):
-        q = load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
-        k = load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
+    first, left = b * t + n * s.C, t - n * s.C
+    i = tl.arange(0, s.C)
+    gram = tl.zeros((s.C, s.C), tl.float32)
+    scores = tl.zeros((s.C, s.C), tl.float32)
+    for part in range((s.P + s.PART - 1) // s.PART):
+        q = load_part(inputs.query, apart[0], first, h, part, left, s)
+        k = load_part(inputs.key, apart[1], first, h, part, left, s)
         gram = tl.dot(k, tl.trans(k), gram, input_precision=PRECISION)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
-    G, _ = decays(inputs.log_decay, first, h, H, left, C)
-    ratio = ratios(G, C)
-    cells = program * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(kept.scores + cells, scores * ratio * P_SIZE**-0.5)
-    beta = load_tokens(inputs.beta, first, h, H, left, C)
+    G, _ = decays(inputs.log_decay, first, h, H, left, s.C)
+    ratio = ratios(G, s.C)
+    cells = program * (s.C * s.C) + i[:, None] * s.C + i[None, :]
+    tl.store(kept.scores + cells, scores * ratio * s.P**-0.5)
+    beta = load_tokens(inputs.beta, first, h, H, left, s.C)
     system = tl.where(i[:, None] > i[None, :], gram * ratio * beta[None, :], 0.0)
-    store_blocks(kept.inverses, program, unit_lower_inverse(system), C)
+    store_blocks(kept.inverses, program, unit_lower_inverse(system), s.C)
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
@@ -227,60 +216,56 @@ def sweep_kernel(
     t,
     H,
     N,
-    P_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    C: tl.constexpr,
+    s,
 ):
     """Outputs and the memory after the last chunk, for one sample, head and block of value
-    channels; with KEEP also the errors and the memory before each chunk."""
-    blocks: tl.constexpr = (V_SIZE + V_BLOCK - 1) // V_BLOCK
+    channels; the errors and the memory before each chunk where these are kept."""
+    blocks: tl.constexpr = (s.V + s.BLOCK - 1) // s.BLOCK
     program = tl.program_id(0).to(tl.int64)
     head = program // blocks
     b, h = head // H, head % H
-    j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
+    j = program % blocks * s.BLOCK + tl.arange(0, s.BLOCK)
     # zeros before the first chunk are not kept
     skipped: tl.constexpr = 0 if S0 is not None else 1
-    S = load_state(S0, head, j, P_SIZE, V_SIZE, PART)
+    S = load_state(S0, head, j, s)
     for n in range(N):
-        first, left = b * t + n * C, t - n * C
-        v = load_columns(inputs.value, apart[2], first, h, j, left, C, V_SIZE)
-        inverse = load_square(kept.inverses, head * N + n, C)
-        scores = load_square(kept.scores, head * N + n, C)
-        beta = load_tokens(inputs.beta, first, h, H, left, C)
-        G, total = decays(inputs.log_decay, first, h, H, left, C)
+        first, left = b * t + n * s.C, t - n * s.C
+        v = load_columns(inputs.value, apart[2], first, h, j, left, s.C, s.V)
+        inverse = load_square(kept.inverses, head * N + n, s.C)
+        scores = load_square(kept.scores, head * N + n, s.C)
+        beta = load_tokens(inputs.beta, first, h, H, left, s.C)
+        G, total = decays(inputs.log_decay, first, h, H, left, s.C)
         if kept.errors is not None:
             if n >= skipped:
                 slot = head * (N - skipped) + n - skipped
-                store_state(kept.states, slot, S, j, P_SIZE, V_SIZE, PART)
-        known = tl.zeros((C, V_BLOCK), tl.float32)
-        o = tl.zeros((C, V_BLOCK), tl.float32)
+                store_state(kept.states, slot, S, j, s)
+        known = tl.zeros((s.C, s.BLOCK), tl.float32)
+        o = tl.zeros((s.C, s.BLOCK), tl.float32)
         for part in tl.static_range(len(S)):
-            s = factor(S[part], kept.scores)
-            q = load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
-            k = load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
-            known = tl.dot(k, s, known, input_precision=PRECISION)
-            o = tl.dot(q, s, o, input_precision=PRECISION)
+            low = factor(S[part], kept.scores)
+            q = load_part(inputs.query, apart[0], first, h, part, left, s)
+            k = load_part(inputs.key, apart[1], first, h, part, left, s)
+            known = tl.dot(k, low, known, input_precision=PRECISION)
+            o = tl.dot(q, low, o, input_precision=PRECISION)
         grown = tl.exp(G)[:, None]
         rest = factor(v.to(tl.float32) - grown * known, kept.scores)
         error = tl.dot(inverse, rest, input_precision=PRECISION)
         written = beta[:, None] * error
-        o *= grown * P_SIZE**-0.5
+        o *= grown * s.P**-0.5
         o = tl.dot(scores, factor(written, kept.scores), o, input_precision=PRECISION)
         written = factor(tl.exp(total - G)[:, None] * written, kept.scores)
         grown_S = ()
         for part in tl.static_range(len(S)):
             old = tl.exp(total) * S[part]
-            k = load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
+            k = load_part(inputs.key, apart[1], first, h, part, left, s)
             new = tl.dot(tl.trans(k), written, old, input_precision=PRECISION)
             grown_S = grown_S + (new,)
         S = grown_S
-        at = (first * H + h) * V_SIZE
-        store_tile(Y, at, H * V_SIZE, j, left, o, C, V_SIZE)
+        at = (first * H + h) * s.V
+        store_tile(Y, at, H * s.V, j, left, o, s.C, s.V)
         if kept.errors is not None:
-            store_tile(kept.errors, at, H * V_SIZE, j, left, error, C, V_SIZE)
-    store_state(S_LAST, head, S, j, P_SIZE, V_SIZE, PART)
+            store_tile(kept.errors, at, H * s.V, j, left, error, s.C, s.V)
+    store_state(S_LAST, head, S, j, s)
 
 
 @triton.jit(do_not_specialize=["H"])

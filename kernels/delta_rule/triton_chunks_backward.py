@@ -39,56 +39,52 @@ def reverse_kernel(
     t,
     H,
     N,
-    P_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    C: tl.constexpr,
+    s,
 ):
     """The gradient of v, the cotangents of the memory after each chunk, and where a memory is given
     of that before the first, for one sample, head and block of value channels."""
-    blocks: tl.constexpr = (V_SIZE + V_BLOCK - 1) // V_BLOCK
+    blocks: tl.constexpr = (s.V + s.BLOCK - 1) // s.BLOCK
     program = tl.program_id(0).to(tl.int64)
     head = program // blocks
     b, h = head // H, head % H
-    j = program % blocks * V_BLOCK + tl.arange(0, V_BLOCK)
+    j = program % blocks * s.BLOCK + tl.arange(0, s.BLOCK)
     # zeros after the last chunk are not kept
     skipped: tl.constexpr = 0 if GS_LAST is not None else 1
-    dS = chunks.load_state(GS_LAST, head, j, P_SIZE, V_SIZE, PART)
+    dS = chunks.load_state(GS_LAST, head, j, s)
     for passed in range(N):
         n = N - 1 - passed
-        first, left = b * t + n * C, t - n * C
-        do = chunks.load_columns(GY, apart[2], first, h, j, left, C, V_SIZE)
-        inverse = chunks.load_square(kept.inverses, head * N + n, C)
-        scores = chunks.load_square(kept.scores, head * N + n, C)
-        beta = chunks.load_tokens(inputs.beta, first, h, H, left, C)
-        G, total = chunks.decays(inputs.log_decay, first, h, H, left, C)
+        first, left = b * t + n * s.C, t - n * s.C
+        do = chunks.load_columns(GY, apart[2], first, h, j, left, s.C, s.V)
+        inverse = chunks.load_square(kept.inverses, head * N + n, s.C)
+        scores = chunks.load_square(kept.scores, head * N + n, s.C)
+        beta = chunks.load_tokens(inputs.beta, first, h, H, left, s.C)
+        G, total = chunks.decays(inputs.log_decay, first, h, H, left, s.C)
         if passed >= skipped:
-            chunks.store_state(GS, head * (N - skipped) + n, dS, j, P_SIZE, V_SIZE, PART)
-        de = tl.zeros((C, V_BLOCK), tl.float32)
+            chunks.store_state(GS, head * (N - skipped) + n, dS, j, s)
+        de = tl.zeros((s.C, s.BLOCK), tl.float32)
         for part in tl.static_range(len(dS)):
             ds = chunks.factor(dS[part], kept.scores)
-            k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
+            k = chunks.load_part(inputs.key, apart[1], first, h, part, left, s)
             de = tl.dot(k, ds, de, input_precision=PRECISION)
         de *= tl.exp(total - G)[:, None]
         de = tl.dot(tl.trans(scores), do, de, input_precision=PRECISION)
         de = chunks.factor(beta[:, None] * de, kept.scores)
         dv = tl.dot(tl.trans(inverse), de, input_precision=PRECISION)
         grown = tl.exp(G)[:, None]
-        seen = chunks.factor(grown * do.to(tl.float32) * P_SIZE**-0.5, kept.scores)
+        seen = chunks.factor(grown * do.to(tl.float32) * s.P**-0.5, kept.scores)
         known = chunks.factor(-grown * dv, kept.scores)
         before = ()
         for part in tl.static_range(len(dS)):
             old = tl.exp(total) * dS[part]
-            q = chunks.load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
-            k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
+            q = chunks.load_part(inputs.query, apart[0], first, h, part, left, s)
+            k = chunks.load_part(inputs.key, apart[1], first, h, part, left, s)
             old = tl.dot(tl.trans(q), seen, old, input_precision=PRECISION)
             old = tl.dot(tl.trans(k), known, old, input_precision=PRECISION)
             before = before + (old,)
         dS = before
-        chunks.store_tile(grads.value, (first * H + h) * V_SIZE, H * V_SIZE, j, left, dv, C, V_SIZE)
+        chunks.store_tile(grads.value, (first * H + h) * s.V, H * s.V, j, left, dv, s.C, s.V)
     if GS0 is not None:
-        chunks.store_state(GS0, head, dS, j, P_SIZE, V_SIZE, PART)
+        chunks.store_state(GS0, head, dS, j, s)
 
 
 @triton.jit(do_not_specialize=["t", "H", "N"])
@@ -104,51 +100,47 @@ def gradients_kernel(
     N,
     ENDED: tl.constexpr,
     STARTED: tl.constexpr,
-    P_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    C: tl.constexpr,
+    s,
 ):
     """The gradients of q, k, beta and the log decays of one chunk and head."""
     program = tl.program_id(0).to(tl.int64)
     n, h, b = program % N, program // N % H, program // N // H
-    first, left = b * t + n * C, t - n * C
-    token = tl.arange(0, C)
+    first, left = b * t + n * s.C, t - n * s.C
+    token = tl.arange(0, s.C)
 
-    J = tl.zeros((C, C), tl.float32)
-    M = tl.zeros((C, C), tl.float32)
-    J_T = tl.zeros((C, C), tl.float32)
-    M_T = tl.zeros((C, C), tl.float32)
-    for start in range(0, V_SIZE, V_BLOCK):
-        j = start + tl.arange(0, V_BLOCK)
-        e = chunks.load_columns(kept.errors, H * V_SIZE, first, h, j, left, C, V_SIZE)
-        dv = chunks.load_columns(grads.value, H * V_SIZE, first, h, j, left, C, V_SIZE)
-        do = chunks.load_columns(GY, apart[2], first, h, j, left, C, V_SIZE)
+    J = tl.zeros((s.C, s.C), tl.float32)
+    M = tl.zeros((s.C, s.C), tl.float32)
+    J_T = tl.zeros((s.C, s.C), tl.float32)
+    M_T = tl.zeros((s.C, s.C), tl.float32)
+    for start in range(0, s.V, s.BLOCK):
+        j = start + tl.arange(0, s.BLOCK)
+        e = chunks.load_columns(kept.errors, H * s.V, first, h, j, left, s.C, s.V)
+        dv = chunks.load_columns(grads.value, H * s.V, first, h, j, left, s.C, s.V)
+        do = chunks.load_columns(GY, apart[2], first, h, j, left, s.C, s.V)
         J = tl.dot(do, tl.trans(e), J, input_precision=PRECISION)
         M = tl.dot(dv, tl.trans(e), M, input_precision=PRECISION)
         J_T = tl.dot(e, tl.trans(do), J_T, input_precision=PRECISION)
         M_T = tl.dot(e, tl.trans(dv), M_T, input_precision=PRECISION)
 
-    beta = chunks.load_tokens(inputs.beta, first, h, H, left, C)
-    G, total = chunks.decays(inputs.log_decay, first, h, H, left, C)
-    scale: tl.constexpr = P_SIZE**-0.5
+    beta = chunks.load_tokens(inputs.beta, first, h, H, left, s.C)
+    G, total = chunks.decays(inputs.log_decay, first, h, H, left, s.C)
+    scale: tl.constexpr = s.P**-0.5
     before = token[:, None] > token[None, :]
     # rows of the transposes are the tokens that are written, whose beta they have
     after = token[:, None] < token[None, :]
     difference = tl.where(token[:, None] <= token[None, :], G[None, :] - G[:, None], float("-inf"))
     ratio = tl.exp(difference) * beta[:, None]
-    J_T = chunks.factor(scale * ratio * J_T, kept.errors)
+    J_T = chunks.factor(ratio * scale * J_T, kept.errors)
     M_T = tl.where(after, -ratio * M_T, 0.0)
-    ratio = chunks.ratios(G, C)
-    J *= scale * ratio
+    ratio = chunks.ratios(G, s.C)
+    J *= ratio * scale
     M = tl.where(before, -ratio * M, 0.0)
     both = chunks.factor(M * beta[None, :] + M_T, kept.errors)
 
-    pairs = tl.zeros((C, C), tl.float32)
-    for part in range((P_SIZE + PART - 1) // PART):
-        q = chunks.load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
-        k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
+    pairs = tl.zeros((s.C, s.C), tl.float32)
+    for part in range((s.P + s.PART - 1) // s.PART):
+        q = chunks.load_part(inputs.query, apart[0], first, h, part, left, s)
+        k = chunks.load_part(inputs.key, apart[1], first, h, part, left, s)
         pairs += J * tl.dot(q, tl.trans(k), input_precision=PRECISION)
         pairs += M * tl.dot(k, tl.trans(k), input_precision=PRECISION)
     grad_beta = tl.sum(pairs, 0)
@@ -160,36 +152,36 @@ def gradients_kernel(
     after_kept = N if ENDED else N - 1
     head = program // N
     of_S, of_dS = head * (N - first_kept) + n - first_kept, head * after_kept + n
-    rows_of_S = tl.where(n >= first_kept, P_SIZE, 0)
-    rows_of_dS = tl.where(n < after_kept, P_SIZE, 0)
+    rows_of_S = tl.where(n >= first_kept, s.P, 0)
+    rows_of_dS = tl.where(n < after_kept, s.P, 0)
     grown, rest = tl.exp(G)[None, :], tl.exp(total - G)[None, :]
-    of_state = tl.zeros((C,), tl.float32)
+    of_state = tl.zeros((s.C,), tl.float32)
     last = 0.0
-    for part in range((P_SIZE + PART - 1) // PART):
-        i = part * PART + tl.arange(0, PART)
-        dq = tl.zeros((PART, C), tl.float32)
-        dk = tl.zeros((PART, C), tl.float32)
-        Z = tl.zeros((PART, C), tl.float32)
-        product = tl.zeros((PART,), tl.float32)
-        for start in range(0, V_SIZE, V_BLOCK):
-            j = start + tl.arange(0, V_BLOCK)
-            e = chunks.load_columns(kept.errors, H * V_SIZE, first, h, j, left, C, V_SIZE)
-            dv = chunks.load_columns(grads.value, H * V_SIZE, first, h, j, left, C, V_SIZE)
-            do = chunks.load_columns(GY, apart[2], first, h, j, left, C, V_SIZE)
-            cells, exist = chunks.state_cells(of_S, i, j, P_SIZE, V_SIZE)
+    for part in range((s.P + s.PART - 1) // s.PART):
+        i = tl.arange(0, s.PART) + part * s.PART
+        dq = tl.zeros((s.PART, s.C), tl.float32)
+        dk = tl.zeros((s.PART, s.C), tl.float32)
+        Z = tl.zeros((s.PART, s.C), tl.float32)
+        product = tl.zeros((s.PART,), tl.float32)
+        for start in range(0, s.V, s.BLOCK):
+            j = start + tl.arange(0, s.BLOCK)
+            e = chunks.load_columns(kept.errors, H * s.V, first, h, j, left, s.C, s.V)
+            dv = chunks.load_columns(grads.value, H * s.V, first, h, j, left, s.C, s.V)
+            do = chunks.load_columns(GY, apart[2], first, h, j, left, s.C, s.V)
+            cells, exist = chunks.state_cells(of_S, i, j, s)
             S = chunks.factor(
                 tl.load(kept.states + cells, exist & (i[:, None] < rows_of_S), 0.0), kept.states
             )
-            cells, exist = chunks.state_cells(of_dS, i, j, P_SIZE, V_SIZE)
+            cells, exist = chunks.state_cells(of_dS, i, j, s)
             dS = chunks.factor(tl.load(GS + cells, exist & (i[:, None] < rows_of_dS), 0.0), GS)
             dq = tl.dot(S, tl.trans(do), dq, input_precision=PRECISION)
             dk = tl.dot(S, tl.trans(dv), dk, input_precision=PRECISION)
             Z = tl.dot(dS, tl.trans(e), Z, input_precision=PRECISION)
             product += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        q = chunks.load_part(inputs.query, apart[0], first, h, part, left, C, P_SIZE, PART)
-        k = chunks.load_part(inputs.key, apart[1], first, h, part, left, C, P_SIZE, PART)
+        q = chunks.load_part(inputs.query, apart[0], first, h, part, left, s)
+        k = chunks.load_part(inputs.key, apart[1], first, h, part, left, s)
         q_T, k_T = tl.trans(q).to(tl.float32), tl.trans(k).to(tl.float32)
-        dq *= scale * grown
+        dq *= grown * scale
         dk *= -grown
         Z *= rest
         grad_G += tl.sum(dq * q_T, 0) + tl.sum(dk * k_T, 0)
@@ -198,9 +190,9 @@ def gradients_kernel(
         dq = tl.dot(tl.trans(k), J_T, dq, input_precision=PRECISION)
         dk = tl.dot(tl.trans(q), J, dk + Z * beta[None, :], input_precision=PRECISION)
         dk = tl.dot(tl.trans(k), both, dk, input_precision=PRECISION)
-        place = (first * H + h) * P_SIZE
-        chunks.store_tile(grads.query, place, H * P_SIZE, i, left, tl.trans(dq), C, P_SIZE)
-        chunks.store_tile(grads.key, place, H * P_SIZE, i, left, tl.trans(dk), C, P_SIZE)
+        place = (first * H + h) * s.P
+        chunks.store_tile(grads.query, place, H * s.P, i, left, tl.trans(dq), s.C, s.P)
+        chunks.store_tile(grads.key, place, H * s.P, i, left, tl.trans(dk), s.C, s.P)
 
     grad_beta += of_state
     place = (first + token) * H + h

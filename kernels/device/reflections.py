@@ -10,8 +10,7 @@ Letters: d channels, k reflections.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import reciprocal
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.elementary import inverse_norm, reciprocal
 
 
 @triton.jit
@@ -130,29 +129,35 @@ def wy_upper(G, beta, K: tl.constexpr):
 
 
 @triton.jit
-def upper_times(T, v, K: tl.constexpr):
-    """T v (k,), T packed, upper triangular."""
+def _packed_times(S, v, BELOW: tl.constexpr, ABOVE: tl.constexpr, K: tl.constexpr):
+    """S v (k,), S packed, symmetric, or only its diagonal with what is BELOW or ABOVE it."""
     out = ()
     for i in tl.static_range(K):
-        total = T[i * (i + 1) // 2 + i] * v[i]
+        terms = ()
         for j in tl.static_range(K):
-            if j > i:
-                total += T[j * (j + 1) // 2 + i] * v[j]
-        out = out + (total,)
+            if (i == j) or (i < j and ABOVE) or (i > j and BELOW):
+                S_ij = S[(j * (j + 1) // 2 + i) if i <= j else (i * (i + 1) // 2 + j)]
+                terms = terms + (S_ij * v[j],)
+        out = out + (total_of(terms),)
     return out
+
+
+@triton.jit
+def upper_times(T, v, K: tl.constexpr):
+    """T v (k,), T packed, upper triangular."""
+    return _packed_times(T, v, False, True, K)
 
 
 @triton.jit
 def upper_transposed_times(T, v, K: tl.constexpr):
     """T^T v (k,), T packed, upper triangular."""
-    out = ()
-    for j in tl.static_range(K):
-        total = T[j * (j + 1) // 2] * v[0]
-        for i in tl.static_range(K):
-            if (i > 0) and (i <= j):
-                total += T[j * (j + 1) // 2 + i] * v[i]
-        out = out + (total,)
-    return out
+    return _packed_times(T, v, True, False, K)
+
+
+@triton.jit
+def symmetric_times(S, v, K: tl.constexpr):
+    """S v (k,), S packed, symmetric."""
+    return _packed_times(S, v, True, True, K)
 
 
 @triton.jit
@@ -163,19 +168,6 @@ def square_times(M, v, K: tl.constexpr):
         total = M[i * K] * v[0]
         for j in tl.static_range(1, K):
             total += M[i * K + j] * v[j]
-        out = out + (total,)
-    return out
-
-
-@triton.jit
-def symmetric_times(S, v, K: tl.constexpr):
-    """S v (k,), S packed, symmetric."""
-    out = ()
-    for i in tl.static_range(K):
-        total = S[i * (i + 1) // 2] * v[0]
-        for j in tl.static_range(K):
-            if j > 0:
-                total += S[(j * (j + 1) // 2 + i) if i <= j else (i * (i + 1) // 2 + j)] * v[j]
         out = out + (total,)
     return out
 
@@ -295,11 +287,7 @@ def total_of(parts):
 @triton.jit
 def combine(weights, rows, K: tl.constexpr):
     """sum over i of weights_i rows_i, of any shape."""
-    total = weights[0] * rows[0]
-    for i in tl.static_range(K):
-        if i > 0:
-            total += weights[i] * rows[i]
-    return total
+    return total_of(scale(rows, weights, K))
 
 
 @triton.jit

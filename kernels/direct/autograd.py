@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from bedouin.kernels.backend import without_autocast
+from bedouin.kernels.backend import outside_of_graphs, without_autocast
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.reference import Sweep, memory_of, sweep_tokens
 from bedouin.kernels.direct.reverse import ReportBackward, reverse_sweep
-from bedouin.kernels.double_backward import refuse_forward_mode, refuse_second_derivative
 from bedouin.kernels.operands import Bind, Operands, Parameterization
-from bedouin.kernels.outside import outside_of_graphs
+from bedouin.kernels.operation import refuse_forward_mode, refuse_second_derivative
 
 
 class _LoopSweep(torch.autograd.Function):

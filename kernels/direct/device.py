@@ -11,8 +11,7 @@ Letters: d channels of a head, n state per channel, k reflections, s samples of 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.discretize import input_scale
-from bedouin.kernels.device.elementary import exp2, one_minus_exp2
+from bedouin.kernels.device.elementary import exp2, input_scale, one_minus_exp2
 
 STATE_AXIS = tl.constexpr(1 if triton.__version__.startswith("3.6.") else 0)
 """Where the states are in pointers to memory: (N, s, d) or (s, N, d). Warps shall have different

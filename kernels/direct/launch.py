@@ -21,7 +21,7 @@ from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import local_width, prepare_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
 from bedouin.kernels.feedback import normalize_feedback_vjp, padded_rows
-from bedouin.kernels.heads import sum_samples
+from bedouin.kernels.heads import apply_weight, padding, sum_samples, weight_gradient
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import (
     Device,
@@ -31,7 +31,6 @@ from bedouin.kernels.launch import (
     last_axis_contiguous,
     next_power_of_two,
 )
-from bedouin.kernels.linear import apply_weight, padding, weight_gradient
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.output import shifted_norm_operation
 

@@ -17,7 +17,7 @@ from bedouin.kernels.backend import (
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
-from bedouin.kernels.scan.types import SCAN_CHUNK
+from bedouin.kernels.scan.reference import SCAN_CHUNK
 
 MAX_CHANNELS = 1024
 """Most channels of a head."""

@@ -20,11 +20,10 @@ from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
 from bedouin.kernels.direct.layout import choose_bind, state_major
 from bedouin.kernels.direct.limits import CHUNK, Gradients
 from bedouin.kernels.direct.reference import memory_of
-from bedouin.kernels.double_backward import refuse_second_derivative
+from bedouin.kernels.heads import padding
 from bedouin.kernels.launch import ceil_div
-from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import NUM_SCALARS, SCALARS, Operands, Parameterization
-from bedouin.kernels.operation import operation
+from bedouin.kernels.operation import operation, refuse_second_derivative
 
 SweepResult = tuple[Tensor, Tensor, Tensor, Tensor]
 """y (b, t, d), last h (b, d, n), kept h (b, ceil(t / CHUNK) n d), and the statistics (4, b, t).

@@ -16,8 +16,7 @@ values, s samples of a program, or their parts.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.norms import inverse_norm, max_norm
+from bedouin.kernels.device.elementary import activate, inverse_norm, max_norm
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,

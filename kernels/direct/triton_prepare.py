@@ -16,11 +16,16 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.discretize import input_scale
-from bedouin.kernels.device.elementary import exp2, one_minus_exp2
-from bedouin.kernels.device.norms import inverse_norm
-from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
+from bedouin.kernels.device.elementary import (
+    activate,
+    exp2,
+    input_scale,
+    inverse_norm,
+    load_beta,
+    load_raw,
+    load_unit,
+    one_minus_exp2,
+)
 from bedouin.kernels.device.reflections import (
     combine,
     eliminate,

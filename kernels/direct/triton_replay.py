@@ -6,7 +6,7 @@ Letters: d channels of a head, n state per channel, s samples of a program, or t
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate
+from bedouin.kernels.device.elementary import activate
 from bedouin.kernels.direct.device import (
     discretize,
     load_head_states,

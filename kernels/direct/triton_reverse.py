@@ -11,9 +11,7 @@ values, s samples of a program, or their parts.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate, activate_vjp
-from bedouin.kernels.device.elementary import LN2, reciprocal
-from bedouin.kernels.device.norms import max_norm
+from bedouin.kernels.device.elementary import LN2, activate, activate_vjp, max_norm, reciprocal
 from bedouin.kernels.device.reflections import (
     add,
     combine,

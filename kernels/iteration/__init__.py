@@ -36,12 +36,12 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.feedback import normalize_feedback, padded_rows
+from bedouin.kernels.heads import padding
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import evenly_spaced, next_power_of_two
-from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.scan import launch_forward
-from bedouin.kernels.scan.types import ScanOptions
+from bedouin.kernels.scan.reference import ScanOptions
 
 __all__ = ["IterationRule", "Progress", "choose_iteration", "fuse_iteration"]
 
@@ -175,53 +175,44 @@ class FusedIteration:
             product = torch.bmm if heads else torch.mm
             normed, fed_back = self.normed.view(*heads, -1, d), self.fed_back.view(*heads, -1, r)
             product(normed, self.W_y.mT, out=fed_back)
-        self._mix()
+        layout, options, rule = self.layout, self.options, self.rule
+        distances = tuple(v.stride(1) for v in (self.x, self.raw, self.fed_back))
+        memory = 2 * self.n if layout.selective else 0
+        self.kernels.mix_kernel[(self.b * self.t,)](
+            *(self.x, self.raw, self.fed_back, self.y, self.kept, self.mixed, self.delta, self.BC),
+            *(self.b, self.t, distances, self.d, self.n),
+            K=layout.num_householder,
+            BLOCK_N=next_power_of_two(self.n),
+            FEEDBACK=self.W_y is not None,
+            SELECTIVE=layout.selective,
+            ACTIVATION=layout.activation,
+            BETA_MAX=layout.beta_max,
+            EPS=UNIT_EPS,
+            ALIGN=math.gcd(CHANNELS_AT_ONCE, *distances, self.d, memory),
+            **self._of_tokens,
+        )
         rows = self.mixed, self.delta, self.BC[:, :, 0], self.BC[:, :, 1]
-        scales = self.options.input_scale, self.options.eigenvalues
-        outputs = self.y_next, self.last, None
-        launch_forward(rows, self.A, self.h0, None, outputs, ScanOptions(*scales, False))
-        self._judge(count=count)
+        scan = ScanOptions(options.input_scale, options.eigenvalues, False)
+        launch_forward(rows, self.A, self.h0, None, (self.y_next, self.last, None), scan)
+        self.kernels.judge_kernel[(self.b * self.t,)](
+            *(self.y, self.y_next, self.value, self.kept, self.norms, self.b, self.t, self.d),
+            DAMPING=rule.damping,
+            **self._of_tokens,
+        )
+        self.kernels.decide_kernel[(self.b,)](
+            *(self.norms, self.counters, self.lengths, self.b, self.t),
+            ATOL=rule.atol,
+            RTOL=rule.rtol,
+            WHOLE=rule.whole_sequence,
+            COUNT=count,
+            BLOCK_T=min(next_power_of_two(self.t), DECIDE_TOKENS),
+        )
 
     @property
     def _of_tokens(self) -> dict[str, int]:
         """What kernels with a program a token have: eight channels a thread."""
         block = next_power_of_two(self.d)
         return {"BLOCK_D": block, "num_warps": min(8, max(1, block // CHANNELS_A_WARP))}
-
-    def _mix(self) -> None:
-        """x~, Delta, and unit B and C of all tokens that still move."""
-        memory = 2 * self.n if self.layout.selective else 0
-        strides = self.x.stride(1), self.raw.stride(1), self.fed_back.stride(1)
-        self.kernels.mix_kernel[(self.b * self.t,)](
-            *(self.x, self.raw, self.fed_back, self.y, self.kept, self.mixed, self.delta, self.BC),
-            *(self.b, self.t, strides, self.d, self.n),
-            K=self.layout.num_householder,
-            BLOCK_N=next_power_of_two(self.n),
-            FEEDBACK=self.W_y is not None,
-            SELECTIVE=self.layout.selective,
-            ACTIVATION=self.layout.activation,
-            BETA_MAX=self.layout.beta_max,
-            EPS=UNIT_EPS,
-            ALIGN=math.gcd(CHANNELS_AT_ONCE, *strides, self.d, memory),
-            **self._of_tokens,
-        )
-
-    def _judge(self, *, count: bool) -> None:
-        """Defect, scale and next iterate of every token; converged prefix and failure of every
-        sample."""
-        self.kernels.judge_kernel[(self.b * self.t,)](
-            *(self.y, self.y_next, self.value, self.kept, self.norms, self.b, self.t, self.d),
-            DAMPING=self.rule.damping,
-            **self._of_tokens,
-        )
-        self.kernels.decide_kernel[(self.b,)](
-            *(self.norms, self.counters, self.lengths, self.b, self.t),
-            ATOL=self.rule.atol,
-            RTOL=self.rule.rtol,
-            WHOLE=self.rule.whole_sequence,
-            COUNT=count,
-            BLOCK_T=min(next_power_of_two(self.t), DECIDE_TOKENS),
-        )
 
     def _settle(
         self,

@@ -7,10 +7,16 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import activate
-from bedouin.kernels.device.elementary import FAST
-from bedouin.kernels.device.norms import inverse_norm, larger_or_nan, max_norm
-from bedouin.kernels.device.raw import load_beta, load_raw, load_unit
+from bedouin.kernels.device.elementary import (
+    FAST,
+    activate,
+    inverse_norm,
+    larger_or_nan,
+    load_beta,
+    load_raw,
+    load_unit,
+    max_norm,
+)
 from bedouin.kernels.device.reflections import sums
 
 

@@ -13,9 +13,7 @@ Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/hea
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.activations import silu_slope
-from bedouin.kernels.device.elementary import sigmoid
-from bedouin.kernels.device.norms import inverse_norm
+from bedouin.kernels.device.elementary import inverse_norm, sigmoid, silu_slope
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Diagonal selective scan: the public operation, and its operations of torch.library, with which
 torch.compile keeps whole graphs.
 
-`triton_scan` launches the kernels, `plain_scan` calls the reference. They take the operands and
-options of a scan one by one, in the order of `ScanOperands` and `ScanOptions`. Triton is imported
-when an operation runs.
+`triton_scan` launches the kernels, `plain_scan` calls the reference. They take the tensors of
+`selective_scan` and the fields of `ScanOptions` one by one. Triton is imported when an operation
+runs.
 Letters: b batch, t time, d channels, n state per channel, H heads of b/H samples each
 (kernels/heads.py).
 """
@@ -18,18 +18,20 @@ from bedouin.kernels.checks import check_sequence, check_shapes, one_of
 from bedouin.kernels.heads import check_heads, count_heads, per_sample, sum_samples
 from bedouin.kernels.launch import (
     accumulator,
+    as_constants,
     ceil_div,
     last_axis_contiguous,
     next_power_of_two,
 )
 from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
-from bedouin.kernels.scan.reference import contract, discretize, selective_scan_reference
-from bedouin.kernels.scan.types import (
+from bedouin.kernels.scan.reference import (
     SCAN_CHUNK,
     Eigenvalues,
     InputScale,
-    ScanOperands,
     ScanOptions,
+    contract,
+    discretize,
+    selective_scan_reference,
 )
 
 __all__ = [
@@ -85,7 +87,7 @@ def selective_scan(
     implementation = choose_backend(backend, x.device, x.dtype)
     if h0 is None:
         h0 = x.new_zeros(b, d, n, dtype=accumulator(x.dtype))
-    operands = ScanOperands(x, delta, A, B, C, h0, D)
+    operands = x, delta, A, B, C, h0, D
     options = ScanOptions(input_scale, eigenvalues, exclusive)
     is_empty = not (x.numel() and A.numel())
     if implementation == "triton" and not is_empty:
@@ -150,9 +152,7 @@ def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
     """What a program with a block of channels has at compile time, and its launch options."""
     block_n = next_power_of_two(n)
     return {
-        "INPUT_SCALE": options.input_scale,
-        "FULL": options.eigenvalues == "full",
-        "EXCLUSIVE": options.exclusive,
+        "options": as_constants(options),
         "CHUNK": SCAN_CHUNK,
         "BLOCK_D": block,
         "BLOCK_N": block_n,
@@ -169,7 +169,7 @@ def launch_forward(
     options: ScanOptions,
 ) -> None:
     """Launch the forward kernel, which writes the outputs: as those of `triton_scan`."""
-    from bedouin.kernels.scan.triton_forward import forward_kernel
+    from bedouin.kernels.scan.triton_kernels import forward_kernel
 
     (b, t, d), n, strides = rows[0].shape, A.shape[-2], tuple(v.stride()[:2] for v in rows)
     block = choose_block(rows[0], n, reverse=False)
@@ -180,7 +180,7 @@ def launch_forward(
 
 
 def _like(*flat: Any) -> tuple[Tensor, ...]:
-    x, _, A, _, _, h0, _ = ScanOperands(*flat[:7])
+    x, _, A, _, _, h0 = flat[:6]
     chunks = ceil_div(x.shape[1], SCAN_CHUNK) if flat[10] else 0
     kept = x.new_empty(x.shape[0], chunks, *A.shape[-2:], dtype=torch.float32)
     return *empty_like(x, h0), kept
@@ -194,10 +194,10 @@ def _like(*flat: Any) -> tuple[Tensor, ...]:
 def triton_scan(*flat: Any) -> tuple[Tensor, ...]:
     """y (b, t, d) with D * x, the last h (b, d, n), and h before each chunk
     (b, ceil(t / SCAN_CHUNK), d, n); without `keep` of no chunk. No size may be 0."""
-    operands, (y, last, kept) = ScanOperands(*flat[:7]), _like(*flat)
-    rows = tuple(map(last_axis_contiguous, operands.rows))
-    D = None if operands.D is None else operands.D.contiguous()
-    states = operands.A.mT.contiguous(), operands.h0.mT.contiguous()
+    (x, delta, A, B, C, h0, D), (y, last, kept) = flat[:7], _like(*flat)
+    rows = tuple(map(last_axis_contiguous, (x, delta, B, C)))
+    D = None if D is None else D.contiguous()
+    states = A.mT.contiguous(), h0.mT.contiguous()
     written = y, last, kept if flat[10] else None
     launch_forward(rows, *states, D, written, ScanOptions(*flat[7:10]))
     return y, last, kept
@@ -212,18 +212,17 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The cotangents of the operands, each in the shape and dtype of its operand, that of D empty
     without D: the adjoint of the scan, from the last token to the first. No size may be 0."""
-    from bedouin.kernels.scan.triton_backward import backward_kernel
+    from bedouin.kernels.scan.triton_kernels import backward_kernel
 
-    operands = ScanOperands(*flat[:7])
-    A, D = operands.A.contiguous(), None if operands.D is None else operands.D.contiguous()
-    rows = tuple(map(last_axis_contiguous, (*operands.rows, grad_y)))
-    x, delta, B, C, _ = rows
+    x, delta, A, B, C, h0, D = flat[:7]
+    A, D = A.contiguous(), None if D is None else D.contiguous()
+    rows = tuple(map(last_axis_contiguous, (x, delta, B, C, grad_y)))
     (b, t, d), n, heads = x.shape, A.shape[-1], count_heads(A)
     block = choose_block(x, n, reverse=True)
     blocks = ceil_div(d, block)
     cells = block * next_power_of_two(n)
     work = x.new_empty(b * blocks, SCAN_CHUNK, cells, dtype=torch.float32)
-    grad_x, grad_delta, grad_h0 = empty_like(x, delta, operands.h0)
+    grad_x, grad_delta, grad_h0 = empty_like(x, delta, h0)
     grad_A = A.new_empty(b, d, n, dtype=torch.float32)
     grad_BC = x.new_empty(2, b, t, blocks, n, dtype=torch.float32)
     grad_D = A.new_empty(b, 0 if D is None else d, dtype=torch.float32)

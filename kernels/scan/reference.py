@@ -3,12 +3,27 @@
 Letters: b batch, t time, d channels, n state per channel, H heads (kernels/heads.py).
 """
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.scan.types import Eigenvalues, InputScale
+
+InputScale = Literal["delta", "bounded_delta", "one_minus_decay"]
+Eigenvalues = Literal["positive", "full"]
+
+SCAN_CHUNK = 16
+"""Tokens between two memories that the forward kernel stores, and in the backward's workspace."""
+
+
+class ScanOptions(NamedTuple):
+    """What describes a scan besides its tensors."""
+
+    input_scale: InputScale
+    eigenvalues: Eigenvalues
+    exclusive: bool
 
 
 def discretize(

@@ -19,10 +19,15 @@ from bedouin.kernels.backend import (
 )
 from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.coalescing import without_coalescing
-from bedouin.kernels.heads import fold
+from bedouin.kernels.heads import apply_weight, fold
 from bedouin.kernels.householder import UNIT_EPS
-from bedouin.kernels.launch import accumulator, arguments_of, ceil_div, last_axis_contiguous
-from bedouin.kernels.linear import apply_weight
+from bedouin.kernels.launch import (
+    accumulator,
+    arguments_of,
+    as_constants,
+    ceil_div,
+    last_axis_contiguous,
+)
 from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.output import gated_output
 from bedouin.kernels.track.reference import track_reference
@@ -33,14 +38,14 @@ from bedouin.kernels.track.types import (
     PART,
     TOKENS,
     Kept,
+    Layout,
     Recurrence,
-    Sizes,
     Tracked,
     TrackInputs,
     unfit,
 )
 
-__all__ = ["TrackInputs", "Tracked", "choose_track", "hidden_of", "track", "track_reference"]
+__all__ = ["TrackInputs", "Tracked", "choose_track", "track", "track_reference"]
 
 
 def track(
@@ -69,31 +74,17 @@ def track(
         if inputs.x.numel() and torch.compiler.is_compiling() and not is_one:
             return Tracked(*plain_track(*inputs, feedback_eps, eps))
         return track_reference(inputs, feedback_eps, eps)
-    c = inputs.W_y.shape[-1]
+    (_, _, H, c, _), low = inputs.sizes, inputs.x.dtype
     W, W_gate = inputs.W_y.split([2 * c, c], 1)
     parameters = inputs.dt_bias, inputs.erase_bias, inputs.A_log, W
     read = Recurrence(*inputs[:5], *parameters, inputs.h0, inputs.y0)
     y, h, normed, *_ = track_operation(*read, feedback_eps, is_recorded(*read))
-    return Tracked(hidden_of(inputs, y, normed, W_gate, eps, backend=backend), h, y)
-
-
-def hidden_of(
-    inputs: TrackInputs,
-    y: Tensor,  # (b, t, H c)
-    normed: Tensor,  # (b, t, H c), norm(y_{t-1}), in the dtype of x
-    W_gate: Tensor,  # (H, c, c), the last rows of W_y
-    eps: float,
-    *,
-    backend: Backend = "auto",
-) -> Tensor:  # (b, t, H c), in the dtype of x
-    """`hidden` of `track`, computed in the dtype of y, with a product in that of x."""
-    _, _, H, c, _ = inputs.sizes
-    low, axis = inputs.x.dtype, (H,) if H > 1 else ()
-    y, skip, gate, normed = (fold(v, H) for v in (y, inputs.skip, inputs.gate, normed))
+    axis = (H,) if H > 1 else ()
+    skip, gate, normed = (fold(v, H) for v in (inputs.skip, inputs.gate, normed))
     W_gate = W_gate.to(low).view(*axis, c, c)
     D, weight = (v.view(*axis, c) for v in (inputs.D, inputs.weight))
-    parts = y, skip, D, gate, None, apply_weight(normed, W_gate), weight
-    return gated_output(*parts, eps=eps, dtype=low, backend=backend)
+    parts = fold(y, H), skip, D, gate, None, apply_weight(normed, W_gate), weight
+    return Tracked(gated_output(*parts, eps=eps, dtype=low, backend=backend), h, y)
 
 
 def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
@@ -138,17 +129,17 @@ SEQUENTIAL = "sweep_kernel", "replay_kernel", "reverse_kernel"
 
 
 @lru_cache(maxsize=1024)
-def options(kernel: Any, sizes: Sizes, eps: float) -> dict[str, Any]:
+def options(kernel: Any, layout: Layout, eps: float) -> dict[str, Any]:
     """What a kernel has at compile time, and its launch options. Not to be changed."""
-    name, lanes = kernel.__name__, sizes.lanes
+    name = kernel.__name__
     warps = 1 if name == "gradients_kernel" else 4
     if name in SEQUENTIAL:
-        warps = sizes.P * lanes // 32
+        warps = layout.P * layout.NL // 32
     tokens = TOKENS if name == "prepare_kernel" else FINISH_TOKENS
     every: dict[str, Any] = {
-        **{"c": sizes.c, "n": sizes.n, "P": sizes.P, "N": sizes.N, "V": sizes.V, "NL": lanes},
-        **{"CHUNK": CHUNK, "PART": PART, "TOKENS": tokens},
-        **{"S": GRADIENT_STATES, "PL": 32 * sizes.V // GRADIENT_STATES},
+        "s": as_constants(layout),
+        **{"CHUNK": CHUNK, "TOKENS": tokens},
+        **{"S": GRADIENT_STATES, "PL": 32 * layout.V // GRADIENT_STATES},
         **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
     }
     return arguments_of(kernel, every)
@@ -163,31 +154,30 @@ def _readable(given: tuple[Any, ...]) -> tuple[Recurrence, tuple[tuple[int, ...]
 
 
 def _like(*given: Any) -> tuple[Tensor, ...]:
-    x, sizes = given[0], Recurrence(*given[:COUNT]).sizes
-    b, t, H, c, n = sizes[:5]
+    inputs = Recurrence(*given[:COUNT])
+    x, layout, (b, t, H) = inputs.x, inputs.layout, inputs.erase.shape
+    c, n = layout[:2]
     y, h = (x.new_empty(size, dtype=torch.float32) for size in ((b, t, H * c), (b, H * c, n)))
-    return y, h, x.new_empty(b, t, H * c), *Kept.empty(x, sizes, given[-1])
+    return y, h, x.new_empty(b, t, H * c), *Kept.empty(inputs.erase, layout, given[-1])
 
 
 @operation("track", f"({INPUTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})", _like)
 def track_operation(*given: Any) -> tuple[Tensor, ...]:
     """y (b, t, H c), the last h (b, H c, n), norm(y_{t-1}) (b, t, H c) in the dtype of x, and the
     fields of `Kept`, a part of them without `keep`. No size may be 0."""
-    from bedouin.kernels.track.triton_sweep import sweep_kernel
-    from bedouin.kernels.track.triton_tokens import prepare_kernel
+    from bedouin.kernels.track.triton_sweep import prepare_kernel, sweep_kernel
 
     read, (eps, keep) = _readable(given), given[COUNT:]
-    sizes = read[0].sizes
-    b, t, H = sizes[:3]
+    layout, (b, t, H) = read[0].layout, read[0].erase.shape
     y, h, normed, *found = _like(*given)
     kept = Kept(*found)
     words = kept.B.view(torch.int32), kept.C.view(torch.int32)
     prepare_kernel[(ceil_div(b * t, TOKENS), H)](
-        *(*read, *words, kept.scalars, b * t, t, H), **options(prepare_kernel, sizes, eps)
+        *(*read, *words, kept.scalars, b * t, t, H), **options(prepare_kernel, layout, eps)
     )
     with without_coalescing():
-        sweep_kernel[(sizes.f,)](
-            *(*read, kept, h, y, normed, t, H), KEEP=keep, **options(sweep_kernel, sizes, eps)
+        sweep_kernel[(b * H,)](
+            *(*read, kept, h, y, normed, t, H), KEEP=keep, **options(sweep_kernel, layout, eps)
         )
     return y, h, normed, *kept
 
@@ -202,11 +192,11 @@ def _backward(
     """The gradients of the fields of `Recurrence`. No size may be 0."""
     from bedouin.kernels.track.triton_gradients import gradients_kernel
     from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
-    from bedouin.kernels.track.triton_tokens import finish_kernel
+    from bedouin.kernels.track.triton_sweep import finish_kernel
 
     kept, (inputs, strides), eps = Kept(*given[:7]), _readable(given[7:]), given[-1]
-    x, A_log, sizes = inputs.x, inputs.A_log, inputs.sizes
-    (b, t, H, c, n, P, N, V), f, chunks = sizes, sizes.f, sizes.chunks
+    x, A_log, layout, (b, t, H) = inputs.x, inputs.A_log, inputs.layout, inputs.erase.shape
+    (c, n, P, N, _, V), f, chunks = layout, b * H, ceil_div(t, CHUNK)
     blocks = ceil_div(b * t, FINISH_TOKENS)
     found, grad_y = empty_like(*inputs), grad_y.contiguous()
     grads = Recurrence(*found)
@@ -222,21 +212,22 @@ def _backward(
         replay_kernel[(f, chunks)](
             *(inputs, strides, kept, grad_y, grad_normed.contiguous()),
             *(memory, factors, slopes, read, grad_past, t, H),
-            **options(replay_kernel, sizes, eps),
+            **options(replay_kernel, layout, eps),
         )
         reverse_kernel[(f,)](
             *(inputs, kept, slopes, factors, memory, grad_past, grad_y),
             *(last, grads, edges, adjoint, fed, t, H),
-            **options(reverse_kernel, sizes, eps),
+            **options(reverse_kernel, layout, eps),
         )
         gradients_kernel[(f * parts.shape[1] * (N // GRADIENT_STATES),)](
             *(kept, adjoint, memory, A_log, edges, unit_B, unit_C, parts, t, H),
-            **options(gradients_kernel, sizes, eps),
+            PART=PART,
+            **options(gradients_kernel, layout, eps),
         )
     finish_kernel[(blocks, H)](
         *(inputs, strides, kept, adjoint, read, unit_B, unit_C, fed, grads, normed, sums),
         *(b * t, t, H),
-        **options(finish_kernel, sizes, eps),
+        **options(finish_kernel, layout, eps),
     )
     rows, columns = fed.view(b * t, H, 2 * c), normed.view(b * t, H, c)
     of_dt, of_erase_bias = sums.sum(0).unbind(1)

@@ -11,7 +11,7 @@ their addresses, as an offset that is constant: one address for all of them is t
 Vectors of channels are stored by (P, NL) addresses of which all lanes of a channel store the same:
 those of (P,) would cost a barrier each.
 
-Letters: c channels, n states; P and N: both rounded up to powers of two.
+Letters: c channels, n states; P and N: both rounded up to powers of two. s: `Layout`.
 """
 
 import triton
@@ -86,40 +86,31 @@ def load_rounded(ptr, mask, dtype: tl.constexpr):
 
 
 @triton.jit
-def states_of(v: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
+def states_of(v: tl.constexpr, s):
     """The states (NR, 1, NL) of part v of a memory."""
-    nr, nl = tl.arange(0, N // (NL * V)), tl.arange(0, NL)
-    return ((nr * NL)[:, None, None] + nl[None, None, :]) * V + v
+    nr, nl = tl.arange(0, s.N // (s.NL * s.V)), tl.arange(0, s.NL)
+    return ((nr * s.NL)[:, None, None] + nl[None, None, :]) * s.V + v
 
 
 @triton.jit
-def load_memory(
-    ptr,  # (c, n)
-    fill,
-    c: tl.constexpr, n: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """A memory, with `fill` beyond its channels and states."""
-    p = tl.arange(0, P)[None, :, None]
+def load_memory(ptr, fill, s):
+    """A memory (c, n), with `fill` beyond its channels and states."""
+    p = tl.arange(0, s.P)[None, :, None]
     out = ()
-    for v in tl.static_range(V):
-        state = states_of(v, N, NL, V)
-        inside = (state < n) & (p < c)
-        at = ptr + (p * n + state)
+    for v in tl.static_range(s.V):
+        state = states_of(v, s)
+        inside = (state < s.n) & (p < s.c)
+        at = ptr + (p * s.n + state)
         out = out + (tl.load(at, mask=inside, other=fill).to(tl.float32),)
     return out
 
 
 @triton.jit
-def load_rates(
-    ptr,  # (c, n), A_log
-    c: tl.constexpr, n: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """A = -exp(A_log) as an exponent of 2, zeros beyond its channels and states."""
-    A_log = load_memory(ptr, float("-inf"), c, n, P, N, NL, V)
+def load_rates(ptr, s):
+    """A = -exp(A_log) (c, n) as an exponent of 2, zeros beyond its channels and states."""
+    A_log = load_memory(ptr, float("-inf"), s)
     out = ()
-    for v in tl.static_range(V):
+    for v in tl.static_range(s.V):
         out = out + (rates_of(A_log[v]),)
     return out
 
@@ -131,37 +122,27 @@ def rates_of(A_log):
 
 
 @triton.jit
-def store_memory(
-    ptr,  # (c, n)
-    h, c: tl.constexpr, n: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+def store_memory(ptr, h, s):
     """The inverse of `load_memory`."""
-    p = tl.arange(0, P)[None, :, None]
-    for v in tl.static_range(V):
-        state = states_of(v, N, NL, V)
-        tl.store(ptr + (p * n + state), h[v], mask=(state < n) & (p < c))
+    p = tl.arange(0, s.P)[None, :, None]
+    for v in tl.static_range(s.V):
+        state = states_of(v, s)
+        tl.store(ptr + (p * s.n + state), h[v], mask=(state < s.n) & (p < s.c))
 
 
 @triton.jit
-def load_kept(
-    ptr,  # (N, P)
-    P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """A memory that `store_kept` has stored."""
+def load_kept(ptr, s):
+    """A memory (N, P) that `store_kept` has stored."""
     out = ()
-    for v in tl.static_range(V):
-        out = out + (tl.load(ptr + (states_of(v, N, NL, V) * P + tl.arange(0, P)[None, :, None])),)
+    for v in tl.static_range(s.V):
+        out = out + (tl.load(ptr + (states_of(v, s) * s.P + tl.arange(0, s.P)[None, :, None])),)
     return out
 
 
 @triton.jit
-def store_kept(
-    ptr,  # (N, P), written
-    h, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    for v in tl.static_range(V):
-        tl.store(ptr + (states_of(v, N, NL, V) * P + tl.arange(0, P)[None, :, None]), h[v])
+def store_kept(ptr, h, s):
+    for v in tl.static_range(s.V):
+        tl.store(ptr + (states_of(v, s) * s.P + tl.arange(0, s.P)[None, :, None]), h[v])
 
 
 @triton.jit
@@ -171,32 +152,32 @@ def not_zero(A):
 
 
 @triton.jit
-def zeros_like(A, V: tl.constexpr):
+def zeros_like(A):
     """A memory of zeros, in the layout of A."""
     out = ()
-    for v in tl.static_range(V):
+    for v in tl.static_range(len(A)):
         out = out + (tl.zeros_like(A[v]),)
     return out
 
 
 @triton.jit
-def wait_for(h, V: tl.constexpr):
+def wait_for(h):
     """h itself, by products that wait for its loads.
 
     Without them the wait stands at the first use. In a loop, or behind a branch of a loop, it would
     include the loads that each pass has issued before, because one counter is kept for all."""
     out = ()
-    for v in tl.static_range(V):
+    for v in tl.static_range(len(h)):
         out = out + (2.0 * (0.5 * h[v]),)
     return out
 
 
 @triton.jit
-def places_of_words(P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr):
+def places_of_words(s):
     """The places (NR, P, NL) of the words of a memory, as a sum of two tensors, those of a thread
     and the offsets of its values."""
-    nr, p, nl = tl.arange(0, N // (NL * V)), tl.arange(0, P), tl.arange(0, NL)
-    return p[None, :, None] * NL + nl[None, None, :], (nr * (P * NL))[:, None, None]
+    nr, p, nl = tl.arange(0, s.N // (s.NL * s.V)), tl.arange(0, s.P), tl.arange(0, s.NL)
+    return p[None, :, None] * s.NL + nl[None, None, :], (nr * (s.P * s.NL))[:, None, None]
 
 
 @triton.jit
@@ -214,36 +195,36 @@ def store_words(ptr, places, word):
 
 
 @triton.jit
-def load_row(ptr, WORDS: tl.constexpr, NL: tl.constexpr):
+def load_row(ptr, s):
     """The words (WORDS / NL, NL) of B or C of a token."""
-    at = ptr + tl.arange(0, NL)[None, :]
-    return tl.load(at + (tl.arange(0, WORDS // NL) * NL)[:, None])
+    at = ptr + tl.arange(0, s.NL)[None, :]
+    return tl.load(at + (tl.arange(0, s.N // s.V // s.NL) * s.NL)[:, None])
 
 
 @triton.jit
-def places_of_channels(P: tl.constexpr, NL: tl.constexpr):
+def places_of_channels(s):
     """The channels (P, NL)."""
     # zeros, of which the compiler does not know that they are, keep the second axis
-    return tl.arange(0, P)[:, None] + (tl.arange(0, NL) // NL)[None, :]
+    return tl.arange(0, s.P)[:, None] + (tl.arange(0, s.NL) // s.NL)[None, :]
 
 
 @triton.jit
-def put(ptr, v, channels, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
-    """Store the first c of a vector (P,). All lanes that have a value store it, in one access: the
-    branch of a single lane costs more."""
+def put(ptr, v, channels, COUNT: tl.constexpr, s):
+    """Store the first COUNT of a vector (P,). All lanes that have a value store it, in one access:
+    the branch of a single lane costs more."""
     at = ptr + channels
-    value = tl.broadcast_to(v[:, None], (P, NL))
-    if c == P:
+    value = tl.broadcast_to(v[:, None], (s.P, s.NL))
+    if COUNT == s.P:
         tl.store(at, value)
     else:
-        tl.store(at, value, mask=channels < c)
+        tl.store(at, value, mask=channels < COUNT)
 
 
 @triton.jit
-def load_vector(ptr, c: tl.constexpr, P: tl.constexpr):
-    """A vector of c channels (P,), in its dtype: a conversion would wait for it."""
-    p = tl.arange(0, P)
-    return tl.load(ptr + p) if c == P else tl.load(ptr + p, mask=p < c, other=0.0)
+def load_vector(ptr, COUNT: tl.constexpr, s):
+    """A vector of COUNT channels (P,), in its dtype: a conversion would wait for it."""
+    p = tl.arange(0, s.P)
+    return tl.load(ptr + p) if COUNT == s.P else tl.load(ptr + p, mask=p < COUNT, other=0.0)
 
 
 @triton.jit
@@ -251,7 +232,7 @@ def unknown_zeros(
     i,  # of any shape, in [0, COUNT)
     size,  # not negative
     COUNT: tl.constexpr,
-):  # fmt: skip
+):
     """Zeros in the shape of i, of which the compiler does not know that they are. They are added to
     the address of a value that all threads load: the compiler would move it into registers of a
     warp, which waits for it at once."""
@@ -293,7 +274,7 @@ def over_states(v):
 
 
 @triton.jit
-def over_inputs(v, R: tl.constexpr, P: tl.constexpr, NL: tl.constexpr):
+def over_inputs(v, R: tl.constexpr, s):
     """The sum of (..., P, NL) over all axes but that of P, of which a thread has R values: as four
     sums at the same time, because each addition to one of them waits for the one before."""
-    return tl.sum(tl.sum(tl.sum(tl.reshape(v, (4, R // 4, P, NL)), 1), 0), 1)
+    return tl.sum(tl.sum(tl.sum(tl.reshape(v, (4, R // 4, s.P, s.NL)), 1), 0), 1)

@@ -1,12 +1,5 @@
-"""The recurrence of the tracker as a loop: the specification.
-
-    n_t    = norm(y_{t-1})                                     RMSNorm over the channels of a head
-    x^_t   = x_t + W_x n_t
-    Delta  = softplus(delta_t + dt_bias + W_Delta n_t),  beta = sigmoid(erase_t + erase_bias)
-    h_t    = exp(A Delta) * h_{t-1} (I - beta B_t B_t^T) + (Delta * x^_t) B_t^T,   y_t = h_t C_t
-    hidden = SiLU(gate_t + W_g n_t) * norm(y_t + D * skip_t) * weight
-
-B_t and C_t are made unit. Letters as in `types.py`.
+"""The recurrence of the tracker as a loop, with the equations of `bedouin.kernels.track.track`: the
+specification. Letters as in `types.py`.
 """
 
 import torch

@@ -18,17 +18,13 @@ from bedouin.kernels.track.device import not_zero, rates_of, unknown_zeros, unpa
 
 
 @triton.jit
-def _load_token(
-    rows,  # pointers to those of Delta and `written`, w and written_, scalars, B, C, q, and zeros
-    step,
-    vector, state, places,
-    P: tl.constexpr, N: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    WORDS: tl.constexpr = N // V
-    row, adjoint = tl.load(rows[0] + step * P + vector), tl.load(rows[1] + step * P + vector)
+def _load_token(rows, step, vector, state, places, s):
+    """`rows`: pointers to those of Delta and `written`, w and written_, scalars, B, C, q; zeros."""
+    WORDS: tl.constexpr = s.N // s.V
+    row, adjoint = tl.load(rows[0] + step * s.P + vector), tl.load(rows[1] + step * s.P + vector)
     beta = tl.load(rows[2] + step * 2 + rows[6])
     B, C = tl.load(rows[3] + step * WORDS + state), tl.load(rows[4] + step * WORDS + state)
-    at = rows[5] + step * (P * WORDS) + places[0] + places[1]
+    at = rows[5] + step * (s.P * WORDS) + places[0] + places[1]
     return row, adjoint, beta, B, C, tl.load(at)
 
 
@@ -44,23 +40,18 @@ def gradients_kernel(
     grad_A_log_ptr,  # (f, parts, c, n), written
     t_end,
     heads,
-    c: tl.constexpr,
-    n: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    NL: tl.constexpr,  # of the layout of `memory_ptr`
-    V: tl.constexpr,
+    s,
     S: tl.constexpr,
     PL: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,  # chunks of a program
 ):
-    PR: tl.constexpr = P // PL
-    SW: tl.constexpr = S // V
-    WORDS: tl.constexpr = N // V
-    SIZE: tl.constexpr = P * N
+    PR: tl.constexpr = s.P // PL
+    SW: tl.constexpr = S // s.V
+    WORDS: tl.constexpr = s.N // s.V
+    SIZE: tl.constexpr = s.P * s.N
     # programs of the same rows run at the same time, and find them in the L2 cache
-    block, other = tl.program_id(0) % (N // S), tl.program_id(0) // (N // S)
+    block, other = tl.program_id(0) % (s.N // S), tl.program_id(0) // (s.N // S)
     chunks, parts = tl.cdiv(t_end, CHUNK), tl.cdiv(t_end, CHUNK * PART)
     part, f = other % parts, (other // parts).to(tl.int64)
     head = f % heads
@@ -70,58 +61,58 @@ def gradients_kernel(
     word = block * SW + tl.arange(0, SW)
     of_word = word[None, :, None]
     places = (
-        (of_word // NL * (P * NL) + of_word % NL) + pl[None, None, :] * NL,
-        (pr * (PL * NL))[:, None, None],
+        (of_word // s.NL * (s.P * s.NL) + of_word % s.NL) + pl[None, None, :] * s.NL,
+        (pr * (PL * s.NL))[:, None, None],
     )
     # zeros, of which the compiler does not know that they are, keep the last axis
-    sums_at = tl.arange(0, SW)[:, None] * V + (pl // PL)[None, :]
+    sums_at = tl.arange(0, SW)[:, None] * s.V + (pl // PL)[None, :]
     A = ()
     grad_A = ()
-    for v in tl.static_range(V):
-        state = of_word * V + v
-        inside = (state < n) & (channel < c)
-        at = A_log_ptr + head * c * n + (channel * n + state)
+    for v in tl.static_range(s.V):
+        state = of_word * s.V + v
+        inside = (state < s.n) & (channel < s.c)
+        at = A_log_ptr + head * s.c * s.n + (channel * s.n + state)
         A = A + (rates_of(tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)),)
         grad_A = grad_A + (tl.zeros((PR, SW, PL), tl.float32),)
-    A = wait_for(A, V)
+    A = wait_for(A)
     inverse_A = ()
-    for v in tl.static_range(V):
+    for v in tl.static_range(s.V):
         inverse_A = inverse_A + (1 / not_zero(A[v]),)
     sample = f * t_end
     rows = (
-        kept.rows + sample * P,
-        adjoint_ptr + sample * P,
+        kept.rows + sample * s.P,
+        adjoint_ptr + sample * s.P,
         kept.scalars + sample * 2 + 1,
         kept.B + sample * WORDS,
         kept.C + sample * WORDS,
-        memory_ptr + sample * (P * WORDS),
+        memory_ptr + sample * (s.P * WORDS),
         unknown_zeros(pl, t_end, PL),
     )
     begin = part * (PART * CHUNK)
     end = tl.minimum(begin + PART * CHUNK, t_end)
-    loaded = _load_token(rows, (end - 1).to(tl.int64), vector, word, places, P, N, V)
+    loaded = _load_token(rows, (end - 1).to(tl.int64), vector, word, places, s)
     for back in range(0, tl.cdiv(end - begin, CHUNK)):
         chunk_begin = begin + (tl.cdiv(end - begin, CHUNK) - 1 - back) * CHUNK
         slot = f * chunks + chunk_begin // CHUNK
         H = ()
-        for v in tl.static_range(V):
-            H = H + (tl.load(edges_ptr + slot * SIZE + (of_word * V + v) * P + channel),)
-        H = wait_for(H, V)
+        for v in tl.static_range(s.V):
+            H = H + (tl.load(edges_ptr + slot * SIZE + (of_word * s.V + v) * s.P + channel),)
+        H = wait_for(H)
         chunk_end = tl.minimum(chunk_begin + CHUNK, end)
         for passed in range(0, chunk_end - chunk_begin):
             step = (chunk_end - 1 - passed).to(tl.int64)
             row, adjoint, beta, B_words, C_words, q_words = loaded
             delta, written = unpack(row, 2)
             w, grad_written = unpack(adjoint, 2)
-            loaded = _load_token(rows, tl.maximum(step - 1, 0), vector, word, places, P, N, V)
-            B, C = unpack(B_words, V), unpack(C_words, V)
-            q = unpack(q_words, V)
+            loaded = _load_token(rows, tl.maximum(step - 1, 0), vector, word, places, s)
+            B, C = unpack(B_words, s.V), unpack(C_words, s.V)
+            q = unpack(q_words, s.V)
             delta, written, w = delta[:, None, :], written[:, None, :], w[:, None, :]
             grad_read = grad_written[:, None, :] * -beta[None, None, :]
             before = ()
             total = ()
-            to = (sample + step) * N + block * S
-            for v in tl.static_range(V):
+            to = (sample + step) * s.N + block * S
+            for v in tl.static_range(s.V):
                 a = q[v] * inverse_A[v]
                 B_v, C_v = B[v][None, :, None], C[v][None, :, None]
                 grad_h = H[v] + w * C_v
@@ -133,8 +124,8 @@ def gradients_kernel(
                 tl.store(unit_B_ptr + to + v + sums_at, tl.broadcast_to(of_B[:, None], (SW, PL)))
                 tl.store(unit_C_ptr + to + v + sums_at, tl.broadcast_to(of_C[:, None], (SW, PL)))
             H, grad_A = before, total
-    for v in tl.static_range(V):
-        state = of_word * V + v
-        at = grad_A_log_ptr + (f * parts + part) * c * n + (channel * n + state)
+    for v in tl.static_range(s.V):
+        state = of_word * s.V + v
+        at = grad_A_log_ptr + (f * parts + part) * s.c * s.n + (channel * s.n + state)
         of_log = grad_A[v] * A[v] * LN2
-        tl.store(at, of_log, mask=(state < n) & (channel < c))
+        tl.store(at, of_log, mask=(state < s.n) & (channel < s.c))

@@ -17,7 +17,7 @@ once by `replay_kernel`, from their first h:
 
 and so are q itself, and grad_{t-1} with what gate_ adds to it. The gradients of A, B and C are
 computed afterwards, from w, written_ and H at the edges of chunks (`triton_gradients.py`), and that
-of x^ from written_ (`triton_tokens.py`).
+of x^ from written_ (`triton_sweep.py`).
 The norm's adjoint subtracts norm(y) <v, norm(y)> / c for v = W_y^T (raw_, x_). That inner product
 is one of (raw_, x_) with W_y norm(y), which the sweep has kept: its terms are passed between the
 warps together with raw_ and x_, and added with the terms of v.
@@ -38,17 +38,18 @@ def _load_replayed(
     stride,  # of x
     grad_stride,  # of grad_y and grad_normed
     step,
-    c: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr, NL: tl.constexpr,
-):  # fmt: skip
-    x = device.load_vector(first[0] + step * stride, c, P)
-    row = device.load_vector(first[1] + step * P, P, P)
-    fed = device.load_vector(first[2] + step * P, P, P)
+    s,
+):
+    WORDS: tl.constexpr = s.N // s.V
+    x = device.load_vector(first[0] + step * stride, s.c, s)
+    row = device.load_vector(first[1] + step * s.P, s.P, s)
+    fed = device.load_vector(first[2] + step * s.P, s.P, s)
     at = first[3] + step * 2 + first[6]
-    B = device.load_row(first[4] + step * WORDS, WORDS, NL)
-    C = device.load_row(first[5] + step * WORDS, WORDS, NL)
-    past = device.load_vector(first[7] + step * P, P, P)
-    grad_y = device.load_vector(first[8] + tl.maximum(step - 1, 0) * grad_stride, c, P)
-    grad_normed = device.load_vector(first[9] + step * grad_stride, c, P)
+    B = device.load_row(first[4] + step * WORDS, s)
+    C = device.load_row(first[5] + step * WORDS, s)
+    past = device.load_vector(first[7] + step * s.P, s.P, s)
+    grad_y = device.load_vector(first[8] + tl.maximum(step - 1, 0) * grad_stride, s.c, s)
+    grad_normed = device.load_vector(first[9] + step * grad_stride, s.c, s)
     return x, row, fed, tl.load(at), tl.load(at + 1), B, C, past, grad_y, grad_normed
 
 
@@ -66,58 +67,50 @@ def replay_kernel(
     grad_past_ptr,  # (f, t, P), written: the cotangent of y_{t-1} but for the recurrence
     t_end,
     H,
-    c: tl.constexpr,
-    n: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    NL: tl.constexpr,
-    V: tl.constexpr,
+    s,
     CHUNK: tl.constexpr,
 ):
     """A chunk of tokens."""
-    WORDS: tl.constexpr = N // V
-    SIZE: tl.constexpr = P * N
+    WORDS: tl.constexpr = s.N // s.V
+    SIZE: tl.constexpr = s.P * s.N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
     chunk = tl.program_id(1)
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, t_end)
-    p, channels, places = (
-        tl.arange(0, P),
-        device.places_of_channels(P, NL),
-        device.places_of_words(P, N, NL, V),
-    )
-    A = device.load_rates(inputs.A_log + head * c * n, c, n, P, N, NL, V)
-    h = device.load_kept(kept.states + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, P, N, NL, V)
-    token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * c, H * c
+    p, channels = tl.arange(0, s.P), device.places_of_channels(s)
+    places = device.places_of_words(s)
+    A = device.load_rates(inputs.A_log + head * s.c * s.n, s)
+    h = device.load_kept(kept.states + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, s)
+    token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * s.c, H * s.c
     first = (
-        inputs.x + b * strides[0][0] + head * c,
-        kept.rows + token * P,
-        kept.fed + token * P,
+        inputs.x + b * strides[0][0] + head * s.c,
+        kept.rows + token * s.P,
+        kept.fed + token * s.P,
         kept.scalars + token * 2,
         kept.B + token * WORDS,
         kept.C + token * WORDS,
-        device.unknown_zeros(p, t_end, P),
-        kept.past + token * P,
+        device.unknown_zeros(p, t_end, s.P),
+        kept.past + token * s.P,
         grad_y_ptr + row_of_head,
         grad_normed_ptr + row_of_head,
     )
     step = tl.cast(begin, tl.int64)
-    loaded = _load_replayed(first, strides[0][1], grad_stride, step, c, P, WORDS, NL)
-    A, h = device.wait_for(A, V), device.wait_for(h, V)
+    loaded = _load_replayed(first, strides[0][1], grad_stride, step, s)
+    A, h = device.wait_for(A), device.wait_for(h)
     for t in range(begin, end):
         x, row, fed, B_C, beta, B_words, C_words, past, grad_y, grad_normed = loaded
         delta, written = device.unpack(row, 2)
-        B, C = device.unpack(B_words, V), device.unpack(C_words, V)
+        B, C = device.unpack(B_words, s.V), device.unpack(C_words, s.V)
         mixed = x.to(tl.float32) + device.unpack(fed, 2)[1]
         step = tl.minimum(t + 1, end - 1).to(tl.int64)
-        loaded = _load_replayed(first, strides[0][1], grad_stride, step, c, P, WORDS, NL)
+        loaded = _load_replayed(first, strides[0][1], grad_stride, step, s)
         products = ()
         after = ()
-        r = tl.zeros((WORDS // NL, P, NL), tl.float32)
+        r = tl.zeros((WORDS // s.NL, s.P, s.NL), tl.float32)
         q_B = r
         q_C = r
-        for v in tl.static_range(V):
+        for v in tl.static_range(s.V):
             a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
             q = device.not_zero(A[v]) * a
             products = products + (q,)
@@ -130,59 +123,58 @@ def replay_kernel(
         g = slope * (mixed - beta * LN2 * device.over_states(q_B))
         read = B_C * g + slope * LN2 * device.over_states(q_C)
         place = token + t
-        device.store_words(memory_ptr + place * (SIZE // V), places, device.pack(products, V))
-        device.put(factors_ptr + place * P, device.pair(g, read), channels, P, P, NL)
-        device.put(slopes_ptr + place * P, device.pair(delta, slope * LN2), channels, P, P, NL)
-        device.put(read_ptr + place * P, device.over_states(r), channels, P, P, NL)
+        device.store_words(memory_ptr + place * (SIZE // s.V), places, device.pack(products, s.V))
+        device.put(factors_ptr + place * s.P, device.pair(g, read), channels, s.P, s)
+        device.put(slopes_ptr + place * s.P, device.pair(delta, slope * LN2), channels, s.P, s)
+        device.put(read_ptr + place * s.P, device.over_states(r), channels, s.P, s)
         y_past, inverse = device.unpack(past, 2)
         grad_normed, normed = grad_normed.to(tl.float32), y_past * inverse
-        grad_past = inverse * (grad_normed - normed * (tl.sum(grad_normed * normed, 0) / c))
+        grad_past = inverse * (grad_normed - normed * (tl.sum(grad_normed * normed, 0) / s.c))
         grad_past += tl.where(t > 0, grad_y.to(tl.float32), 0.0)
-        device.put(grad_past_ptr + place * P, grad_past, channels, P, P, NL)
+        device.put(grad_past_ptr + place * s.P, grad_past, channels, s.P, s)
 
 
 @triton.jit
-def _load_transposed(
-    ptr,  # (2 c, c)
-    dtype: tl.constexpr, c: tl.constexpr, P: tl.constexpr, NL: tl.constexpr,
-):  # fmt: skip
-    """W_y of Delta and x by outputs, (P / NL, 4, P, NL) for output jr NL + jl of input p, and zeros
-    for two vectors more."""
-    jr, vector, jl = tl.arange(0, P // NL), tl.arange(0, 4), tl.arange(0, NL)
-    p = tl.arange(0, P)[None, None, :, None]
-    j = (jr * NL)[:, None, None, None] + jl[None, None, None, :]
+def _load_transposed(ptr, dtype: tl.constexpr, s):
+    """W_y (2 c, c) of Delta and x by outputs, (P / NL, 4, P, NL) for output jr NL + jl of input p,
+    and zeros for two vectors more."""
+    jr, vector, jl = tl.arange(0, s.P // s.NL), tl.arange(0, 4), tl.arange(0, s.NL)
+    p = tl.arange(0, s.P)[None, None, :, None]
+    j = (jr * s.NL)[:, None, None, None] + jl[None, None, None, :]
     vector = vector[None, :, None, None]
-    inside = (j < c) & (p < c) & (vector < 2)
-    return device.load_rounded(ptr + (vector * (c * c) + j * c + p), inside, dtype)
+    inside = (j < s.c) & (p < s.c) & (vector < 2)
+    return device.load_rounded(ptr + (vector * (s.c * s.c) + j * s.c + p), inside, dtype)
 
 
 @triton.jit
 def _load_token(
     first,  # pointers to the rows of slopes, factors, fed, past, B, C, scalars, q, zeros, grad_past
-    step, places, P: tl.constexpr, N: tl.constexpr, NL: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    step,
+    places,
+    s,
+):
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
-    WORDS: tl.constexpr = N // V
-    slopes = device.load_vector(first[0] + step * P, P, P)
-    factors = device.load_vector(first[1] + step * P, P, P)
-    fed = device.load_vector(first[2] + step * P, P, P)
-    past = device.load_vector(first[3] + step * P, P, P)
-    grad_past = device.load_vector(first[9] + step * P, P, P)
-    B = device.load_row(first[4] + step * WORDS, WORDS, NL)
-    C = device.load_row(first[5] + step * WORDS, WORDS, NL)
+    WORDS: tl.constexpr = s.N // s.V
+    slopes = device.load_vector(first[0] + step * s.P, s.P, s)
+    factors = device.load_vector(first[1] + step * s.P, s.P, s)
+    fed = device.load_vector(first[2] + step * s.P, s.P, s)
+    past = device.load_vector(first[3] + step * s.P, s.P, s)
+    grad_past = device.load_vector(first[9] + step * s.P, s.P, s)
+    B = device.load_row(first[4] + step * WORDS, s)
+    C = device.load_row(first[5] + step * WORDS, s)
     at = first[6] + step * 2 + first[8]
     scalars = tl.load(at), tl.load(at + 1)
-    q = device.load_words(first[7] + step * (P * WORDS), places)
+    q = device.load_words(first[7] + step * (s.P * WORDS), places)
     return slopes, factors, fed, past, grad_past, scalars, B, C, q
 
 
 @triton.jit
-def _with_memory(H, B_words, q_words, V: tl.constexpr):
+def _with_memory(H, B_words, q_words, s):
     """The sums over states of H with B and with q, each (P,)."""
-    B, q = device.unpack(B_words, V), device.unpack(q_words, V)
+    B, q = device.unpack(B_words, s.V), device.unpack(q_words, s.V)
     H_B = H[0] * B[0][:, None, :]
     H_q = H[0] * q[0]
-    for v in tl.static_range(1, V):
+    for v in tl.static_range(1, s.V):
         H_B += H[v] * B[v][:, None, :]
         H_q += H[v] * q[v]
     return device.over_states(H_B), device.over_states(H_q)
@@ -204,61 +196,53 @@ def reverse_kernel(
     grad_fed_ptr,  # (b, t, H, 2, c), of which the first is written: raw_
     t_end,
     H_heads,
-    c: tl.constexpr,
-    n: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    NL: tl.constexpr,
-    V: tl.constexpr,
+    s,
     CHUNK: tl.constexpr,
 ):
     """The tokens of a head of a sample, from the last one to the first."""
-    WORDS: tl.constexpr = N // V
-    SIZE: tl.constexpr = P * N
+    WORDS: tl.constexpr = s.N // s.V
+    SIZE: tl.constexpr = s.P * s.N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H_heads, f % H_heads
-    p, channels, places = (
-        tl.arange(0, P),
-        device.places_of_channels(P, NL),
-        device.places_of_words(P, N, NL, V),
-    )
-    A = device.load_rates(inputs.A_log + head * c * n, c, n, P, N, NL, V)
-    W = _load_transposed(inputs.W + head * (2 * c * c), grad_fed_ptr.dtype.element_ty, c, P, NL)
+    p, channels = tl.arange(0, s.P), device.places_of_channels(s)
+    places = device.places_of_words(s)
+    A = device.load_rates(inputs.A_log + head * s.c * s.n, s)
+    W = _load_transposed(inputs.W + head * (2 * s.c * s.c), grad_fed_ptr.dtype.element_ty, s)
     slot = tl.arange(0, 4)[None, :, None, None]
     if last_ptr is not None:
-        H = device.load_memory(last_ptr + f * c * n, 0.0, c, n, P, N, NL, V)
+        H = device.load_memory(last_ptr + f * s.c * s.n, 0.0, s)
     else:
-        H = device.zeros_like(A, V)
+        H = device.zeros_like(A)
     chunks = tl.cdiv(t_end, CHUNK)
     sample = f * t_end
     first = (
-        slopes_ptr + sample * P,
-        factors_ptr + sample * P,
-        kept.fed + sample * P,
-        kept.past + sample * P,
+        slopes_ptr + sample * s.P,
+        factors_ptr + sample * s.P,
+        kept.fed + sample * s.P,
+        kept.past + sample * s.P,
         kept.B + sample * WORDS,
         kept.C + sample * WORDS,
         kept.scalars + sample * 2,
-        memory_ptr + sample * (P * WORDS),
-        device.unknown_zeros(p, t_end, P),
-        grad_past_ptr + sample * P,
+        memory_ptr + sample * (s.P * WORDS),
+        device.unknown_zeros(p, t_end, s.P),
+        grad_past_ptr + sample * s.P,
     )
     step = (t_end - 1).to(tl.int64)
-    loaded = _load_token(first, step, places, P, N, NL, V)
-    last_row = grad_y_ptr + ((b * t_end + step) * H_heads + head) * c
-    w = device.load_vector(last_row, c, P).to(tl.float32)
+    loaded = _load_token(first, step, places, s)
+    last_row = grad_y_ptr + ((b * t_end + step) * H_heads + head) * s.c
+    w = device.load_vector(last_row, s.c, s).to(tl.float32)
     part = tl.arange(0, 32)
-    A, H = device.wait_for(A, V), device.wait_for(H, V)
-    H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
+    A, H = device.wait_for(A), device.wait_for(H)
+    H_B, H_q = _with_memory(H, loaded[6], loaded[8], s)
     for passed in range(0, t_end):
         step = (t_end - 1 - passed).to(tl.int64)
         earlier = tl.maximum(step - 1, 0)
         slopes, factor_words, fed, past, grad_past, scalars, B_words, C_words, _ = loaded
-        loaded = _load_token(first, earlier, places, P, N, NL, V)
+        loaded = _load_token(first, earlier, places, s)
         B_C, beta = scalars
         delta, slope = device.unpack(slopes, 2)
         y_past, inverse = device.unpack(past, 2)
-        along = y_past * inverse * (-1.0 / c)
+        along = y_past * inverse * (-1.0 / s.c)
         g, read = device.unpack(factor_words, 2)
         fed_delta, fed_x = device.unpack(fed, 2)
         # on the chain, from here
@@ -267,31 +251,31 @@ def reverse_kernel(
         grad_x = delta * grad_written
         rows = tl.join(tl.join(grad_raw, grad_raw * fed_delta), tl.join(grad_x, grad_x * fed_x))
         # (P, 2, 2) has the last join first: raw_, x_, then the terms of the inner product
-        rows = tl.permute(tl.reshape(rows, (P // NL, NL, 4)), (0, 2, 1))[:, :, None, :]
+        rows = tl.permute(tl.reshape(rows, (s.P // s.NL, s.NL, 4)), (0, 2, 1))[:, :, None, :]
         factor = tl.where(slot < 2, W, along[None, None, :, None])
-        w_before = grad_past + inverse * device.over_inputs(factor * rows, 4 * P // NL, P, NL)
+        w_before = grad_past + inverse * device.over_inputs(factor * rows, 4 * s.P // s.NL, s)
         # to here; beside this product
         if (step + 1 == t_end) | ((step + 1) % CHUNK == 0):
             chunk = f * chunks + step // CHUNK
-            device.store_kept(edges_ptr + chunk * SIZE, H, P, N, NL, V)
-        B, C = device.unpack(B_words, V), device.unpack(C_words, V)
+            device.store_kept(edges_ptr + chunk * SIZE, H, s)
+        B, C = device.unpack(B_words, s.V), device.unpack(C_words, s.V)
         after = ()
-        for v in tl.static_range(V):
+        for v in tl.static_range(s.V):
             grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
             grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
             after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
         H = after
         device.put(
-            adjoint_ptr + (sample + step) * P, device.pair(w, grad_written), channels, P, P, NL
+            adjoint_ptr + (sample + step) * s.P, device.pair(w, grad_written), channels, s.P, s
         )
-        to = grad_fed_ptr + ((b * t_end + step) * H_heads + head) * (2 * c)
-        device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, c, P, NL)
+        to = grad_fed_ptr + ((b * t_end + step) * H_heads + head) * (2 * s.c)
+        device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, s.c, s)
         ahead = tl.maximum(step - CHUNK, 0)
-        memory = first[7] + ahead * (P * WORDS)
-        device.prefetch(memory, part, P * WORDS // 32, P * WORDS // 32)
-        H_B, H_q = _with_memory(H, loaded[6], loaded[8], V)
+        memory = first[7] + ahead * (s.P * WORDS)
+        device.prefetch(memory, part, s.P * WORDS // 32, s.P * WORDS // 32)
+        H_B, H_q = _with_memory(H, loaded[6], loaded[8], s)
         w = w_before
     if inputs.y0 is not None:
-        device.put(grads.y0 + f * c, w, channels, c, P, NL)
+        device.put(grads.y0 + f * s.c, w, channels, s.c, s)
     if inputs.h0 is not None:
-        device.store_memory(grads.h0 + f * c * n, H, c, n, P, N, NL, V)
+        device.store_memory(grads.h0 + f * s.c * s.n, H, s)

@@ -2,7 +2,7 @@
 measurement may change; free of Triton.
 
 Letters: b batch, t time, H heads, c channels and n states of a head; P and N: c and n rounded up to
-powers of two, at least 16; f = b H folded samples, each one head of one sample; V as in `Sizes`.
+powers of two, at least 16; f = b H folded samples, each one head of one sample; V as in `Layout`.
 """
 
 from typing import Final, NamedTuple
@@ -40,33 +40,22 @@ def unfit(c: int, n: int) -> str | None:
     return f"heads of {c} channels with {n} states ({most})"
 
 
-class Sizes(NamedTuple):
-    b: int
-    t: int
-    H: int
+class Layout(NamedTuple):
+    """Sizes of a head; kernels take them as one tuple of constants."""
+
     c: int
     n: int
     P: int
     N: int
+    NL: int  # lanes of a warp that share the states of a channel
     V: int  # values of a word: 4 bfloat16 or 2 float32
 
     @staticmethod
-    def of(b: int, t: int, H: int, c: int, n: int, dtype: torch.dtype) -> "Sizes":
-        """The sizes of a call whose inputs have `dtype`."""
+    def of(c: int, n: int, dtype: torch.dtype) -> "Layout":
+        """That of a call whose inputs have `dtype`."""
         P, N = (max(16, next_power_of_two(size)) for size in (c, n))
-        return Sizes(b, t, H, c, n, P, N, 4 if dtype == torch.bfloat16 else 2)
-
-    @property
-    def f(self) -> int:
-        return self.b * self.H
-
-    @property
-    def chunks(self) -> int:
-        return ceil_div(self.t, CHUNK)
-
-    @property
-    def lanes(self) -> int:
-        return max(LEAST_LANES, min(MOST_LANES, self.N // STATES))
+        lanes = max(LEAST_LANES, min(MOST_LANES, N // STATES))
+        return Layout(c, n, P, N, lanes, 4 if dtype == torch.bfloat16 else 2)
 
 
 ROWS: Final = 7
@@ -123,9 +112,8 @@ class Recurrence(NamedTuple):
     y0: Tensor | None  # (b, H c)
 
     @property
-    def sizes(self) -> Sizes:
-        b, t, H = self.erase.shape
-        return Sizes.of(b, t, H, self.W.shape[-1], self.A_log.shape[-1], self.x.dtype)
+    def layout(self) -> Layout:
+        return Layout.of(self.W.shape[-1], self.A_log.shape[-1], self.x.dtype)
 
 
 class Kept(NamedTuple):
@@ -141,14 +129,15 @@ class Kept(NamedTuple):
 
     @staticmethod
     def empty(
-        like: Tensor,  # of any shape, on the device
-        sizes: Sizes,
+        erase: Tensor,  # (b, t, H)
+        layout: Layout,
         keep: bool,
     ) -> "Kept":
-        f, t, P, N, words = sizes.f, sizes.t, sizes.P, sizes.N, sizes.N // sizes.V
-        B, C = (like.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
-        scalars = like.new_empty(f, t, 2, dtype=torch.float32)
-        chunks, tokens = (sizes.chunks, t) if keep else (0, 0)
-        rows, fed, past = (like.new_empty(f, tokens, P, dtype=torch.int64) for _ in range(3))
-        states = like.new_empty(f, chunks, N, P, dtype=torch.float32)
+        (b, t, H), (_, _, P, N, _, V) = erase.shape, layout
+        f, words = b * H, N // V
+        B, C = (erase.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
+        scalars = erase.new_empty(f, t, 2, dtype=torch.float32)
+        chunks, tokens = (ceil_div(t, CHUNK), t) if keep else (0, 0)
+        rows, fed, past = (erase.new_empty(f, tokens, P, dtype=torch.int64) for _ in range(3))
+        states = erase.new_empty(f, chunks, N, P, dtype=torch.float32)
         return Kept(B, C, scalars, rows, fed, past, states)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.kernels.backend import has_values, is_transformed
-from bedouin.kernels.linear import apply_weight, padding
+from bedouin.kernels.heads import apply_weight, padding
 from bedouin.layers.heads import HeadLinear, HeadNorm
 
 LinearModule = nn.Linear | HeadLinear

@@ -21,21 +21,21 @@ import bedouin.kernels.direct.launch as launch
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
-from bedouin.kernels.delta_rule import DeltaInputs, constants, triton_chunks
+from bedouin.kernels.delta_rule import DeltaInputs, Tiles, launch_options, triton_chunks
 from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
-from bedouin.kernels.launch import LAUNCH_OPTIONS, next_power_of_two
+from bedouin.kernels.launch import LAUNCH_OPTIONS, as_constants, next_power_of_two
 from bedouin.kernels.operands import Parameterization, RawLayout
-from bedouin.kernels.scan import InputScale, triton_backward, triton_forward
-from bedouin.kernels.scan.types import SCAN_CHUNK
+from bedouin.kernels.scan import InputScale
+from bedouin.kernels.scan import triton_kernels as of_scan
+from bedouin.kernels.scan.reference import SCAN_CHUNK, ScanOptions
 from bedouin.kernels.track import options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
-from bedouin.kernels.track.triton_sweep import sweep_kernel
-from bedouin.kernels.track.triton_tokens import finish_kernel, prepare_kernel
-from bedouin.kernels.track.types import Kept, Recurrence, Sizes
+from bedouin.kernels.track.triton_sweep import finish_kernel, prepare_kernel, sweep_kernel
+from bedouin.kernels.track.types import PART, Kept, Layout, Recurrence
 
 Kind = str | tuple[Any, ...]
 """Triton's type of a parameter, or those of a tuple, where "constexpr" is that of None."""
@@ -65,8 +65,17 @@ def compile_kernel(
     `multiples`.
     """
     names = kernel.arg_names
-    constants = {name: v for name, v in known.items() if name in names}
-    kinds = {name: "constexpr" if name in constants else kind_of(name) for name in names}
+    constants: dict[Any, Any] = {}
+    kinds: dict[str, Kind] = {}
+    for i, name in enumerate(names):
+        v = known.get(name)
+        if name in known and isinstance(v, tuple):
+            kinds[name] = type(v)(*("constexpr" for _ in v))
+            constants |= {(i, j): one.value for j, one in enumerate(v)}
+        elif name in known:
+            kinds[name], constants[name] = "constexpr", v
+        else:
+            kinds[name] = kind_of(name)
     leaves = [
         (name, path, one)
         for i, (name, kind) in enumerate(kinds.items())
@@ -77,7 +86,7 @@ def compile_kernel(
     source = ASTSource(
         fn=kernel,
         signature=kinds,
-        constexprs=constants | absent,
+        constexprs=absent | constants,
         attrs={at: [["tt.divisibility", 16]] for at in aligned},
     )
     launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
@@ -126,14 +135,12 @@ def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
 
 
 @pytest.mark.parametrize("input_scale", ["bounded_delta", "one_minus_decay"])
-@pytest.mark.parametrize(
-    "kernel", [triton_forward.forward_kernel, triton_backward.backward_kernel], ids=by_kernel
-)
+@pytest.mark.parametrize("kernel", [of_scan.forward_kernel, of_scan.backward_kernel], ids=by_kernel)
 def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
-    known: dict[str, Any] = {"INPUT_SCALE": input_scale, "FULL": False}
-    known |= {"EXCLUSIVE": False, "CHUNK": SCAN_CHUNK}
+    options = as_constants(ScanOptions(input_scale, "positive", False))  # type: ignore[arg-type]
+    known: dict[str, Any] = {"options": options, "CHUNK": SCAN_CHUNK}
     known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
-    count = 4 if kernel is triton_forward.forward_kernel else 5
+    count = 4 if kernel is of_scan.forward_kernel else 5
     tuples: dict[str, Kind] = {"rows": ("*bf16",) * count, "strides": (("i32", "i32"),) * count}
 
     def kind_of(name: str) -> Kind:
@@ -177,8 +184,8 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
     kernel: Any, t: int, p: int, v: int, dtype: torch.dtype
 ) -> None:
     """With a decay, a memory, and all that can be wanted."""
-    known = constants(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), v)
-    known |= dict.fromkeys(("STARTED", "ENDED"), True)
+    tiles = Tiles.of(torch.empty(1, t, 1, p, dtype=dtype, device="meta"), v)
+    known = launch_options(tiles, dtype) | dict.fromkeys(("STARTED", "ENDED"), True)
     low = "fp32" if dtype == F32 else "bf16"
     tokens: Any = DeltaInputs(*(f"*{low}",) * 3, "*fp32", "*fp32")  # type: ignore[arg-type]
     tuples: dict[str, Kind] = {"inputs": tokens, "grads": tokens, "apart": ("i32",) * 3}
@@ -206,7 +213,7 @@ PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
 
 def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> CompiledKernel:
     """The kernel with all that a call may have, for sm_90."""
-    known = options(kernel, Sizes.of(1, 1, 1, c, n, dtype), 1e-5) | {"KEEP": True}
+    known = options(kernel, Layout.of(c, n, dtype), 1e-5) | {"KEEP": True, "PART": PART}
     low = {BF16: "bf16", F16: "fp16", F32: "fp32"}[dtype]
 
     def kind_of(name: str) -> Kind:

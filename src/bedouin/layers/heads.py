@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bedouin.kernels.linear import apply_weight, reshape_whole
+from bedouin.kernels.heads import apply_weight, reshape_whole
 from bedouin.state import BedouinState
 
 InitialScales = tuple[tuple[Any, float], ...]  # parts of a weight, factors on initial values

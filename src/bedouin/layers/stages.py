@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels import backend
-from bedouin.kernels.heads import fold, per_sample, unfold
+from bedouin.kernels.heads import apply_weight, fold, padding, per_sample, unfold
 from bedouin.kernels.launch import accumulator
-from bedouin.kernels.linear import apply_weight, padding
-from bedouin.kernels.operands import Operands
+from bedouin.kernels.operands import CLOSED, Operands, closed_value
 from bedouin.kernels.output import gated_output, shifted_norm
-from bedouin.kernels.padding import CLOSED, closed_value
 from bedouin.layers.heads import HeadNorm, by_head, fold_state, project_heads, unfold_state
 from bedouin.layers.map import FixedPointMap, StructuredMap
 from bedouin.layers.mixers import HouseholderProduct

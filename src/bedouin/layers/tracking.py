@@ -16,7 +16,7 @@ from bedouin.checks import check_layer_idx, check_tensor, known_options
 from bedouin.kernels.backend import Backend, autocast_dtype, check_backend, without_autocast
 from bedouin.kernels.checks import check_number, positive_int
 from bedouin.kernels.delta_rule import DeltaBackend, kernel_backend
-from bedouin.kernels.padding import CLOSED, closed_value
+from bedouin.kernels.operands import CLOSED, closed_value
 from bedouin.kernels.track import TrackInputs, track
 from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
