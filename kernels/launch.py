@@ -1,11 +1,14 @@
-"""Sizes, dtypes, memory layout and devices of launches, shared by all operations.
+"""Sizes, dtypes, memory layout, devices and compilation of launches, shared by all operations.
 
 Importing this module does not import Triton. Triton has functions like `ceil_div` of its own, but
 these are made for kernels and are slow on the host.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -98,3 +101,37 @@ class Device:
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         return Device(properties.multi_processor_count, shared_memory)
+
+
+_LEFT_OUT: ContextVar[bool] = ContextVar("coalescing is left out", default=False)
+
+
+@contextmanager
+def without_coalescing() -> Iterator[None]:
+    """Compilations in this context leave out Triton's pass TritonGPUCoalesce, which chooses layouts
+    for large loads and stores; those of other threads do not.
+
+    The kernels of the tracker are written for the layouts that shapes alone give to tensors; the
+    pass would replace them. It follows each load and store through the whole kernel, which takes a
+    half to three quarters of the compilation.
+    """
+    _install()
+    token = _LEFT_OUT.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.reset(token)
+
+
+@cache
+def _install() -> None:
+    """Let Triton's compiler ask before it adds the pass: it offers no option for that."""
+    from triton._C.libtriton import passes
+
+    add = passes.ttgpuir.add_coalesce
+
+    def add_unless_left_out(pass_manager: Any) -> None:
+        if not _LEFT_OUT.get():
+            add(pass_manager)
+
+    passes.ttgpuir.add_coalesce = add_unless_left_out

@@ -18,7 +18,6 @@ from bedouin.kernels.backend import (
     warn_of_reference,
 )
 from bedouin.kernels.checks import check_sequence, check_shapes
-from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.heads import apply_weight, fold
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import (
@@ -27,6 +26,7 @@ from bedouin.kernels.launch import (
     as_constants,
     ceil_div,
     last_axis_contiguous,
+    without_coalescing,
 )
 from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_operation
 from bedouin.kernels.output import gated_output

@@ -6,7 +6,7 @@ warp, the next channels on the warps, and NR into registers. A sum over the stat
 a thread and log2(NL) shuffles, without a barrier. B, C and kept memories are words of V values.
 
 The compiler would choose other layouts from the addresses of large loads and stores; the pass that
-does so is left out (`kernels/coalescing.py`). What a thread's values differ in is added last to
+does so is left out (`without_coalescing`). What a thread's values differ in is added last to
 their addresses, as an offset that is constant: one address for all of them is then computed.
 Vectors of channels are stored by (P, NL) addresses of which all lanes of a channel store the same:
 those of (P,) would cost a barrier each.

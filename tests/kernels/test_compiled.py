@@ -19,14 +19,18 @@ from triton.compiler import ASTSource, CompiledKernel
 import bedouin.kernels.delta_rule.triton_chunks_backward as chunks_backward
 import bedouin.kernels.direct.launch as launch
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.coalescing import without_coalescing
 from bedouin.kernels.convolution import triton_kernels as of_convolution
 from bedouin.kernels.delta_rule import DeltaInputs, Tiles, launch_options, triton_chunks
 from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
-from bedouin.kernels.launch import LAUNCH_OPTIONS, as_constants, next_power_of_two
+from bedouin.kernels.launch import (
+    LAUNCH_OPTIONS,
+    as_constants,
+    next_power_of_two,
+    without_coalescing,
+)
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale
 from bedouin.kernels.scan import triton_kernels as of_scan
