@@ -95,16 +95,13 @@ def delta_rule(
         fla.check_call(inputs.query)
         check_delta_backend(backend)
         return fla.delta_rule_fla(inputs, _or_zeros(memory, inputs))
-    by_kernel = _takes_kernel(inputs, memory, backend)
-    if not inputs.query.shape[1]:
-        return delta_rule_plain(inputs, _or_zeros(memory, inputs))
-    if by_kernel:
+    if _takes_kernel(inputs, memory, backend) and inputs.query.shape[1]:
         k, by_steps = inputs.key.shape[2], steps_as_tokens(inputs)
         o, last, *_ = chunk_kernels(*by_steps, memory, is_recorded(*by_steps, memory))
         return o if k == 1 else o[:, k - 1 :: k], last
     memory = _or_zeros(memory, inputs)
     # a graph of torch.compile would otherwise have the operations of all chunks
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and inputs.query.shape[1]:
         found: tuple[Tensor, Tensor] = plain_chunks(*inputs, memory)
         return found
     return delta_rule_plain(inputs, memory)

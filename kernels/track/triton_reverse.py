@@ -265,9 +265,8 @@ def reverse_kernel(
             grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
             after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
         H = after
-        device.put(
-            adjoint_ptr + (sample + step) * s.P, device.pair(w, grad_written), channels, s.P, s
-        )
+        adjoint = device.pair(w, grad_written)
+        device.put(adjoint_ptr + (sample + step) * s.P, adjoint, channels, s.P, s)
         to = grad_fed_ptr + ((b * t_end + step) * H_heads + head) * (2 * s.c)
         device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, s.c, s)
         ahead = tl.maximum(step - CHUNK, 0)
