@@ -152,7 +152,7 @@ def _constants(options: ScanOptions, n: int, block: int) -> dict[str, Any]:
     """What a program with a block of channels has at compile time, and its launch options."""
     block_n = next_power_of_two(n)
     return {
-        "options": as_constants(options),
+        "how": as_constants(options),
         "CHUNK": SCAN_CHUNK,
         "BLOCK_D": block,
         "BLOCK_N": block_n,

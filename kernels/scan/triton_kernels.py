@@ -75,12 +75,12 @@ def forward_kernel(
     zero,
     strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
-    options,  # `ScanOptions`, of constants
+    how,  # `ScanOptions`, of constants; Triton has a parameter `options` itself
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    FULL: tl.constexpr = options.eigenvalues == "full"
+    FULL: tl.constexpr = how.eigenvalues == "full"
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
     block, batch = program % blocks, program // blocks
@@ -119,10 +119,10 @@ def forward_kernel(
         xs, deltas, Bs, Cs = _load_four(rows, strides, T - done - 4, channel, state, d, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
-            decay, s = discretize(A_log2, delta[None, :], options.input_scale, FULL, FAST)
+            decay, s = discretize(A_log2, delta[None, :], how.input_scale, FULL, FAST)
             h *= decay
             written = s * x[None, :] * B_4[i][:, None]
-            y = tl.sum((h if options.exclusive else h + written) * C_4[i][:, None], axis=0)
+            y = tl.sum((h if how.exclusive else h + written) * C_4[i][:, None], axis=0)
             h += written
             if D_ptr is not None:
                 y += D * x
@@ -160,12 +160,12 @@ def backward_kernel(
     n,
     strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
-    options,  # `ScanOptions`, of constants
+    how,  # `ScanOptions`, of constants; Triton has a parameter `options` itself
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    FULL: tl.constexpr = options.eigenvalues == "full"
+    FULL: tl.constexpr = how.eigenvalues == "full"
     blocks = tl.cdiv(d, BLOCK_D)
     program = tl.program_id(0).to(tl.int64)
     block, batch = program % blocks, program // blocks
@@ -206,7 +206,7 @@ def backward_kernel(
             delta_1 = _load_row(rows, strides, 1, t + 2, T, channel, d)
             B_0 = _load_row(rows, strides, 2, t + 1, T, state, n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay, s = discretize(A_log2, delta[:, None], options.input_scale, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], how.input_scale, FULL, FAST)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
@@ -231,18 +231,18 @@ def backward_kernel(
             B_0 = _load_row(rows, strides, 2, t_0, T, state, n)
             C_0 = _load_row(rows, strides, 3, t_0, T, state, n)
 
-            decay, s = discretize(A_log2, delta[:, None], options.input_scale, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], how.input_scale, FULL, FAST)
             decayed = decay * before
             written = s * x[:, None]
-            read = decayed if options.exclusive else decayed + written * B[None, :]
+            read = decayed if how.exclusive else decayed + written * B[None, :]
             through = g + grad_y[:, None] * C[None, :]
-            g_written = g if options.exclusive else through
+            g_written = g if how.exclusive else through
             grad_C = tl.sum(grad_y[:, None] * read, axis=0)
             grad_B = tl.sum(g_written * written, axis=0)
             g_scaled = g_written * B[None, :]
 
             # d lambda / d(A delta) is lambda, or lambda + 1 for "full".
-            if options.input_scale == "one_minus_decay":
+            if how.input_scale == "one_minus_decay":
                 grad_x = tl.sum(g_scaled * s, axis=1)
                 sign = tl.where(decay > 0, 1.0, tl.where(decay < 0, -1.0, 0.0)).to(tl.float32)
                 grad_s = g_scaled * x[:, None]
@@ -251,11 +251,11 @@ def backward_kernel(
                 grad_exponent = through * (decayed + before if FULL else decayed)
             grad_A += grad_exponent * delta[:, None]
             grad_delta = tl.sum(grad_exponent * A_log2, axis=1) * LN2
-            if options.input_scale == "delta":
+            if how.input_scale == "delta":
                 pulled = tl.sum(g_scaled, axis=1)
                 grad_x = pulled * delta
                 grad_delta += pulled * x
-            if options.input_scale == "bounded_delta":
+            if how.input_scale == "bounded_delta":
                 pulled = tl.sum(g_scaled, axis=1) / (1 + delta)
                 grad_x = pulled * delta
                 grad_delta += pulled * x / (1 + delta)

@@ -130,8 +130,8 @@ def pointer(name: str, wide: set[str], low: str = "bf16") -> str:
 @pytest.mark.parametrize("input_scale", ["bounded_delta", "one_minus_decay"])
 @pytest.mark.parametrize("kernel", [of_scan.forward_kernel, of_scan.backward_kernel], ids=by_kernel)
 def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
-    options = as_constants(ScanOptions(input_scale, "positive", False))  # type: ignore[arg-type]
-    known: dict[str, Any] = {"options": options, "CHUNK": SCAN_CHUNK}
+    how = as_constants(ScanOptions(input_scale, "positive", False))  # type: ignore[arg-type]
+    known: dict[str, Any] = {"how": how, "CHUNK": SCAN_CHUNK}
     known |= {"BLOCK_D": 32, "BLOCK_N": 16, "num_warps": 1}
     count = 4 if kernel is of_scan.forward_kernel else 5
     tuples: dict[str, Kind] = {"rows": ("*bf16",) * count, "strides": (("i32", "i32"),) * count}
