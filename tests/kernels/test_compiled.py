@@ -68,6 +68,7 @@ def compile_kernel(
     of every other parameter by its name. Pointers are multiples of 16, and so are the parameters
     `multiples`.
     """
+    assert "options" not in kernel.arg_names, "the name of a parameter of Triton's launcher"
     kinds: dict[str, Kind] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned = []
