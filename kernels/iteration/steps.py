@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.feedback import normalize_feedback, padded_rows
+from bedouin.kernels.feedback import aligned_rows, normalize_feedback
 from bedouin.kernels.heads import count_heads
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.iteration.triton_kernels import (
@@ -35,7 +35,6 @@ from bedouin.kernels.iteration.triton_kernels import (
 )
 from bedouin.kernels.iteration.types import IterationRule, Progress
 from bedouin.kernels.launch import evenly_spaced, next_power_of_two
-from bedouin.kernels.linear import padding
 from bedouin.kernels.operands import Operands, Parameterization
 from bedouin.kernels.scan.registered import launch_forward
 from bedouin.kernels.scan.types import ScanOptions
@@ -74,8 +73,7 @@ class FusedIteration:
         # without feedback the kernels read neither
         self.normed, self.fed_back, self.W_y = self.y, self.raw, W_y
         if W_y is not None:
-            r = raw.shape[2]
-            self.W_y = padded_rows(W_y, r + padding(r))
+            self.W_y = aligned_rows(W_y)
             self.normed = torch.empty_like(self.y, dtype=W_y.dtype)
             self.normed[:, 0] = normalize_feedback(y0, parameterization.feedback_norm_eps)
             self.fed_back = self.normed.new_empty(b, t, self.W_y.shape[-2])
