@@ -1,14 +1,14 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-Letters: b batch, t time, d channels of a head, r raw values, f those of them with feedback, the
-first, H heads (kernels/heads.py); leading axes are free.
+Letters: b batch, t time, d channels of a head, r raw values, H heads
+(kernels/heads.py); leading axes are free.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.kernels.heads import apply_weight, weight_gradient
+from bedouin.kernels.heads import apply_weight, padding, weight_gradient
 from bedouin.kernels.householder import inverse_norm
 from bedouin.kernels.operands import Operands, Parameterization
 
@@ -36,26 +36,26 @@ def normalize_feedback_vjp(
 
 def project_feedback(
     y: Tensor,  # (b, ..., d)
-    W_y: Tensor,  # (f, d) or (H, f, d)
+    W_y: Tensor,  # (r, d) or (H, r, d)
     eps: float | None,
-) -> Tensor:  # (b, ..., f)
+) -> Tensor:  # (b, ..., r)
     """W^y norm(y): the product is computed in the dtype of W^y, the result has that of y."""
     return apply_weight(normalize_feedback(y, eps).to(W_y.dtype), W_y).to(y.dtype)
 
 
 def feedback_weight_gradient(
-    grad: Tensor,  # (b, t, f), the cotangent of W^y norm(y)
+    grad: Tensor,  # (b, t, r), the cotangent of W^y norm(y)
     normed: Tensor,  # (b, t, d), norm(y)
-    W_y: Tensor,  # (f, d) or (H, f, d)
+    W_y: Tensor,  # (r, d) or (H, r, d)
 ) -> Tensor:  # as W_y
     """The gradient of W^y, computed in its dtype."""
     return weight_gradient(grad.to(W_y.dtype), normed.to(W_y.dtype), W_y)
 
 
 def project_feedback_vjp(
-    grad: Tensor,  # (b, ..., f), the cotangent of W^y norm(y)
+    grad: Tensor,  # (b, ..., r), the cotangent of W^y norm(y)
     y: Tensor,  # (b, ..., d)
-    W_y: Tensor,  # (f, d) or (H, f, d)
+    W_y: Tensor,  # (r, d) or (H, r, d)
     eps: float | None,
 ) -> Tensor:  # (b, ..., d)
     """The cotangent of y."""
@@ -63,24 +63,11 @@ def project_feedback_vjp(
     return normalize_feedback_vjp(normed, y, eps)
 
 
-def add_feedback(
-    raw: Tensor,  # (..., r), what x determines
-    fed: Tensor,  # (..., f)
-) -> Tensor:  # (..., r)
-    """The raw values with feedback, which is added to the first ones."""
-    f, r = fed.shape[-1], raw.shape[-1]
-    if f == r:
-        return raw + fed
-    first, others = raw.split([f, r - f], -1)
-    return torch.cat([first + fed, others], -1)
-
-
-def padded_rows(
-    W_y: Tensor,  # (f, d) or (H, f, d)
-    r: int,
-) -> Tensor:  # (r, d) or (H, r, d)
-    """W^y with rows of zeros for the raw values without feedback, for kernels that read r rows."""
-    missing = r - W_y.shape[-2]
+def aligned_rows(
+    W_y: Tensor,  # (r, d) or (H, r, d)
+) -> Tensor:  # (r + padding(r), d) or (H, r + padding(r), d)
+    """W^y with rows of zeros behind, so that cuBLAS is fast."""
+    missing = padding(W_y.shape[-2])
     return pad(W_y, (0, 0, 0, missing)) if missing else W_y
 
 
@@ -103,5 +90,4 @@ def with_feedback(
     if W_y is None or not y.shape[1]:
         return raw
     assert y0 is not None
-    fed = project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)
-    return add_feedback(raw, fed)
+    return raw + project_feedback(shifted(y, y0), W_y, parameterization.feedback_norm_eps)

@@ -1,7 +1,7 @@
 """The two objects that travel from a layer to its kernels: `Operands` and `Parameterization`.
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, f those of
-them with feedback, H heads (kernels/heads.py).
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values, H heads
+(kernels/heads.py).
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ class Operands(NamedTuple):
     """The tensors that determine a map, which do not change while its fixed point is computed.
 
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
-    uses the W_y and the A of that head; d are the channels of a head. The first f raw values of a
-    token get feedback, f <= r; the others are those of x alone.
+    uses the W_y and the A of that head; d are the channels of a head. W_y has rows of
+    zeros for raw values without feedback.
     x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
     """
 
     x: Tensor  # (b, t, d)
     raw: Tensor  # (b, t, r), the part that x determines
-    W_y: Tensor | None  # (f, d) or (H, f, d); None: no feedback
+    W_y: Tensor | None  # (r, d) or (H, r, d); None: no feedback
     A: Tensor  # (d, n) or (H, d, n)
     h0: Tensor | None  # (b, d, n), the memory before the first token; None: zeros
     y0: Tensor | None  # (b, d), the output before the first token; None: zeros
@@ -49,16 +49,16 @@ class Operands(NamedTuple):
         return h0, A.new_zeros(b, A.shape[-2]) if self.y0 is None else self.y0
 
     def check(self) -> None:
-        """Raise ValueError unless W_y has the heads of A, at most r rows and d columns, and each
-        head as many samples."""
+        """Raise ValueError unless W_y has the heads of A, r rows and d columns, and each head as
+        many samples."""
         A, W_y, d, r = self.A, self.W_y, self.A.shape[-2], self.raw.shape[-1]
         if W_y is not None and W_y.shape[:-2] != A.shape[:-2]:
             shapes = f"{tuple(W_y.shape)} and {tuple(A.shape)}"
             raise ValueError(f"W_y and A must have the same heads as first axis, got {shapes}")
-        if W_y is not None and not 1 <= W_y.shape[-2] <= r:
+        if W_y is not None and W_y.shape[-2] != r:
             raise ValueError(
-                f"W_y must have from 1 to {r} rows, one for each of the first raw values that get "
-                f"feedback, got shape {tuple(W_y.shape)}; pass None for no feedback"
+                f"W_y must have {r} rows, one for each raw value, got shape {tuple(W_y.shape)}; "
+                "pass None for no feedback"
             )
         if W_y is not None and W_y.shape[-1] != d:
             raise ValueError(

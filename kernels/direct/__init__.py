@@ -29,8 +29,6 @@ from bedouin.kernels.direct.local import (
     solve_local_transposed,
 )
 from bedouin.kernels.direct.reference import (
-    MAX_RESIDUAL,
-    ROUNDING,
     Sweep,
     direct_sweep_reference,
     gain_gap,
@@ -42,8 +40,6 @@ from bedouin.kernels.direct.reverse import ReportBackward
 from bedouin.kernels.operands import Bind, Operands, Parameterization
 
 __all__ = [
-    "MAX_RESIDUAL",
-    "ROUNDING",
     "LocalFactors",
     "ReportBackward",
     "Sweep",

@@ -40,13 +40,11 @@ class _LoopSweep(torch.autograd.Function):
         operands = Operands(*tensors[:6])
         options = parameterization, bind, tensors[6:]
         if y_star is None:
-            swept, kept = sweep_tokens(operands, *options)
-            y, h, defect, scale, magnitude, pivot, *_ = swept
-            return y, h, kept, defect, scale, magnitude, pivot
-        h, kept = memory_of(y_star, operands, *options)
-        x = operands.x
-        norm, pivot = x.new_zeros(x.shape[:2]), x.new_zeros(x.shape[:1])
-        return y_star.clone(), h, kept, norm, norm.clone(), norm.clone(), pivot
+            (y, h, *found), kept = sweep_tokens(operands, *options)
+        else:
+            y, (h, kept) = y_star.clone(), memory_of(y_star, operands, *options)
+            found = [h.new_zeros(y.shape[:axes]) for axes in (2, 2, 2, 1)]
+        return y, h, kept, *found
 
     @staticmethod
     def setup_context(

@@ -44,7 +44,6 @@ from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.layout import activate_delta, activation_slope, state_major
 from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.feedback import (
-    add_feedback,
     feedback_weight_gradient,
     normalize_feedback,
     project_feedback,
@@ -98,7 +97,6 @@ class Cotangents(NamedTuple):
     w: Tensor  # (i, 1, d), of F(y)
     m: Tensor  # (i, 1, d), of x~
     z: Tensor  # (i, 1, d)
-    x: Tensor  # (i, 1, d)
     delta: Tensor  # (i, 1, d), of the raw values, as alpha
     pair: Tensor  # (i, 2, n)
     U: Tensor  # (i, k, d)
@@ -265,8 +263,7 @@ def cpu_sweep(
         solved = []
         for i, (x_t, raw_t) in enumerate(zip(x_rows.split(b), raw_rows.split(b), strict=True)):
             if W_y is not None:
-                fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
-                raw_t = add_feedback(raw_t, fed)
+                raw_t = raw_t + project_feedback(y, W_y, parameterization.feedback_norm_eps)
                 each.append(equations.rows(raw_t))
             rows = each[i]
             h = torch.mul(rows.decay, h, out=memories[(start + i + 1) % 2])
@@ -343,7 +340,7 @@ class Reverse(Equations):
         grad_s = H * (rows.B.mT * known.mixed) if self.coupled else read * known.mixed
         grad_delta = self._through_decay(rows, known, before, grad_s)
         pair = torch.cat([grad_B, grad_C], 1)
-        return Cotangents(w, m, z, m - z, grad_delta, pair, *of_mixer)
+        return Cotangents(w, m, z, grad_delta, pair, *of_mixer)
 
     def _through_mixer(
         self,
@@ -393,7 +390,7 @@ class Reverse(Equations):
 
 def cpu_reverse(
     grad_y: Tensor,  # (b, t, d)
-    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
     y: Tensor,  # (b, t, d)
     kept: Tensor,  # (b, ceil(t / CHUNK), n, d)
     operands: Operands,
@@ -404,9 +401,6 @@ def cpu_reverse(
     x, raw, W_y, A, _, y0 = wide = operands.wide()
     assert y0 is not None
     (b, t_end, _), c = x.shape, min(CHUNK, x.shape[1])
-    H = x.new_zeros(b, *A.mT.shape[-2:])
-    if grad_h is not None:
-        H.copy_(grad_h.mT)
     reverse, before = Reverse(wide, parameterization, H, c), shifted(y, y0)
     given = x, with_feedback(y, wide, parameterization), y, grad_y
     grad_x, grad_raw = x.new_empty(x.shape), raw.new_empty(raw.shape)
@@ -427,18 +421,16 @@ def cpu_reverse(
             if W_y is not None:
                 of_raw = reverse.raw(each[j][0], token)
                 grad_raw[:, start + j] = of_raw.squeeze(1)
-                fed = of_raw[..., : W_y.shape[-2]]
-                of_feedback = project_feedback_vjp(fed, past[start + j], W_y, eps)
+                of_feedback = project_feedback_vjp(of_raw, past[start + j], W_y, eps)
         grads = Cotangents(*(torch.cat(v[::-1]) for v in zip(*found, strict=True)))
         if W_y is None:
             grad_raw[:, tokens] = of_samples(reverse.raw(rows, grads), b)
-        grad_x[:, tokens] = of_samples(grads.x, b)
+        grad_x[:, tokens] = of_samples(grads.m - grads.z, b)
         gap = _combine(torch.bmm(torch.bmm(grads.m, rows.U.mT), known.T), rows.U) - grads.z
         norms = gap.abs().amax((1, 2)), (grads.w + gap).abs().amax((1, 2))
         statistics[..., tokens] = torch.stack(norms).unflatten(1, (-1, b)).mT
     grad_W_y = None
     if W_y is not None:
-        fed = grad_raw[..., : W_y.shape[-2]]
-        grad_W_y = feedback_weight_gradient(fed, normalize_feedback(before, eps), W_y)
+        grad_W_y = feedback_weight_gradient(grad_raw, normalize_feedback(before, eps), W_y)
     grad_A = sum_samples(reverse.grad_A, count_heads(A)).mT.reshape(A.shape)
-    return grad_x, grad_raw, grad_W_y, grad_A, reverse.H.mT, of_feedback.squeeze(1), statistics
+    return grad_x, grad_raw, grad_W_y, grad_A, H.mT, of_feedback.squeeze(1), statistics

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from bedouin.kernels.device.elementary import exp2, input_scale, one_minus_exp2
 
+MOST_HELD = tl.constexpr(1024)
+"""Most values of A, and of h of the next token, that a warp holds; more are read in each token."""
+
 STATE_AXIS = tl.constexpr(1 if triton.__version__.startswith("3.6.") else 0)
 """Where the states are in pointers to memory: (N, s, d) or (s, N, d). Warps shall have different
 samples. Of the axes whose values are not contiguous, Triton 3.6 spreads the warps over the first
@@ -221,9 +224,15 @@ def load_same(
 def load_both(
     row,  # pointers (s,) to B n and C n
     n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    SELECTIVE: tl.constexpr,
 ):  # fmt: skip
-    """B and C as `load_same` gives them."""
-    return load_same(row, n, S, D, N), load_same(row + n, n, S, D, N)
+    """B and C as `load_same` gives them, 1 if they are not SELECTIVE."""
+    if SELECTIVE:
+        return load_same(row, n, S, D, N), load_same(row + n, n, S, D, N)
+    else:
+        ones = tl.where(tl.arange(0, N) < n, 1.0, 0.0)
+        B = spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
+        return B, B
 
 
 @triton.jit
@@ -249,15 +258,12 @@ def load_scalars(
     row,  # pointers (s,)
     n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """n consecutive scalars of each sample, (s, d) each, the same for all channels: in the layout
-    of rows, which the compiler does not find for (s, 1). Reads up to the next multiple of 4."""
-    if n > 16:
-        first = load_scalars(row, 16, S, BLOCK_D)
-        return first + load_scalars(row + 16, n - 16, S, BLOCK_D)
-    else:
-        N: tl.constexpr = 16 if n > 8 else (8 if n > 4 else 4)
-        values = load_same(row, (n + 3) // 4 * 4, S, BLOCK_D, N)
-        return unstack_states(values, S, BLOCK_D, N)
+    """n <= 16 consecutive scalars of each sample, (s, d) each, the same for all channels: in the
+    layout of rows, which the compiler does not find for (s, 1). Reads up to the next multiple of
+    4."""
+    N: tl.constexpr = 16 if n > 8 else (8 if n > 4 else 4)
+    values = load_same(row, (n + 3) // 4 * 4, S, BLOCK_D, N)
+    return unstack_states(values, S, BLOCK_D, N)
 
 
 @triton.jit
@@ -317,12 +323,6 @@ def in_lanes(v, S: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def exchange(v, columns, BIT: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
-    """v (s, L) with columns exchanged whose numbers differ by BIT."""
-    return tl.gather(v, tl.broadcast_to((columns ^ BIT)[None, :], [S, L]), 1)
-
-
-@triton.jit
 def transposed_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
     """Sums of V <= L rows, (s, L, V), over the columns c of one c % V: column c has that of row
     c % V.
@@ -350,7 +350,8 @@ def column_sums(values, V: tl.constexpr, S: tl.constexpr, L: tl.constexpr):
     total = transposed_sums(values, V, S, L)
     for i in tl.static_range(5):
         if V * 2**i < L:
-            total += exchange(total, tl.arange(0, L), V * 2**i, S, L)
+            other = (tl.arange(0, L) ^ (V * 2**i))[None, :]
+            total += tl.gather(total, tl.broadcast_to(other, [S, L]), 1)
     return total
 
 
@@ -398,20 +399,4 @@ def concatenated_states(a, b, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.cons
 @triton.jit
 def join_rows(rows, S: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """K = 2 or 4 rows (s, BLOCK) as (s, K BLOCK), entry c of row i at K c + i."""
-    if K == 2:
-        joined = tl.join(rows[0], rows[1])
-    else:
-        joined = tl.join(tl.join(rows[0], rows[2]), tl.join(rows[1], rows[3]))
-    return tl.reshape(joined, [S, K * BLOCK])
-
-
-@triton.jit
-def split_rows(joined, S: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The inverse of `join_rows`."""
-    if K == 2:
-        return tl.split(tl.reshape(joined, [S, BLOCK, 2]))
-    else:
-        even, odd = tl.split(tl.reshape(joined, [S, BLOCK, 2, 2]))
-        v0, v2 = tl.split(even)
-        v1, v3 = tl.split(odd)
-        return v0, v1, v2, v3
+    return tl.reshape(join_all(rows, K), [S, K * BLOCK])

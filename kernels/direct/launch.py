@@ -1,9 +1,10 @@
 """Launches of the direct sweep's kernels, with feedback or without.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, f those of them with feedback, H heads (kernels/heads.py). The kernels read r rows of W^y,
-the last r - f zero. Where W^y does not fit a program, each token is a launch (`SINGLE`), and cuBLAS
-computes the products with W^y between launches, in the order of the stream: nothing synchronizes.
+values, H heads (kernels/heads.py).
+
+Where W^y does not fit a program, each token is a launch (`SINGLE`), and cuBLAS computes the
+products with W^y between launches, in the order of the stream: nothing synchronizes.
 """
 
 import math
@@ -16,11 +17,17 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.layout import state_major
-from bedouin.kernels.direct.limits import CHUNK, MAX_SIDE, Gradients, head_blocks
+from bedouin.kernels.direct.limits import (
+    CHUNK,
+    MAX_MEMORY,
+    MAX_SIDE,
+    Gradients,
+    head_blocks,
+)
 from bedouin.kernels.direct.triton_forward import sweep_kernel
 from bedouin.kernels.direct.triton_prepare import local_width, prepare_kernel
 from bedouin.kernels.direct.triton_reverse import reverse_kernel
-from bedouin.kernels.feedback import normalize_feedback_vjp, padded_rows
+from bedouin.kernels.feedback import aligned_rows, normalize_feedback_vjp
 from bedouin.kernels.heads import apply_weight, padding, sum_samples, weight_gradient
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import (
@@ -43,12 +50,6 @@ WARPS = 8
 LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
-MEMORIES = 16384
-"""Most values of h of all samples of a program; of more, most would be spilled in every token."""
-
-MOST_HELD = 1024
-"""Most values of A, and of h of the next token, that a warp of the reverse sweep holds."""
-
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
@@ -57,30 +58,25 @@ def launch_sweep(
     operands: Operands,  # with the axis of heads
     options: Parameterization,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (b, t, d), the last h (b, n, d), h before every CHUNK-th token, and the statistics
-    (4, b, t): defect, scale, magnitude, pivot."""
-    x, raw, W_y, A, h0, y0 = operands
-    (b, t_end, d), n, exponents = x.shape, A.shape[-1], _exponents(A)
+    """y (b, t, d), not empty, the last h (b, n, d), h before every CHUNK-th token, and the
+    statistics (4, b, t): defect, scale, magnitude, pivot."""
+    _, _, W_y, A, h0, y0 = operands
+    (b, t_end, d), n = operands.x.shape, A.shape[-1]
+    x, raw, exponents, strides, programs, how = _shared(operands, options)
+    samples, parts = how[3]
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, ceil_div(t_end, CHUNK), n, d)
     h = A.new_zeros(b, n, d) if h0 is None else state_major(h0)
-    samples, parts = choose_rows(b, exponents, W_y)
     statistics = A.new_empty(parts, 4, b, t_end)
-    if not y.numel():
-        return y, h, kept, statistics[0]
-    constants = _of_heads(sweep_kernel, exponents, W_y, options, (samples, parts))
-    single = constants["SINGLE"]
-    x, raw, W, first = last_axis_contiguous(x), last_axis_contiguous(raw), exponents, y
+    constants = head_constants(sweep_kernel, *how)
+    single, W, first = constants["SINGLE"], exponents, y
     if W_y is not None:
-        r = raw.shape[2]
-        W = _whole_rows(W_y, r + padding(r) if single else r)
+        W = _whole_rows(aligned_rows(W_y) if single else W_y)
         if y0 is None:
             first = W_y.new_zeros(b, 1, d)
         else:
             first = _normed_past(y0.unsqueeze(1), operands, W_y, options)
-    programs = _programs(b, A, samples)
     # B, C and alpha of a token, two places for each sample
     scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"])
-    strides = *_input_strides(x, A), *raw.stride()[:2]
     for token in range(t_end if single else 1):
         given = apply_weight(first, W) if single else W
         tensors = x, raw, given, exponents, h, kept, first, scratch, y, statistics
@@ -90,19 +86,19 @@ def launch_sweep(
 
 
 def launch_reverse(
-    cotangents: tuple[Tensor, Tensor | None],  # of y (b, t, d) and h (b, d, n); None: zeros
+    grad_y: Tensor,  # (b, t, d)
+    H: Tensor,  # (b, n, d), the cotangent of the last h, overwritten
     y: Tensor,  # (b, t, d)
     kept: Tensor,  # (b, ceil(t / CHUNK), n, d)
     operands: Operands,  # with the axis of heads
     options: Parameterization,
 ) -> Gradients:
     """The gradients: of W_y empty without feedback, of y0 without a y0."""
-    grad_y, grad_h = last_axis_contiguous(cotangents[0]), cotangents[1]
-    x, raw, W_y, A, _, y0 = operands
-    x, raw, y = last_axis_contiguous(x), last_axis_contiguous(raw), y.contiguous()
-    exponents = _exponents(A)
-    (b, t_end, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    H = A.new_zeros(b, n, d) if grad_h is None else state_major(grad_h)
+    _, _, W_y, A, _, y0 = operands
+    grad_y, y = last_axis_contiguous(grad_y), y.contiguous()
+    (b, t_end, d), n, r = y.shape, A.shape[-1], operands.raw.shape[2]
+    x, raw, exponents, strides, programs, how = _shared(operands, options)
+    samples, parts = how[3]
     grad_x, grad_A = x.new_empty(x.shape), torch.zeros_like(H)
     W, fed, grad_W_y = exponents, raw, A.new_empty(0)
     grad_y0 = A.new_empty(0, d) if y0 is None else torch.zeros_like(y0)
@@ -110,51 +106,63 @@ def launch_reverse(
         # padded, so that rows are aligned for cuBLAS and for vectorized stores
         grad_raw = raw.new_empty(b, t_end, r + padding(r))
     else:
-        W, past = _whole_rows(W_y, r + padding(r)), _normed_past(y, operands, W_y, options)
-        # the feedback again, with zeros from the first column without feedback on; a token's is
-        # read before its cotangent is written, so both share memory if they have one dtype
+        W, past = _whole_rows(aligned_rows(W_y)), _normed_past(y, operands, W_y, options)
+        # the feedback again; that of a token is read before its cotangent is written, so both share
+        # memory if they have one dtype
         fed = apply_weight(past, W)
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
-    samples, parts = choose_rows(b, exponents, W_y)
     statistics = A.new_empty(parts, 2, b, t_end)
 
     def of_past(token: int) -> Tensor:  # (b, d)
         """The cotangent of the normed output before a token."""
-        return apply_weight(grad_raw[:, token, : W.shape[1]].to(W.dtype), W.mT)
+        return apply_weight(grad_raw[:, token].to(W.dtype), W.mT)
 
-    if y.numel():
-        how = exponents, W_y, options, (samples, parts)
-        x_strides, strides = _input_strides(x, A), (*raw.stride()[:2], *fed.stride()[:2])
-        mixed = A.new_empty(b, t_end, d)
-        local = A.new_empty(b, t_end, local_width(options.known_layout().num_householder, n))
-        tokens = x, y, raw, fed, exponents, mixed, local
-        # one warp, within which channels are summed
-        constants = {**_of_heads(prepare_kernel, *how), "num_warps": 1}
-        sizes = b // len(A), d, n
-        prepare_kernel[(b * t_end,)](*tokens, t_end, *sizes, *x_strides, *strides, **constants)
-        constants = _of_heads(reverse_kernel, *how)
-        replayed, programs = A.new_empty(b, CHUNK - 1, n, d), _programs(b, A, samples)
-        scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
-        single = constants["SINGLE"]
-        for token in reversed(range(t_end if single else 1)):
-            given = W
-            if single:
-                given = W.new_zeros(b, d) if token == t_end - 1 else of_past(token + 1)
-            read = grad_y, x, y, raw, fed, given, exponents, mixed, local, kept, replayed
-            reverse_kernel[(programs,)](
-                *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, token, *sizes),
-                *(grad_raw.shape[-1], *grad_y.stride()[:2], *x_strides, *strides, given.stride(0)),
-                **constants,
-            )
+    strides = *strides, *fed.stride()[:2]
+    mixed = A.new_empty(b, t_end, d)
+    local = A.new_empty(b, t_end, local_width(options.known_layout().num_householder, n))
+    tokens = x, y, raw, fed, exponents, mixed, local
+    # one warp, within which channels are summed
+    constants = {**head_constants(prepare_kernel, *how), "num_warps": 1}
+    sizes = b // len(A), d, n
+    prepare_kernel[(b * t_end,)](*tokens, t_end, *sizes, *strides, **constants)
+    constants = head_constants(reverse_kernel, *how)
+    replayed = A.new_empty(b, CHUNK - 1, n, d)
+    scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
+    single = constants["SINGLE"]
+    for token in reversed(range(t_end if single else 1)):
+        given = W
+        if single:
+            given = W.new_zeros(b, d) if token == t_end - 1 else of_past(token + 1)
+        read = grad_y, x, y, raw, fed, given, exponents, mixed, local, kept, replayed
+        reverse_kernel[(programs,)](
+            *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, token, *sizes),
+            *(grad_raw.shape[-1], *grad_y.stride()[:2], *strides, given.stride(0)),
+            **constants,
+        )
     if W_y is not None:
-        if y0 is not None and y.numel():
+        if y0 is not None:
             grad_y0 = normalize_feedback_vjp(of_past(0).to(A.dtype), y0, options.feedback_norm_eps)
-        f = W_y.shape[-2]
-        # some more columns, so that the product is aligned
-        rows = grad_raw[..., : f + padding(f)].to(W_y.dtype)
-        grad_W_y = weight_gradient(rows, past, W_y)[..., :f, :]
+        grad_W_y = weight_gradient(grad_raw.to(W_y.dtype), past, W_y)[..., :r, :]
     grad_A = sum_samples(grad_A, len(A)).mT
     return grad_x, grad_raw[..., :r], grad_W_y, grad_A, H.mT, grad_y0, statistics.amax(0)
+
+
+def _shared(
+    operands: Operands, options: Parameterization
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], int, tuple[Any, ...]]:
+    """x and raw with contiguous rows, log2(e) A (H, n, d), with which the decay is
+    2^(log2(e) A Delta), the strides of x (H, b / H, t) and raw (b, t), the number of programs, and
+    what `head_constants` takes behind the kernel."""
+    x, raw, W_y, A, *_ = operands
+    x, raw, transposed = last_axis_contiguous(x), last_axis_contiguous(raw), A.mT
+    exponents = A.new_empty(transposed.shape)
+    torch.mul(transposed, math.log2(math.e), out=exponents)
+    of_heads: Tensor = x.unflatten(0, (len(A), -1))
+    rows = choose_rows(len(x), exponents, W_y)
+    programs = len(A) * ceil_div(len(x) // len(A), rows[0])
+    dtype, shared_memory = W_y if W_y is None else W_y.dtype, Device.of(A.device).shared_memory
+    how = exponents.shape, dtype, options, rows, uses_tf32(), CHUNK, shared_memory
+    return x, raw, exponents, (*of_heads.stride()[:3], *raw.stride()[:2]), programs, how
 
 
 @lru_cache(maxsize=1024)
@@ -196,9 +204,8 @@ def head_constants(
         "BLOCK_D": blocks.channels,
         "BLOCK_S": blocks.small,
         "BLOCK_L": next_power_of_two(local_width(k, A[1])),
-        "BLOCK_N": blocks.states,
         "N": blocks.states,
-        "HOLD": blocks.channels // parts * blocks.states <= MOST_HELD,
+        "BLOCK_N": blocks.states,
         "STREAMED": streamed,
         "SINGLE": single,
         # one product for all reflections, whose rows are then interleaved
@@ -208,17 +215,6 @@ def head_constants(
         "maxnreg": MAX_REGISTERS,
     }
     return arguments_of(kernel, every)
-
-
-def _of_heads(
-    kernel: Any,  # of Triton
-    A: Tensor,  # (H, n, d)
-    W_y: Tensor | None,  # (H, ., d)
-    options: Parameterization,
-    rows: tuple[int, int],
-) -> dict[str, Any]:
-    dtype, shared_memory = W_y if W_y is None else W_y.dtype, Device.of(A.device).shared_memory
-    return head_constants(kernel, A.shape, dtype, options, rows, uses_tf32(), CHUNK, shared_memory)
 
 
 def uses_tf32() -> bool:
@@ -235,7 +231,7 @@ def choose_rows(
     """Samples of a program and parts of each, a warp for every part.
 
     With W^y as many samples as leave a program for every second multiprocessor, at least 2 and at
-    most WARPS, half of these for more than 64 channels, and no more than MEMORIES allow: a token
+    most WARPS, half of these for more than 64 channels, and no more than MAX_MEMORY allows: a token
     takes a program about as long for one sample as for several, up to that. Without W^y samples
     share nothing, and fewer warps wait for each other in a program of one.
     """
@@ -243,7 +239,7 @@ def choose_rows(
     channels, samples = next_power_of_two(d), 1
     if W_y is not None and d <= MAX_SIDE:
         most = WARPS if d <= 64 else WARPS // 2
-        most = min(most, MEMORIES // (next_power_of_two(n) * channels))
+        most = min(most, MAX_MEMORY // (next_power_of_two(n) * channels))
         units, samples = Device.of(A.device).programs or 4, 2
         while samples < most and heads * ceil_div(b // heads, 2 * samples) >= units // 2:
             samples *= 2
@@ -261,51 +257,20 @@ def choose_parts(channels: int, samples: int) -> int:
     return max(1, min(WARPS // samples, channels // LANES))
 
 
-def _programs(
-    b: int,
-    A: Tensor,  # (H, ., .)
-    samples: int,  # of a program
-) -> int:
-    return len(A) * ceil_div(b // len(A), samples)
-
-
-def _input_strides(
-    x: Tensor,  # (b, t, d)
-    A: Tensor,  # (H, ., .)
-) -> tuple[int, ...]:
-    """Strides of the axes of heads, batch and time."""
-    of_heads: Tensor = x.unflatten(0, (len(A), -1))
-    return of_heads.stride()[:3]
-
-
 def _whole_rows(
-    W_y: Tensor,  # (H, f, d)
-    rows: int,
-) -> Tensor:  # (H, rows, d)
-    """W^y with rows of zeros, copied unless the matrices of the heads are contiguous, at any
-    distance."""
-    W = padded_rows(W_y, rows)
+    W: Tensor,  # (H, r, d)
+) -> Tensor:  # as W
+    """W, copied unless the matrices of the heads are contiguous, at any distance."""
     return W if W.stride()[1:] == (W.shape[2], 1) else W.contiguous()
 
 
 def _normed_past(
     y: Tensor,  # (b, t, d)
     operands: Operands,
-    W_y: Tensor,  # (H, f, d)
+    W_y: Tensor,  # (H, r, d)
     options: Parameterization,
 ) -> Tensor:  # (b, t, d)
     """norm(y_{t-1}) in the dtype of W^y."""
-    if not y.numel():
-        return y.to(W_y.dtype)
     given = y, operands.y0, options.feedback_norm_eps, W_y.dtype
     normed: Tensor = shifted_norm_operation.function(*given)
     return normed
-
-
-def _exponents(
-    A: Tensor,  # (H, d, n)
-) -> Tensor:  # (H, n, d)
-    """log2(e) A, with which the decay is 2^(log2(e) A Delta)."""
-    transposed = A.mT
-    exponents = A.new_empty(transposed.shape)
-    return torch.mul(transposed, math.log2(math.e), out=exponents)

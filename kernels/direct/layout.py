@@ -7,8 +7,6 @@ Letters: b batch, t time, d channels, n state per channel, k reflections, r raw 
 leading axes are free.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,7 +35,17 @@ def bind_by_layout(
     A: Tensor,  # (d, n) or (H, d, n)
 ) -> Bind:
     """The function raw (..., r) -> coefficients that the layout describes."""
-    return partial(_bind, layout, tuple(A.shape[-2:]))
+    d, n = A.shape[-2:]
+
+    def bind(raw: Tensor) -> Coefficients:  # raw: (..., r)
+        delta, *memory, u, alpha = raw.split(layout.parts(d, n), -1)
+        ones = torch.ones_like(raw[..., :1])
+        B, C = (unit(v) for v in memory) if memory else (ones, ones)
+        U = unit(u.unflatten(-1, (layout.num_householder, d)))
+        T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
+        return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T)
+
+    return bind
 
 
 def state_major(
@@ -53,19 +61,6 @@ def choose_bind(
 ) -> Bind:
     """`bind`, or if it is None the function that the layout describes; ValueError without both."""
     return bind or bind_by_layout(parameterization.known_layout(), A)
-
-
-def _bind(
-    layout: RawLayout,
-    sizes: tuple[int, ...],  # d, n
-    raw: Tensor,  # (..., r)
-) -> Coefficients:
-    delta, *memory, u, alpha = raw.split(layout.parts(*sizes), -1)
-    ones = torch.ones_like(raw[..., :1])
-    B, C = (unit(v) for v in memory) if memory else (ones, ones)
-    U = unit(u.unflatten(-1, (layout.num_householder, sizes[0])))
-    T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
-    return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T)
 
 
 def activate_delta(

@@ -27,7 +27,8 @@ MAX_STATES = 64
 warp, beside its cotangent."""
 
 MAX_MEMORY = 16384
-"""Most values of the memory of a sample, with its channels and states rounded up."""
+"""Most values of h of all samples of a program, with channels and states rounded up: of more, most
+would be spilled in every token."""
 
 MAX_SIDE = 128
 """Most channels of a head whose product with W^y is a part of the sweep's program."""

@@ -91,37 +91,23 @@ def factor_local(
 def solve_local(
     p: Tensor,  # (..., d)
     factors: LocalFactors,
-    x: Tensor | None = None,  # (..., d)
+    x: Tensor,  # (..., d)
 ) -> Tensor:  # (..., d)
     """y (..., d) with (I - diag(sigma)(I - Q)) y = p + sigma * Q x; Inf or NaN where singular.
 
-    Without x the right-hand side is p. One step of iterative refinement keeps the residual at
-    rounding level where the system is near singular.
+    One step of iterative refinement keeps the residual at rounding level where the system is near
+    singular.
     """
-    known = p
-    if x is not None:
-        e = factors.e
-        known = p + factors.sigma * (x if e is None else (1 - e) * x)
-    if factors.at is None:
-        return _refined(known, known, x, factors)
-    r = (known / factors.divisor).scatter(-1, factors.at, 0.0)
-    return _refined(known, r, x, factors)
-
-
-def _refined(
-    known: Tensor,  # (..., d)
-    r: Tensor,  # (..., d)
-    x: Tensor | None,  # (..., d)
-    factors: LocalFactors,
-) -> Tensor:  # (..., d)
-    """y from r = known / D, which is 0 in the channels with rows of their own."""
-    U, at, k = factors.U, factors.at, factors.U.shape[-2]
-    right = rows_dot(U, r if x is None else r - x)
+    U, at, e, k = factors.U, factors.at, factors.e, factors.U.shape[-2]
+    r = known = p + factors.sigma * (x if e is None else (1 - e) * x)
+    if at is not None:
+        r = (known / factors.divisor).scatter(-1, at, 0.0)
+    right = rows_dot(U, r - x)
     if at is not None:
         right = torch.cat([right, known.gather(-1, at)], -1)
     unknowns = _lu_solve(right, factors)
     y, moved = _compose(unknowns, r, factors)
-    defect = rows_dot(U, y if x is None else y - x) - unknowns[..., :k]
+    defect = rows_dot(U, y - x) - unknowns[..., :k]
     if at is not None:
         assert factors.D is not None
         own = known + factors.sigma * moved
@@ -132,7 +118,7 @@ def _refined(
 
 def _compose(
     unknowns: Tensor,  # (..., k) or (..., k + m)
-    r: Tensor,  # (..., d)
+    r: Tensor,  # (..., d), known / D, 0 in the channels with rows of their own
     factors: LocalFactors,
 ) -> tuple[Tensor, Tensor]:
     """y and U^T M w, both (..., d), from the unknowns w and z."""

@@ -7,8 +7,7 @@ Token t is solved from the memory h_{t-1} and the output y_{t-1} alone:
     (I - diag(sigma_t)(I - Q_t)) y_t = p_t + sigma_t * Q_t x_t
     h_t   = lambda_t * h_{t-1} + (s_t * (x_t + (I - Q_t)(y_t - x_t))) B_t^T
 
-Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw. With
-feedback of the first raw values only, the others are raw^x.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r size of raw.
 """
 
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 from bedouin.kernels.direct.layout import choose_bind
 from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
-from bedouin.kernels.feedback import add_feedback, project_feedback, with_feedback
+from bedouin.kernels.feedback import project_feedback, with_feedback
 from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
@@ -175,8 +174,7 @@ def sweep_tokens(
             kept.append(h.mT)
         x_t, raw_t = x[:, t], raw[:, t]
         if W_y is not None:
-            fed = project_feedback(y, W_y, parameterization.feedback_norm_eps)
-            raw_t = add_feedback(raw_t, fed)
+            raw_t = raw_t + project_feedback(y, W_y, parameterization.feedback_norm_eps)
         token = LocalEquation.of(x_t, raw_t, h, A, parameterization, bind, bind_parameters)
         factors = token.factors()
         y = solve_local(contract(token.decayed, token.c.C), factors, x_t)

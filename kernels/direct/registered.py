@@ -6,8 +6,8 @@ Triton kernels.
 `Operands` and `Parameterization` are flattened to tensors and scalars here and nowhere else. Triton
 is imported when an operation runs, not when it is registered.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
-feedback, H heads (kernels/heads.py).
+Letters: b batch, t time, d channels, n state per channel, r raw values, H heads
+(kernels/heads.py).
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def sweep_operation(*flat: Any) -> SweepResult:
         h, kept = memory_of(y, operands.wide(), options, bind, (), by_kernel=not plain)
         (b, t, _), h = y.shape, state_major(h)
         statistics = operands.A.new_zeros(4, b, t)
-    elif plain:
+    elif plain or not operands.x.numel():
         y, h, kept, statistics = cpu_sweep(operands, options)
     else:
         from bedouin.kernels.direct.launch import launch_sweep
@@ -87,14 +87,15 @@ def _sweep_backward(
     operands, options, plain = _parse(*flat)
     x, _, W_y, A, *_ = operands
     with without_autocast(x.device):
-        kept = kept.unflatten(1, (ceil_div(x.shape[1], CHUNK), *A.mT.shape[-2:]))
-        if plain:
+        of_h = A.mT.shape[-2:]
+        kept = kept.unflatten(1, (ceil_div(x.shape[1], CHUNK), *of_h))
+        H = A.new_zeros(len(x), *of_h) if grad_h is None else state_major(grad_h)
+        if plain or not y.numel():
             # with the dtypes and the strides of the operation
-            return _like(operands, cpu_reverse(grad_y, grad_h, y, kept, operands, options))
+            return _like(operands, cpu_reverse(grad_y, H, y, kept, operands, options))
         from bedouin.kernels.direct.launch import launch_reverse
 
-        given = (grad_y, grad_h), y, kept, operands.with_head_axis(), options
-        grads = launch_reverse(*given)
+        grads = launch_reverse(grad_y, H, y, kept, operands.with_head_axis(), options)
         if A.dim() == 3:
             return grads
         of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
@@ -118,8 +119,7 @@ def _like(
     if W_y is None:
         grad_W_y = A.new_empty(0)
     else:
-        *heads, f, columns = W_y.shape
-        grad_W_y = W_y.new_empty(*heads, f + padding(f), columns)[..., :f, :]
+        grad_W_y = W_y.new_empty(*W_y.shape[:-2], rows, W_y.shape[-1])[..., :r, :]
     first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
     then = (
         A.new_empty(A.mT.shape).mT,

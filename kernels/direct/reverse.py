@@ -9,12 +9,10 @@ Given w_t, all other cotangents are those that autograd takes back through token
 is known: a solver's y is differentiated where it is, and not where the sweep would find it. The
 memories are computed again for a chunk of tokens at once, so that no graph is longer than that.
 
-Letters: b batch, t time, d channels, n state per channel, r raw values, f those of them with
-feedback.
+Letters: b batch, t time, d channels, n state per channel, r raw values.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from bedouin.kernels.direct.reference import LocalEquation
 from bedouin.kernels.feedback import (
     feedback_weight_gradient,
     normalize_feedback,
-    project_feedback,
+    project_feedback_vjp,
     shifted,
     with_feedback,
 )
@@ -113,10 +111,7 @@ def reverse_sweep(
             norms = (v.abs().amax(-1) for v in (applied - w, applied))
             found.append((to_x, to_raw, *norms))
             if W_y is not None:
-                # not an index, which batched cotangents refuse where it takes everything
-                fed = to_raw.narrow(-1, 0, W_y.shape[-2])
-                _, pull = _vjp(partial(project_feedback, W_y=W_y, eps=eps), before[:, t])
-                (grad_before,) = pull(fed)
+                grad_before = project_feedback_vjp(to_raw, before[:, t], W_y, eps)
     if not found:
         no_W_y = None if W_y is None else torch.zeros_like(W_y)
         zeros = torch.zeros_like(x), torch.zeros_like(raw), no_W_y
@@ -128,6 +123,5 @@ def reverse_sweep(
         report(defect, scale)
     grad_W_y = None
     if W_y is not None:
-        fed = to_raw.narrow(-1, 0, W_y.shape[-2])
-        grad_W_y = feedback_weight_gradient(fed, normalize_feedback(before, eps), W_y)
+        grad_W_y = feedback_weight_gradient(to_raw, normalize_feedback(before, eps), W_y)
     return to_x, to_raw, grad_W_y, totals[0], H, grad_before, *totals[1:]

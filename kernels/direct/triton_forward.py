@@ -32,38 +32,8 @@ from bedouin.kernels.device.reflections import (
 )
 from bedouin.kernels.direct import device
 from bedouin.kernels.direct.parts import columns_of_rows, over_channels_of_parts
-from bedouin.kernels.direct.triton_replay import fetch_tokens
-from bedouin.kernels.direct.triton_weights import load_weight_tile, load_weight_tiles
-
-
-@triton.jit
-def load_raw_token(
-    x_row, raw_row,  # pointers (s,)
-    cols, in_row,  # the channels of a row, (s, d) or (1, d)
-    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """x, and the raw values of Delta and of u of a token."""
-    x = tl.load(x_row[:, None] + cols, mask=in_row, other=0.0)
-    rows = ()
-    for i in tl.static_range(K + 1):
-        at = raw_row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols
-        rows = rows + (tl.load(at, mask=in_row, other=0.0),)
-    return x, rows
-
-
-@triton.jit
-def both_of(
-    row,  # pointers (s,) to B n and C n
-    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SELECTIVE: tl.constexpr,
-):  # fmt: skip
-    """B and C (s, d, N), 1 if they are not SELECTIVE."""
-    if SELECTIVE:
-        B, C = device.load_both(row, n, S, D, N)
-    else:
-        ones = tl.where(tl.arange(0, N) < n, 1.0, 0.0)
-        B = device.spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
-        C = B
-    return B, C
+from bedouin.kernels.direct.triton_replay import fetch_tokens, load_rows
+from bedouin.kernels.direct.triton_weights import load_weight_tile
 
 
 @triton.jit
@@ -130,7 +100,7 @@ def sweep_kernel(
     SINGLE: whether a launch has one token, whose product with W^y is given."""
     start, stop = 0, t_end
     if SINGLE:
-        start, stop = token, token + 1
+        start, stop = token.to(tl.int64), token + 1
     ROWS: tl.constexpr = S * PARTS
     D: tl.constexpr = BLOCK_D // PARTS
     head, here, local, sample = device.samples_of(per_head, S, PARTS)
@@ -141,12 +111,15 @@ def sweep_kernel(
     in_row = cols < d
     inside = here[:, None] & in_row
     PAIRS: tl.constexpr = K * (K + 1) // 2
+    SMALL: tl.constexpr = 2 if JOINED else K + 1  # the tile of B, C and alpha
     if FEEDBACK and not SINGLE:
         W_at = W_ptr + head * W_stride_h
-        if not STREAMED:
-            W = load_weight_tiles(W_at, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
+        W = ()
+        for i in tl.static_range(0 if STREAMED else SMALL + 1):
+            W_i = load_weight_tile(W_at, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
+            W = W + (W_i,)
         v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
-    HOLD_A: tl.constexpr = N * D <= 1024
+    HOLD_A: tl.constexpr = N * D <= device.MOST_HELD
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
@@ -158,18 +131,15 @@ def sweep_kernel(
     x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
     raw_row = raw_ptr + sample * raw_stride_b
     slots = tl.cdiv(t_end, KEEP)
-    SMALL: tl.constexpr = 2 if JOINED else K + 1  # the tile of B, C and alpha
     place = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
     cell = scratch_ptr + place * 2 * BLOCK_S
     # loads of a token are issued while the one before it is computed
     small_at = device.small_rows(small, d, n, K, SELECTIVE)
     in_small = small < STATES + K
     RAW: tl.constexpr = u_at + K * d + K
-    x_first, raw_first = x_row, raw_row
-    if SINGLE:
-        x_first += token.to(tl.int64) * x_stride_t
-        raw_first += token.to(tl.int64) * raw_stride_t
-    x_next, next_rows = load_raw_token(x_first, raw_first, cols, in_row, d, u_at, K)
+    x_first, raw_first = x_row + start * x_stride_t, raw_row + start * raw_stride_t
+    x_next = tl.load(x_first[:, None] + cols, mask=in_row, other=0.0)
+    next_rows = load_rows(raw_first, cols, in_row, d, u_at, K)
     small_next = tl.load(raw_first[:, None] + small_at, mask=in_small, other=0.0)
     # a token before the first one, which leaves h as it is
     zero = tl.zeros([ROWS, D], tl.float32)
@@ -211,33 +181,30 @@ def sweep_kernel(
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        if SINGLE:
-            fed_row = W_ptr + sample * W_stride_h
-            _, fed = load_raw_token(x_row, fed_row, cols, in_row, d, u_at, K)
-            delta += fed[0].to(tl.float32)
-            rows = ()
-            for i in tl.static_range(K):
-                rows = rows + (u[i] + fed[i + 1].to(tl.float32),)
-            u = rows
-            values = tl.load(fed_row[:, None] + small_at, mask=in_small, other=0.0).to(tl.float32)
-            values += small_next.to(tl.float32)
-            tl.store(now[:, None] + small, values, mask=in_small)
-            tl.debug_barrier()
-        elif FEEDBACK:
+        if FEEDBACK:
             # in turn in two places, so that one barrier a token is enough
-            values = small_next.to(tl.float32)
-            values += device.rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS).to(tl.float32)
-            tl.store(now[:, None] + small, values, mask=in_small)
-            delta += device.rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS).to(tl.float32)
-            if JOINED:
-                more = device.rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS).to(tl.float32)
-                u = device.split_rows(device.join_rows(u, ROWS, K, D) + more, ROWS, K, D)
+            if SINGLE:
+                fed_row = W_ptr + sample * W_stride_h
+                values = tl.load(fed_row[:, None] + small_at, mask=in_small, other=0.0)
+                rows = load_rows(fed_row, cols, in_row, d, u_at, K)
             else:
-                rows = ()
-                for i in tl.static_range(K):
-                    more = device.rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS).to(tl.float32)
-                    rows = rows + (u[i] + more,)
-                u = rows
+                values = device.rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS)
+                rows = (device.rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS),)
+                if JOINED:
+                    joined = device.rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS)
+                    joined = tl.reshape(joined, [ROWS, D, K])
+                    rows = rows + device.unstack_states(joined, ROWS, D, K)
+                else:
+                    for i in tl.static_range(K):
+                        one = device.rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS)
+                        rows = rows + (one,)
+            values = small_next.to(tl.float32) + values.to(tl.float32)
+            tl.store(now[:, None] + small, values, mask=in_small)
+            delta += rows[0].to(tl.float32)
+            both = ()
+            for i in tl.static_range(K):
+                both = both + (u[i] + rows[i + 1].to(tl.float32),)
+            u = both
             tl.debug_barrier()
         else:
             tl.debug_barrier()
@@ -249,7 +216,7 @@ def sweep_kernel(
         for i in tl.static_range(K):
             beta = beta + (BETA_MAX * activate(tl.load(now + STATES + i), "sigmoid", FAST),)
         delta = activate(delta, ACTIVATION, FAST)
-        B, C = both_of(now, n, ROWS, D, N, SELECTIVE)
+        B, C = device.load_both(now, n, ROWS, D, N, SELECTIVE)
         A_t = A if HOLD_A else device.load_head_states(A_at, in_row, d, n, N)
         decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         decayed = decay * h
@@ -269,9 +236,9 @@ def sweep_kernel(
         rest = p + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
-        x_next, next_rows = load_raw_token(
-            x_row + step * x_stride_t, raw_row + step * raw_stride_t, cols, in_row, d, u_at, K
-        )
+        x_row_next = x_row + step * x_stride_t
+        x_next = tl.load(x_row_next[:, None] + cols, mask=in_row, other=0.0)
+        next_rows = load_rows(raw_row + step * raw_stride_t, cols, in_row, d, u_at, K)
         if not FEEDBACK:
             step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
         small_row = raw_row + step * raw_stride_t

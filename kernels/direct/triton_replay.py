@@ -91,6 +91,20 @@ def replay_tokens(
 
 
 @triton.jit
+def load_rows(
+    row,  # pointers (s,)
+    cols, in_row,  # the channels of a row, (s, d) or (1, d)
+    d: tl.constexpr, u_at: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The values of Delta and of u of a token, raw ones or their feedback."""
+    rows = ()
+    for i in tl.static_range(K + 1):
+        at = row[:, None] + (0 if i == 0 else u_at + (i - 1) * d) + cols
+        rows = rows + (tl.load(at, mask=in_row, other=0.0),)
+    return rows
+
+
+@triton.jit
 def load_kept_token(
     x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row,  # pointers (s,)
     cols, in_row,  # the channels of a row, (s, d) or (1, d)
@@ -101,11 +115,8 @@ def load_kept_token(
     y = tl.load(y_row[:, None] + cols, mask=in_row, other=0.0)
     g = tl.load(grad_y_row[:, None] + cols, mask=in_row, other=0.0)
     mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
-    raw = ()
+    raw = load_rows(raw_row, cols, in_row, d, u_at, K)
     fed = ()
-    for i in tl.static_range(K + 1):
-        at = (0 if i == 0 else u_at + (i - 1) * d) + cols
-        raw = raw + (tl.load(raw_row[:, None] + at, mask=in_row, other=0.0),)
-        if FEEDBACK:
-            fed = fed + (tl.load(fed_row[:, None] + at, mask=in_row, other=0.0),)
+    if FEEDBACK:
+        fed = load_rows(fed_row, cols, in_row, d, u_at, K)
     return x, y, g, mixed, raw, fed

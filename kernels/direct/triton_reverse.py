@@ -77,7 +77,6 @@ def reverse_kernel(
     PRECISION: tl.constexpr,
     DOT: tl.constexpr,
     ROUND: tl.constexpr,
-    HOLD: tl.constexpr,  # whether a thread holds, beside H and grad_A, what a token needs of states
     STREAMED: tl.constexpr,  # whether W^y is read anew for each token
     SINGLE: tl.constexpr,  # whether a launch has one token, whose product with (W^y)^T is given
 ):
@@ -106,6 +105,8 @@ def reverse_kernel(
     WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     SMALL: tl.constexpr = triton_weights.small_width(N, D)
+    # whether a thread holds, beside H and grad_A, what a token needs of states
+    HOLD: tl.constexpr = N * D <= device.MOST_HELD
     alphas = tl.arange(0, SMALL)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
@@ -215,7 +216,7 @@ def reverse_kernel(
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, ROWS, D)
-        B, C = device.load_both(row + AT_B, n, ROWS, D, N)
+        B, C = device.load_both(row + AT_B, n, ROWS, D, N, True)
         A_t = A if HOLD else device.load_head_states(A_at, in_row, d, n, N)
         decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         # the cotangent of s x~, without w
@@ -309,7 +310,7 @@ def reverse_kernel(
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
         if not HOLD:
             # computed again, since it would not fit the registers
-            B, C = device.load_both(row + AT_B, n, ROWS, D, N)
+            B, C = device.load_both(row + AT_B, n, ROWS, D, N, True)
             A_t = device.load_head_states(A_at, in_row, d, n, N)
             decay, _ = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
         w_states = device.spread(w, ROWS, D, N)

@@ -30,31 +30,15 @@ def load_weight_tile(
     if i == SMALL:
         rows = tl.arange(0, BLOCK_S)
         given, numbers = rows < STATES + K, small_rows(rows, d, n, K, SELECTIVE)
-    elif i == 0:
-        numbers = tl.arange(0, BLOCK_D)
-        given = numbers < d
-    elif JOINED:
+    elif JOINED and i > 0:
         rows = tl.arange(0, K * BLOCK_D)
         given, numbers = rows // K < d, d + STATES + rows % K * d + rows // K
     else:
         rows = tl.arange(0, BLOCK_D)
-        given, numbers = rows < d, d + STATES + (i - 1) * d + rows
+        given, numbers = rows < d, rows + (0 if i == 0 else d + STATES + (i - 1) * d)
     inside = given[:, None] & (cols < d)[None, :]
     at = numbers[:, None] * d + cols[None, :]
     return tl.load(W_ptr + at, mask=inside, other=0.0).to(DOT)
-
-
-@triton.jit
-def load_weight_tiles(
-    W_ptr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr,
-):  # fmt: skip
-    """All tiles of `load_weight_tile`."""
-    tiles = ()
-    for i in tl.static_range(3 if JOINED else K + 2):
-        tile = load_weight_tile(W_ptr, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
-        tiles = tiles + (tile,)
-    return tiles
 
 
 @triton.jit
@@ -62,14 +46,6 @@ def state_columns(at, first, n: tl.constexpr, N: tl.constexpr):
     """Where columns `at` of the cotangents of B and C are, from the `first` one on, and whether
     there are such."""
     return first + at // N * n + at % N, (at < 2 * N) & (at % N < n)
-
-
-@triton.jit
-def load_weight_columns(W_ptr, numbers, given, d: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Columns (d, .) of (W^y)^T by their numbers, zeros where none is given."""
-    cols = tl.arange(0, BLOCK_D)[:, None]
-    within = (cols < d) & given[None, :]
-    return tl.load(W_ptr + numbers[None, :] * d + cols, mask=within, other=0.0)
 
 
 @triton.jit
@@ -84,12 +60,12 @@ def _small_columns(
 
 
 @triton.jit
-def _columns_of_tile(
-    at, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
+def _load_columns(
+    W_ptr, at, i: tl.constexpr, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr,
     SELECTIVE: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of columns `at` of tile i of (W^y)^T, in the order of `in_tiles`, and whether
-    there are such.
+    """Columns `at` of tile i of (W^y)^T, in the order of `in_tiles`, zeros where there are none.
 
     Their numbers are computed, not joined as the rows are: with a tl.join before a product the
     compiler chooses another layout of its factors, which takes more instructions.
@@ -109,7 +85,9 @@ def _columns_of_tile(
         numbers, given = at, at < d
     else:
         numbers, given = _small_columns(at, d, n, K, SELECTIVE, N)
-    return numbers, given
+    cols = tl.arange(0, BLOCK_D)[:, None]
+    within = (cols < d) & given[None, :]
+    return tl.load(W_ptr + numbers[None, :] * d + cols, mask=within, other=0.0).to(DOT)
 
 
 @triton.constexpr_function
@@ -137,8 +115,8 @@ def load_transposed_weights(
     tiles = ()
     for i in tl.static_range(FIRST + (K + 1) // 2):
         at = tl.arange(0, width_of_tile(i, K, N, BLOCK_D, D))
-        numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
-        tiles = tiles + (load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT),)
+        tile = _load_columns(W_ptr, at, i, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+        tiles = tiles + (tile,)
     return tiles
 
 
@@ -200,8 +178,7 @@ def _product_of_tile(
     total = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
     for j in tl.static_range(PARTS):
         at = PARTS * tl.arange(0, WIDTH // PARTS) + j
-        numbers, given = _columns_of_tile(at, i, d, n, K, SELECTIVE, N, BLOCK_D, D)
-        W = load_weight_columns(W_ptr, numbers, given, d, BLOCK_D).to(DOT)
+        W = _load_columns(W_ptr, at, i, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
         total += tl.dot(W, parts[j], input_precision=PRECISION)
     return total
 

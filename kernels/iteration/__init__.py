@@ -35,8 +35,7 @@ from bedouin.kernels.backend import (
     warn_of_reference,
 )
 from bedouin.kernels.direct.layout import is_covered
-from bedouin.kernels.feedback import normalize_feedback, padded_rows
-from bedouin.kernels.heads import padding
+from bedouin.kernels.feedback import aligned_rows, normalize_feedback
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import evenly_spaced, next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization
@@ -120,8 +119,7 @@ class FusedIteration:
         # without feedback the kernel does not read what stands for it
         self.normed, self.fed_back, self.W_y = None, self.raw, W_y
         if W_y is not None:
-            r = raw.shape[2]
-            self.W_y = padded_rows(W_y, r + padding(r))
+            self.W_y = aligned_rows(W_y)
             self.normed = torch.empty_like(self.y, dtype=W_y.dtype)
             self.normed[:, 0] = normalize_feedback(y0, parameterization.feedback_norm_eps)
             self.fed_back = self.normed.new_empty(b, t, self.W_y.shape[-2])

@@ -307,7 +307,7 @@ SWEEP = Row(
             "W_y and A must have the same heads as first axis, got (3, 15",
         ),
         (OF_HEADS, {"x": (3, 18, 5), "raw": (3, 18, 15)}, "2 heads, got 3 samples"),
-        (OF_HEADS, {"W_y": (2, 0, 5)}, "W_y must have from 1 to 15 rows"),
-        (OF_HEADS, {"W_y": (2, 16, 5)}, "W_y must have from 1 to 15 rows"),
+        (OF_HEADS, {"W_y": (2, 0, 5)}, "W_y must have 15 rows"),
+        (OF_HEADS, {"W_y": (2, 16, 5)}, "W_y must have 15 rows"),
     ],
 )

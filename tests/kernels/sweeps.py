@@ -76,7 +76,9 @@ class Case:
 
         H, t, p, n, low = self.heads, self.t, self.p, self.n, self.low or self.dtype
         b, r = H * self.b, self.layout().size(p, n)
-        x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)[:, : self.fed]
+        x, raw, W_y = draw(b, t, p), draw(b, t, r), 0.2 * p**-0.5 * draw(H, r, p)
+        if self.fed is not None:
+            W_y[:, self.fed :] = 0
         A, h0, y0 = -draw(H, p, n).exp(), draw(b, p, n), draw(b, p)
         W_y = W_y if self.feedback else W_y[:, :0]
         start = (h0, y0) if self.starts else (None, None)

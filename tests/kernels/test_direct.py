@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct import Sweep
+from bedouin.kernels.direct.layout import state_major
 from bedouin.kernels.direct.limits import CHUNK, SCRATCH, head_blocks
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Activation, Operands
@@ -198,7 +199,8 @@ def launched(
         y, h, kept, statistics = launch.launch_sweep(operands, options)
         sweep = Sweep(y, h.mT, *statistics)
         grad_y, grad_h = cotangents(sweep)
-        *every, report = launch.launch_reverse((grad_y, grad_h), y, kept, operands, options)
+        given = grad_y, state_major(grad_h), y, kept, operands, options
+        *every, report = launch.launch_reverse(*given)
     found = values_of(sweep)
     for name, v, operand in zip(Operands._fields, every, operands, strict=True):
         if operand is not None:
@@ -314,7 +316,8 @@ LARGE: list[dict[str, Any]] = [
     *times(each("p", 64, 128), LOW, [{"b": 16, "t": 256, "n": 16, "k": 4, "starts": False}]),
     # awkward sizes
     *times(SIZES, each("scale", 0, 1, 2), LOW, [{"heads": 3, "b": 5, "t": 35}]),
-    # of a single head
+    # of a single head, and of wide ones
+    *times(each("p", 200, 512, 1024), LOW, [{"b": 3, "t": 65, "n": 16, "k": 4}]),
     *times(each("p", 1, 63, 64, 100), each("t", 1, 63, 64, 100), LOW, ALONE),
     # without feedback
     *times(

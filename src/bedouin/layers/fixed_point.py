@@ -1,7 +1,7 @@
 """What Bedouin and FixedPointRNN share: options, parameters, and a call as the solve of a map.
 
 Letters: b batch, t time, m d_model, d d_inner, n d_state, H num_heads, p = d / H head_dim, r raw
-values of a head, the first f with feedback. b' = H b are folded samples (layers/heads.py).
+values of a head. b' = H b are folded samples (layers/heads.py).
 """
 
 import math

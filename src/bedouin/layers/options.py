@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bedouin.checks import positive_int
 from bedouin.kernels.checks import check_number, strict_options
@@ -90,20 +91,21 @@ def check_initialization(value: object, decay: str) -> Initialization:
 def split_feedback_weight(
     weight: Tensor, feedback: tuple[str, ...], sizes: dict[str, int], p: int
 ) -> tuple[Tensor | None, Tensor]:  # (s + p, p) or (H, s + p, p): rows of `feedback`, then the gate
-    """W^y of the loop (f, p) or (H, f, p), None if `feedback` names components of size 0 alone, and
-    of the gate (p, p) or (H, p, p). `sizes` are those of all components, in the order of the raw
-    values; the f rows end with the last component with feedback, and are zero for those without."""
+    """W^y of the loop (r, p) or (H, r, p), None if `feedback` names components of size 0 alone, and
+    of the gate (p, p) or (H, p, p). `sizes` are those of all components, in the order of the r raw
+    values; the rows of those without feedback are zero."""
     fed = [sizes[name] for name in feedback]
     if not any(fed):
         return None, weight
     # the gradient of one split is one concatenation
     loop, gate = weight.split([sum(fed), p], -2)
     first = tuple(sizes)[: list(sizes).index(feedback[-1]) + 1]
-    if feedback == first:
-        return loop, gate
-    rows, heads = dict(zip(feedback, loop.split(fed, -2), strict=True)), gate.shape[:-2]
-    blocks = [rows.get(name, gate.new_zeros(*heads, sizes[name], p)) for name in first]
-    return torch.cat(blocks, -2), gate
+    if feedback != first:
+        rows, heads = dict(zip(feedback, loop.split(fed, -2), strict=True)), gate.shape[:-2]
+        blocks = [rows.get(name, gate.new_zeros(*heads, sizes[name], p)) for name in first]
+        loop = torch.cat(blocks, -2)
+    missing = sum(sizes.values()) - loop.shape[-2]
+    return F.pad(loop, (0, 0, 0, missing)) if missing else loop, gate
 
 
 def inner_size(expand: float, d_model: int) -> int:
