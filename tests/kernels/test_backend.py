@@ -139,6 +139,7 @@ WITHOUT_TRITON = """
 import sys, torch
 sys.modules["triton"] = None
 import bedouin, bedouin.baselines, bedouin.tasks, bedouin.testing
+from bedouin.kernels.backend import choose_backend
 from bedouin.solvers import Jacobi, Picard
 
 torch.manual_seed(0)
