@@ -106,18 +106,6 @@ def rows_of(
     return tl.reshape(v, [S * PARTS, BLOCK // PARTS])
 
 
-@triton.constexpr_function
-def _bits_of_states(S, BLOCK_D, N):
-    return [S, BLOCK_D] + [2] * (N.bit_length() - 1)
-
-
-@triton.jit
-def split_axis(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """(s, d, N) as (s, d, 2, ..., 2): an axis for each bit of the state's number."""
-    SHAPE: tl.constexpr = _bits_of_states(S, BLOCK_D, N)
-    return tl.reshape(states, SHAPE)
-
-
 @triton.jit
 def join_all(rows, N: tl.constexpr):
     if N == 1:
@@ -133,23 +121,18 @@ def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _split_all(states, N: tl.constexpr):
+def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+    """(s, d, N) as N rows (s, d)."""
     if N == 1:
-        return (states,)
+        return (tl.reshape(states, [S, BLOCK_D]),)
     else:
-        even, odd = tl.split(states)
-        evens = _split_all(even, N // 2)
-        odds = _split_all(odd, N // 2)
+        even, odd = tl.split(tl.reshape(states, [S, BLOCK_D, N // 2, 2]))
+        evens = unstack_states(even, S, BLOCK_D, N // 2)
+        odds = unstack_states(odd, S, BLOCK_D, N // 2)
         rows = ()
         for i in tl.static_range(N // 2):
             rows = rows + (evens[i], odds[i])
         return rows
-
-
-@triton.jit
-def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """(s, d, N) as N rows (s, d)."""
-    return _split_all(split_axis(states, S, BLOCK_D, N), N)
 
 
 @triton.jit
@@ -267,37 +250,27 @@ def load_scalars(
 
 
 @triton.jit
-def _doubled(v, N: tl.constexpr):
-    if N == 1:
-        return v
-    else:
-        half = _doubled(v, N // 2)
-        return tl.join(half, half)
-
-
-@triton.jit
 def spread(v, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """v (s, d) as (s, d, N), the same for every state.
 
     Joined with itself rather than broadcast, and summed by `sum_states` rather than by tl.sum, so
     that the compiler sees one layout of (s, d) and does not compute values in several ones.
     """
-    return tl.reshape(_doubled(v, N), [S, BLOCK_D, N])
-
-
-@triton.jit
-def _sum_all(states, N: tl.constexpr):
     if N == 1:
-        return states
+        return tl.reshape(v, [S, BLOCK_D, 1])
     else:
-        even, odd = tl.split(states)
-        return _sum_all(even + odd, N // 2)
+        half = spread(v, S, BLOCK_D, N // 2)
+        return tl.reshape(tl.join(half, half), [S, BLOCK_D, N])
 
 
 @triton.jit
 def sum_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
     """Sum of (s, d, N) over the states, in pairs, so that additions do not wait for each other."""
-    return _sum_all(split_axis(states, S, BLOCK_D, N), N)
+    if N == 1:
+        return tl.reshape(states, [S, BLOCK_D])
+    else:
+        even, odd = tl.split(tl.reshape(states, [S, BLOCK_D, N // 2, 2]))
+        return sum_states(even + odd, S, BLOCK_D, N // 2)
 
 
 @triton.jit
