@@ -223,8 +223,9 @@ def test_gpu_gives_what_the_cpu_gives(kind: Kind, autocast: bool) -> None:
         y.square().sum().backward()
         results.append([y.cpu(), *(p.grad.cpu() for p in one.parameters() if p.grad is not None)])
     for on_cpu, value in zip(*results, strict=True):
-        # cuDNN's LSTM multiplies in TensorFloat32
-        assert (on_cpu - value).norm() < (0.05 if autocast else 5e-3) * on_cpu.norm()
+        # cuDNN's LSTM multiplies in TensorFloat32; a gradient of DeltaProduct is a sum that cancels
+        # and is off by 0.06 in bfloat16
+        assert (on_cpu - value).norm() < (0.08 if autocast else 5e-3) * on_cpu.norm()
 
 
 UNEQUAL = AttentionState(torch.zeros(2, 0, 24), torch.zeros(2, 3, 4, 2), torch.zeros(2, 2, 4, 2))

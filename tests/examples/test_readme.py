@@ -153,7 +153,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
     wide = numbers("benchmark/h200_wide_head")
     alone = [wide["direct", shape]["graph_both_ms"] for shape in shapes]
     ratio = alone[2] / wide["direct-heads8", "16x1024"]["graph_both_ms"]
-    assert f"of 1,024 takes {ratio:.0f} times as long on a GPU as eight of 128" in PROSE
+    assert f"of 1,024 takes {ratio:.1f} times as long on a GPU as eight of 128" in PROSE
     recorded = speeds()
     first = [row["first_call_s"] for row in recorded if row["layer"] not in OTHERS]
     assert f"First calls compile for {min(first):.0f}–{max(first):.0f} s" in README

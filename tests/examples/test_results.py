@@ -231,20 +231,17 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
 
     page = TEXTS["table"]
     of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
-    s5 = sorted(summary()["s5"]["tracking"]["token_512"])
-    products = sorted(summary()["bound_a5"]["tracking"]["token_16_32"])
-    kept = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])
-    assert s5[0] < 0.03 and s5[1] < 0.6 < 0.83 < s5[2] and products[0] < 0.2 and products[1] > 0.99
-    other = of_rate("s5-tracking-0.008", "512")
-    assert f"(the others {sorted(other)[1]:.2f} to {max(other):.2f} at 512)" in page
-    for name, length in (("a5-tracking-0.004", "512"), ("copy-tracking-0.008", "200")):
-        other = of_rate(name, length)
-        assert f" {min(other):.2f} to {max(other):.2f}" in page.split("end in a rate")[1]
+    a5, s5 = (sorted(summary()[task]["tracking"]["token_512"]) for task in ("a5", "s5"))
+    assert a5[1] > 0.99 and f"seed 2 has {a5[0]:.2f}" in page
+    lost = worst("s5", "token_128", "tracking")
+    assert (
+        f"({s5[1]:.2f} to {s5[-1]:.2f} at 512), again without seed 2, which has {lost:.2f}" in page
+    )
     assert max(of_rate("mqar-tracking_blocks-0.002", "512")) < 0.005
     copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
         "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
-        f"keep {kept[1]:.2f} to {kept[-1]:.2f} of the sequences",
+        f"keeps {span('bound_a5', 'sequence_16_128', 'tracking')} of the sequences",
         f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
         f"`tracking` {copies['tracking']}, ",
         f"`recall` {copies['recall']}.",
@@ -257,12 +254,12 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
         f"(A5 0.02 at 512, S3 {span('bound_s3', 'token_16_32', 'recall_no_feedback')})",
     ):
         assert claim in TEXTS["history"], claim
-    assert worst("a5", "token_512", "tracking", "recall", "lstm_l1") > 0.99
+    assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
     assert best("a5", "token_512", "attention_l2", "gated_deltanet_l1") < 0.03
     assert best("a5", "token_512", "recall_no_feedback") < 0.025
     assert worst("copy", "characters_200", "attention_l2") > 0.995
     four = ("attention_l2", "gated_deltanet_l1", "tracking", "recall")
-    assert worst("mqar", "accuracy_512", *four) > 0.99
+    assert worst("mqar", "accuracy_512", *four) > 0.98
     assert worst("mqar", "accuracy_512", "recall_no_feedback") > 0.995
     assert best("mqar", "accuracy_512", "hybrid_l2") < 0.005
     learned = {m for m in summary()["bound_s3"] if worst("bound_s3", "token_16_32", m) > 0.99}
@@ -271,7 +268,8 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
     far = ("tracking", "recall_no_x", "recall_layer", "hybrid_l2")
     assert worst("bound_s3", "sequence_16_128", *far) > 0.98
     assert sum(v < 0.95 for v in summary()["bound_s3"]["recall"]["sequence_16_128"]) == 2
-    assert worst("bound_a5", "token_16_32", "hybrid_l2", "deltaproduct_l2", "recall_layer") > 0.99
+    solved = ("tracking", "hybrid_l2", "deltaproduct_l2", "recall_layer")
+    assert worst("bound_a5", "token_16_32", *solved) > 0.99
     for task in ("bound_s3", "bound_a5"):
         others = [model for model in summary()[task] if model != "lstm_l1"]
         assert worst(task, "recall_16_32", *others) > 0.91 > worst(task, "recall_16_32", "lstm_l1")
@@ -308,7 +306,8 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     rivals = [n for m, of in counts.items() if not m.startswith(("recall", "tracking")) for n in of]
     page = TEXTS["table-tuning"]
     assert f"Rivals have {min(rivals)} to {max(rivals)} runs a task" in page
-    assert counts["tracking"] == {3, 5, 8, 10} and "`tracking` 3 to 10" in page
+    number = min(counts["tracking"]), max(counts["tracking"])
+    assert number == (37, 111) and "`tracking` 37 to 111 with its trials" in page
 
 
 # -- language, history, times

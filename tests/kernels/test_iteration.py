@@ -150,9 +150,10 @@ LARGE = [
         *(pytest.param(case, NEVER, 2e-5, marks=needs_triton) for case in CASES),
         # a plain loop that calls the kernels of the scan
         pytest.param(ONE, Jacobi(0.0, 0.0), 2e-5, marks=needs_triton),
-        # samples of several heads, each of which converges by itself
+        # samples of several heads, each of which converges by itself; of a scale 1 - lambda near 0
+        # float32 keeps three digits
         *(
-            pytest.param(Case(heads, b, p=3, n=1, k=1, **of), solver, 2e-5, marks=needs_triton)
+            pytest.param(Case(heads, b, p=3, n=1, k=1, **of), solver, 1e-4, marks=needs_triton)
             for heads, b, solver, of in OF_HEADS
         ),
         *(pytest.param(case, NEVER, 1e-4, marks=pytest.mark.gpu) for case in LARGE),
