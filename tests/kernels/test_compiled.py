@@ -332,10 +332,10 @@ def test_weights_fit_the_shared_memory(
 
 
 @pytest.mark.parametrize("p", [256, 1024])
-@pytest.mark.parametrize(("kernel", "most"), [(SWEEP, 456), (REVERSE, 704)])
+@pytest.mark.parametrize(("kernel", "most"), [(SWEEP, 544), (REVERSE, 704)])
 def test_a_token_of_a_wide_head(kernel: Any, most: int, p: int) -> None:
     """Its product with W^y is not a part of the program; Triton 3.6 keeps more of 1,024 channels in
-    registers, 3.9 puts 456 bytes on the stack."""
+    registers, 3.9 puts 544 bytes on the stack."""
     found = compiled_head(kernel, p, 16, 4, "delta", weights=torch.bfloat16)
     assert stack_size(found) <= most and found.metadata.shared <= 4096
 
