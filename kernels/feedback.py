@@ -1,7 +1,7 @@
 """The feedback W^y norm(y_{t-1}) in plain torch, and its derivative.
 
-Letters: b batch, t time, d channels of a head, r raw values, H heads
-(kernels/heads.py); leading axes are free.
+Letters: b batch, t time, d channels of a head, r raw values, H heads (kernels/heads.py); leading
+axes are free.
 """
 
 import torch

@@ -29,9 +29,9 @@ class Operands(NamedTuple):
     """The tensors that determine a map, which do not change while its fixed point is computed.
 
     With several heads the batch is H groups of b/H samples: sample i belongs to head i // (b/H) and
-    uses the W_y and the A of that head; d are the channels of a head. W_y has rows of
-    zeros for raw values without feedback.
-    x, raw and W_y may have a lower dtype than A, whose dtype the state and the iterates have.
+    uses the W_y and the A of that head; d are the channels of a head. W_y has rows of zeros for
+    raw values without feedback. x, raw and W_y may have a lower dtype than A, whose dtype the state
+    and the iterates have.
     """
 
     x: Tensor  # (b, t, d)

@@ -87,7 +87,7 @@ def solve_numbers(layer: Bedouin) -> Numbers:
 
 
 def explicit(setting: Setting, shape: Shape, *, kind: type[nn.Module]) -> Subject:
-    """A layer of a width alone, in training mode, with its default sizes."""
+    """A layer that is made from d_model alone, so with its default sizes, in training mode."""
     torch.manual_seed(0)
     layer = kind(setting.m, device=setting.device, dtype=setting.dtype)
     forward, both = (

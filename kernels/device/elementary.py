@@ -4,8 +4,8 @@ them, and its discretization.
 With `exp` and divisions that cover every float32, one Delta costs about 110 instructions, against 5
 for one state. FAST selects the approximate instructions of the device instead: it is set in
 compiled kernels. Exponents are multiplied by log2(e), because exp(v) takes four instructions more
-than 2^v. All computation is in float32. Letters: d channels, n state per channel, k
-reflections.
+than 2^v. All computation is in float32.
+Letters: d channels, n state per channel, k reflections.
 """
 
 import triton

@@ -79,7 +79,8 @@ class Bedouin(FixedPointLayer):
             both norms of its own, projected from its own x and y alone, so that W^x and W^y have
             about 1 / H of the weights. in_proj and out_proj mix the heads. Each head converges by
             itself, and `stats` has the worst of a sample's heads. 1 is the layer of the paper.
-            None: as few heads of 32 to 128 channels as divide d, else 1.
+            None: as few heads of 32 to 128 channels as divide d, else 1. On a GPU a head of more
+            than 128 channels takes a launch and a product with W^y for each token.
 
     Recurrence:
         num_householder: k, the reflections of Q_t; short for mixer=HouseholderProduct(k, beta_max).
