@@ -9,6 +9,7 @@ import pytest
 from tests.examples.test_results import RESULTS, ROOT, runs_of, summary
 
 import bedouin
+from benchmarks.cases import SPEED
 from research.experiments.language_model import SCORE
 from research.experiments.table import RATES, VARIANTS
 
@@ -114,67 +115,57 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    tracking, heads = numbers("benchmark/h200_tracking"), numbers("benchmark/h100_layers")
+    layers = numbers("benchmark/h200_layers")
     page = TEXTS["benchmark"].split("## Times of the layers")[1].split("\n## ")[0]
-    starts = {
-        "`TrackingDeltaNet`": (tracking, "tracking"),
-        "its memory alone": (tracking, "memory"),
-        "its tracker alone": (tracking, "tracker"),
-        "Mamba": (tracking, "mamba"),
-        "cuDNN LSTM there": (tracking, "lstm"),
-        "16 heads of 64": (heads, "direct-heads16"),
-        "8 heads of 128": (heads, "direct-heads8"),
-        "cuDNN LSTM, 512": (heads, "lstm"),
-    }
+    lines = [line for line in page.splitlines() if line.startswith("| ")][1:]
     shapes = "128x16", "64x256", "16x1024", "8x4096"
-    graph = {
-        start: [of[case, shape]["graph_both_ms"] for shape in shapes]
-        for start, (of, case) in starts.items()
+    starts = {
+        "tracking": "`TrackingDeltaNet`",
+        "memory": "its memory alone",
+        "tracker": "its tracker alone",
+        "direct-heads16": "`Bedouin`, 16 heads of 64",
+        "direct-heads8": "8 heads of 128",
+        "direct": "one head of 1,024",
+        "direct-no-feedback": "the same without feedback",
+        "rnn": "`FixedPointRNN`",
+        "picard": "one head, 16 Picard steps, one-step gradient",
+        "picard-exact": "the same, exact gradient",
+        "mamba": "Mamba of this library",
+        "lstm": "cuDNN LSTM, 512 → 1,024",
     }
-    for start, (of, case) in starts.items():
-        times = [of[case, shape] for shape in shapes]
+    assert set(starts) == set(SPEED)
+    graph = {case: [layers[case, shape]["graph_both_ms"] for shape in shapes] for case in starts}
+    for line_of, (case, start) in zip(lines, starts.items(), strict=True):
+        times = [layers[case, shape] for shape in shapes]
         shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
         peaks = ", ".join(f"{n['peak_gib']:.3g}" for n in times)
-        assert line(page, start)[1:] == [*shown, peaks]
+        assert line_of == f"| {' | '.join([start, *shown, peaks])} |"
     for shape in shapes:
-        columns = [(tracking, "tracking"), (tracking, "lstm")]
-        columns += [(heads, case) for case in ("direct-heads16", "direct-heads8", "lstm")]
-        times = [of[case, shape] for of, case in columns]
+        columns = "tracking", "direct-heads16", "direct-heads8", "lstm", "mamba"
+        times = [layers[case, shape] for case in columns]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
         assert line(README, f"{shape.replace('x', '×')} ")[1:6] == shown
 
-    def faster(layer: str, lstm: str) -> list[bool]:
-        return [a < b for a, b in zip(graph[layer], graph[lstm], strict=True)]
+    def faster(case: str) -> list[bool]:
+        return [a < b for a, b in zip(graph[case], graph["lstm"], strict=True)]
 
     assert "`TrackingDeltaNet` is faster than the LSTM from 64×256 on, `Bedouin` from 16×" in PROSE
-    assert faster("`TrackingDeltaNet`", "cuDNN LSTM there") == [False, True, True, True]
-    for start in ("16 heads of 64", "8 heads of 128"):
-        assert faster(start, "cuDNN LSTM, 512") == [False, False, True, True]
-    wide = numbers("benchmark/h200_wide_head")
-    alone = [wide["direct", shape]["graph_both_ms"] for shape in shapes]
-    ratio = alone[2] / wide["direct-heads8", "16x1024"]["graph_both_ms"]
+    assert faster("tracking") == [False, True, True, True]
+    for case in ("direct-heads16", "direct-heads8"):
+        assert faster(case) == [False, False, True, True]
+    assert [case for case in SPEED if faster(case)[0]] == ["memory", "tracker"]
+    ratio = graph["direct"][2] / graph["direct-heads8"][2]
     assert f"of 1,024 takes {ratio:.1f} times as long on a GPU as eight of 128" in PROSE
-    recorded = speeds()
-    first = [row["first_call_s"] for row in recorded if row["layer"] not in OTHERS]
-    assert f"First calls compile for {min(first):.0f}–{max(first):.0f} s" in README
-    found: dict[str, list[float]] = {}
-    for row in recorded:
-        found.setdefault(row["layer"], []).append(row["graph_ms"])
-    assert found == {
-        "1 head": alone,
-        "8 heads": graph["8 heads of 128"],
-        "16 heads": graph["16 heads of 64"],
-        "lstm": graph["cuDNN LSTM, 512"],
-        "tracking": graph["`TrackingDeltaNet`"],
-        "memory": graph["its memory alone"],
-        "tracker": graph["its tracker alone"],
-        "mamba": graph["Mamba"],
-        "lstm, H200": graph["cuDNN LSTM there"],
-    }
-
-
-OTHERS = "1 head", "lstm", "lstm, H200", "mamba"
-"""Rows of speed.json that the README leaves out of the seconds of first calls."""
+    first: dict[str, list[float]] = {}
+    for row in speeds():
+        first.setdefault(row["layer"], []).append(row["first_call_s"])
+    every = [s for name, found in first.items() if name not in ("lstm", "mamba") for s in found]
+    assert f"First calls compile for {min(every):.0f}–{max(every):.0f} s" in README
+    heads = [s for name, found in first.items() if "head" in name for s in found]
+    tracking = first["tracking"]
+    assert f"of `Bedouin` take {min(heads):.0f} to {max(heads):.0f} s, of `Tracking" in page
+    assert f"DeltaNet` {min(tracking):.0f} to {max(tracking):.0f} s, of Mamba 3 s" in page
+    assert [row["graph_ms"] for row in speeds()] == [ms for case in SPEED for ms in graph[case]]
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
@@ -313,27 +304,21 @@ def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
     rows = json.loads((RESULTS / "cpu.json").read_text(encoding="utf-8"))["rows"]
     of = {(row["layer"], row["d_model"]): row for row in rows}
     ms = {(row["layer"], row["shape"]): row["graph_ms"] for row in speeds()}
-    iterated = numbers("benchmark/h100_benchmark")
-    picard, lstm = (iterated[name, "64x256"]["graph_both_ms"] for name in ("picard", "lstm"))
     shapes = "64x256", "16x1024"
-    heads = [ms["8 heads", shape] / ms["lstm", shape] for shape in shapes]
-    tracking = [ms["tracking", shape] / ms["lstm, H200", shape] for shape in shapes]
 
     def shown_ratio(value: float) -> str:
         return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
-    on_gpu = {
-        "Bedouin": "; ".join(map(shown_ratio, heads)),
-        "Bedouin.from_paper": f"{shown_ratio(picard / lstm)}; –",
-        "TrackingDeltaNet": "; ".join(map(shown_ratio, tracking)),
-    }
+    timed = "8 heads", "picard, one step", "FixedPointRNN", "tracking"
+    of_lstm = [[ms[layer, shape] / ms["lstm", shape] for shape in shapes] for layer in timed]
+    on_gpu = ["; ".join(map(shown_ratio, pair)) for pair in of_lstm]
     layers = [name.strip("`").removesuffix("(d_model)") for name in line(README, "| `")[1:]]
     assert layers == ["Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"]
     sizes = [f"{of[layer, 256]['state_size']:,}" for layer in layers]
     assert line(README, "state |")[1:] == sizes
     on_cpu = [[shown_ratio(of[layer, m]["of_lstm"]) for m in (64, 256)] for layer in layers]
     assert line(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
-    assert line(README, "time on a GPU")[1:] == [on_gpu.get(name, "not timed") for name in layers]
+    assert line(README, "time on a GPU")[1:] == on_gpu
     for layer in layers:
         made = bedouin.Bedouin.from_paper if "." in layer else getattr(bedouin, layer)
         assert of[layer, 256]["parameters"] == sum(p.numel() for p in made(256).parameters())
