@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import constant_in_graphs, interpreter_is_on
-
-TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
 
 LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
 """What a launch may have beside the parameters of its kernel."""
@@ -32,11 +30,25 @@ def arguments_of(
     return {name: v for name, v in every.items() if name in chosen} | {"enable_fp_fusion": True}
 
 
-def as_constants(values: TupleT) -> TupleT:
-    """A named tuple as an argument of a kernel that is compiled for its values."""
-    import triton.language as tl
+class Constants:
+    """A named tuple as one argument, annotated as `tl.constexpr`, of a kernel that is compiled for
+    its values, which are attributes. It is compared by its identity, in every launch: comparing
+    many values would take longer."""
 
-    return type(values)(*map(tl.constexpr, values))
+    def __init__(self, values: Any) -> None:
+        import triton.language as tl
+
+        self._values = values
+        for name, value in values._asdict().items():
+            setattr(self, name, value if interpreter_is_on() else tl.constexpr(value))
+
+    def __repr__(self) -> str:
+        # a part of the key under which Triton stores what it has compiled
+        return repr(self._values)
+
+
+as_constants = lru_cache(maxsize=1024, typed=True)(Constants)
+"""The same object for the same values."""
 
 
 def next_power_of_two(size: int) -> int:

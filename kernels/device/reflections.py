@@ -200,11 +200,11 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr):
+def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, APPROXIMATE: tl.constexpr):
     """matrix^-1 b for b (k, N) by elimination with row pivoting, and min(1, smallest |pivot|).
 
-    A pivot of 0 gives Inf or NaN, without a branch or an error. One reciprocal a pivot, approximate
-    if FAST, and no other division.
+    A pivot of 0 gives Inf or NaN, without a branch or an error. One reciprocal a pivot, which may
+    be APPROXIMATE, and no other division.
     """
     smallest = tl.full([], 1.0, b[0].dtype)
     inverses = ()
@@ -220,7 +220,7 @@ def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr):
         top = _chosen_row(matrix, chosen, c, c, K, K)
         top_b = _chosen_row(b, chosen, c, 0, K, N)
         smallest = tl.minimum(smallest, tl.abs(top[0]))
-        inverse = reciprocal(top[0], FAST)
+        inverse = reciprocal(top[0]) if APPROXIMATE else 1 / top[0]
         inverses = inverses + (inverse,)
         new_matrix = ()
         new_b = ()

@@ -9,7 +9,7 @@ products with W^y between launches, in the order of the stream: nothing synchron
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -32,7 +32,7 @@ from bedouin.kernels.heads import apply_weight, padding, sum_samples, weight_gra
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import (
     Device,
-    arguments_of,
+    as_constants,
     ceil_div,
     dtype_of_factors,
     last_axis_contiguous,
@@ -62,26 +62,24 @@ def launch_sweep(
     statistics (4, b, t): defect, scale, magnitude, pivot."""
     _, _, W_y, A, h0, y0 = operands
     (b, t_end, d), n = operands.x.shape, A.shape[-1]
-    x, raw, exponents, strides, programs, how = _shared(operands, options)
-    samples, parts = how[3]
+    x, raw, exponents, strides, programs, (head, constants) = _shared(operands, options)
     y, kept = A.new_empty(b, t_end, d), A.new_empty(b, ceil_div(t_end, CHUNK), n, d)
     h = A.new_zeros(b, n, d) if h0 is None else state_major(h0)
-    statistics = A.new_empty(parts, 4, b, t_end)
-    constants = head_constants(sweep_kernel, *how)
-    single, W, first = constants["SINGLE"], exponents, y
+    statistics = A.new_empty(head.PARTS, 4, b, t_end)
+    W, first = exponents, y
     if W_y is not None:
-        W = _whole_rows(aligned_rows(W_y) if single else W_y)
+        W = _whole_rows(aligned_rows(W_y) if head.SINGLE else W_y)
         if y0 is None:
             first = W_y.new_zeros(b, 1, d)
         else:
             first = _normed_past(y0.unsqueeze(1), operands, W_y, options)
     # B, C and alpha of a token, two places for each sample
-    scratch = A.new_empty(programs, samples, 2, constants["BLOCK_S"])
-    for token in range(t_end if single else 1):
-        given = apply_weight(first, W) if single else W
+    scratch = A.new_empty(programs, head.S, 2, head.BLOCK_S)
+    for token in range(t_end if head.SINGLE else 1):
+        given = apply_weight(first, W) if head.SINGLE else W
         tensors = x, raw, given, exponents, h, kept, first, scratch, y, statistics
-        integers = b // len(A), t_end, token, d, n, *strides, given.stride(0)
-        sweep_kernel[(programs,)](*tensors, *integers, **constants)
+        numbers = b // len(A), t_end, token, *strides, given.stride(0)
+        sweep_kernel[(programs,)](*tensors, *numbers, **constants)
     return y, h, kept, statistics.amax(0)
 
 
@@ -97,8 +95,7 @@ def launch_reverse(
     _, _, W_y, A, _, y0 = operands
     grad_y, y = last_axis_contiguous(grad_y), y.contiguous()
     (b, t_end, d), n, r = y.shape, A.shape[-1], operands.raw.shape[2]
-    x, raw, exponents, strides, programs, how = _shared(operands, options)
-    samples, parts = how[3]
+    x, raw, exponents, strides, programs, (head, constants) = _shared(operands, options)
     grad_x, grad_A = x.new_empty(x.shape), torch.zeros_like(H)
     W, fed, grad_W_y = exponents, raw, A.new_empty(0)
     grad_y0 = A.new_empty(0, d) if y0 is None else torch.zeros_like(y0)
@@ -111,32 +108,28 @@ def launch_reverse(
         # memory if they have one dtype
         fed = apply_weight(past, W)
         grad_raw = fed if fed.dtype == raw.dtype else torch.zeros_like(fed, dtype=raw.dtype)
-    statistics = A.new_empty(parts, 2, b, t_end)
+    statistics = A.new_empty(head.PARTS, 2, b, t_end)
 
     def of_past(token: int) -> Tensor:  # (b, d)
         """The cotangent of the normed output before a token."""
         return apply_weight(grad_raw[:, token].to(W.dtype), W.mT)
 
-    strides = *strides, *fed.stride()[:2]
-    mixed = A.new_empty(b, t_end, d)
-    local = A.new_empty(b, t_end, local_width(options.known_layout().num_householder, n))
-    tokens = x, y, raw, fed, exponents, mixed, local
+    strides = *strides, fed.stride()[:2]
+    mixed, local = A.new_empty(b, t_end, d), A.new_empty(b, t_end, local_width(head.K, n))
+    tokens, per_head = (x, y, raw, fed, exponents, mixed, local), b // len(A)
     # one warp, within which channels are summed
-    constants = {**head_constants(prepare_kernel, *how), "num_warps": 1}
-    sizes = b // len(A), d, n
-    prepare_kernel[(b * t_end,)](*tokens, t_end, *sizes, *strides, **constants)
-    constants = head_constants(reverse_kernel, *how)
+    of_one_warp = {**constants, "num_warps": 1}
+    prepare_kernel[(b * t_end,)](*tokens, t_end, per_head, *strides, **of_one_warp)
     replayed = A.new_empty(b, CHUNK - 1, n, d)
-    scratch = A.new_empty(programs, samples, 2, constants["BLOCK_L"])
-    single = constants["SINGLE"]
-    for token in reversed(range(t_end if single else 1)):
+    scratch = A.new_empty(programs, head.S, 2, head.BLOCK_L)
+    for token in reversed(range(t_end if head.SINGLE else 1)):
         given = W
-        if single:
+        if head.SINGLE:
             given = W.new_zeros(b, d) if token == t_end - 1 else of_past(token + 1)
         read = grad_y, x, y, raw, fed, given, exponents, mixed, local, kept, replayed
         reverse_kernel[(programs,)](
-            *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, token, *sizes),
-            *(grad_raw.shape[-1], *grad_y.stride()[:2], *strides, given.stride(0)),
+            *(*read, H, grad_x, grad_raw, grad_A, statistics, scratch, t_end, token, per_head),
+            *(grad_raw.shape[-1], grad_y.stride()[:2], *strides, given.stride(0)),
             **constants,
         )
     if W_y is not None:
@@ -149,10 +142,10 @@ def launch_reverse(
 
 def _shared(
     operands: Operands, options: Parameterization
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], int, tuple[Any, ...]]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[tuple[int, ...], ...], int, "Constants"]:
     """x and raw with contiguous rows, log2(e) A (H, n, d), with which the decay is
     2^(log2(e) A Delta), the strides of x (H, b / H, t) and raw (b, t), the number of programs, and
-    what `head_constants` takes behind the kernel."""
+    the result of `head_constants`."""
     x, raw, W_y, A, *_ = operands
     x, raw, transposed = last_axis_contiguous(x), last_axis_contiguous(raw), A.mT
     exponents = A.new_empty(transposed.shape)
@@ -162,59 +155,102 @@ def _shared(
     programs = len(A) * ceil_div(len(x) // len(A), rows[0])
     dtype, shared_memory = W_y if W_y is None else W_y.dtype, Device.of(A.device).shared_memory
     how = exponents.shape, dtype, options, rows, uses_tf32(), CHUNK, shared_memory
-    return x, raw, exponents, (*of_heads.stride()[:3], *raw.stride()[:2]), programs, how
+    strides = of_heads.stride()[:3], raw.stride()[:2]
+    return x, raw, exponents, strides, programs, head_constants(*how)
+
+
+class Head(NamedTuple):
+    """What the kernels are compiled for, which they take as one tuple `how` of constants."""
+
+    d: int  # channels of a head
+    n: int  # states of a channel
+    K: int  # reflections
+    ACTIVATION: str
+    SELECTIVE: bool
+    BETA_MAX: float
+    INPUT_SCALE: str
+    EPS: float  # of unit lengths
+    FEEDBACK: bool
+    NORM: bool  # of what is fed back
+    NORM_EPS: float
+    ROUND: Any  # the dtype of W^y, to which factors and results of its products are rounded
+    DOT: Any  # the dtype in which the factors are multiplied
+    PRECISION: str  # of products of float32
+    KEEP: int  # tokens between two memories that are kept
+    S: int  # samples of a program
+    PARTS: int  # of a sample, one warp each
+    ROWS: int  # S PARTS
+    STATES: int  # raw values of B and C
+    U_AT: int  # where the raw values of u begin
+    N: int  # n rounded up to a power of two, as the following
+    BLOCK_D: int  # d
+    D: int  # channels of a part
+    BLOCK_S: int  # raw values of B, C and alpha
+    BLOCK_L: int  # scalars of the local system
+    COLUMNS: int  # of a product with W^y
+    JOINED: bool  # whether u is one tile of W^y, whose rows are then interleaved
+    SMALL: int  # the number of the tile of B, C and alpha
+    STREAMED: bool  # whether W^y is read anew for each token
+    SINGLE: bool  # whether a launch has one token, whose product with W^y is given
+
+
+Constants = tuple[Head, dict[str, Any]]
+"""The tuple, and what a launch takes by name."""
 
 
 @lru_cache(maxsize=1024)
 def head_constants(
-    kernel: Any,  # of Triton
     A: tuple[int, ...],  # (H, n, d)
-    dtype: torch.dtype | None,  # of W^y, to which factors and results of its products are rounded
+    dtype: torch.dtype | None,  # of W^y
     options: Parameterization,
     rows: tuple[int, int],  # samples of a program, parts of each
     tf32: bool,
     keep_every: int,
     shared_memory: int,  # bytes of a program
-) -> dict[str, Any]:
-    """The constants and launch options of a kernel. Not to be changed."""
-    (samples, parts), layout, eps = rows, options.known_layout(), options.feedback_norm_eps
-    k, blocks = layout.num_householder, head_blocks(A[2], A[1], layout)
-    kind = dtype or torch.float32
+) -> Constants:
+    """The constants and launch options of the kernels. Not to be changed."""
+    (_, n, d), (samples, parts) = A, rows
+    layout, eps = options.known_layout(), options.feedback_norm_eps
+    k, blocks, is_fed = layout.num_householder, head_blocks(d, n, layout), dtype is not None
+    kind, states = dtype or torch.float32, 2 * n if layout.selective else 0
     memory = kind.itemsize, shared_memory
-    single = dtype is not None and blocks.is_single(*memory)
-    streamed = dtype is not None and not single and blocks.streams(*memory)
-    every = {
-        "ACTIVATION": layout.activation,
-        "SELECTIVE": layout.selective,
-        "INPUT_SCALE": options.input_scale,
-        "EPS": UNIT_EPS,
-        "FAST": not interpreter_is_on(),
-        "K": k,
-        "BETA_MAX": layout.beta_max,
-        "ROUND": getattr(tl, str(kind).removeprefix("torch.")),
-        "DOT": dtype_of_factors(kind),
-        "PRECISION": "tf32" if tf32 else "ieee",
-        "FEEDBACK": dtype is not None,
-        "NORM": dtype is not None and eps is not None,
-        "NORM_EPS": 0.0 if eps is None else eps,
-        "KEEP": keep_every,
-        "S": samples,
-        "PARTS": parts,
-        "COLUMNS": max(COLUMNS, samples),
-        "BLOCK_D": blocks.channels,
-        "BLOCK_S": blocks.small,
-        "BLOCK_L": next_power_of_two(local_width(k, A[1])),
-        "N": blocks.states,
-        "BLOCK_N": blocks.states,
-        "STREAMED": streamed,
-        "SINGLE": single,
-        # one product for all reflections, whose rows are then interleaved
-        "JOINED": dtype is not None and not streamed and k in (2, 4),
-        "num_warps": samples * parts,
-        "num_stages": 1,
-        "maxnreg": MAX_REGISTERS,
-    }
-    return arguments_of(kernel, every)
+    single = is_fed and blocks.is_single(*memory)
+    streamed = is_fed and not single and blocks.streams(*memory)
+    joined = is_fed and not streamed and k in (2, 4)
+    head = Head(
+        d=d,
+        n=n,
+        K=k,
+        ACTIVATION=layout.activation,
+        SELECTIVE=layout.selective,
+        BETA_MAX=layout.beta_max,
+        INPUT_SCALE=options.input_scale,
+        EPS=UNIT_EPS,
+        FEEDBACK=is_fed,
+        NORM=is_fed and eps is not None,
+        NORM_EPS=0.0 if eps is None else eps,
+        ROUND=getattr(tl, str(kind).removeprefix("torch.")),
+        DOT=dtype_of_factors(kind),
+        PRECISION="tf32" if tf32 else "ieee",
+        KEEP=keep_every,
+        S=samples,
+        PARTS=parts,
+        ROWS=samples * parts,
+        STATES=states,
+        U_AT=d + states,
+        N=blocks.states,
+        BLOCK_D=blocks.channels,
+        D=blocks.channels // parts,
+        BLOCK_S=blocks.small,
+        BLOCK_L=next_power_of_two(local_width(k, n)),
+        COLUMNS=max(COLUMNS, samples),
+        JOINED=joined,
+        SMALL=2 if joined else k + 1,
+        STREAMED=streamed,
+        SINGLE=single,
+    )
+    how = {"num_warps": samples * parts, "num_stages": 1, "maxnreg": MAX_REGISTERS}
+    return head, {"how": as_constants(head), **how, "enable_fp_fusion": True}
 
 
 def uses_tf32() -> bool:

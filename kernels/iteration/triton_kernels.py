@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import (
-    FAST,
     activate,
     inverse_norm,
     larger_or_nan,
@@ -112,7 +111,7 @@ def mix_kernel(
             mixed += _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + at, mixed, mask=in_d)
         raw = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, "")
-        tl.store(delta_ptr + at, activate(raw, ACTIVATION, FAST), mask=in_d)
+        tl.store(delta_ptr + at, activate(raw, ACTIVATION), mask=in_d)
         if SELECTIVE:
             B, inv_B = load_unit(raw_row, fed_row, d + states, in_n, n, FEEDBACK, EPS)
             C, inv_C = load_unit(raw_row, fed_row, d + n + states, in_n, n, FEEDBACK, EPS)

@@ -17,7 +17,7 @@ Letters: c channels, n states; P and N: both rounded up to powers of two. s: `La
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, LOG2E, exp2, log1p_of_fraction
+from bedouin.kernels.device.elementary import FAST, LOG2E
 
 
 @triton.jit
@@ -64,11 +64,6 @@ def unpack(word, V: tl.constexpr):
             high(low), low.to(tl.float32, bitcast=True),
             high(high_), high_.to(tl.float32, bitcast=True),
         )  # fmt: skip
-
-
-@triton.jit
-def softplus(v):
-    return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E, FAST))
 
 
 @triton.jit

@@ -27,7 +27,7 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, LN2, exp2
+from bedouin.kernels.device.elementary import LN2, exp2
 from bedouin.kernels.track import device
 
 
@@ -67,7 +67,7 @@ def replay_kernel(
     grad_past_ptr,  # (f, t, P), written: the cotangent of y_{t-1} but for the recurrence
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """A chunk of tokens."""
@@ -111,7 +111,7 @@ def replay_kernel(
         q_B = r
         q_C = r
         for v in tl.static_range(s.V):
-            a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+            a = exp2(A[v] * delta[None, :, None]) * h[v]
             q = device.not_zero(A[v]) * a
             products = products + (q,)
             r += a * B[v][:, None, :]
@@ -196,7 +196,7 @@ def reverse_kernel(
     grad_fed_ptr,  # (b, t, H, 2, c), of which the first is written: raw_
     t_end,
     H_heads,
-    s,
+    s: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The tokens of a head of a sample, from the last one to the first."""
@@ -263,7 +263,7 @@ def reverse_kernel(
         for v in tl.static_range(s.V):
             grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
             grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
-            after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
+            after = after + (grad_h * exp2(A[v] * delta[None, :, None]),)
         H = after
         adjoint = device.pair(w, grad_written)
         device.put(adjoint_ptr + (sample + step) * s.P, adjoint, channels, s.P, s)

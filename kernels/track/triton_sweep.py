@@ -14,7 +14,7 @@ both rounded up to powers of two, u tokens of a program; s, V, NL as in `device.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, exp2, inverse_norm, sigmoid
+from bedouin.kernels.device.elementary import activate, exp2, inverse_norm, sigmoid
 from bedouin.kernels.track import device
 from bedouin.kernels.track.device import high, nearest_word, unpack
 
@@ -76,7 +76,7 @@ def sweep_kernel(
     normed_ptr,  # (b, t, H c), written: norm(y_{t-1})
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     CHUNK: tl.constexpr,
     KEEP: tl.constexpr,
     FEEDBACK_EPS: tl.constexpr,
@@ -123,7 +123,7 @@ def sweep_kernel(
                 x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
                 before = y
                 mixed = x.to(tl.float32) + fed[1]
-                delta = device.softplus(raw.to(tl.float32) + bias + fed[0])
+                delta = activate(raw.to(tl.float32) + bias + fed[0], "softplus")
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
                     if KEEP:
@@ -142,7 +142,7 @@ def sweep_kernel(
                 r = tl.zeros((WORDS // s.NL, s.P, s.NL), tl.float32)
                 q = r
                 for v in tl.static_range(s.V):
-                    a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+                    a = exp2(A[v] * delta[None, :, None]) * h[v]
                     decayed = decayed + (a,)
                     r += a * B[v][:, None, :]
                     q += a * C[v][:, None, :]
@@ -202,7 +202,7 @@ def prepare_kernel(
     count,  # b t
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     UNIT_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -253,7 +253,7 @@ def finish_kernel(
     count,  # b t
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     UNIT_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):

@@ -74,11 +74,10 @@ def compile_kernel(
     aligned = []
     for i, name in enumerate(kernel.arg_names):
         v = known.get(name)
-        many = type(v)(*["constexpr"] * len(v)) if isinstance(v, tuple) else "constexpr"
-        kinds[name] = many if name in known else kind_of(name)
+        kinds[name] = "constexpr" if name in known else kind_of(name)
         for path, kind in leaves_of(kinds[name], (i,)):
             if kind == "constexpr":
-                constants[path] = v[path[1]].value if isinstance(v, tuple) else v
+                constants[path] = v
             elif kind[0] == "*" or name in multiples:
                 aligned.append(path)
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
@@ -275,18 +274,19 @@ def compiled_head(
     layout = RawLayout("softplus", True, k, 1.0)
     options = Parameterization(layout, input_scale, "positive", 1e-5)
     samples = 1 if weights is None or p > MAX_SIDE else 2
-    parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
-    given = (2, n, p), weights, options, (samples, parts), False, 16, target[1]
-    constants = launch.head_constants(kernel, *given)
+    rows = samples, launch.choose_parts(max(16, next_power_of_two(p)), samples)
+    _, constants = launch.head_constants((2, n, p), weights, options, rows, False, 16, target[1])
 
-    def kind_of(name: str) -> str:
+    def kind_of(name: str) -> Kind:
+        if name.endswith("_strides"):
+            return ("i32",) * (3 if name == "x_strides" else 2)
         if not name.endswith("_ptr"):
             return "i32"
         if name in LOW_OF_HEADS:
             return f"*{dtype}"
         return "*bf16" if name in WEIGHTS_OF_HEADS and weights == torch.bfloat16 else "*fp32"
 
-    return compile_kernel(kernel, constants | {"d": p, "n": n}, kind_of, capability=target[0])
+    return compile_kernel(kernel, constants, kind_of, capability=target[0])
 
 
 @pytest.mark.parametrize("kernel", HEADS, ids=by_kernel)
