@@ -175,18 +175,35 @@ def max_norm(v, axis: tl.constexpr):
 
 
 @triton.jit
-def load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, CACHE: tl.constexpr):
-    """The raw values at the columns `at`, of its shape; CACHE is the modifier of the loads."""
-    raw = tl.load(raw_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+def load_wide(ptr, mask):
+    """Values in float32, zeros where the mask is False."""
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(ptr, v, mask):
+    """Store v in the dtype of the pointer."""
+    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_raw(
+    raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr
+):
+    """The raw values at the columns `at`, of its shape; CACHE and EVICT are the cache modifier and
+    the eviction policy of the loads."""
+    raw = tl.load(raw_ptr + at, mask, 0.0, cache_modifier=CACHE, eviction_policy=EVICT)
+    raw = raw.to(tl.float32)
     if FEEDBACK:
-        raw += tl.load(fed_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        fed = tl.load(fed_ptr + at, mask, 0.0, cache_modifier=CACHE, eviction_policy=EVICT)
+        raw += fed.to(tl.float32)
     return raw
 
 
 @triton.jit
 def load_unit(raw_ptr, fed_ptr, at, mask, n, FEEDBACK: tl.constexpr, EPS: tl.constexpr):
     """The raw B or C (n,), and 1 / its norm, sqrt(|v|^2 + n EPS) as in `unit`."""
-    v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, "")
+    v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, "", "")
     return v, inverse_norm(tl.sum(v * v, axis=0), n * EPS)
 
 
@@ -201,6 +218,6 @@ def load_beta(
     """beta_1 .. beta_k, beta_max sigmoid(alpha), as a tuple of scalars."""
     beta = ()
     for i in tl.static_range(K):
-        alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, "")
+        alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, "", "")
         beta = beta + (BETA_MAX * sigmoid(alpha),)
     return beta

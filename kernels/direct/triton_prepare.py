@@ -25,6 +25,7 @@ from bedouin.kernels.device.elementary import (
     load_beta,
     load_raw,
     load_unit,
+    load_wide,
     one_minus_exp2,
 )
 from bedouin.kernels.device.reflections import (
@@ -97,10 +98,9 @@ def prepare_kernel(
     head = sample // per_head
     x_row = x_ptr + head * x_strides[0] + sample % per_head * x_strides[1]
     x_row += t * x_strides[2]
-    x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0).to(tl.float32)
+    x, y = load_wide(x_row + cols, in_d), load_wide(y_ptr + token * d + cols, in_d)
     v = y - x
-    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg", "")
     delta = activate(raw_delta, how.ACTIVATION)
     if how.SELECTIVE:
         B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, how.EPS)
@@ -121,7 +121,7 @@ def prepare_kernel(
     sigma = s * tl.sum(BC, axis=0)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, how.U_AT + i * d + cols, in_d, FEEDBACK, ".cg"),)
+        u = u + (load_raw(raw, fed, how.U_AT + i * d + cols, in_d, FEEDBACK, ".cg", ""),)
     alpha_at = how.U_AT + K * d
     beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, how.BETA_MAX)
     PAIRS: tl.constexpr = K * (K + 1) // 2

@@ -20,32 +20,6 @@ from bedouin.kernels.device.reflections import sums
 
 
 @triton.jit
-def _load_reflections(
-    raw_ptr,
-    fed_back_ptr,
-    u_at,
-    cols,
-    d,
-    K: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """u_1 .. u_k, not yet normalized.
-
-    Read once a launch, so evicted first: the cache keeps what the next launch reads.
-    """
-    u = ()
-    for i in tl.static_range(K):
-        at = tl.multiple_of(u_at + i * d + cols, ALIGN)
-        value = tl.load(raw_ptr + at, cols < d, 0.0, eviction_policy="evict_first").to(tl.float32)
-        if FEEDBACK:
-            fed_back = tl.load(fed_back_ptr + at, cols < d, 0.0, eviction_policy="evict_first")
-            value += fed_back.to(tl.float32)
-        u = u + (value,)
-    return u
-
-
-@triton.jit
 def _reflect(u, beta, v, d, K: tl.constexpr, EPS: tl.constexpr):
     """(I - H_1 ... H_k) v, the last reflection first: k products fewer than with T."""
     squares = ()
@@ -103,14 +77,18 @@ def mix_kernel(
         x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
         v = tl.load(y_ptr + at, mask=in_d, other=0.0) - x
         u_at = d + (2 * n if SELECTIVE else 0)
-        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN)
+        u = ()
+        for i in tl.static_range(K):
+            # read once a launch, so evicted first: the cache keeps what the next launch reads
+            at_u = tl.multiple_of(u_at + i * d + cols, ALIGN)
+            u = u + (load_raw(raw_row, fed_row, at_u, in_d, FEEDBACK, "", "evict_first"),)
         alpha_at = u_at + K * d
         beta = load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX)
         mixed = x
         if K > 0:
             mixed += _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + at, mixed, mask=in_d)
-        raw = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, "")
+        raw = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, "", "")
         tl.store(delta_ptr + at, activate(raw, ACTIVATION), mask=in_d)
         if SELECTIVE:
             B, inv_B = load_unit(raw_row, fed_row, d + states, in_n, n, FEEDBACK, EPS)

@@ -14,7 +14,7 @@ both rounded up to powers of two, u tokens of a program; s, V, NL as in `device.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import activate, exp2, inverse_norm, sigmoid
+from bedouin.kernels.device.elementary import activate, exp2, inverse_norm, sigmoid, store_rounded
 from bedouin.kernels.track import device
 from bedouin.kernels.track.device import high, nearest_word, unpack
 
@@ -232,11 +232,6 @@ def _unit_vjp(raw_ptr, grad_ptr, inside, s, EPS: tl.constexpr):
     return inverse * (grad - unit * tl.sum(unit * grad, 1)[:, None])
 
 
-@triton.jit
-def _cast_store(ptr, v, mask):
-    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def finish_kernel(
     inputs,  # `Recurrence`
@@ -265,25 +260,25 @@ def finish_kernel(
     states, channels = here[:, None] & (state < s.n), here[:, None] & (p < s.c)
     at = (b * strides[1][0] + t * strides[1][1])[:, None] + head * s.n + state
     grad = _unit_vjp(inputs.B + at, unit_B_ptr + row * s.N + state, states, s, UNIT_EPS)
-    _cast_store(grads.B + wide * s.n + state, grad, states)
+    store_rounded(grads.B + wide * s.n + state, grad, states)
     at = (b * strides[2][0] + t * strides[2][1])[:, None] + head * s.n + state
     grad = _unit_vjp(inputs.C + at, unit_C_ptr + row * s.N + state, states, s, UNIT_EPS)
-    _cast_store(grads.C + wide * s.n + state, grad, states)
+    store_rounded(grads.C + wide * s.n + state, grad, states)
     at = row * s.P + p
     delta, _ = unpack(tl.load(kept.rows + at, mask=channels, other=0), 2)
     _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
     grad_mixed = delta * grad_written
     fed = grad_fed_ptr + wide * (2 * s.c) + p
     grad_delta = tl.load(fed, mask=channels, other=0.0)
-    _cast_store(grads.delta + wide * s.c + p, grad_delta, channels)
-    _cast_store(fed + s.c, grad_mixed, channels)
-    _cast_store(grads.x + wide * s.c + p, grad_mixed, channels)
+    store_rounded(grads.delta + wide * s.c + p, grad_delta, channels)
+    store_rounded(fed + s.c, grad_mixed, channels)
+    store_rounded(grads.x + wide * s.c + p, grad_mixed, channels)
     y_past, inverse = unpack(tl.load(kept.past + at, mask=channels, other=0), 2)
-    _cast_store(normed_ptr + wide * s.c + p, y_past * inverse, channels)
+    store_rounded(normed_ptr + wide * s.c + p, y_past * inverse, channels)
     read = tl.load(read_ptr + at, mask=channels, other=0.0)
     beta = tl.load(kept.scalars + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
-    _cast_store(grads.erase + token * H + head, grad_erase, here)
+    store_rounded(grads.erase + token * H + head, grad_erase, here)
     channel = tl.arange(0, s.P)
     sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 2) * s.c + channel
     tl.store(sums, tl.sum(grad_delta.to(tl.float32), 0), mask=channel < s.c)

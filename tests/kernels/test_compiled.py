@@ -18,6 +18,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 import bedouin.kernels.delta_rule.triton_chunks_backward as chunks_backward
 import bedouin.kernels.direct.launch as launch
+from bedouin.kernels import convolution
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.convolution import triton_kernels as of_convolution
 from bedouin.kernels.delta_rule import DeltaInputs, Tiles, launch_options, triton_chunks
@@ -148,9 +149,9 @@ def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("name", ["convolution_kernel", "cotangent_kernel", "input_kernel"])
 def test_the_convolution_adds_in_a_fixed_order(name: str, adds: bool) -> None:
-    known: dict[str, Any] = {"EPS": 1e-6, "WIDTH": 4, "TOKENS": 32, "SIZE": 128, "BLOCK": 128}
+    known = {"how": as_constants(convolution.Tiles(4, 32, 128, 128, 1e-6))}
     wide = {"sums"} if name == "input_kernel" else set()
-    inputs = *("*bf16",) * 3, "*bf16" if adds else "constexpr"
+    inputs: Any = convolution.ConvolutionInputs(*("*bf16",) * 3, "*bf16" if adds else "constexpr")  # type: ignore[arg-type]
 
     def kind_of(name: str) -> Kind:
         return inputs if name == "inputs" else pointer(name, wide)
