@@ -42,8 +42,17 @@ def _parse(*flat: Any) -> tuple[Operands, Parameterization, bool]:
     return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), flat[behind]
 
 
+def _sweep_like(*flat: Any) -> SweepResult:
+    operands = Operands(*flat[:6])
+    A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
+    kept = A.new_empty(b, ceil_div(t, CHUNK) * n * d)
+    return A.new_empty(b, t, d), A.new_empty(b, n, d).mT, kept, A.new_empty(4, b, t)
+
+
 @operation(
-    "direct_sweep", f"({OPERANDS}, Tensor? y_star, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "direct_sweep",
+    f"({OPERANDS}, Tensor? y_star, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _sweep_like,
 )
 def sweep_operation(*flat: Any) -> SweepResult:
     """With `y_star` (b, t, d) the memory of this y, which is not solved for: the statistics are 0,
@@ -62,50 +71,6 @@ def sweep_operation(*flat: Any) -> SweepResult:
 
         y, h, kept, statistics = launch_sweep(operands.with_head_axis(), options)
     return y, h.mT, kept.flatten(1), statistics
-
-
-@sweep_operation.register_fake
-def _sweep_fake(*flat: Any) -> SweepResult:
-    operands = Operands(*flat[:6])
-    A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
-    kept = A.new_empty(b, ceil_div(t, CHUNK) * n * d)
-    return A.new_empty(b, t, d), A.new_empty(b, n, d).mT, kept, A.new_empty(4, b, t)
-
-
-@operation(
-    "direct_sweep_backward",
-    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, {OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _sweep_backward(
-    grad_y: Tensor,  # (b, t, d)
-    grad_h: Tensor | None,  # (b, d, n); None: zeros
-    y: Tensor,  # (b, t, d)
-    kept: Tensor,  # (b, ceil(t / CHUNK) n d)
-    *flat: Any,
-) -> Gradients:
-    operands, options, plain = _parse(*flat)
-    x, _, W_y, A, *_ = operands
-    with without_autocast(x.device):
-        of_h = A.mT.shape[-2:]
-        kept = kept.unflatten(1, (ceil_div(x.shape[1], CHUNK), *of_h))
-        H = A.new_zeros(len(x), *of_h) if grad_h is None else state_major(grad_h)
-        if plain or not y.numel():
-            # with the dtypes and the strides of the operation
-            return _like(operands, cpu_reverse(grad_y, H, y, kept, operands, options))
-        from bedouin.kernels.direct.launch import launch_reverse
-
-        grads = launch_reverse(grad_y, H, y, kept, operands.with_head_axis(), options)
-        if A.dim() == 3:
-            return grads
-        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
-        of_W_y = of_W_y if W_y is None else of_W_y[0]
-        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
-
-
-@_sweep_backward.register_fake
-def _sweep_backward_fake(*flat: Any) -> Gradients:
-    return _like(Operands(*flat[4:10]))
 
 
 def _like(
@@ -131,6 +96,38 @@ def _like(
         if v is not None and out.numel():
             out.copy_(v)
     return every
+
+
+@operation(
+    "direct_sweep_backward",
+    f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, {OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda *flat: _like(Operands(*flat[4:10])),
+)
+def _sweep_backward(
+    grad_y: Tensor,  # (b, t, d)
+    grad_h: Tensor | None,  # (b, d, n); None: zeros
+    y: Tensor,  # (b, t, d)
+    kept: Tensor,  # (b, ceil(t / CHUNK) n d)
+    *flat: Any,
+) -> Gradients:
+    operands, options, plain = _parse(*flat)
+    x, _, W_y, A, *_ = operands
+    with without_autocast(x.device):
+        of_h = A.mT.shape[-2:]
+        kept = kept.unflatten(1, (ceil_div(x.shape[1], CHUNK), *of_h))
+        H = A.new_zeros(len(x), *of_h) if grad_h is None else state_major(grad_h)
+        if plain or not y.numel():
+            # with the dtypes and the strides of the operation
+            return _like(operands, cpu_reverse(grad_y, H, y, kept, operands, options))
+        from bedouin.kernels.direct.launch import launch_reverse
+
+        grads = launch_reverse(grad_y, H, y, kept, operands.with_head_axis(), options)
+        if A.dim() == 3:
+            return grads
+        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
+        of_W_y = of_W_y if W_y is None else of_W_y[0]
+        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import (
-    Backend,
-    Implementation,
-    choose_backend,
-    warn_of_reference,
-)
+from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.heads import apply_weight, fold
 from bedouin.kernels.householder import UNIT_EPS
@@ -94,10 +89,7 @@ def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
     sizes = inputs.W_y.shape[-1], inputs.A_log.shape[-1]
     unsupported = None if dtype == torch.float64 else unfit(*sizes)
     dtype = inputs.x.dtype if dtype == torch.float32 else dtype
-    chosen = choose_backend(backend, inputs.x.device, dtype, unsupported)
-    if unsupported is not None and backend == "auto":
-        warn_of_reference(inputs.x.device, unsupported)
-    return chosen
+    return choose_backend(backend, inputs.x.device, dtype, unsupported, warning=unsupported)
 
 
 def _check(inputs: TrackInputs) -> None:
