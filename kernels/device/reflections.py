@@ -14,11 +14,6 @@ from bedouin.kernels.device.elementary import inverse_norm, reciprocal
 
 
 @triton.jit
-def _add1(a, b):
-    return a + b
-
-
-@triton.jit
 def _add2(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
@@ -48,7 +43,7 @@ def sums(values, AXIS: tl.constexpr = 0):
     if N - DONE4 >= 2:
         out = out + tl.reduce(values[DONE4 : DONE4 + 2], AXIS, _add2)
     if N % 2 == 1:
-        out = out + (tl.reduce(values[N - 1], AXIS, _add1),)
+        out = out + (tl.sum(values[N - 1], AXIS),)
     return out
 
 
@@ -88,13 +83,6 @@ def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
     for i in tl.static_range(K):
         inv = inv + (inverse_norm(G[i * (i + 1) // 2 + i], d * EPS),)
     return inv
-
-
-@triton.jit
-def store_tuple(pointer, values, N: tl.constexpr):
-    """Store N consecutive scalars."""
-    for i in tl.static_range(N):
-        tl.store(pointer + i, values[i])
 
 
 @triton.jit

@@ -11,7 +11,7 @@ E^2 K | u (sigma y) K | rms, sum B C, 1 / |B|, 1 / |C| | B n | C n] with
 r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and c_i = r_i (1 - beta_i / beta_max).
 Each group begins at a multiple of four, so that its values are loaded by fours.
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values. `how`:
-`Head` of launch.py.
+`head_constants` of launch.py.
 """
 
 import triton
@@ -38,7 +38,6 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
-    store_tuple,
     sums,
     upper_times,
     wy_upper,
@@ -61,7 +60,9 @@ def local_width(k, n):
 
 @triton.jit
 def _store_group(row, values, K: tl.constexpr, GROUP: tl.constexpr):
-    store_tuple(row + local_place(K, GROUP), values, len(values))
+    at = row + local_place(K, GROUP)
+    for i in tl.static_range(len(values)):
+        tl.store(at + i, values[i])
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])

@@ -17,6 +17,18 @@ from bedouin.kernels.device.elementary import LN2, LOG2E, coupled_reach, discret
 
 
 @triton.jit
+def _places(d, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sample of a program, the number of its block of channels, its channels and the states.
+
+    Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide."""
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, batch = program % blocks, program // blocks
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return batch, block, channel, tl.arange(0, BLOCK_N)
+
+
+@triton.jit
 def advanced(rows, strides, count, AXIS: tl.constexpr):
     """Pointers `count` samples later for AXIS 0, or tokens for AXIS 1."""
     out = ()
@@ -81,12 +93,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     FULL: tl.constexpr = how.eigenvalues == "full"
-    blocks = tl.cdiv(d, BLOCK_D)
-    program = tl.program_id(0).to(tl.int64)
-    block, batch = program % blocks, program // blocks
-    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
-    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
-    state = tl.arange(0, BLOCK_N)
+    batch, _, channel, state = _places(d, BLOCK_D, BLOCK_N)
     in_cell = (state < n)[:, None] & (channel < d)[None, :]
     # Neighbours in memory belong to neighbouring threads. `zero`, for which the compiler has no
     # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
@@ -166,12 +173,8 @@ def backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     FULL: tl.constexpr = how.eigenvalues == "full"
-    blocks = tl.cdiv(d, BLOCK_D)
-    program = tl.program_id(0).to(tl.int64)
-    block, batch = program % blocks, program // blocks
-    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
-    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
-    state = tl.arange(0, BLOCK_N)
+    batch, block, channel, state = _places(d, BLOCK_D, BLOCK_N)
+    blocks, program = tl.cdiv(d, BLOCK_D), tl.program_id(0).to(tl.int64)
     in_d, in_n = channel < d, state < n
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
     size, chunks = d * n, tl.cdiv(T, CHUNK)

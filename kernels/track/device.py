@@ -176,24 +176,10 @@ def places_of_words(s):
 
 
 @triton.jit
-def load_words(ptr, places):
-    """The words at places (NR, P, NL), in the layout of the memory."""
-    at = ptr + places[0] + places[1]
-    return tl.load(at)
-
-
-@triton.jit
-def store_words(ptr, places, word):
-    """The inverse of `load_words`."""
-    at = ptr + places[0] + places[1]
-    tl.store(at, word)
-
-
-@triton.jit
 def load_row(ptr, s):
     """The words (WORDS / NL, NL) of B or C of a token."""
     at = ptr + tl.arange(0, s.NL)[None, :]
-    return tl.load(at + (tl.arange(0, s.N // s.V // s.NL) * s.NL)[:, None])
+    return tl.load(at + (tl.arange(0, s.WORDS // s.NL) * s.NL)[:, None])
 
 
 @triton.jit

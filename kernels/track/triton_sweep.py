@@ -47,23 +47,21 @@ def _load_token(
     s,
 ):
     """What is read of a token, as it is in memory: a conversion would wait for it."""
-    WORDS: tl.constexpr = s.N // s.V
     x = device.load_vector(first[0] + step * strides[0], s.c, s)
     raw = device.load_vector(first[1] + step * strides[1], s.c, s)
     at = first[2] + step * 2 + first[5]
-    B = device.load_row(first[3] + step * WORDS, s)
-    C = device.load_row(first[4] + step * WORDS, s)
+    B = device.load_row(first[3] + step * s.WORDS, s)
+    C = device.load_row(first[4] + step * s.WORDS, s)
     return x, raw, tl.load(at), tl.load(at + 1), B, C
 
 
 @triton.jit
 def _prefetch(first, strides, tokens, s):
     """`first` and `strides` as in `_load_token`."""
-    WORDS: tl.constexpr = s.N // s.V
     device.prefetch(first[0], tokens, strides[0], s.c)
     device.prefetch(first[1], tokens, strides[1], s.c)
-    device.prefetch(first[3], tokens, WORDS, WORDS)
-    device.prefetch(first[4], tokens, WORDS, WORDS)
+    device.prefetch(first[3], tokens, s.WORDS, s.WORDS)
+    device.prefetch(first[4], tokens, s.WORDS, s.WORDS)
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
@@ -81,8 +79,6 @@ def sweep_kernel(
     KEEP: tl.constexpr,
     FEEDBACK_EPS: tl.constexpr,
 ):
-    WORDS: tl.constexpr = s.N // s.V
-    SIZE: tl.constexpr = s.P * s.N
     dtype: tl.constexpr = inputs.x.dtype.element_ty
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
@@ -104,8 +100,8 @@ def sweep_kernel(
         inputs.x + b * strides[0][0] + head * s.c,
         inputs.delta + b * strides[3][0] + head * s.c,
         kept.scalars + token * 2,
-        kept.B + token * WORDS,
-        kept.C + token * WORDS,
+        kept.B + token * s.WORDS,
+        kept.C + token * s.WORDS,
         device.unknown_zeros(p, t_end, s.P),
     )
     by_token = (strides[0][1], strides[3][1])
@@ -128,7 +124,7 @@ def sweep_kernel(
                 if t % CHUNK == 0:
                     if KEEP:
                         slot = f * tl.cdiv(t_end, CHUNK) + t // CHUNK
-                        device.store_kept(kept.states + slot * SIZE, h, s)
+                        device.store_kept(kept.states + slot * s.SIZE, h, s)
                     later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
                     _prefetch(first, by_token, later, s)
                 step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
@@ -139,7 +135,7 @@ def sweep_kernel(
                     even = row
                 B, C = device.unpack(B_words, s.V), device.unpack(C_words, s.V)
                 decayed = ()
-                r = tl.zeros((WORDS // s.NL, s.P, s.NL), tl.float32)
+                r = tl.zeros((s.WORDS // s.NL, s.P, s.NL), tl.float32)
                 q = r
                 for v in tl.static_range(s.V):
                     a = exp2(A[v] * delta[None, :, None]) * h[v]

@@ -26,12 +26,7 @@ from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
-from bedouin.kernels.launch import (
-    LAUNCH_OPTIONS,
-    as_constants,
-    next_power_of_two,
-    without_coalescing,
-)
+from bedouin.kernels.launch import as_constants, next_power_of_two, without_coalescing
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale
 from bedouin.kernels.scan import triton_kernels as of_scan
@@ -83,7 +78,8 @@ def compile_kernel(
                 aligned.append(path)
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attributes)
-    launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
+    by_name = "num_warps", "num_stages", "maxnreg"
+    launch = {name: v for name, v in known.items() if name in by_name}
     options = launch | {"enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
