@@ -6,8 +6,8 @@ tensor (s, d, N) holds their memories, N the states n rounded up to a power of t
 all states of its channels, so that a sum over states moves no data, and one operation serves all of
 them (Triton's compiler takes minutes for kernels of thousands of operations).
 Letters: d channels of a head, n state per channel, k reflections, s samples of a program. `how`:
-`Head` of launch.py. `row`: pointers (s,) to consecutive values of each sample; `rows_at`: pointers
-(s, d) to state 0 of a memory, whose states are d elements apart.
+`head_constants` of launch.py. `row`: pointers (s,) to consecutive values of each sample. `rows_at`:
+pointers (s, d) to state 0 of a memory, whose states are d elements apart.
 """
 
 import triton

@@ -10,7 +10,7 @@ after the next one's exchange between warps. Without feedback B, C and alpha are
 ahead.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, s samples of a program, or their parts. `how`: `Head` of launch.py.
+values, s samples of a program, or their parts. `how`: `head_constants`.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """h before the tokens of a chunk of heads, from h before the first one; loads of a token.
 
 Letters: d channels of a head, n state per channel, s samples of a program, or their parts. `how`:
-`Head` of launch.py. `row`: pointers (s,) to the row of a token; `cols`: the channels of a row,
-(s, d) or (1, d), of which `in_row` exist.
+`head_constants` of launch.py. `row`: pointers (s,) to the row of a token. `cols`: the channels of a
+row, (s, d) or (1, d), of which `in_row` exist.
 """
 
 import triton

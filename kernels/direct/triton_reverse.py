@@ -5,7 +5,7 @@ A program first computes the memories in a chunk of them and stores them where t
 second-level cache. The equations are those of cpu.py, the scalars those of triton_prepare.py.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, s samples of a program, or their parts. `how`: `Head` of launch.py.
+values, s samples of a program, or their parts. `how`: `head_constants`.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """W^y of a head in the tiles of its products, which the kernels of heads hold in shared memory.
 
-Letters: d channels of a head, n state per channel, k reflections. `how`: `Head` of launch.py.
+Letters: d channels of a head, n state per channel, k reflections. `how`: `head_constants`.
 """
 
 import triton
