@@ -108,14 +108,6 @@ def _warn_once(device: torch.device, reason: str) -> bool:
     return True
 
 
-def warn_of_reference(device: torch.device, unsupported: str) -> None:
-    """Warn, once a device and reason, that "auto" has taken the reference on a GPU for a call that
-    the kernels do not support. There is no warning under transforms, which have no kernels at
-    all."""
-    if is_cuda_device(device) and _TRITON and not is_transformed():
-        _warn_once(device, f"do not support {unsupported}")
-
-
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
@@ -137,6 +129,7 @@ def choose_backend(
     dtype: torch.dtype = torch.float32,
     unsupported: str | None = None,
     plain: str = "reference",
+    warning: str | None = None,
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`.
 
@@ -147,7 +140,8 @@ def choose_backend(
     reference. Raises ValueError for an unknown name, for a Triton that is too old, and for "triton"
     if it cannot run: without Triton, on an older GPU, with an unsupported call, under a transform,
     or on a CPU unless Triton's interpreter is on; `plain` is the caller's name of the reference in
-    messages.
+    messages. `warning` is what "auto" warns of, once a device and text, where it takes the
+    reference on a GPU for an unsupported call; not under transforms, which have no kernels at all.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():
@@ -160,6 +154,8 @@ def choose_backend(
     if backend == "reference" or not is_cuda_device(device):
         return "reference"
     if not _TRITON or unsupported is not None:
+        if _TRITON and warning is not None and not is_transformed():
+            _warn_once(device, f"do not support {warning}")
         return "reference"
     _check_version(backend, plain)
     found = _old_capability(device)

@@ -9,34 +9,35 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import constant_in_graphs, interpreter_is_on
-
-TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
-
-LAUNCH_OPTIONS = "num_warps", "num_stages", "maxnreg"
-"""What a launch may have beside the parameters of its kernel."""
+from bedouin.kernels.backend import interpreter_is_on
 
 
-def arguments_of(
-    kernel: Any,  # of Triton
-    every: dict[str, Any],
-) -> dict[str, Any]:
-    """Those of `every` that the kernel has as parameters, and launch options. Operations are fused,
-    which is Triton's default in some versions alone."""
-    chosen = {*kernel.arg_names, *LAUNCH_OPTIONS}
-    return {name: v for name, v in every.items() if name in chosen} | {"enable_fp_fusion": True}
+class Constants:
+    """Values by name as one argument, annotated as `tl.constexpr`, of a kernel that is compiled for
+    them; they are attributes. It is compared by its identity in every launch, since comparing many
+    values would take longer."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        import triton.language as tl
+
+        self._values = values
+        for name, value in values.items():
+            setattr(self, name, value if interpreter_is_on() else tl.constexpr(value))
+
+    def __repr__(self) -> str:
+        # a part of the key under which Triton stores what it has compiled
+        return repr(self._values)
 
 
-def as_constants(values: TupleT) -> TupleT:
-    """A named tuple as an argument of a kernel that is compiled for its values."""
-    import triton.language as tl
-
-    return type(values)(*map(tl.constexpr, values))
+@lru_cache(maxsize=1024, typed=True)
+def as_constants(values: Any) -> Constants:
+    """Those of a named tuple, the same object for the same values."""
+    return Constants(values._asdict())
 
 
 def next_power_of_two(size: int) -> int:
@@ -74,14 +75,6 @@ def evenly_spaced(
     return v if spaced and v.stride(2) == 1 else v.clone(memory_format=as_rows)
 
 
-def dtype_of_factors(dtype: torch.dtype) -> Any:
-    """Triton's name of the dtype that factors of products have: float32 in the interpreter, whose
-    16-bit products are wrong."""
-    import triton.language as tl
-
-    return tl.float32 if interpreter_is_on() else getattr(tl, str(dtype).removeprefix("torch."))
-
-
 @dataclass(frozen=True)
 class Device:
     """What programs a device can run; None programs: Triton's interpreter, one after the other."""
@@ -90,14 +83,11 @@ class Device:
     shared_memory: int  # bytes that one program can have
 
     @staticmethod
-    @constant_in_graphs
+    @lru_cache
     def of(device: torch.device) -> "Device":
         """The properties of a GPU, or of Triton's interpreter."""
-        return Device(None, 232448) if interpreter_is_on() else Device._of_gpu(device)
-
-    @staticmethod
-    @lru_cache
-    def _of_gpu(device: torch.device) -> "Device":
+        if interpreter_is_on():
+            return Device(None, 232448)
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         return Device(properties.multi_processor_count, shared_memory)

@@ -8,14 +8,12 @@ gradient takes 250 microseconds on the host, a Function 20, and the dispatcher b
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedouin.kernels.backend import is_batched, is_forward_mode, is_transformed
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 NAMESPACE = "bedouin"
 
@@ -115,21 +113,20 @@ def refuse_second_derivative(
 class Operation:
     """One operation of torch.library: its implementation for all devices, and a gradient, if any.
 
-    The implementation must not return its arguments or views of these.
+    The implementation must not return its arguments or views of these. `like` returns tensors like
+    its results, uninitialized.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], schema: str) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], schema: str, like: Callable[..., Any]
+    ) -> None:
         self.name, self.function, self.schema = f"{NAMESPACE}::{name}", _on_device(function), schema
         torch.library.define(self.name, schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(self.name, "default", self.function)
+        torch.library.register_fake(self.name, like)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self._eager: type[torch.autograd.Function] | None = None
         OPERATIONS[self.name] = self
-
-    def register_fake(self, function: FunctionT) -> FunctionT:
-        """Decorator: the function returns tensors like those of the operation, uninitialized."""
-        torch.library.register_fake(self.name, function)
-        return function
 
     def register_autograd(
         self,
@@ -249,18 +246,11 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def operation(
-    name: str, schema: str, like: Callable[..., Any] | None = None
+    name: str, schema: str, like: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Decorator: register a function, which changes none of its arguments, as the operation `name`.
-    `like` returns tensors like its results, uninitialized; None: that is registered later."""
-
-    def register(function: Callable[..., Any]) -> Operation:
-        made = Operation(name, function, schema)
-        if like is not None:
-            made.register_fake(like)
-        return made
-
-    return register
+    `like` returns tensors like its results, uninitialized."""
+    return lambda function: Operation(name, function, schema, like)
 
 
 @contextmanager

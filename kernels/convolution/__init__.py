@@ -6,7 +6,7 @@ Letters: b batch, t time, c channels, w width, a channels to which something is 
 a group.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from bedouin.kernels.backend import Backend, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.convolution.reference import Groups, short_convolution_reference
-from bedouin.kernels.launch import arguments_of, ceil_div, evenly_spaced, next_power_of_two
+from bedouin.kernels.launch import as_constants, ceil_div, evenly_spaced, next_power_of_two
 from bedouin.kernels.operation import empty_like, operation
 
 __all__ = ["Groups", "short_convolution", "short_convolution_reference"]
@@ -75,18 +75,32 @@ CHANNELS = 64
 """Channels of a program's block where none belong to a group: rows of 128 bytes in bfloat16."""
 
 
+class ConvolutionInputs(NamedTuple):
+    """The tensors of the operation."""
+
+    x: Tensor  # (b, t, c)
+    weight: Tensor  # (c, w)
+    window: Tensor  # (b, w - 1, c)
+    added: Tensor | None  # (b, t, a)
+
+
+class Tiles(NamedTuple):
+    """What the kernels are compiled for."""
+
+    WIDTH: int
+    TOKENS: int  # of a program
+    SIZE: int  # channels of a program
+    BLOCK: int  # these, rounded up to a power of two
+    EPS: float
+
+
 def _launch_arguments(
-    x: Tensor,  # (b, t, c)
-    weight: Tensor,  # (c, w)
-    window: Tensor,  # (b, w - 1, c)
-    added: Tensor | None,  # (b, t, a)
-    count: int,
-    size: int,
-    eps: float,
-) -> tuple[tuple[Tensor | None, ...], list[int], tuple[int, int], dict[str, Any]]:
+    given: tuple[Any, ...],  # the arguments of the operation
+) -> tuple[ConvolutionInputs, list[int], tuple[int, int], dict[str, Any]]:
     """The tensors, of which x and added have evenly spaced rows; t, c, the distance of the rows of
     x, a and that of added, and the number of groups; the tiles of tokens of all samples and the
     blocks of channels; constants."""
+    x, weight, window, added, count, size, eps = given
     b, t, c = x.shape
     x, added = evenly_spaced(x), None if added is None else evenly_spaced(added)
     if not count:
@@ -94,11 +108,10 @@ def _launch_arguments(
     block = next_power_of_two(size)
     tokens = min(next_power_of_two(t), max(1, TILE // block))
     more = (0, 0) if added is None else (added.shape[-1], added.stride(1))
-    numbers = [t, c, x.stride(1), *more, count]
-    constants = {"WIDTH": weight.shape[1], "TOKENS": tokens, "SIZE": size, "BLOCK": block}
-    inputs = x, weight.contiguous(), window.contiguous(), added
-    tiles = b * ceil_div(t, tokens), ceil_div(c, size)
-    return inputs, numbers, tiles, constants | {"EPS": eps}
+    numbers, tiles = [t, c, x.stride(1), *more, count], (b * ceil_div(t, tokens), ceil_div(c, size))
+    how = as_constants(Tiles(weight.shape[1], tokens, size, block, eps))
+    read = ConvolutionInputs(x, weight.contiguous(), window.contiguous(), added)
+    return read, numbers, tiles, {"how": how, "enable_fp_fusion": True}
 
 
 def _like(*given: Any) -> tuple[Tensor, Tensor]:
@@ -112,9 +125,9 @@ def short_convolution_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """The result (b, t, c + a), as x, and the window (b, w - 1, c) after the last token."""
     from bedouin.kernels.convolution.triton_kernels import convolution_kernel
 
-    inputs, numbers, (tiles, blocks), constants = _launch_arguments(*given)
-    outputs, known = _like(*given), arguments_of(convolution_kernel, constants)
-    convolution_kernel[(tiles * blocks,)](inputs, *outputs, *numbers, **known)
+    inputs, numbers, (tiles, blocks), constants = _launch_arguments(given)
+    outputs = _like(*given)
+    convolution_kernel[(tiles * blocks,)](inputs, *outputs, *numbers, **constants)
     return outputs
 
 
@@ -128,20 +141,16 @@ def _backward(
     empty where there is none."""
     from bedouin.kernels.convolution.triton_kernels import cotangent_kernel, input_kernel
 
-    inputs, numbers, (tiles, blocks), constants = _launch_arguments(*given)
+    inputs, numbers, (tiles, blocks), constants = _launch_arguments(given)
     x, w = given[0], given[1].shape[1]
     (_, t, c), grid, grad = x.shape, (tiles * blocks,), evenly_spaced(grad)
     grad_x, grad_weight, grad_window, grad_added = empty_like(*given[:4])
     cotangent = torch.empty_like(grad_x)
     sums = x.new_empty(tiles, w, c, dtype=torch.float32)
     cotangent_kernel[grid](
-        *(grad, inputs, cotangent, grad_added, *numbers, grad.stride(1)),
-        **arguments_of(cotangent_kernel, constants),
+        *(grad, inputs, cotangent, grad_added, *numbers, grad.stride(1)), **constants
     )
-    input_kernel[grid](
-        *(cotangent, inputs, grad_x, grad_window, sums, *numbers[:3]),
-        **arguments_of(input_kernel, constants),
-    )
+    input_kernel[grid](*(cotangent, inputs, grad_x, grad_window, sums, *numbers[:3]), **constants)
     if grad_after is not None:
         inside = min(t, w - 1)
         grad_x[:, t - inside :] += grad_after[:, w - 1 - inside :]

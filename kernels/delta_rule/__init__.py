@@ -239,7 +239,7 @@ def launch_options(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     # pass registers
     stages = 1 if dtype == torch.float32 else 2
     how = {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
-    return {"s": as_constants(tiles), **how}
+    return how | {"s": as_constants(tiles)}
 
 
 def _like(*given: Any) -> tuple[Tensor, ...]:

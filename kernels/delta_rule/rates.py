@@ -3,7 +3,7 @@
 Letters: b batch, t time, h heads, k Householder steps a token, p key channels of a head.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,21 +62,28 @@ def delta_rates_reference(
     return beta, -torch.exp(A_log) * F.softplus(a + dt_bias)
 
 
+class RateInputs(NamedTuple):
+    """The tensors of the operation."""
+
+    b: Tensor  # (b, t, k h)
+    key: Tensor  # (b, t, k, h, p)
+    a: Tensor  # (b, t, h)
+    A_log: Tensor  # (h,)
+    dt_bias: Tensor  # (h,)
+
+
 def _launch_arguments(
-    b: Tensor,  # (b, t, k h)
-    key: Tensor,  # (b, t, k, h, p)
-    a: Tensor,  # (b, t, h)
-    A_log: Tensor,  # (h,)
-    dt_bias: Tensor,  # (h,)
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    given: tuple[Any, ...],  # the arguments of the operation
+) -> tuple[RateInputs, tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """The tensors as the kernels read them, and the distances of the rows of the first three; the
     numbers r = b t, c = k h and h; the constants."""
+    b, key, a, A_log, dt_bias, _ = given
     (*_, h, p), c = key.shape, b.shape[-1]
-    rows = tuple(map(evenly_spaced, (b, key.flatten(2), a)))
+    b, key, a = rows = [evenly_spaced(v) for v in (b, key.flatten(2), a)]
     r, block = b.numel() // c, next_power_of_two(p)
     tokens = min(next_power_of_two(r), max(1, TILE // block))
     constants = {"P": p, "TOKENS": tokens, "BLOCK": block, "enable_fp_fusion": True}
-    read = *rows, A_log.contiguous(), dt_bias.contiguous()
+    read = RateInputs(b, key, a, A_log.contiguous(), dt_bias.contiguous())
     return read, tuple(v.stride(1) for v in rows), (r, c, h), constants
 
 
@@ -96,7 +103,7 @@ def delta_rates_operation(*given: Any) -> tuple[Tensor, Tensor]:
     """`delta_rates` with a decay, in Triton, which is imported when the operation runs."""
     from bedouin.kernels.delta_rule.triton_rates import rates_kernel
 
-    *read, (r, c, h), constants = _launch_arguments(*given[:5])
+    *read, (r, c, h), constants = _launch_arguments(given)
     rates, tiles = _like(*given), ceil_div(r, constants["TOKENS"])
     rates_kernel[(tiles * c,)](*read, *rates, r, c, h, given[5], **constants)
     return rates
@@ -111,7 +118,7 @@ def _backward(
     """The cotangents of b, key (empty), a, A_log and dt_bias."""
     from bedouin.kernels.delta_rule.triton_rates import rates_backward_kernel
 
-    *read, (r, c, h), constants = _launch_arguments(*given[:5])
+    *read, (r, c, h), constants = _launch_arguments(given)
     (b, _, a, A_log, dt_bias, scale), tiles = given, ceil_div(r, constants["TOKENS"])
     grad_b, grad_key, grad_a = empty_like(b, None, a)
     sums = b.new_empty(tiles, 2, h, dtype=torch.float32)

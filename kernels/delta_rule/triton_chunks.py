@@ -182,7 +182,7 @@ def prepare_kernel(
     t,
     H,
     N,
-    s,
+    s: tl.constexpr,
 ):
     """(I + N diag(beta))^-1 and P of one chunk and head."""
     program = tl.program_id(0).to(tl.int64)
@@ -216,7 +216,7 @@ def sweep_kernel(
     t,
     H,
     N,
-    s,
+    s: tl.constexpr,
 ):
     """Outputs and the memory after the last chunk, for one sample, head and block of value
     channels; the errors and the memory before each chunk where these are kept."""

@@ -39,7 +39,7 @@ def reverse_kernel(
     t,
     H,
     N,
-    s,
+    s: tl.constexpr,
 ):
     """The gradient of v, the cotangents of the memory after each chunk, and where a memory is given
     of that before the first, for one sample, head and block of value channels."""
@@ -100,7 +100,7 @@ def gradients_kernel(
     N,
     ENDED: tl.constexpr,
     STARTED: tl.constexpr,
-    s,
+    s: tl.constexpr,
 ):
     """The gradients of q, k, beta and the log decays of one chunk and head."""
     program = tl.program_id(0).to(tl.int64)

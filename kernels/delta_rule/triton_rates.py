@@ -8,6 +8,8 @@ order. Letters: r = b t tokens, c = k h columns, h heads, p key channels.
 import triton
 import triton.language as tl
 
+from bedouin.kernels.device.elementary import load_wide, store_rounded
+
 
 @triton.jit
 def _softplus(v):
@@ -19,21 +21,21 @@ def _inverse_excess(inputs, distances, token, exists, column, P: tl.constexpr, B
     """1 / max(1, |key|^2) of the tokens."""
     channel = tl.arange(0, BLOCK)
     at = token[:, None] * distances[1] + column * P + channel[None, :]
-    key = tl.load(inputs[1] + at, exists[:, None] & (channel < P)[None, :], 0.0).to(tl.float32)
+    key = load_wide(inputs.key + at, exists[:, None] & (channel < P)[None, :])
     return 1.0 / tl.maximum(tl.sum(key * key, 1), 1.0)
 
 
 @triton.jit
 def _rate_and_a(inputs, distances, token, exists, column):
     """exp(A_log) of a head, and a + dt_bias of the tokens."""
-    rate = tl.exp(tl.load(inputs[3] + column).to(tl.float32))
-    a = tl.load(inputs[2] + token * distances[2] + column, exists, 0.0).to(tl.float32)
-    return rate, a + tl.load(inputs[4] + column).to(tl.float32)
+    rate = tl.exp(tl.load(inputs.A_log + column).to(tl.float32))
+    a = load_wide(inputs.a + token * distances[2] + column, exists)
+    return rate, a + tl.load(inputs.dt_bias + column).to(tl.float32)
 
 
 @triton.jit
 def rates_kernel(
-    inputs,  # b (r, c), key (r, c, p), a (r, h), A_log (h,), dt_bias (h,)
+    inputs,  # `RateInputs`: b (r, c), key (r, c, p), a (r, h)
     distances,  # of the rows of b, key and a
     beta_ptr,  # (r, c)
     decay_ptr,  # (r, h)
@@ -49,7 +51,7 @@ def rates_kernel(
     token = (tl.program_id(0) // c).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     exists = token < r
     inverse = _inverse_excess(inputs, distances, token, exists, column, P, BLOCK)
-    b = tl.load(inputs[0] + token * distances[0] + column, exists, 0.0).to(tl.float32)
+    b = load_wide(inputs.b + token * distances[0] + column, exists)
     tl.store(beta_ptr + token * c + column, scale * tl.sigmoid(b) * inverse, exists)
     if column < h:
         rate, a = _rate_and_a(inputs, distances, token, exists, column)
@@ -58,7 +60,7 @@ def rates_kernel(
 
 @triton.jit
 def rates_backward_kernel(
-    inputs,  # b (r, c), key (r, c, p), a (r, h), A_log (h,), dt_bias (h,)
+    inputs,  # `RateInputs`: b (r, c), key (r, c, p), a (r, h)
     distances,  # of the rows of b, key and a
     grad_beta_ptr,  # (r, c)
     grad_decay_ptr,  # (r, h)
@@ -77,16 +79,14 @@ def rates_backward_kernel(
     token = tile * TOKENS + tl.arange(0, TOKENS)
     exists = token < r
     inverse = _inverse_excess(inputs, distances, token, exists, column, P, BLOCK)
-    sigmoid = tl.sigmoid(
-        tl.load(inputs[0] + token * distances[0] + column, exists, 0.0).to(tl.float32)
-    )
+    sigmoid = tl.sigmoid(load_wide(inputs.b + token * distances[0] + column, exists))
     grad = tl.load(grad_beta_ptr + token * c + column, exists, 0.0)
     grad *= scale * sigmoid * (1.0 - sigmoid) * inverse
-    tl.store(grad_b_ptr + token * c + column, grad.to(grad_b_ptr.dtype.element_ty), exists)
+    store_rounded(grad_b_ptr + token * c + column, grad, exists)
     if column < h:
         rate, a = _rate_and_a(inputs, distances, token, exists, column)
         grad = -rate * tl.load(grad_decay_ptr + token * h + column, exists, 0.0)
         tl.store(sums_ptr + tile * 2 * h + column, tl.sum(grad * _softplus(a), 0))
         grad *= tl.sigmoid(a)
         tl.store(sums_ptr + (tile * 2 + 1) * h + column, tl.sum(grad, 0))
-        tl.store(grad_a_ptr + token * h + column, grad.to(grad_a_ptr.dtype.element_ty), exists)
+        store_rounded(grad_a_ptr + token * h + column, grad, exists)

@@ -2,9 +2,9 @@
 them, and its discretization.
 
 With `exp` and divisions that cover every float32, one Delta costs about 110 instructions, against 5
-for one state. FAST selects the approximate instructions of the device instead: it is set in
-compiled kernels. Exponents are multiplied by log2(e), because exp(v) takes four instructions more
-than 2^v. All computation is in float32.
+for one state. Where FAST, the approximate instructions of the device take their place. Exponents
+are multiplied by log2(e), because exp(v) takes four instructions more than 2^v. All computation is
+in float32.
 Letters: d channels, n state per channel, k reflections.
 """
 
@@ -20,8 +20,8 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def exp2(v, FAST: tl.constexpr):
-    """2^v; FAST: one instruction, which flushes results below 1e-38 to 0."""
+def exp2(v):
+    """2^v; where FAST one instruction, which flushes results below 1e-38 to 0."""
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
@@ -31,8 +31,8 @@ def exp2(v, FAST: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(v, FAST: tl.constexpr):
-    """1 / v; FAST: one instruction, exact to one unit in the last place, 0 for 1 / inf."""
+def reciprocal(v):
+    """1 / v; where FAST one instruction, exact to one unit in the last place, 0 for 1 / inf."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
@@ -79,17 +79,17 @@ def sigmoid(v):
 
 
 @triton.jit
-def activate(raw, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def activate(raw, ACTIVATION: tl.constexpr):
     """Delta from its raw value."""
     if ACTIVATION == "sigmoid":
         if FAST:
             # the power may overflow to infinity, whose reciprocal is 0
-            return reciprocal(1 + exp2(raw * -LOG2E, FAST), FAST)
+            return reciprocal(1 + exp2(raw * -LOG2E))
         else:
             return sigmoid(raw)
     else:
         v = raw if ACTIVATION == "softplus" else -raw
-        return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E, FAST))
+        return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E))
 
 
 @triton.jit
@@ -111,10 +111,10 @@ def silu_slope(v, sigmoid):
 
 
 @triton.jit
-def input_scale(delta, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr):
+def input_scale(delta, INPUT_SCALE: tl.constexpr):
     """s (d,) of the input scales without a state axis, Delta or Delta / (1 + Delta)."""
     if INPUT_SCALE == "bounded_delta":
-        return delta * reciprocal(1 + delta, FAST)
+        return delta * reciprocal(1 + delta)
     else:
         return delta
 
@@ -125,7 +125,6 @@ def discretize(
     delta,  # with the axis of channels, and one of size 1
     INPUT_SCALE: tl.constexpr,
     FULL: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """lambda = exp(A Delta), or 2 exp(A Delta) - 1 if FULL, in the shape of A; and s, in the shape
     of delta, or of A for the coupled scale 1 - |lambda|, exact to rounding near both ends.
@@ -133,13 +132,13 @@ def discretize(
     A token past the end has Delta = 0, so lambda = 1 and s = 0: it changes nothing.
     """
     exponent = A_log2 * delta
-    power = exp2(exponent, FAST)
+    power = exp2(exponent)
     decay = 2 * power - 1 if FULL else power
     if INPUT_SCALE == "one_minus_decay":
         rest = one_minus_exp2(exponent, power)
         return decay, 2 * tl.minimum(power, rest) if FULL else rest
     else:
-        return decay, input_scale(delta, INPUT_SCALE, FAST)
+        return decay, input_scale(delta, INPUT_SCALE)
 
 
 @triton.jit
@@ -176,18 +175,35 @@ def max_norm(v, axis: tl.constexpr):
 
 
 @triton.jit
-def load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, CACHE: tl.constexpr):
-    """The raw values at the columns `at`, of its shape; CACHE is the modifier of the loads."""
-    raw = tl.load(raw_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+def load_wide(ptr, mask):
+    """Values in float32, zeros where the mask is False."""
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(ptr, v, mask):
+    """Store v in the dtype of the pointer."""
+    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_raw(
+    raw_ptr, fed_ptr, at, mask, FEEDBACK: tl.constexpr, CACHE: tl.constexpr, EVICT: tl.constexpr
+):
+    """The raw values at the columns `at`, of its shape; CACHE and EVICT are the cache modifier and
+    the eviction policy of the loads."""
+    raw = tl.load(raw_ptr + at, mask, 0.0, cache_modifier=CACHE, eviction_policy=EVICT)
+    raw = raw.to(tl.float32)
     if FEEDBACK:
-        raw += tl.load(fed_ptr + at, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        fed = tl.load(fed_ptr + at, mask, 0.0, cache_modifier=CACHE, eviction_policy=EVICT)
+        raw += fed.to(tl.float32)
     return raw
 
 
 @triton.jit
 def load_unit(raw_ptr, fed_ptr, at, mask, n, FEEDBACK: tl.constexpr, EPS: tl.constexpr):
     """The raw B or C (n,), and 1 / its norm, sqrt(|v|^2 + n EPS) as in `unit`."""
-    v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, "")
+    v = load_raw(raw_ptr, fed_ptr, at, mask, FEEDBACK, "", "")
     return v, inverse_norm(tl.sum(v * v, axis=0), n * EPS)
 
 
@@ -202,6 +218,6 @@ def load_beta(
     """beta_1 .. beta_k, beta_max sigmoid(alpha), as a tuple of scalars."""
     beta = ()
     for i in tl.static_range(K):
-        alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, "")
+        alpha = load_raw(raw_ptr, fed_ptr, i, True, FEEDBACK, "", "")
         beta = beta + (BETA_MAX * sigmoid(alpha),)
     return beta

@@ -14,11 +14,6 @@ from bedouin.kernels.device.elementary import inverse_norm, reciprocal
 
 
 @triton.jit
-def _add1(a, b):
-    return a + b
-
-
-@triton.jit
 def _add2(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
@@ -48,7 +43,7 @@ def sums(values, AXIS: tl.constexpr = 0):
     if N - DONE4 >= 2:
         out = out + tl.reduce(values[DONE4 : DONE4 + 2], AXIS, _add2)
     if N % 2 == 1:
-        out = out + (tl.reduce(values[N - 1], AXIS, _add1),)
+        out = out + (tl.sum(values[N - 1], AXIS),)
     return out
 
 
@@ -88,13 +83,6 @@ def inverse_sizes(G, d, K: tl.constexpr, EPS: tl.constexpr):
     for i in tl.static_range(K):
         inv = inv + (inverse_norm(G[i * (i + 1) // 2 + i], d * EPS),)
     return inv
-
-
-@triton.jit
-def store_tuple(pointer, values, N: tl.constexpr):
-    """Store N consecutive scalars."""
-    for i in tl.static_range(N):
-        tl.store(pointer + i, values[i])
 
 
 @triton.jit
@@ -200,11 +188,11 @@ def local_system(S, T, TRANSPOSED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr):
+def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, APPROXIMATE: tl.constexpr):
     """matrix^-1 b for b (k, N) by elimination with row pivoting, and min(1, smallest |pivot|).
 
-    A pivot of 0 gives Inf or NaN, without a branch or an error. One reciprocal a pivot, approximate
-    if FAST, and no other division.
+    A pivot of 0 gives Inf or NaN, without a branch or an error. One reciprocal a pivot, which may
+    be APPROXIMATE, and no other division.
     """
     smallest = tl.full([], 1.0, b[0].dtype)
     inverses = ()
@@ -220,7 +208,7 @@ def eliminate(matrix, b, K: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr):
         top = _chosen_row(matrix, chosen, c, c, K, K)
         top_b = _chosen_row(b, chosen, c, 0, K, N)
         smallest = tl.minimum(smallest, tl.abs(top[0]))
-        inverse = reciprocal(top[0], FAST)
+        inverse = reciprocal(top[0]) if APPROXIMATE else 1 / top[0]
         inverses = inverses + (inverse,)
         new_matrix = ()
         new_b = ()

@@ -40,9 +40,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.elimination import factorize
 from bedouin.kernels.direct.layout import activate_delta, activation_slope, state_major
 from bedouin.kernels.direct.limits import CHUNK
+from bedouin.kernels.direct.local import factorize
 from bedouin.kernels.feedback import (
     feedback_weight_gradient,
     normalize_feedback,

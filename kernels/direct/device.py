@@ -5,7 +5,9 @@ channels of a sample or, as `parts.py` describes, a part of them, and is called 
 tensor (s, d, N) holds their memories, N the states n rounded up to a power of two: a thread holds
 all states of its channels, so that a sum over states moves no data, and one operation serves all of
 them (Triton's compiler takes minutes for kernels of thousands of operations).
-Letters: d channels of a head, n state per channel, k reflections, s samples of a program.
+Letters: d channels of a head, n state per channel, k reflections, s samples of a program. `how`:
+`head_constants` of launch.py. `row`: pointers (s,) to consecutive values of each sample. `rows_at`:
+pointers (s, d) to state 0 of a memory, whose states are d elements apart.
 """
 
 import triton
@@ -23,87 +25,81 @@ one, and later versions over the last one."""
 
 
 @triton.jit
-def samples_of(per_head, S: tl.constexpr, PARTS: tl.constexpr):
+def samples_of(per_head, how):
     """The head of a program, whether it has as many samples, their numbers among those of the head
     and among all; (s,), one for each part. Past the last sample that one again, so that loads need
     no mask."""
-    blocks = tl.cdiv(per_head, S)
+    blocks = tl.cdiv(per_head, how.S)
     program = tl.program_id(0)
     head = (program // blocks).to(tl.int64)
-    local = program % blocks * S + tl.arange(0, S * PARTS) // PARTS
+    local = program % blocks * how.S + tl.arange(0, how.ROWS) // how.PARTS
     here = local < per_head
     local = tl.minimum(local, per_head - 1)
     return head, here, local, head * per_head + local
 
 
 @triton.jit
-def store_statistics(
-    at,  # pointers (s,) to the first one
-    values,  # tuple of (s, 1) or (s, 32)
-    row_of,  # elements between two of them
-    here, S: tl.constexpr,
-):  # fmt: skip
-    """Store statistics of a token of each sample.
+def store_statistics(at, values, row_of, here):
+    """Store statistics of a token of each sample, (s, 1) or (s, 32) each, at the pointers `at` (s,)
+    and `row_of` elements apart.
 
     Every second column of (s, 32), because the compiler changes the layout of values that it finds
     at addresses without neighbours.
     """
     cols = tl.arange(0, 32)[None, :]
-    rows = tl.zeros([S, 32], tl.float32) + values[0]
-    N: tl.constexpr = len(values)
-    for i in tl.static_range(1, N):
+    rows = tl.zeros([here.shape[0], 32], tl.float32) + values[0]
+    for i in tl.static_range(1, len(values)):
         rows = tl.where(cols == 2 * i, values[i], rows)
-    mask = here[:, None] & (cols % 2 == 0) & (cols < 2 * N)
+    mask = here[:, None] & (cols % 2 == 0) & (cols < 2 * len(values))
     tl.store(at[:, None] + (row_of * (cols // 2) + cols % 2), rows, mask=mask)
 
 
 @triton.jit
-def rows_of_statistics(per_head, t_end, S: tl.constexpr):
+def rows_of_statistics(per_head, t_end, how):
     """Elements between two statistics of a token, b t."""
-    heads = tl.num_programs(0) // tl.cdiv(per_head, S)
+    heads = tl.num_programs(0) // tl.cdiv(per_head, how.S)
     return per_head.to(tl.int64) * heads * t_end
 
 
 @triton.jit
-def as_columns(values, N: tl.constexpr):
-    """N scalars (s,) as (s, 1)."""
+def as_columns(values):
+    """Scalars (s,) as (s, 1)."""
     out = ()
-    for i in tl.static_range(N):
+    for i in tl.static_range(len(values)):
         out = out + (values[i][:, None],)
     return out
 
 
 @triton.jit
-def small_rows(at, d: tl.constexpr, n: tl.constexpr, K: tl.constexpr, SELECTIVE: tl.constexpr):
+def small_rows(at, how):
     """The columns of raw values of [B n | C n | alpha k], in this order, and those of K d past."""
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    return tl.where(at < STATES, d + at, d + K * d + at)
+    return tl.where(at < how.STATES, how.d + at, how.d + how.K * how.d + at)
 
 
 @triton.jit
-def columns_of(v, S: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):
+def columns_of(v, how):
     """v (s, d), in rows of samples or of parts, as (d, COLUMNS), every sample COLUMNS / s times: a
     product has 8 columns or more."""
-    v = tl.reshape(v, [S, BLOCK_D])
-    if S < COLUMNS:
-        v = tl.broadcast_to(v[:, None, :], [S, COLUMNS // S, BLOCK_D])
-        v = tl.reshape(v, [COLUMNS, BLOCK_D])
+    BLOCK: tl.constexpr = v.shape[0] * v.shape[1] // how.S
+    v = tl.reshape(v, [how.S, BLOCK])
+    if how.S < how.COLUMNS:
+        v = tl.broadcast_to(v[:, None, :], [how.S, how.COLUMNS // how.S, BLOCK])
+        v = tl.reshape(v, [how.COLUMNS, BLOCK])
     return tl.trans(v)
 
 
 @triton.jit
-def rows_of(
-    v, S: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """The inverse of `columns_of`: (BLOCK, COLUMNS) as (s, BLOCK), or in parts (rows, .).
+def rows_of(v, how):
+    """The inverse of `columns_of`: (d, COLUMNS) as (s, d), or in parts (rows, .).
 
     The first of equal columns, since a maximum of them would take an exchange for each value.
     """
+    BLOCK: tl.constexpr = v.shape[0]
     v = tl.trans(v)
-    if S < COLUMNS:
-        v = tl.permute(tl.reshape(v, [S, COLUMNS // S, BLOCK]), (0, 2, 1))
-        v = unstack_states(v, S, BLOCK, COLUMNS // S)[0]
-    return tl.reshape(v, [S * PARTS, BLOCK // PARTS])
+    if how.S < how.COLUMNS:
+        v = tl.permute(tl.reshape(v, [how.S, how.COLUMNS // how.S, BLOCK]), (0, 2, 1))
+        v = unstack_states(v, how.S, BLOCK, how.COLUMNS // how.S)[0]
+    return tl.reshape(v, [how.ROWS, BLOCK // how.PARTS])
 
 
 @triton.jit
@@ -136,11 +132,11 @@ def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def _states_at(rows_at, inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr):
+def _states_at(rows_at, inside, how):
     """Pointers and masks of n states as STATE_AXIS says, from those of state 0."""
     D: tl.constexpr = rows_at.shape[1]
-    number = tl.expand_dims(tl.arange(0, N)[:, None], 1 - STATE_AXIS)
-    at = tl.expand_dims(rows_at, STATE_AXIS) + number * d
+    number = tl.expand_dims(tl.arange(0, how.N)[:, None], 1 - STATE_AXIS)
+    at = tl.expand_dims(rows_at, STATE_AXIS) + number * how.d
     # a thread shall have as many channels as of a row, 1 or D // 32: less is said of addresses than
     # the compiler can prove, which would give it as many as one instruction loads
     if D > 32:
@@ -148,129 +144,107 @@ def _states_at(rows_at, inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexp
     else:
         at = tl.multiple_of(at, [1, 1, 4])
     mask = tl.expand_dims(inside, STATE_AXIS)
-    if n < N:
-        mask &= number < n
+    if how.n < how.N:
+        mask &= number < how.n
     return at, mask
 
 
 @triton.jit
-def load_head_states(
-    rows_at,  # pointers (s, d) to state 0
-    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """n states d elements apart as (s, d, N), zeros past the last one.
+def load_head_states(rows_at, inside, how):
+    """A memory as (s, d, N), zeros past the last state.
 
     In one load, because the compiler takes long for every load of a tensor.
     """
-    at, mask = _states_at(rows_at, inside, d, n, N)
+    at, mask = _states_at(rows_at, inside, how)
     return tl.permute(tl.load(at, mask=mask, other=0.0), (1 - STATE_AXIS, 2, STATE_AXIS))
 
 
 @triton.jit
-def store_head_states(
-    rows_at,  # pointers (s, d) to state 0
-    states,  # (s, d, N)
-    inside, d: tl.constexpr, n: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+def store_head_states(rows_at, states, inside, how):
     """The inverse of `load_head_states`."""
-    at, mask = _states_at(rows_at, inside, d, n, N)
+    at, mask = _states_at(rows_at, inside, how)
     states = tl.permute(states, (0, 2, 1) if STATE_AXIS == 1 else (2, 0, 1))
     tl.store(at, states, mask=mask)
 
 
 @triton.jit
-def load_vector(
-    row,  # pointers (s,)
-    n: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """n consecutive scalars of each sample as (s, N), zeros past the last one."""
+def load_vector(row, n: tl.constexpr, N: tl.constexpr):
+    """n scalars of a row as (s, N), zeros past the last one."""
     if N > 16:
         # a load of at least 32 elements a sample would not be made by every thread for itself
-        low = load_vector(row, n, S, N // 2)
-        high = load_vector(row + N // 2, n - N // 2, S, N // 2)
-        return concatenated(low, high, S, N // 2)
+        low = load_vector(row, n, N // 2)
+        high = load_vector(row + N // 2, n - N // 2, N // 2)
+        return concatenated(low, high, row.shape[0], N // 2)
     else:
         at = tl.arange(0, N)
         return tl.load(row[:, None] + at[None, :], mask=(at < n)[None, :], other=0.0)
 
 
 @triton.jit
-def load_same(
-    row,  # pointers (s,)
-    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """n consecutive scalars as (s, D, N), the same for all channels, zeros past the last one."""
-    return tl.broadcast_to(load_vector(row, n, S, N)[:, None, :], [S, D, N])
+def load_same(row, n: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
+    """`load_vector` as (s, D, N), the same for all channels."""
+    return tl.broadcast_to(load_vector(row, n, N)[:, None, :], [row.shape[0], D, N])
 
 
 @triton.jit
-def load_both(
-    row,  # pointers (s,) to B n and C n
-    n: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-):  # fmt: skip
-    """B and C as `load_same` gives them, 1 if they are not SELECTIVE."""
+def load_both(row, SELECTIVE: tl.constexpr, how):
+    """B and C from a row [B n | C n] as `load_same` gives them, 1 if they are not SELECTIVE."""
     if SELECTIVE:
-        return load_same(row, n, S, D, N), load_same(row + n, n, S, D, N)
+        return load_same(row, how.n, how.D, how.N), load_same(row + how.n, how.n, how.D, how.N)
     else:
-        ones = tl.where(tl.arange(0, N) < n, 1.0, 0.0)
-        B = spread(tl.zeros([S, D], tl.float32), S, D, N) + ones[None, None, :]
+        ones = tl.where(tl.arange(0, how.N) < how.n, 1.0, 0.0)
+        B = spread(tl.zeros([how.ROWS, how.D], tl.float32), how.N) + ones[None, None, :]
         return B, B
 
 
 @triton.jit
-def discretize(
-    A,  # (s, d, N), log2(e) A
-    delta,  # row (s, d)
-    N: tl.constexpr, INPUT_SCALE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """The decay (s, d, N), and s (s, d), for "one_minus_decay" 1 - decay of the only state."""
-    ROWS: tl.constexpr = delta.shape[0]
-    D: tl.constexpr = delta.shape[1]
-    exponent = A * spread(delta, ROWS, D, N)
-    decay = exp2(exponent, FAST)
-    if INPUT_SCALE == "one_minus_decay":
-        s = tl.reshape(one_minus_exp2(exponent, decay), [ROWS, D])
+def discretize(A, delta, how):
+    """The decay (s, d, N), and s (s, d), for "one_minus_decay" 1 - decay of the only state, from
+    log2(e) A (s, d, N) and Delta (s, d)."""
+    exponent = A * spread(delta, how.N)
+    decay = exp2(exponent)
+    if how.INPUT_SCALE == "one_minus_decay":
+        s = tl.reshape(one_minus_exp2(exponent, decay), [how.ROWS, how.D])
     else:
-        s = input_scale(delta, INPUT_SCALE, FAST)
+        s = input_scale(delta, how.INPUT_SCALE)
     return decay, s
 
 
 @triton.jit
-def load_scalars(
-    row,  # pointers (s,)
-    n: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """n <= 16 consecutive scalars of each sample, (s, d) each, the same for all channels: in the
-    layout of rows, which the compiler does not find for (s, 1). Reads up to the next multiple of
-    4."""
+def load_scalars(row, n: tl.constexpr, D: tl.constexpr):
+    """n <= 16 scalars of a row, (s, D) each, the same for all channels: in the layout of rows,
+    which the compiler does not find for (s, 1). Reads up to the next multiple of 4."""
     N: tl.constexpr = 16 if n > 8 else (8 if n > 4 else 4)
-    values = load_same(row, (n + 3) // 4 * 4, S, BLOCK_D, N)
-    return unstack_states(values, S, BLOCK_D, N)
+    return unstack_states(load_same(row, (n + 3) // 4 * 4, D, N), row.shape[0], D, N)
 
 
 @triton.jit
-def spread(v, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+def spread(v, N: tl.constexpr):
     """v (s, d) as (s, d, N), the same for every state.
 
     Joined with itself rather than broadcast, and summed by `sum_states` rather than by tl.sum, so
     that the compiler sees one layout of (s, d) and does not compute values in several ones.
     """
+    S: tl.constexpr = v.shape[0]
+    BLOCK_D: tl.constexpr = v.shape[1]
     if N == 1:
         return tl.reshape(v, [S, BLOCK_D, 1])
     else:
-        half = spread(v, S, BLOCK_D, N // 2)
+        half = spread(v, N // 2)
         return tl.reshape(tl.join(half, half), [S, BLOCK_D, N])
 
 
 @triton.jit
-def sum_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
+def sum_states(states):
     """Sum of (s, d, N) over the states, in pairs, so that additions do not wait for each other."""
+    S: tl.constexpr = states.shape[0]
+    BLOCK_D: tl.constexpr = states.shape[1]
+    N: tl.constexpr = states.shape[2]
     if N == 1:
         return tl.reshape(states, [S, BLOCK_D])
     else:
         even, odd = tl.split(tl.reshape(states, [S, BLOCK_D, N // 2, 2]))
-        return sum_states(even + odd, S, BLOCK_D, N // 2)
+        return sum_states(even + odd)
 
 
 @triton.jit

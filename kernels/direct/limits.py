@@ -8,12 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import (
-    Backend,
-    Implementation,
-    choose_backend,
-    warn_of_reference,
-)
+from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Operands, Parameterization, RawLayout
@@ -87,11 +82,9 @@ def choose_sweep(
     """The implementation of a sweep; raises as `choose_backend` does. Warns of a sweep on a GPU
     that has no kernel, unless it is in float64, for which there are none at all."""
     unsupported = _unsupported(operands, parameterization, bind_parameters)
-    device, dtype = operands.x.device, operands.x.dtype
-    chosen = choose_backend(backend, device, dtype, unsupported)
-    if unsupported is not None and backend == "auto" and operands.A.dtype != torch.float64:
-        warn_of_reference(device, unsupported)
-    return chosen
+    warning = None if operands.A.dtype == torch.float64 else unsupported
+    x = operands.x
+    return choose_backend(backend, x.device, x.dtype, unsupported, warning=warning)
 
 
 def _unsupported(

@@ -19,8 +19,14 @@ unknowns beside w, with rows of their own in the system:
     [ I - S M              -U_z ] [w]   [U (r - x)                      ]
     [ -sigma_z U_z^T M   diag(D_z) ] [z] = [p_z + sigma_z (1 - e_z) x_z],   with S and r 0 there.
 
-The choice of these channels affects nothing but rounding. Letters: d channels, k reflections,
-m = min(k, d) channels with rows of their own; leading axes are free.
+The choice of these channels affects nothing but rounding.
+
+The system is solved by torch's LAPACK. ONNX and other runtimes have no LU decomposition, so under
+torch.export the elimination consists of elementary operations, with its loop over k unrolled, and
+computes the inverse; the pivots are the same.
+
+Letters: d channels, k reflections, m = min(k, d) channels with rows of their own; leading axes are
+free.
 """
 
 from typing import NamedTuple
@@ -29,7 +35,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.kernels.direct.elimination import factorize, substitute
 from bedouin.kernels.householder import combine_rows, rows_dot, times
 
 
@@ -55,6 +60,37 @@ class LocalFactors(NamedTuple):
         """D (..., d), with 1 in the channels `at`, which are not divided."""
         assert self.D is not None and self.at is not None
         return self.D.scatter(-1, self.at, 1.0)
+
+
+def factorize(
+    matrix: Tensor,  # (..., k, k)
+) -> tuple[Tensor, Tensor]:  # (..., k, k), (..., k)
+    """L and U in one matrix, and the rows that were exchanged, or what `_invert` returns. Never
+    raises or synchronizes."""
+    if torch.compiler.is_exporting():
+        return _invert(matrix)
+    LU, pivots, _ = torch.linalg.lu_factor_ex(matrix)
+    return LU, pivots
+
+
+def _invert(
+    matrix: Tensor,  # (..., k, k)
+) -> tuple[Tensor, Tensor]:  # both (..., k, k)
+    """The pivots on a diagonal, and the inverse."""
+    k = matrix.shape[-1]
+    numbers = torch.arange(k, device=matrix.device)
+    identity = torch.eye(k, dtype=matrix.dtype, device=matrix.device).expand(matrix.shape)
+    rows, pivots = torch.cat([matrix, identity], -1), identity
+    for i in range(k):
+        candidates = rows[..., i].abs().masked_fill(numbers < i, -1.0)
+        pivot, is_own = candidates.argmax(-1, keepdim=True), (numbers == i).unsqueeze(-1)
+        exchange = torch.where(numbers == i, pivot, numbers.expand(candidates.shape))
+        exchange = torch.where(numbers == pivot, i, exchange)
+        rows = rows.gather(-2, exchange.unsqueeze(-1).expand(rows.shape))
+        pivots = torch.where(is_own, rows[..., i, i, None, None] * identity, pivots)
+        row = rows[..., i, None, :] / rows[..., i, i, None, None]
+        rows = torch.where(is_own, row, rows - rows[..., i, None] * row)
+    return pivots, rows[..., k:]
 
 
 def factor_local(
@@ -134,10 +170,16 @@ def _lu_solve(
     *,
     adjoint: bool = False,
 ) -> Tensor:  # as `right`
+    """The solution of the system, with `adjoint` of the transposed one, which is not exported."""
     shrink = factors.shrink
     if shrink is not None and not adjoint:
         right = shrink * right
-    solved = substitute(factors.LU, factors.pivots, right, adjoint=adjoint)
+    if torch.compiler.is_exporting() and not adjoint:
+        return times(factors.pivots, right)
+    # by rows, because of a factor by columns, as torch returns it, lu_solve reads the wrong numbers
+    # under two vmaps for a batch of one sample
+    given = factors.LU.contiguous(), factors.pivots, right.unsqueeze(-1)
+    solved: Tensor = torch.linalg.lu_solve(*given, adjoint=adjoint).squeeze(-1)
     return solved if shrink is None or not adjoint else shrink * solved
 
 

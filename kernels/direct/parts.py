@@ -47,25 +47,23 @@ def sum_of_parts(v, PARTS: tl.constexpr):
 
 
 @triton.jit
-def over_channels_of_parts(
-    values,  # rows (s, d)
-    ROWS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Sums of `values` over the channels of a sample, (rows,) each."""
-    L: tl.constexpr = min(32, D)
+def over_channels_of_parts(values, how):
+    """Sums of `values`, (s, d) each, over the channels of a sample, (rows,) each."""
+    ROWS: tl.constexpr = how.ROWS
+    L: tl.constexpr = min(32, how.D)
     N: tl.constexpr = len(values)
-    if PARTS == 1 and N <= FEW_SUMS:
+    if how.PARTS == 1 and N <= FEW_SUMS:
         return sums(values, 1)
     elif N > L:
-        some = over_channels_of_parts(values[0:L], ROWS, PARTS, D)
-        return some + over_channels_of_parts(values[L:N], ROWS, PARTS, D)
+        some = over_channels_of_parts(values[0:L], how)
+        return some + over_channels_of_parts(values[L:N], how)
     else:
         V: tl.constexpr = triton.next_power_of_2(N)
         lanes = ()
         for i in tl.static_range(V):
-            lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, D),)
+            lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, how.D),)
         total = column_sums(stack_states(lanes, ROWS, L, V), V, ROWS, L)
-        total = sum_of_parts(total, PARTS)
+        total = sum_of_parts(total, how.PARTS)
         out = ()
         for i in tl.static_range(N):
             one = tl.gather(total, tl.full([ROWS, 1], i, tl.int32), 1)

@@ -23,6 +23,7 @@ from bedouin.kernels.heads import per_sample
 from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize, selective_scan_reference, triton_scan
+from bedouin.kernels.scan.reference import ScanOptions
 
 ROUNDING = 1e4
 """A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
@@ -207,22 +208,16 @@ def memory_of(
     x, raw = operands.x, with_feedback(y, operands, parameterization)
     delta, B, C, e, U, M = bind(raw, *bind_parameters)  # of all tokens: (b, t, ...)
     mixed, kept = mix_channels(x, y, parameterization.diagonal(e), U, M), []
-    scale, eigenvalues = parameterization.input_scale, parameterization.eigenvalues
+    how = ScanOptions(parameterization.input_scale, parameterization.eigenvalues, False)
     A, h = operands.A, operands.start()[0]
     if by_kernel and mixed.numel():
-        flat = mixed, delta, A, B, C, h, None, scale, eigenvalues, False, True
-        _, h, of_scan = triton_scan.function(*flat)
+        _, h, of_scan = triton_scan.function(mixed, delta, A, B, C, h, None, *how, True)
         return h, of_scan.mT.contiguous()
     for start in range(0, x.shape[1], CHUNK):
         kept.append(h.mT)
         tokens = slice(start, start + CHUNK)
         part, delta_t, B_t, C_t = (v[:, tokens] for v in (mixed, delta, B, C))
-        _, h = selective_scan_reference(
-            *(part, delta_t, A, B_t, C_t, h),
-            input_scale=scale,
-            eigenvalues=eigenvalues,
-            exclusive=False,
-        )
+        _, h = selective_scan_reference(part, delta_t, A, B_t, C_t, h, **how._asdict())
     if not kept:
         return h.clone(), h.mT.unsqueeze(1)[:, :0].clone()
     return h, torch.stack(kept, 1)

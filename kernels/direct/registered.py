@@ -42,8 +42,17 @@ def _parse(*flat: Any) -> tuple[Operands, Parameterization, bool]:
     return Operands(*flat[:6]), Parameterization.from_scalars(*flat[6:behind]), flat[behind]
 
 
+def _sweep_like(*flat: Any) -> SweepResult:
+    operands = Operands(*flat[:6])
+    A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
+    kept = A.new_empty(b, ceil_div(t, CHUNK) * n * d)
+    return A.new_empty(b, t, d), A.new_empty(b, n, d).mT, kept, A.new_empty(4, b, t)
+
+
 @operation(
-    "direct_sweep", f"({OPERANDS}, Tensor? y_star, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "direct_sweep",
+    f"({OPERANDS}, Tensor? y_star, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _sweep_like,
 )
 def sweep_operation(*flat: Any) -> SweepResult:
     """With `y_star` (b, t, d) the memory of this y, which is not solved for: the statistics are 0,
@@ -60,22 +69,38 @@ def sweep_operation(*flat: Any) -> SweepResult:
     else:
         from bedouin.kernels.direct.launch import launch_sweep
 
-        y, h, kept, statistics = launch_sweep(operands.with_head_axis(), options)
+        y, h, kept, statistics = launch_sweep(operands, options)
     return y, h.mT, kept.flatten(1), statistics
 
 
-@sweep_operation.register_fake
-def _sweep_fake(*flat: Any) -> SweepResult:
-    operands = Operands(*flat[:6])
-    A, (b, t, d), n = operands.A, operands.x.shape, operands.A.shape[-1]
-    kept = A.new_empty(b, ceil_div(t, CHUNK) * n * d)
-    return A.new_empty(b, t, d), A.new_empty(b, n, d).mT, kept, A.new_empty(4, b, t)
+def _like(
+    operands: Operands,
+    found: tuple[Tensor | None, ...] = (None,) * 7,  # as `Gradients`, with any strides
+) -> Gradients:
+    """Gradients with the dtypes and strides of the operation, with the values that are found."""
+    x, raw, W_y, A, _, y0 = operands
+    (b, t, d), r, heads = x.shape, raw.shape[2], A.shape[:-2]
+    rows = r + padding(r)
+    every: Gradients = (
+        x.new_empty(x.shape),
+        raw.new_empty(b, t, rows)[..., :r],
+        A.new_empty(0) if W_y is None else W_y.new_empty(*heads, rows, d)[..., :r, :],
+        A.new_empty(A.mT.shape).mT,
+        A.new_empty(b, A.shape[-1], d).mT,
+        A.new_empty(0 if y0 is None else b, d),
+        A.new_empty(2, b, t),
+    )
+    for out, v in zip(every, found, strict=True):
+        if v is not None and out.numel():
+            out.copy_(v)
+    return every
 
 
 @operation(
     "direct_sweep_backward",
     f"(Tensor grad_y, Tensor? grad_h, Tensor y, Tensor kept, {OPERANDS}, {OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda *flat: _like(Operands(*flat[4:10])),
 )
 def _sweep_backward(
     grad_y: Tensor,  # (b, t, d)
@@ -85,7 +110,7 @@ def _sweep_backward(
     *flat: Any,
 ) -> Gradients:
     operands, options, plain = _parse(*flat)
-    x, _, W_y, A, *_ = operands
+    x, A = operands.x, operands.A
     with without_autocast(x.device):
         of_h = A.mT.shape[-2:]
         kept = kept.unflatten(1, (ceil_div(x.shape[1], CHUNK), *of_h))
@@ -95,42 +120,7 @@ def _sweep_backward(
             return _like(operands, cpu_reverse(grad_y, H, y, kept, operands, options))
         from bedouin.kernels.direct.launch import launch_reverse
 
-        grads = launch_reverse(grad_y, H, y, kept, operands.with_head_axis(), options)
-        if A.dim() == 3:
-            return grads
-        of_x, of_raw, of_W_y, of_A, of_h0, of_y0, statistics = grads
-        of_W_y = of_W_y if W_y is None else of_W_y[0]
-        return of_x, of_raw, of_W_y, of_A[0], of_h0, of_y0, statistics
-
-
-@_sweep_backward.register_fake
-def _sweep_backward_fake(*flat: Any) -> Gradients:
-    return _like(Operands(*flat[4:10]))
-
-
-def _like(
-    operands: Operands,
-    found: tuple[Tensor | None, ...] = (None,) * 7,  # as `Gradients`, with any strides
-) -> Gradients:
-    """Gradients with the dtypes and strides of the operation, with the values that are found."""
-    x, raw, W_y, A, _, y0 = operands
-    (b, t, d), n, r = x.shape, A.shape[-1], raw.shape[2]
-    rows = r + padding(r)
-    if W_y is None:
-        grad_W_y = A.new_empty(0)
-    else:
-        grad_W_y = W_y.new_empty(*W_y.shape[:-2], rows, W_y.shape[-1])[..., :r, :]
-    first = x.new_empty(x.shape), raw.new_empty(b, t, rows)[..., :r], grad_W_y
-    then = (
-        A.new_empty(A.mT.shape).mT,
-        A.new_empty(b, n, d).mT,
-        A.new_empty(0 if y0 is None else b, d),
-    )
-    every: Gradients = (*first, *then, A.new_empty(2, b, t))
-    for out, v in zip(every, found, strict=True):
-        if v is not None and out.numel():
-            out.copy_(v)
-    return every
+        return launch_reverse(grad_y, H, y, kept, operands, options)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: SweepResult) -> None:

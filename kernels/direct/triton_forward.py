@@ -10,7 +10,7 @@ after the next one's exchange between warps. Without feedback B, C and alpha are
 ahead.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, s samples of a program, or their parts.
+values, s samples of a program, or their parts. `how`: `head_constants`.
 """
 
 import triton
@@ -45,7 +45,7 @@ def largest_gap(
 ):  # fmt: skip
     """The defect of a token whose h and y follow from x~: max |sigma U^T (T U (y - x) - e)|."""
     mixing = scale(upper_times(T, scale(dots, inv, K), K), inv, K)
-    gaps = subtract(device.as_columns(mixing, K), factors, K)
+    gaps = subtract(device.as_columns(mixing), factors, K)
     return max_norm(sigma * combine(gaps, u, K), 1)
 
 
@@ -64,140 +64,105 @@ def sweep_kernel(
     per_head,  # samples of a head, b / H
     t_end,
     token,  # of a launch if SINGLE
-    d: tl.constexpr,
-    n: tl.constexpr,
-    x_stride_h,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    W_stride_h,  # if SINGLE of samples
-    K: tl.constexpr,
-    KEEP: tl.constexpr,
-    S: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    EPS: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    ROUND: tl.constexpr,
-    JOINED: tl.constexpr,
-    STREAMED: tl.constexpr,
-    SINGLE: tl.constexpr,
+    x_strides,  # of heads, samples and tokens
+    raw_strides,  # of samples and tokens
+    W_stride,  # of heads, if SINGLE of samples
+    how: tl.constexpr,
 ):
-    """All tokens of S samples of one head. STREAMED: whether W^y is read anew for each token;
-    SINGLE: whether a launch has one token, whose product with W^y is given."""
+    """All tokens of S samples of one head."""
+    d: tl.constexpr = how.d
+    n: tl.constexpr = how.n
+    K: tl.constexpr = how.K
+    N: tl.constexpr = how.N
+    KEEP: tl.constexpr = how.KEEP
     start, stop = 0, t_end
-    if SINGLE:
+    if how.SINGLE:
         start, stop = token.to(tl.int64), token + 1
-    ROWS: tl.constexpr = S * PARTS
-    D: tl.constexpr = BLOCK_D // PARTS
-    head, here, local, sample = device.samples_of(per_head, S, PARTS)
-    cols = columns_of_rows(ROWS, PARTS, D)
-    small = columns_of_rows(ROWS, PARTS, BLOCK_S // PARTS)
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    u_at: tl.constexpr = d + STATES
+    head, here, local, sample = device.samples_of(per_head, how)
+    cols = columns_of_rows(how.ROWS, how.PARTS, how.D)
+    small = columns_of_rows(how.ROWS, how.PARTS, how.BLOCK_S // how.PARTS)
     in_row = cols < d
     inside = here[:, None] & in_row
     PAIRS: tl.constexpr = K * (K + 1) // 2
-    SMALL: tl.constexpr = 2 if JOINED else K + 1  # the tile of B, C and alpha
-    if FEEDBACK and not SINGLE:
-        W_at = W_ptr + head * W_stride_h
+    if how.FEEDBACK and not how.SINGLE:
+        W_at = W_ptr + head * W_stride
         W = ()
-        for i in tl.static_range(0 if STREAMED else SMALL + 1):
-            W_i = load_weight_tile(W_at, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED)
-            W = W + (W_i,)
+        for i in tl.static_range(0 if how.STREAMED else how.SMALL + 1):
+            W = W + (load_weight_tile(W_at, i, how),)
         v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
-    HOLD_A: tl.constexpr = N * D <= device.MOST_HELD
+    HOLD_A: tl.constexpr = N * how.D <= device.MOST_HELD
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
     if HOLD_A:
-        A = device.load_head_states(A_at, in_row, d, n, N)
+        A = device.load_head_states(A_at, in_row, how)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
-    decayed = device.load_head_states(h_at, in_row, d, n, N)
-    row_of = device.rows_of_statistics(per_head, t_end, S)
-    part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (4 * row_of)
-    x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
-    raw_row = raw_ptr + sample * raw_stride_b
+    decayed = device.load_head_states(h_at, in_row, how)
+    row_of = device.rows_of_statistics(per_head, t_end, how)
+    part_at = statistics_ptr + tl.arange(0, how.ROWS) % how.PARTS * (4 * row_of)
+    x_row = x_ptr + head * x_strides[0] + local.to(tl.int64) * x_strides[1]
+    raw_row = raw_ptr + sample * raw_strides[0]
     slots = tl.cdiv(t_end, KEEP)
-    place = tl.program_id(0).to(tl.int64) * S + tl.arange(0, ROWS) // PARTS
-    cell = scratch_ptr + place * 2 * BLOCK_S
+    place = tl.program_id(0).to(tl.int64) * how.S + tl.arange(0, how.ROWS) // how.PARTS
+    cell = scratch_ptr + place * 2 * how.BLOCK_S
     # loads of a token are issued while the one before it is computed
-    small_at = device.small_rows(small, d, n, K, SELECTIVE)
-    in_small = small < STATES + K
-    RAW: tl.constexpr = u_at + K * d + K
-    x_first, raw_first = x_row + start * x_stride_t, raw_row + start * raw_stride_t
+    small_at = device.small_rows(small, how)
+    in_small = small < how.STATES + K
+    RAW: tl.constexpr = how.U_AT + K * d + K
+    x_first, raw_first = x_row + start * x_strides[2], raw_row + start * raw_strides[1]
     x_next = tl.load(x_first[:, None] + cols, mask=in_row, other=0.0)
-    next_rows = load_rows(raw_first, cols, in_row, d, u_at, K)
+    next_rows = load_rows(raw_first, cols, in_row, how)
     small_next = tl.load(raw_first[:, None] + small_at, mask=in_small, other=0.0)
     # a token before the first one, which leaves h as it is
-    zero = tl.zeros([ROWS, D], tl.float32)
-    none = tl.zeros([ROWS], tl.float32)
+    zero = tl.zeros([how.ROWS, how.D], tl.float32)
+    none = tl.zeros([how.ROWS], tl.float32)
     pivot = none + (1.0 if K == 0 else 0.0)
     written = zero
-    B = device.spread(zero, ROWS, D, N)
-    mixing = zero, (zero,) * K, (none,) * K, (none,) * PAIRS, device.as_columns((none,) * K, K)
+    B = device.spread(zero, N)
+    mixing = zero, (zero,) * K, (none,) * K, (none,) * PAIRS, device.as_columns((none,) * K)
     offset, maxima = zero, (none, none)  # y - x, scale and magnitude
-    if not FEEDBACK:
-        fetch_tokens(x_row, 0, x_stride_t, t_end, d, KEEP, PARTS, FAST)
-        fetch_tokens(raw_row, 0, raw_stride_t, t_end, RAW, KEEP, PARTS, FAST)
+    if not how.FEEDBACK:
+        fetch_tokens(x_row, 0, x_strides[2], t_end, d, KEEP, how)
+        fetch_tokens(raw_row, 0, raw_strides[1], t_end, RAW, KEEP, how)
         tl.store(cell[:, None] + small, small_next.to(tl.float32), mask=in_small)
-        second = raw_row + tl.minimum(1, t_end - 1).to(tl.int64) * raw_stride_t
+        second = raw_row + tl.minimum(1, t_end - 1).to(tl.int64) * raw_strides[1]
         small_next = tl.load(second[:, None] + small_at, mask=in_small, other=0.0)
     for t in range(start, stop):
         at = sample * t_end + t
-        now = cell + t % 2 * BLOCK_S
-        later = cell + (t + 1) % 2 * BLOCK_S
-        if FEEDBACK and not SINGLE:
-            columns = device.columns_of(v.to(DOT), S, BLOCK_D, COLUMNS)
+        now = cell + t % 2 * how.BLOCK_S
+        later = cell + (t + 1) % 2 * how.BLOCK_S
+        if how.FEEDBACK and not how.SINGLE:
+            columns = device.columns_of(v.to(how.DOT), how)
             fed = ()
-            for i in tl.static_range(SMALL + 1):
-                if STREAMED:
-                    W_i = load_weight_tile(
-                        W_at, i, d, n, K, SELECTIVE, BLOCK_D, BLOCK_S, DOT, JOINED
-                    )
-                else:
-                    W_i = W[i]
-                fed = fed + (tl.dot(W_i, columns, input_precision=PRECISION).to(ROUND),)
-        h = decayed + device.spread(written, ROWS, D, N) * B
+            for i in tl.static_range(how.SMALL + 1):
+                W_i = load_weight_tile(W_at, i, how) if how.STREAMED else W[i]
+                fed_i = tl.dot(W_i, columns, input_precision=how.PRECISION)
+                fed = fed + (fed_i.to(how.ROUND),)
+        h = decayed + device.spread(written, N) * B
         if t % KEEP == 0:
             slot = sample * slots + t // KEEP
             kept_at = kept_ptr + slot[:, None] * (n * d) + cols
-            device.store_head_states(kept_at, h, inside, d, n, N)
+            device.store_head_states(kept_at, h, inside, how)
         # raw = raw^x + W^y norm(y_{t-1})
         x = x_next.to(tl.float32)
         delta = next_rows[0].to(tl.float32)
         u = ()
         for i in tl.static_range(K):
             u = u + (next_rows[i + 1].to(tl.float32),)
-        if FEEDBACK:
+        if how.FEEDBACK:
             # in turn in two places, so that one barrier a token is enough
-            if SINGLE:
-                fed_row = W_ptr + sample * W_stride_h
+            if how.SINGLE:
+                fed_row = W_ptr + sample * W_stride
                 values = tl.load(fed_row[:, None] + small_at, mask=in_small, other=0.0)
-                rows = load_rows(fed_row, cols, in_row, d, u_at, K)
+                rows = load_rows(fed_row, cols, in_row, how)
             else:
-                values = device.rows_of(fed[SMALL], S, BLOCK_S, COLUMNS, PARTS)
-                rows = (device.rows_of(fed[0], S, BLOCK_D, COLUMNS, PARTS),)
-                if JOINED:
-                    joined = device.rows_of(fed[1], S, K * BLOCK_D, COLUMNS, PARTS)
-                    joined = tl.reshape(joined, [ROWS, D, K])
-                    rows = rows + device.unstack_states(joined, ROWS, D, K)
+                values = device.rows_of(fed[how.SMALL], how)
+                rows = (device.rows_of(fed[0], how),)
+                if how.JOINED:
+                    joined = tl.reshape(device.rows_of(fed[1], how), [how.ROWS, how.D, K])
+                    rows = rows + device.unstack_states(joined, how.ROWS, how.D, K)
                 else:
                     for i in tl.static_range(K):
-                        one = device.rows_of(fed[i + 1], S, BLOCK_D, COLUMNS, PARTS)
-                        rows = rows + (one,)
+                        rows = rows + (device.rows_of(fed[i + 1], how),)
             values = small_next.to(tl.float32) + values.to(tl.float32)
             tl.store(now[:, None] + small, values, mask=in_small)
             delta += rows[0].to(tl.float32)
@@ -210,22 +175,22 @@ def sweep_kernel(
             tl.debug_barrier()
             tl.store(later[:, None] + small, small_next.to(tl.float32), mask=in_small)
             if t % KEEP == 0:
-                fetch_tokens(x_row, t + KEEP, x_stride_t, t_end, d, KEEP, PARTS, FAST)
-                fetch_tokens(raw_row, t + KEEP, raw_stride_t, t_end, RAW, KEEP, PARTS, FAST)
+                fetch_tokens(x_row, t + KEEP, x_strides[2], t_end, d, KEEP, how)
+                fetch_tokens(raw_row, t + KEEP, raw_strides[1], t_end, RAW, KEEP, how)
         beta = ()
         for i in tl.static_range(K):
-            beta = beta + (BETA_MAX * activate(tl.load(now + STATES + i), "sigmoid", FAST),)
-        delta = activate(delta, ACTIVATION, FAST)
-        B, C = device.load_both(now, n, ROWS, D, N, SELECTIVE)
-        A_t = A if HOLD_A else device.load_head_states(A_at, in_row, d, n, N)
-        decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
+            beta = beta + (how.BETA_MAX * activate(tl.load(now + how.STATES + i), "sigmoid"),)
+        delta = activate(delta, how.ACTIVATION)
+        B, C = device.load_both(now, how.SELECTIVE, how)
+        A_t = A if HOLD_A else device.load_head_states(A_at, in_row, how)
+        decay, s = device.discretize(A_t, delta, how)
         decayed = decay * h
-        p = device.sum_states(decayed * C, ROWS, D, N)
-        if SELECTIVE:
+        p = device.sum_states(decayed * C)
+        if how.SELECTIVE:
             # (s, d), the same for all channels
-            inv_B = inverse_norm(zero + device.sum_states(B * B, ROWS, D, N), n * EPS)
-            inv_C = inverse_norm(zero + device.sum_states(C * C, ROWS, D, N), n * EPS)
-            B_C = device.sum_states(B * C, ROWS, D, N) * inv_B * inv_C
+            inv_B = inverse_norm(zero + device.sum_states(B * B), n * how.EPS)
+            inv_C = inverse_norm(zero + device.sum_states(C * C), n * how.EPS)
+            B_C = device.sum_states(B * C) * inv_B * inv_C
         else:
             inv_B = zero + 1.0
             inv_C = inv_B
@@ -236,12 +201,12 @@ def sweep_kernel(
         rest = p + sigma * x
         sigma_u = rows_times(u, sigma, K)
         step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
-        x_row_next = x_row + step * x_stride_t
+        x_row_next = x_row + step * x_strides[2]
         x_next = tl.load(x_row_next[:, None] + cols, mask=in_row, other=0.0)
-        next_rows = load_rows(raw_row + step * raw_stride_t, cols, in_row, d, u_at, K)
-        if not FEEDBACK:
+        next_rows = load_rows(raw_row + step * raw_strides[1], cols, in_row, how)
+        if not how.FEEDBACK:
             step = tl.minimum(t + 2, t_end - 1).to(tl.int64)
-        small_row = raw_row + step * raw_stride_t
+        small_row = raw_row + step * raw_strides[1]
         small_next = tl.load(small_row[:, None] + small_at, mask=in_small, other=0.0)
         # every exchange between warps takes barriers: this one is also for the token before
         gap, last_pivot = none, pivot
@@ -250,41 +215,41 @@ def sweep_kernel(
         if K > 0:
             dots = products(u, u, K) + products(sigma_u, u, K) + rows_times(u, rest - x, K)
             dots = dots + rows_times(mixing[1], offset, K)
-            dots = over_channels_of_parts(dots, ROWS, PARTS, D)
+            dots = over_channels_of_parts(dots, how)
             gap = largest_gap(dots[2 * PAIRS + K :], *mixing, K)
-            inv = inverse_sizes(dots, d, K, EPS)
+            inv = inverse_sizes(dots, d, K, how.EPS)
             G = scale_symmetric(dots[0:PAIRS], inv, K)
             S_u = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
             T = wy_upper(G, beta, K)
             # y = rest + sigma U^T e, e = T U (y - x), so (I - S T) U (y - x) = U (rest - x)
             q = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
-            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, FAST)
-            T_v = device.as_columns(scale(upper_times(T, U_v, K), inv, K), K)
+            U_v, pivot = eliminate(local_system(S_u, T, False, K), q, K, 1, True)
+            T_v = device.as_columns(scale(upper_times(T, U_v, K), inv, K))
             mixed = combine(T_v, u, K)
             y += sigma * mixed
             mixed += x
             mixing = sigma, u, inv, T, T_v
             offset = y - x
-        if FEEDBACK:
+        if how.FEEDBACK:
             v = y
-            if NORM:
-                square = over_channels_of_parts((y * y,), ROWS, PARTS, D)[0]
-                v = y * inverse_norm(square / d, NORM_EPS)[:, None]
-            v = v.to(ROUND)
-            if SINGLE:
+            if how.NORM:
+                square = over_channels_of_parts((y * y,), how)[0]
+                v = y * inverse_norm(square / d, how.NORM_EPS)[:, None]
+            v = v.to(how.ROUND)
+            if how.SINGLE:
                 tl.store(first_ptr + sample[:, None] * d + cols, v, mask=inside)
-        if not SINGLE:
-            whole = device.as_columns((gap,) + maxima + (last_pivot,), 4)
-            device.store_statistics(part_at + at - 1, whole, row_of, here & (t > 0), ROWS)
+        if not how.SINGLE:
+            whole = device.as_columns((gap,) + maxima + (last_pivot,))
+            device.store_statistics(part_at + at - 1, whole, row_of, here & (t > 0))
         written = s * mixed * inv_B
         maxima = max_norm(y, 1), max_norm((tl.abs(x) + tl.abs(mixed)) * s, 1)
         tl.store(y_ptr + at[:, None] * d + cols, y, mask=inside)
-    h = decayed + device.spread(written, ROWS, D, N) * B
+    h = decayed + device.spread(written, N) * B
     gap = none
     if K > 0:
-        dots = over_channels_of_parts(rows_times(mixing[1], offset, K), ROWS, PARTS, D)
+        dots = over_channels_of_parts(rows_times(mixing[1], offset, K), how)
         gap = largest_gap(dots, *mixing, K)
-    whole = device.as_columns((gap,) + maxima + (pivot,), 4)
+    whole = device.as_columns((gap,) + maxima + (pivot,))
     last = sample * t_end + stop - 1
-    device.store_statistics(part_at + last, whole, row_of, here, ROWS)
-    device.store_head_states(h_at, h, inside, d, n, N)
+    device.store_statistics(part_at + last, whole, row_of, here)
+    device.store_head_states(h_at, h, inside, how)

@@ -10,7 +10,8 @@ packed entries of a symmetric or triangular matrix:
 E^2 K | u (sigma y) K | rms, sum B C, 1 / |B|, 1 / |C| | B n | C n] with
 r_i = (U v)_i - sum over j > i of G_ij (T U v)_j and c_i = r_i (1 - beta_i / beta_max).
 Each group begins at a multiple of four, so that its values are loaded by fours.
-Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values.
+Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values. `how`:
+`head_constants` of launch.py.
 """
 
 import triton
@@ -24,6 +25,7 @@ from bedouin.kernels.device.elementary import (
     load_beta,
     load_raw,
     load_unit,
+    load_wide,
     one_minus_exp2,
 )
 from bedouin.kernels.device.reflections import (
@@ -36,7 +38,6 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
-    store_tuple,
     sums,
     upper_times,
     wy_upper,
@@ -59,7 +60,9 @@ def local_width(k, n):
 
 @triton.jit
 def _store_group(row, values, K: tl.constexpr, GROUP: tl.constexpr):
-    store_tuple(row + local_place(K, GROUP), values, len(values))
+    at = row + local_place(K, GROUP)
+    for i in tl.static_range(len(values)):
+        tl.store(at + i, values[i])
 
 
 @triton.jit(do_not_specialize=["t_end", "per_head"])
@@ -73,50 +76,36 @@ def prepare_kernel(
     local_ptr,  # (b, t, WIDTH), written
     t_end,
     per_head,  # samples of a head
-    d: tl.constexpr,
-    n: tl.constexpr,
-    x_stride_h,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BETA_MAX: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    EPS: tl.constexpr,
-    FAST: tl.constexpr,
+    x_strides,  # of heads, samples and tokens
+    raw_strides,  # of samples and tokens
+    fed_strides,  # likewise
+    how: tl.constexpr,
 ):
     """x~ and the scalars of the local system of every token, a program each:
 
     x~ = x + U^T T U (y - x), and those that the module's docstring lists.
     """
+    d: tl.constexpr = how.d
+    n: tl.constexpr = how.n
+    K: tl.constexpr = how.K
+    FEEDBACK: tl.constexpr = how.FEEDBACK
     token = tl.program_id(0).to(tl.int64)
     sample = token // t_end
     t = token % t_end
-    rows, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    rows, cols = tl.arange(0, how.N), tl.arange(0, how.BLOCK_D)
     in_n, in_d = rows < n, cols < d
-    u_at = d + (2 * n if SELECTIVE else 0)
-    raw = raw_ptr + sample * raw_stride_b + t * raw_stride_t
-    fed = fed_ptr + sample * fed_stride_b + t * fed_stride_t
+    raw = raw_ptr + sample * raw_strides[0] + t * raw_strides[1]
+    fed = fed_ptr + sample * fed_strides[0] + t * fed_strides[1]
     head = sample // per_head
-    x_row = x_ptr + head * x_stride_h + sample % per_head * x_stride_b
-    x_row += t * x_stride_t
-    x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + token * d + cols, mask=in_d, other=0.0).to(tl.float32)
+    x_row = x_ptr + head * x_strides[0] + sample % per_head * x_strides[1]
+    x_row += t * x_strides[2]
+    x, y = load_wide(x_row + cols, in_d), load_wide(y_ptr + token * d + cols, in_d)
     v = y - x
-    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg")
-    delta = activate(raw_delta, ACTIVATION, FAST)
-    if SELECTIVE:
-        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, EPS)
-        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, FEEDBACK, EPS)
+    raw_delta = load_raw(raw, fed, cols, in_d, FEEDBACK, ".cg", "")
+    delta = activate(raw_delta, how.ACTIVATION)
+    if how.SELECTIVE:
+        B, inv_B = load_unit(raw, fed, d + rows, in_n, n, FEEDBACK, how.EPS)
+        C, inv_C = load_unit(raw, fed, d + n + rows, in_n, n, FEEDBACK, how.EPS)
         B *= inv_B
         C *= inv_C
     else:
@@ -125,22 +114,22 @@ def prepare_kernel(
         inv_B = tl.full([], 1.0, tl.float32)
         inv_C = inv_B
     BC = B * C
-    if INPUT_SCALE == "one_minus_decay":
+    if how.INPUT_SCALE == "one_minus_decay":
         exponent = tl.load(A_ptr + head * d + cols, mask=in_d, other=0.0) * delta
-        s = one_minus_exp2(exponent, exp2(exponent, FAST))
+        s = one_minus_exp2(exponent, exp2(exponent))
     else:
-        s = input_scale(delta, INPUT_SCALE, FAST)
+        s = input_scale(delta, how.INPUT_SCALE)
     sigma = s * tl.sum(BC, axis=0)
     u = ()
     for i in tl.static_range(K):
-        u = u + (load_raw(raw, fed, u_at + i * d + cols, in_d, FEEDBACK, ".cg"),)
-    alpha_at = u_at + K * d
-    beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, BETA_MAX)
+        u = u + (load_raw(raw, fed, how.U_AT + i * d + cols, in_d, FEEDBACK, ".cg", ""),)
+    alpha_at = how.U_AT + K * d
+    beta = load_beta(raw + alpha_at, fed + alpha_at, K, FEEDBACK, how.BETA_MAX)
     PAIRS: tl.constexpr = K * (K + 1) // 2
     sigma_u = rows_times(u, sigma, K)
     with_v, with_y = rows_times(u, v, K), rows_times(sigma_u, y, K)
     dots = sums(products(u, u, K) + products(sigma_u, u, K) + with_v + with_y + (y * y,))
-    inv = inverse_sizes(dots, d, K, EPS)
+    inv = inverse_sizes(dots, d, K, how.EPS)
     G = scale_symmetric(dots[0:PAIRS], inv, K)
     S = scale_symmetric(dots[PAIRS : 2 * PAIRS], inv, K)
     U_v = scale(dots[2 * PAIRS : 2 * PAIRS + K], inv, K)
@@ -165,8 +154,8 @@ def prepare_kernel(
     for i in tl.static_range(K):
         for j in tl.static_range(K):
             scaled_N = scaled_N + (N[i * K + j] * inv[i] * inv[j],)
-    factors = gradient_factors(U_v, T_v, G, beta, inv, BETA_MAX, K)
-    norm = inverse_norm(dots[2 * PAIRS + 2 * K] / d, NORM_EPS)
+    factors = gradient_factors(U_v, T_v, G, beta, inv, how.BETA_MAX, K)
+    norm = inverse_norm(dots[2 * PAIRS + 2 * K] / d, how.NORM_EPS)
     factors = scaled_T_v + factors + dots[2 * PAIRS + K : 2 * PAIRS + 2 * K]
     row = local_ptr + token * local_width(K, n)
     _store_group(row, scale_symmetric(T, inv, K), K, 0)

@@ -5,7 +5,7 @@ A program first computes the memories in a chunk of them and stores them where t
 second-level cache. The equations are those of cpu.py, the scalars those of triton_prepare.py.
 
 Letters: b folded samples, t time, d channels of a head, n state per channel, k reflections, r raw
-values, s samples of a program, or their parts.
+values, s samples of a program, or their parts. `how`: `head_constants`.
 """
 
 import triton
@@ -47,56 +47,34 @@ def reverse_kernel(
     t_end,
     token,  # of a launch if SINGLE
     per_head,  # samples of a head, b / H
-    d: tl.constexpr,
-    n: tl.constexpr,
     r,  # of a row of grad_raw
-    grad_y_stride_b,
-    grad_y_stride_t,
-    x_stride_h,
-    x_stride_b,
-    x_stride_t,
-    raw_stride_b,
-    raw_stride_t,
-    fed_stride_b,
-    fed_stride_t,
-    W_stride_h,  # if SINGLE of samples
-    K: tl.constexpr,
-    KEEP: tl.constexpr,
-    S: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    INPUT_SCALE: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    DOT: tl.constexpr,
-    ROUND: tl.constexpr,
-    STREAMED: tl.constexpr,  # whether W^y is read anew for each token
-    SINGLE: tl.constexpr,  # whether a launch has one token, whose product with (W^y)^T is given
+    grad_y_strides,  # of samples and tokens
+    x_strides,  # of heads, samples and tokens
+    raw_strides,  # of samples and tokens
+    fed_strides,  # likewise
+    W_stride,  # of heads, if SINGLE of samples
+    how: tl.constexpr,
 ):
     """The adjoint of S samples of one head."""
+    d: tl.constexpr = how.d
+    n: tl.constexpr = how.n
+    K: tl.constexpr = how.K
+    N: tl.constexpr = how.N
+    ROWS: tl.constexpr = how.ROWS
+    D: tl.constexpr = how.D
+    PARTS: tl.constexpr = how.PARTS
+    KEEP: tl.constexpr = how.KEEP
     count, stop = t_end, t_end
-    if SINGLE:
+    if how.SINGLE:
         count, stop = 1, token + 1
-    ROWS: tl.constexpr = S * PARTS
-    D: tl.constexpr = BLOCK_D // PARTS
-    head, here, local, sample = device.samples_of(per_head, S, PARTS)
+    head, here, local, sample = device.samples_of(per_head, how)
     is_first_part = here & (tl.arange(0, ROWS) % PARTS == 0)
-    row_of = device.rows_of_statistics(per_head, t_end, S)
+    row_of = device.rows_of_statistics(per_head, t_end, how)
     part_at = statistics_ptr + tl.arange(0, ROWS) % PARTS * (2 * row_of)
     program = tl.program_id(0).to(tl.int64)
     cols = parts.columns_of_rows(ROWS, PARTS, D)
-    STATES: tl.constexpr = 2 * n if SELECTIVE else 0
-    u_at: tl.constexpr = d + STATES
     in_row = cols < d
     inside = here[:, None] & in_row
-    COUPLED: tl.constexpr = INPUT_SCALE == "one_minus_decay"
     PAIRS: tl.constexpr = K * (K + 1) // 2
     AT_N: tl.constexpr = local_place(K, 3)
     AT_KNOWN: tl.constexpr = local_place(K, 4)
@@ -112,46 +90,44 @@ def reverse_kernel(
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = A_ptr + head * n * d + cols + 0 * local[:, None]
     if HOLD:
-        A = device.load_head_states(A_at, in_row, d, n, N)
-    no_small = tl.zeros([ROWS, SMALL], ROUND)
-    if FEEDBACK and not SINGLE:
-        W_at = W_ptr + head * W_stride_h
-        if not STREAMED:
-            W = triton_weights.load_transposed_weights(W_at, d, n, K, SELECTIVE, N, BLOCK_D, D, DOT)
+        A = device.load_head_states(A_at, in_row, how)
+    no_small = tl.zeros([ROWS, SMALL], how.ROUND)
+    if how.FEEDBACK and not how.SINGLE:
+        W_at = W_ptr + head * W_stride
+        if not how.STREAMED:
+            W = triton_weights.load_transposed_weights(W_at, how)
         # no token after the last one
-        no_rows = tl.zeros([ROWS, D], ROUND)
-        grads = triton_weights.in_tiles(no_rows, (no_rows,) * K, no_small, no_small, K, PARTS)
+        no_rows = tl.zeros([ROWS, D], how.ROUND)
+        grads = triton_weights.in_tiles(no_rows, (no_rows,) * K, no_small, no_small, how)
     slots = tl.cdiv(t_end, KEEP)
     kept_row = kept_ptr + sample * slots * (n * d)
-    triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, PARTS, FAST)
+    triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, how)
     at = sample[:, None] * (n * d) + cols
-    H = device.load_head_states(H_ptr + at, in_row, d, n, N)
-    if SINGLE:
-        grad_A = device.load_head_states(grad_A_ptr + at, in_row, d, n, N)
+    H = device.load_head_states(H_ptr + at, in_row, how)
+    if how.SINGLE:
+        grad_A = device.load_head_states(grad_A_ptr + at, in_row, how)
     else:
         grad_A = tl.zeros([ROWS, D, N], tl.float32)
-    x_row = x_ptr + head * x_stride_h + local.to(tl.int64) * x_stride_b
+    x_row = x_ptr + head * x_strides[0] + local.to(tl.int64) * x_strides[1]
     y_row = y_ptr + sample * t_end * d
-    grad_y_row = grad_y_ptr + sample * grad_y_stride_b
-    raw_row = raw_ptr + sample * raw_stride_b
-    fed_row = fed_ptr + sample * fed_stride_b
+    grad_y_row = grad_y_ptr + sample * grad_y_strides[0]
+    raw_row = raw_ptr + sample * raw_strides[0]
+    fed_row = fed_ptr + sample * fed_strides[0]
     mixed_row = mixed_ptr + sample * t_end * d
+    rows_of_tokens = x_row, y_row, grad_y_row, mixed_row, raw_row, fed_row
+    by_token = x_strides[2], d, grad_y_strides[1], d, raw_strides[1], fed_strides[1]
     local_row = local_ptr + sample * t_end * WIDTH
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     last = (stop - 1).to(tl.int64)
     # loads of a token are issued while the one after it is taken back
-    loaded = triton_replay.load_kept_token(
-        x_row + last * x_stride_t, y_row + last * d, grad_y_row + last * grad_y_stride_t,
-        mixed_row + last * d, raw_row + last * raw_stride_t, fed_row + last * fed_stride_t,
-        cols, in_row, d, u_at, K, FEEDBACK,
-    )  # fmt: skip
+    loaded = triton_replay.load_kept_token(rows_of_tokens, by_token, last, cols, in_row, how)
     # the scalars of a token are read one by one from near memory, in which they are stored a token
     # before they are read
-    entries = parts.columns_of_rows(ROWS, PARTS, BLOCK_L // PARTS)
+    entries = parts.columns_of_rows(ROWS, PARTS, how.BLOCK_L // PARTS)
     in_local = entries < WIDTH
     scalars_at = local_row + last * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
-    near = scratch_ptr + (program * S + tl.arange(0, ROWS) // PARTS) * 2 * BLOCK_L
+    near = scratch_ptr + (program * how.S + tl.arange(0, ROWS) // PARTS) * 2 * how.BLOCK_L
     tl.store(near[:, None] + entries, scalars, mask=in_local)
     scalars_at = local_row + tl.maximum(last - 1, 0) * WIDTH
     scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
@@ -165,25 +141,22 @@ def reverse_kernel(
             first = t - in_chunk
             triton_replay.replay_tokens(
                 kept_row + chunk * (n * d), replayed_row, in_chunk + 1, mixed_row + first * d,
-                raw_row + first * raw_stride_t, fed_row + first * fed_stride_t,
-                local_row + first * WIDTH + AT_B, raw_stride_t, fed_stride_t, WIDTH,
-                A_at, cols, in_row, inside, d, n, ROWS, D, N, ACTIVATION, INPUT_SCALE,
-                FEEDBACK, FAST,
+                raw_row + first * raw_strides[1], fed_row + first * fed_strides[1],
+                local_row + first * WIDTH + AT_B, raw_strides[1], fed_strides[1], WIDTH,
+                A_at, cols, in_row, inside, how,
             )  # fmt: skip
             # the replay would otherwise wait for device memory in every block of states
             first = tl.maximum(first - KEEP, 0)
-            triton_replay.fetch_tokens(kept_row, first // KEEP, n * d, slots, n * d, 1, PARTS, FAST)
-            triton_replay.fetch_tokens(mixed_row, first, d, t_end, d, KEEP, PARTS, FAST)
-            triton_replay.fetch_tokens(local_row, first, WIDTH, t_end, WIDTH, KEEP, PARTS, FAST)
-            triton_replay.fetch_tokens(raw_row, first, raw_stride_t, t_end, d, KEEP, PARTS, FAST)
-            if FEEDBACK:
-                triton_replay.fetch_tokens(
-                    fed_row, first, fed_stride_t, t_end, d, KEEP, PARTS, FAST
-                )
+            triton_replay.fetch_tokens(kept_row, first // KEEP, n * d, slots, n * d, 1, how)
+            triton_replay.fetch_tokens(mixed_row, first, d, t_end, d, KEEP, how)
+            triton_replay.fetch_tokens(local_row, first, WIDTH, t_end, WIDTH, KEEP, how)
+            triton_replay.fetch_tokens(raw_row, first, raw_strides[1], t_end, d, KEEP, how)
+            if how.FEEDBACK:
+                triton_replay.fetch_tokens(fed_row, first, fed_strides[1], t_end, d, KEEP, how)
         place = sample * t_end + t
         tl.debug_barrier()
-        row = near + back % 2 * BLOCK_L
-        stored = near + (back + 1) % 2 * BLOCK_L
+        row = near + back % 2 * how.BLOCK_L
+        stored = near + (back + 1) % 2 * how.BLOCK_L
         tl.store(stored[:, None] + entries, scalars, mask=in_local)
         scalars_at = local_row + tl.maximum(t - 2, 0) * WIDTH
         scalars = tl.load(scalars_at[:, None] + entries, mask=in_local, other=0.0)
@@ -191,100 +164,89 @@ def reverse_kernel(
         if in_chunk == 0:
             h_row = kept_row + chunk * (n * d)
         h_at = h_row[:, None] + cols
-        h = device.load_head_states(h_at, in_row, d, n, N)
+        h = device.load_head_states(h_at, in_row, how)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
-        if FEEDBACK and not SINGLE:
-            if STREAMED:
-                product = triton_weights.streamed_product(
-                    W_at, grads, S, COLUMNS, PRECISION, DOT, d, n, K, SELECTIVE, N, BLOCK_D, D
-                )
+        if how.FEEDBACK and not how.SINGLE:
+            if how.STREAMED:
+                product = triton_weights.streamed_product(W_at, grads, how)
             else:
-                product = triton_weights.transposed_product(W, grads, S, COLUMNS, PRECISION, DOT)
+                product = triton_weights.transposed_product(W, grads, how)
         x, y, g, mixed, raw, fed = loaded
         x = x.to(tl.float32)
         y = y.to(tl.float32)
         g = g.to(tl.float32)
         raw_delta = raw[0].to(tl.float32)
-        if FEEDBACK:
+        if how.FEEDBACK:
             raw_delta += fed[0].to(tl.float32)
-        delta = activate(raw_delta, ACTIVATION, FAST)
+        delta = activate(raw_delta, how.ACTIVATION)
         u = ()
         for i in tl.static_range(K):
             one = raw[i + 1].to(tl.float32)
-            if FEEDBACK:
+            if how.FEEDBACK:
                 one += fed[i + 1].to(tl.float32)
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
-        rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, ROWS, D)
-        B, C = device.load_both(row + AT_B, n, ROWS, D, N, True)
-        A_t = A if HOLD else device.load_head_states(A_at, in_row, d, n, N)
-        decay, s = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
+        rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, D)
+        B, C = device.load_both(row + AT_B, True, how)
+        A_t = A if HOLD else device.load_head_states(A_at, in_row, how)
+        decay, s = device.discretize(A_t, delta, how)
         # the cotangent of s x~, without w
-        to_written = device.sum_states(H * B, ROWS, D, N)
+        to_written = device.sum_states(H * B)
         from_memory = s * to_written
         sigma = s * BC
-        written = device.spread(s * mixed, ROWS, D, N)
+        written = device.spread(s * mixed, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
-        if FEEDBACK:
-            if SINGLE:
-                grad_at = W_ptr + sample[:, None] * W_stride_h + cols
+        if how.FEEDBACK:
+            if how.SINGLE:
+                grad_at = W_ptr + sample[:, None] * W_stride + cols
                 grad_normed = tl.load(grad_at, mask=in_row, other=0.0).to(tl.float32)
             else:
-                grad_normed = device.rows_of(product, S, BLOCK_D, COLUMNS, PARTS)
-            if NORM:
+                grad_normed = device.rows_of(product, how)
+            if how.NORM:
                 g += rms * grad_normed
             else:
                 g += grad_normed
         q = rows_times(u, from_memory + sigma * g, K)
-        if FEEDBACK and (NORM or K == 0):
+        if how.FEEDBACK and (how.NORM or K == 0):
             q = q + (grad_normed * y,)
         dots = ()
         if len(q) > 0:
-            dots = device.as_columns(parts.over_channels_of_parts(q, ROWS, PARTS, D), len(q))
-        if NORM:
+            dots = device.as_columns(parts.over_channels_of_parts(q, how))
+        if how.NORM:
             # the norm does not depend on the length of y: the part along y vanishes
             along_y = rms * rms * rms * dots[K] / d
             g -= along_y * y
             q = ()
             if K > 0:
-                u_y = device.load_scalars(row + AT_KNOWN + 4 * K, K, ROWS, D)
+                u_y = device.load_scalars(row + AT_KNOWN + 4 * K, K, D)
             for i in tl.static_range(K):
                 q = q + (dots[i] - along_y * u_y[i],)
         else:
             q = dots[0:K]
         before = tl.maximum(t - 1, 0)
-        loaded = triton_replay.load_kept_token(
-            x_row + before * x_stride_t, y_row + before * d, grad_y_row + before * grad_y_stride_t,
-            mixed_row + before * d, raw_row + before * raw_stride_t,
-            fed_row + before * fed_stride_t, cols, in_row, d, u_at, K, FEEDBACK,
-        )  # fmt: skip
+        loaded = triton_replay.load_kept_token(rows_of_tokens, by_token, before, cols, in_row, how)
         w, applied = g, g
         if K > 0:
-            T_g = square_times(device.load_scalars(row + AT_N, K * K, ROWS, D), q, K)
+            T_g = square_times(device.load_scalars(row + AT_N, K * K, D), q, K)
             w += combine(T_g, u, K)
             # x~ = x + U^T T U v, one reflection after the other
-            U_g = add(
-                q,
-                symmetric_times(
-                    device.load_scalars(row + local_place(K, 1), PAIRS, ROWS, D), T_g, K
-                ),
-                K,
-            )
+            S = device.load_scalars(row + local_place(K, 1), PAIRS, D)
+            U_g = add(q, symmetric_times(S, T_g, K), K)
             # defect and scale of the adjoint equation
-            T = device.load_scalars(row, PAIRS, ROWS, D)
+            T = device.load_scalars(row, PAIRS, D)
             applied += combine(upper_transposed_times(T, U_g, K), u, K)
         defect, size = max_norm(applied - w, 1)[:, None], max_norm(applied, 1)[:, None]
-        device.store_statistics(part_at + place, (defect, size), row_of, here, ROWS)
+        device.store_statistics(part_at + place, (defect, size), row_of, here)
         grad_mixed = from_memory + sigma * w
         if K > 0:
-            G = device.load_scalars(row + local_place(K, 2), PAIRS, ROWS, D)
-            own = device.load_scalars(row + AT_KNOWN, 4 * K, ROWS, D)
+            G = device.load_scalars(row + local_place(K, 2), PAIRS, D)
+            own = device.load_scalars(row + AT_KNOWN, 4 * K, D)
             T_v = own[:K]
             along_u, grad_alpha = reflections_vjp(U_g, T_g, T_v, G, own[K:], K)
         # before the exchange that they follow
-        states_at, given = triton_weights.state_columns(alphas, AT_B, n, N)
+        states_at, given = triton_weights.state_columns(alphas, AT_B, how)
         unit = tl.load(row[:, None] + states_at[None, :], mask=given[None, :], other=0.0)
-        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, ROWS, unit.shape[1])
+        _, _, inv_B, inv_C = device.load_scalars(row + AT_LAST, 4, unit.shape[1])
         v = y - x
         for i in tl.static_range(1, K):
             v -= T_v[i] * u[i]
@@ -296,61 +258,61 @@ def reverse_kernel(
                 v += T_v[i] * u[i]
             # only the direction of u_i matters: the part of the cotangent along u_i vanishes
             grad_u = (T_v[i] * grad_mixed + T_g[i] * v - along_u[i] * u[i]).to(kind)
-            tl.store(grad_row[:, None] + u_at + i * d + cols, grad_u, mask=inside)
-            rows = rows + (grad_u.to(ROUND),)
+            tl.store(grad_row[:, None] + how.U_AT + i * d + cols, grad_u, mask=inside)
+            rows = rows + (grad_u.to(how.ROUND),)
             one = device.in_lanes(grad_alpha[i], ROWS, D, SMALL)
             to_alpha = tl.where((alphas == i)[None, :], one, to_alpha)
             grad_mixed -= T_g[i] * u[i]
         to_alpha = to_alpha.to(kind)
         if K > 0:
-            tl.store(grad_row[:, None] + u_at + K * d + alphas[None, :], to_alpha, mask=in_alpha)
+            alpha_at = grad_row[:, None] + how.U_AT + K * d + alphas[None, :]
+            tl.store(alpha_at, to_alpha, mask=in_alpha)
         # what remains of it is the cotangent of x
         x_at = grad_x_ptr + place[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
         if not HOLD:
             # computed again, since it would not fit the registers
-            B, C = device.load_both(row + AT_B, n, ROWS, D, N, True)
-            A_t = device.load_head_states(A_at, in_row, d, n, N)
-            decay, _ = device.discretize(A_t, delta, N, INPUT_SCALE, FAST)
-        w_states = device.spread(w, ROWS, D, N)
+            B, C = device.load_both(row + AT_B, True, how)
+            A_t = device.load_head_states(A_at, in_row, how)
+            decay, _ = device.discretize(A_t, delta, how)
+        w_states = device.spread(w, N)
         reach = decay * h
         total = H + w_states * C
         to_exponent = total * reach
-        if COUPLED:
+        if how.INPUT_SCALE == "one_minus_decay":
             # s is 1 - decay
-            to_exponent -= total * decay * device.spread(mixed, ROWS, D, N) * B
-        to_delta = LN2 * device.sum_states(to_exponent * A_t, ROWS, D, N)
+            to_exponent -= total * decay * device.spread(mixed, N) * B
+        to_delta = LN2 * device.sum_states(to_exponent * A_t)
         states = no_small
-        if SELECTIVE:
+        if how.SELECTIVE:
             to_C = (reach + written * B) * w_states
             both = device.concatenated_states(total * written, to_C, ROWS, D, N)
             states = device.sum_channels(both, ROWS, D, 2 * N)
-        grad_A += to_exponent * device.spread(delta, ROWS, D, N)
+        grad_A += to_exponent * device.spread(delta, N)
         H = total * decay
-        if INPUT_SCALE == "delta":
+        if how.INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
-        elif INPUT_SCALE == "bounded_delta":
-            inverse = reciprocal(1 + delta, FAST)
+        elif how.INPUT_SCALE == "bounded_delta":
+            inverse = reciprocal(1 + delta)
             to_delta += mixed * (inverse * inverse) * (to_written + BC * w)
-        to_delta = activate_vjp(to_delta, raw_delta, ACTIVATION).to(kind)
+        to_delta = activate_vjp(to_delta, raw_delta, how.ACTIVATION).to(kind)
         tl.store(grad_row[:, None] + cols, to_delta, mask=inside)
-        if SELECTIVE:
+        if how.SELECTIVE:
             states = parts.sum_of_parts(states, PARTS)
             along = unit * states
             GROUPS: tl.constexpr = along.shape[1] // N
             sums_of = tl.sum(tl.reshape(along, [ROWS, GROUPS, N]), axis=2)[:, :, None]
             along = tl.reshape(tl.broadcast_to(sums_of, [ROWS, GROUPS, N]), along.shape)
-            states_at, given = triton_weights.state_columns(alphas, d, n, N)
+            states_at, given = triton_weights.state_columns(alphas, d, how)
             inv = tl.where((states_at < d + n)[None, :], inv_B, inv_C)
             to_states = (inv * (states - unit * along)).to(kind)
             in_states = is_first_part[:, None] & given[None, :]
             tl.store(grad_row[:, None] + states_at[None, :], to_states, mask=in_states)
-            states = to_states.to(ROUND)
-        if FEEDBACK and not SINGLE:
-            grads = triton_weights.in_tiles(
-                to_delta.to(ROUND), rows, states, to_alpha.to(ROUND), K, PARTS
-            )
+            states = to_states.to(how.ROUND)
+        if how.FEEDBACK and not how.SINGLE:
+            small = to_alpha.to(how.ROUND)
+            grads = triton_weights.in_tiles(to_delta.to(how.ROUND), rows, states, small, how)
     at = sample[:, None] * (n * d) + cols
-    device.store_head_states(H_ptr + at, H, inside, d, n, N)
-    device.store_head_states(grad_A_ptr + at, grad_A, inside, d, n, N)
+    device.store_head_states(H_ptr + at, H, inside, how)
+    device.store_head_states(grad_A_ptr + at, grad_A, inside, how)

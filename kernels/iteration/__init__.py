@@ -28,12 +28,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import (
-    Backend,
-    Implementation,
-    choose_backend,
-    warn_of_reference,
-)
+from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.direct.layout import is_covered
 from bedouin.kernels.feedback import aligned_rows, normalize_feedback
 from bedouin.kernels.householder import UNIT_EPS
@@ -262,10 +257,9 @@ def choose_iteration(
     if rule.method == "jacobi":
         return "reference"
     unsupported = _unsupported(operands, y, parameterization, bind_parameters, rule)
-    chosen = choose_backend(backend, y.device, y.dtype, unsupported)
-    if parameterization.layout is None and backend == "auto" and y.dtype != torch.float64:
-        warn_of_reference(y.device, parameterization.without_layout)
-    return chosen
+    has_layout, is_wide = parameterization.layout is not None, y.dtype == torch.float64
+    warning = None if has_layout or is_wide else parameterization.without_layout
+    return choose_backend(backend, y.device, y.dtype, unsupported, warning=warning)
 
 
 def _unsupported(

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.elementary import (
-    FAST,
     activate,
     inverse_norm,
     larger_or_nan,
@@ -18,32 +17,6 @@ from bedouin.kernels.device.elementary import (
     max_norm,
 )
 from bedouin.kernels.device.reflections import sums
-
-
-@triton.jit
-def _load_reflections(
-    raw_ptr,
-    fed_back_ptr,
-    u_at,
-    cols,
-    d,
-    K: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """u_1 .. u_k, not yet normalized.
-
-    Read once a launch, so evicted first: the cache keeps what the next launch reads.
-    """
-    u = ()
-    for i in tl.static_range(K):
-        at = tl.multiple_of(u_at + i * d + cols, ALIGN)
-        value = tl.load(raw_ptr + at, cols < d, 0.0, eviction_policy="evict_first").to(tl.float32)
-        if FEEDBACK:
-            fed_back = tl.load(fed_back_ptr + at, cols < d, 0.0, eviction_policy="evict_first")
-            value += fed_back.to(tl.float32)
-        u = u + (value,)
-    return u
 
 
 @triton.jit
@@ -104,15 +77,19 @@ def mix_kernel(
         x = tl.load(x_row + cols, mask=in_d, other=0.0).to(tl.float32)
         v = tl.load(y_ptr + at, mask=in_d, other=0.0) - x
         u_at = d + (2 * n if SELECTIVE else 0)
-        u = _load_reflections(raw_row, fed_row, u_at, cols, d, K, FEEDBACK, ALIGN)
+        u = ()
+        for i in tl.static_range(K):
+            # read once a launch, so evicted first: the cache keeps what the next launch reads
+            at_u = tl.multiple_of(u_at + i * d + cols, ALIGN)
+            u = u + (load_raw(raw_row, fed_row, at_u, in_d, FEEDBACK, "", "evict_first"),)
         alpha_at = u_at + K * d
         beta = load_beta(raw_row + alpha_at, fed_row + alpha_at, K, FEEDBACK, BETA_MAX)
         mixed = x
         if K > 0:
             mixed += _reflect(u, beta, v, d, K, EPS)
         tl.store(mixed_ptr + at, mixed, mask=in_d)
-        raw = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, "")
-        tl.store(delta_ptr + at, activate(raw, ACTIVATION, FAST), mask=in_d)
+        raw = load_raw(raw_row, fed_row, cols, in_d, FEEDBACK, "", "")
+        tl.store(delta_ptr + at, activate(raw, ACTIVATION), mask=in_d)
         if SELECTIVE:
             B, inv_B = load_unit(raw_row, fed_row, d + states, in_n, n, FEEDBACK, EPS)
             C, inv_C = load_unit(raw_row, fed_row, d + n + states, in_n, n, FEEDBACK, EPS)

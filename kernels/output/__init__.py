@@ -59,7 +59,19 @@ def gated_output(
     Raises ValueError for shapes that do not fit, a batch that is not H groups of one size, z
     without weight, or a backend that cannot run.
     """
-    _check_output(y, x, D, gate, fed, z, weight)
+    check_sequence("y", y)
+    if (z is None) != (weight is None):
+        raise ValueError(
+            "z and weight must be given together, or neither for the paper's output, got "
+            f"{'z' if weight is None else 'weight'} alone"
+        )
+    check_shapes(y.shape, "(b, t, d)", x=x, gate=gate, fed=fed, z=z)
+    if D.dim() == 2:
+        check_shapes((len(D), y.shape[-1]), "(H, d)", D=D)
+        check_heads(len(D), y.shape[0], "D")
+        check_shapes(D.shape, "(H, d)", weight=weight)
+    else:
+        check_shapes(y.shape[-1:], "(d,)", D=D, weight=weight)
     for part in (fed, z):
         gate = gate if part is None else gate + part
     operands = OutputOperands(y, x, D, gate, weight)
@@ -129,30 +141,6 @@ def _choose(
     unsupported = f"{d} channels (at most {MAX_CHANNELS})" if d > MAX_CHANNELS else None
     implementation = choose_backend(backend, y.device, dtype, unsupported)
     return implementation if y.numel() else "reference"
-
-
-def _check_output(
-    y: Tensor,  # as all of them in `gated_output`
-    x: Tensor,
-    D: Tensor,
-    gate: Tensor,
-    fed: Tensor | None,
-    z: Tensor | None,
-    weight: Tensor | None,
-) -> None:
-    check_sequence("y", y)
-    if (z is None) != (weight is None):
-        raise ValueError(
-            "z and weight must be given together, or neither for the paper's output, got "
-            f"{'z' if weight is None else 'weight'} alone"
-        )
-    check_shapes(y.shape, "(b, t, d)", x=x, gate=gate, fed=fed, z=z)
-    if D.dim() == 2:
-        check_shapes((len(D), y.shape[-1]), "(H, d)", D=D)
-        check_heads(len(D), y.shape[0], "D")
-        check_shapes(D.shape, "(H, d)", weight=weight)
-    else:
-        check_shapes(y.shape[-1:], "(d,)", D=D, weight=weight)
 
 
 OPERANDS = "Tensor y, Tensor? x, Tensor? D, Tensor gate, Tensor? weight, float eps"
@@ -231,13 +219,12 @@ def _output_backward(
     if operands.D is None:
         # of a memory, all heads have one weight
         of_weight = sums[:, 1].sum((0, 1)).to(of_weight.dtype)
-    elif operands.weight is None:
-        of_D = sums[:, 0].sum(0).view_as(of_D).to(of_D.dtype)
     else:
         total = sums.sum(0)
         of_D = total[0].view_as(of_D).to(of_D.dtype)
-        # copied also without a cast, because an operation must not return two views of one tensor
-        of_weight = total[1].view_as(of_weight).to(of_weight.dtype, copy=True)
+        if operands.weight is not None:
+            # a copy also without a cast: an operation must not return two views of one tensor
+            of_weight = total[1].view_as(of_weight).to(of_weight.dtype, copy=True)
     return of_y, of_x, of_D, of_gate, of_weight
 
 

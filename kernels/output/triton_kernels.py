@@ -13,17 +13,13 @@ Letters: b batch, t time, d channels, P programs of a head, H heads (kernels/hea
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import inverse_norm, sigmoid, silu_slope
-
-
-@triton.jit
-def _load(ptr, at, mask):
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(ptr, at, v, mask):
-    tl.store(ptr + at, v.to(ptr.dtype.element_ty), mask=mask)
+from bedouin.kernels.device.elementary import (
+    inverse_norm,
+    load_wide,
+    sigmoid,
+    silu_slope,
+    store_rounded,
+)
 
 
 @triton.jit
@@ -46,18 +42,18 @@ def output_kernel(
     row = token if BESIDE else head * T + token
     column = head * d + channel if BESIDE else channel
 
-    v = _load(operands.y, row * distances[0] + column, mask)
-    gate = _load(operands.gate, row * distances[2] + column, mask)
+    v = load_wide(operands.y + (row * distances[0] + column), mask)
+    gate = load_wide(operands.gate + (row * distances[2] + column), mask)
     if operands.D is not None:
-        x = _load(operands.x, row * distances[1] + column, mask)
-        v += _load(operands.D, head * d + channel, in_d) * x
+        x = load_wide(operands.x + (row * distances[1] + column), mask)
+        v += load_wide(operands.D + (head * d + channel), in_d) * x
     if operands.weight is not None:
-        weight = _load(operands.weight, channel if BESIDE else head * d + channel, in_d)
+        weight = load_wide(operands.weight + (channel if BESIDE else head * d + channel), in_d)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)
         out = gate * sigmoid(gate) * v * inverse[:, None] * weight
     else:
         out = gate * v * sigmoid(v)
-    _store(out_ptr, (token * tl.num_programs(1) + head) * d + channel, out, mask)
+    store_rounded(out_ptr + ((token * tl.num_programs(1) + head) * d + channel), out, mask)
 
 
 @triton.jit
@@ -81,21 +77,21 @@ def output_backward_kernel(
     column = head * d + channel if BESIDE else channel
     size = d * tl.num_programs(1)
     if operands.D is not None:
-        D = _load(operands.D, head * d + channel, in_d)
+        D = load_wide(operands.D + (head * d + channel), in_d)
         D_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
     if operands.weight is not None:
-        weight = _load(operands.weight, channel if BESIDE else head * d + channel, in_d)
+        weight = load_wide(operands.weight + (channel if BESIDE else head * d + channel), in_d)
         weight_sum = tl.zeros((TOKENS, BLOCK_D), dtype=tl.float32)
 
     for tile in range(program, tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
         mask = (token < T) & in_d
         row = token if BESIDE else head * T + token
-        grad = _load(grad_ptr, token * grad_row + head * d + channel, mask)
-        v = _load(operands.y, row * distances[0] + column, mask)
-        gate = _load(operands.gate, row * distances[2] + column, mask)
+        grad = load_wide(grad_ptr + (token * grad_row + head * d + channel), mask)
+        v = load_wide(operands.y + (row * distances[0] + column), mask)
+        gate = load_wide(operands.gate + (row * distances[2] + column), mask)
         if operands.D is not None:
-            x = _load(operands.x, row * distances[1] + column, mask)
+            x = load_wide(operands.x + (row * distances[1] + column), mask)
             v += D * x
         if operands.weight is not None:
             inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
@@ -112,18 +108,18 @@ def output_backward_kernel(
             grad_gate = grad * v * active
             grad_v = grad * gate * silu_slope(v, active)
         to = row * (size if BESIDE else d) + column
-        _store(grads.y, to, grad_v, mask)
-        _store(grads.gate, to, grad_gate, mask)
+        store_rounded(grads.y + to, grad_v, mask)
+        store_rounded(grads.gate + to, grad_gate, mask)
         if operands.D is not None:
             D_sum += grad_v * x
-            _store(grads.x, to, D * grad_v, mask)
+            store_rounded(grads.x + to, D * grad_v, mask)
 
     channels = tl.arange(0, BLOCK_D)
     at = program.to(tl.int64) * 2 * size + head * d + channels
     if operands.D is not None:
-        _store(sums_ptr, at, tl.sum(D_sum, axis=0), channels < d)
+        store_rounded(sums_ptr + at, tl.sum(D_sum, axis=0), channels < d)
     if operands.weight is not None:
-        _store(sums_ptr, at + size, tl.sum(weight_sum, axis=0), channels < d)
+        store_rounded(sums_ptr + (at + size), tl.sum(weight_sum, axis=0), channels < d)
 
 
 @triton.jit
@@ -143,12 +139,12 @@ def shifted_norm_kernel(
     channel = tl.arange(0, BLOCK_D)[None, :]
     mask = (row < rows) & (channel < d)
     b, t = row // t_end, row % t_end
-    v = _load(y_ptr, (row - 1) * y_stride + channel, mask & (t > 0))
+    v = load_wide(y_ptr + ((row - 1) * y_stride + channel), mask & (t > 0))
     if y0_ptr is not None:
-        v += _load(y0_ptr, b * d + channel, mask & (t == 0))
+        v += load_wide(y0_ptr + (b * d + channel), mask & (t == 0))
     if EPS is not None:
         v *= inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
-    _store(out_ptr, row * d + channel, v, mask)
+    store_rounded(out_ptr + (row * d + channel), v, mask)
 
 
 @triton.jit
@@ -173,15 +169,15 @@ def shifted_norm_backward_kernel(
     # t + 1 rows a sample: y0, then every y; no token sees the last one
     b, t = row // (t_end + 1), row % (t_end + 1)
     first, later, token = mask & (t == 0), mask & (t > 0), b * t_end + t
-    grad = _load(grad_ptr, token * grad_stride + channel, mask & (t < t_end))
+    grad = load_wide(grad_ptr + (token * grad_stride + channel), mask & (t < t_end))
     if EPS is not None:
-        v = _load(y_ptr, (token - 1) * y_stride + channel, later)
+        v = load_wide(y_ptr + ((token - 1) * y_stride + channel), later)
         if y0_ptr is not None:
-            v += _load(y0_ptr, b * d + channel, first)
+            v += load_wide(y0_ptr + (b * d + channel), first)
         inverse = inverse_norm(tl.sum(v * v, axis=1) / d, EPS)[:, None]
         normed = v * inverse
         along = tl.sum(grad * normed, axis=1)[:, None] / d
         grad = inverse * (grad - normed * along)
-    _store(grad_y_ptr, (token - 1) * d + channel, grad, later)
+    store_rounded(grad_y_ptr + ((token - 1) * d + channel), grad, later)
     if y0_ptr is not None:
-        _store(grad_y0_ptr, b * d + channel, grad, first)
+        store_rounded(grad_y0_ptr + (b * d + channel), grad, first)

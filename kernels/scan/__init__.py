@@ -96,12 +96,7 @@ def selective_scan(
     if torch.compiler.is_compiling() and not is_empty:
         y, h = plain_scan(*operands[:6], *options)
     else:
-        y, h = selective_scan_reference(
-            *(x, delta, A, B, C, h0),
-            input_scale=input_scale,
-            eigenvalues=eigenvalues,
-            exclusive=exclusive,
-        )
+        y, h = selective_scan_reference(*operands[:6], **options._asdict())
     if D is None:
         return y, h
     skipped = (D if D.dim() == 1 else per_sample(D, b).unsqueeze(1)) * x

@@ -13,7 +13,19 @@ Letters: b batch, t time, d channels, n state per channel, H heads of b/H sample
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, LN2, LOG2E, coupled_reach, discretize
+from bedouin.kernels.device.elementary import LN2, LOG2E, coupled_reach, discretize
+
+
+@triton.jit
+def _places(d, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sample of a program, the number of its block of channels, its channels and the states.
+
+    Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide."""
+    blocks = tl.cdiv(d, BLOCK_D)
+    program = tl.program_id(0).to(tl.int64)
+    block, batch = program % blocks, program // blocks
+    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return batch, block, channel, tl.arange(0, BLOCK_N)
 
 
 @triton.jit
@@ -75,18 +87,13 @@ def forward_kernel(
     zero,
     strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
-    how,  # `ScanOptions`, of constants; Triton has a parameter `options` itself
+    how: tl.constexpr,  # `ScanOptions`; Triton has a parameter `options` itself
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     FULL: tl.constexpr = how.eigenvalues == "full"
-    blocks = tl.cdiv(d, BLOCK_D)
-    program = tl.program_id(0).to(tl.int64)
-    block, batch = program % blocks, program // blocks
-    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
-    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
-    state = tl.arange(0, BLOCK_N)
+    batch, _, channel, state = _places(d, BLOCK_D, BLOCK_N)
     in_cell = (state < n)[:, None] & (channel < d)[None, :]
     # Neighbours in memory belong to neighbouring threads. `zero`, for which the compiler has no
     # alignment, keeps it from giving a thread four of them: then a thread would hold few states of
@@ -119,7 +126,7 @@ def forward_kernel(
         xs, deltas, Bs, Cs = _load_four(rows, strides, T - done - 4, channel, state, d, n)
         for i in tl.static_range(4):
             x, delta = x_4[i].to(tl.float32), delta_4[i].to(tl.float32)
-            decay, s = discretize(A_log2, delta[None, :], how.input_scale, FULL, FAST)
+            decay, s = discretize(A_log2, delta[None, :], how.input_scale, FULL)
             h *= decay
             written = s * x[None, :] * B_4[i][:, None]
             y = tl.sum((h if how.exclusive else h + written) * C_4[i][:, None], axis=0)
@@ -160,18 +167,14 @@ def backward_kernel(
     n,
     strides,  # of the samples and the tokens of the rows
     head_samples,  # b/H
-    how,  # `ScanOptions`, of constants; Triton has a parameter `options` itself
+    how: tl.constexpr,  # `ScanOptions`; Triton has a parameter `options` itself
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     FULL: tl.constexpr = how.eigenvalues == "full"
-    blocks = tl.cdiv(d, BLOCK_D)
-    program = tl.program_id(0).to(tl.int64)
-    block, batch = program % blocks, program // blocks
-    # Offsets inside one (d, n) fit into 32 bits, which saves registers; bases are 64 bits wide.
-    channel = block.to(tl.int32) * BLOCK_D + tl.arange(0, BLOCK_D)
-    state = tl.arange(0, BLOCK_N)
+    batch, block, channel, state = _places(d, BLOCK_D, BLOCK_N)
+    blocks, program = tl.cdiv(d, BLOCK_D), tl.program_id(0).to(tl.int64)
     in_d, in_n = channel < d, state < n
     cell, in_cell = channel[:, None] * n + state[None, :], in_d[:, None] & in_n[None, :]
     size, chunks = d * n, tl.cdiv(T, CHUNK)
@@ -206,7 +209,7 @@ def backward_kernel(
             delta_1 = _load_row(rows, strides, 1, t + 2, T, channel, d)
             B_0 = _load_row(rows, strides, 2, t + 1, T, state, n)
             tl.store(slots + i * (BLOCK_D * BLOCK_N), h)
-            decay, s = discretize(A_log2, delta[:, None], how.input_scale, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], how.input_scale, FULL)
             h = decay * h + s * x[:, None] * B[None, :]
         tl.debug_barrier()
         t = chunk * CHUNK + CHUNK - 1
@@ -231,7 +234,7 @@ def backward_kernel(
             B_0 = _load_row(rows, strides, 2, t_0, T, state, n)
             C_0 = _load_row(rows, strides, 3, t_0, T, state, n)
 
-            decay, s = discretize(A_log2, delta[:, None], how.input_scale, FULL, FAST)
+            decay, s = discretize(A_log2, delta[:, None], how.input_scale, FULL)
             decayed = decay * before
             written = s * x[:, None]
             read = decayed if how.exclusive else decayed + written * B[None, :]

@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import (
-    Backend,
-    Implementation,
-    choose_backend,
-    warn_of_reference,
-)
+from bedouin.kernels.backend import Backend, Implementation, choose_backend
 from bedouin.kernels.checks import check_sequence, check_shapes
 from bedouin.kernels.heads import apply_weight, fold
 from bedouin.kernels.householder import UNIT_EPS
 from bedouin.kernels.launch import (
     accumulator,
-    arguments_of,
     as_constants,
     ceil_div,
     last_axis_contiguous,
@@ -94,10 +88,7 @@ def choose_track(inputs: TrackInputs, backend: Backend) -> Implementation:
     sizes = inputs.W_y.shape[-1], inputs.A_log.shape[-1]
     unsupported = None if dtype == torch.float64 else unfit(*sizes)
     dtype = inputs.x.dtype if dtype == torch.float32 else dtype
-    chosen = choose_backend(backend, inputs.x.device, dtype, unsupported)
-    if unsupported is not None and backend == "auto":
-        warn_of_reference(inputs.x.device, unsupported)
-    return chosen
+    return choose_backend(backend, inputs.x.device, dtype, unsupported, warning=unsupported)
 
 
 def _check(inputs: TrackInputs) -> None:
@@ -140,9 +131,11 @@ def options(kernel: Any, layout: Layout, eps: float) -> dict[str, Any]:
         "s": as_constants(layout),
         **{"CHUNK": CHUNK, "TOKENS": tokens},
         **{"S": GRADIENT_STATES, "PL": 32 * layout.V // GRADIENT_STATES},
-        **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS, "num_warps": warps, "num_stages": 1},
+        **{"FEEDBACK_EPS": eps, "UNIT_EPS": UNIT_EPS},
     }
-    return arguments_of(kernel, every)
+    known = {name: v for name, v in every.items() if name in kernel.arg_names}
+    # operations are fused, which is Triton's default in some versions alone
+    return known | {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
 def _readable(given: tuple[Any, ...]) -> tuple[Recurrence, tuple[tuple[int, ...], ...]]:
@@ -196,13 +189,13 @@ def _backward(
 
     kept, (inputs, strides), eps = Kept(*given[:7]), _readable(given[7:]), given[-1]
     x, A_log, layout, (b, t, H) = inputs.x, inputs.A_log, inputs.layout, inputs.erase.shape
-    (c, n, P, N, _, V), f, chunks = layout, b * H, ceil_div(t, CHUNK)
+    (c, n, P, N, *_), f, chunks = layout, b * H, ceil_div(t, CHUNK)
     blocks = ceil_div(b * t, FINISH_TOKENS)
     found, grad_y = empty_like(*inputs), grad_y.contiguous()
     grads = Recurrence(*found)
     normed, fed = x.new_empty(b, t, H, c), x.new_empty(b, t, H, 2, c)
     adjoint, slopes, factors = (torch.empty_like(kept.rows) for _ in range(3))
-    edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, N * P // V)
+    edges, memory = torch.empty_like(kept.states), kept.rows.new_empty(f, t, P * layout.WORDS)
     read, grad_past = grad_y.new_empty(2, f, t, P)
     unit_B, unit_C = grad_y.new_empty(2, f, t, N)
     last = None if grad_h is None else grad_h.contiguous()

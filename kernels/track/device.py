@@ -17,7 +17,7 @@ Letters: c channels, n states; P and N: both rounded up to powers of two. s: `La
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, LOG2E, exp2, log1p_of_fraction
+from bedouin.kernels.device.elementary import FAST, LOG2E
 
 
 @triton.jit
@@ -64,11 +64,6 @@ def unpack(word, V: tl.constexpr):
             high(low), low.to(tl.float32, bitcast=True),
             high(high_), high_.to(tl.float32, bitcast=True),
         )  # fmt: skip
-
-
-@triton.jit
-def softplus(v):
-    return tl.maximum(v, 0.0) + log1p_of_fraction(exp2(tl.abs(v) * -LOG2E, FAST))
 
 
 @triton.jit
@@ -181,24 +176,10 @@ def places_of_words(s):
 
 
 @triton.jit
-def load_words(ptr, places):
-    """The words at places (NR, P, NL), in the layout of the memory."""
-    at = ptr + places[0] + places[1]
-    return tl.load(at)
-
-
-@triton.jit
-def store_words(ptr, places, word):
-    """The inverse of `load_words`."""
-    at = ptr + places[0] + places[1]
-    tl.store(at, word)
-
-
-@triton.jit
 def load_row(ptr, s):
     """The words (WORDS / NL, NL) of B or C of a token."""
     at = ptr + tl.arange(0, s.NL)[None, :]
-    return tl.load(at + (tl.arange(0, s.N // s.V // s.NL) * s.NL)[:, None])
+    return tl.load(at + (tl.arange(0, s.WORDS // s.NL) * s.NL)[:, None])
 
 
 @triton.jit

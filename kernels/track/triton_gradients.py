@@ -13,18 +13,17 @@ sums in a thread and log2(PL) shuffles. Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, LN2, exp2
+from bedouin.kernels.device.elementary import LN2, exp2
 from bedouin.kernels.track.device import not_zero, rates_of, unknown_zeros, unpack, wait_for
 
 
 @triton.jit
 def _load_token(rows, step, vector, state, places, s):
     """`rows`: pointers to those of Delta and `written`, w and written_, scalars, B, C, q; zeros."""
-    WORDS: tl.constexpr = s.N // s.V
     row, adjoint = tl.load(rows[0] + step * s.P + vector), tl.load(rows[1] + step * s.P + vector)
     beta = tl.load(rows[2] + step * 2 + rows[6])
-    B, C = tl.load(rows[3] + step * WORDS + state), tl.load(rows[4] + step * WORDS + state)
-    at = rows[5] + step * (s.P * WORDS) + places[0] + places[1]
+    B, C = tl.load(rows[3] + step * s.WORDS + state), tl.load(rows[4] + step * s.WORDS + state)
+    at = rows[5] + step * (s.P * s.WORDS) + places[0] + places[1]
     return row, adjoint, beta, B, C, tl.load(at)
 
 
@@ -40,7 +39,7 @@ def gradients_kernel(
     grad_A_log_ptr,  # (f, parts, c, n), written
     t_end,
     heads,
-    s,
+    s: tl.constexpr,
     S: tl.constexpr,
     PL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -48,8 +47,6 @@ def gradients_kernel(
 ):
     PR: tl.constexpr = s.P // PL
     SW: tl.constexpr = S // s.V
-    WORDS: tl.constexpr = s.N // s.V
-    SIZE: tl.constexpr = s.P * s.N
     # programs of the same rows run at the same time, and find them in the L2 cache
     block, other = tl.program_id(0) % (s.N // S), tl.program_id(0) // (s.N // S)
     chunks, parts = tl.cdiv(t_end, CHUNK), tl.cdiv(t_end, CHUNK * PART)
@@ -83,9 +80,9 @@ def gradients_kernel(
         kept.rows + sample * s.P,
         adjoint_ptr + sample * s.P,
         kept.scalars + sample * 2 + 1,
-        kept.B + sample * WORDS,
-        kept.C + sample * WORDS,
-        memory_ptr + sample * (s.P * WORDS),
+        kept.B + sample * s.WORDS,
+        kept.C + sample * s.WORDS,
+        memory_ptr + sample * (s.P * s.WORDS),
         unknown_zeros(pl, t_end, PL),
     )
     begin = part * (PART * CHUNK)
@@ -96,7 +93,7 @@ def gradients_kernel(
         slot = f * chunks + chunk_begin // CHUNK
         H = ()
         for v in tl.static_range(s.V):
-            H = H + (tl.load(edges_ptr + slot * SIZE + (of_word * s.V + v) * s.P + channel),)
+            H = H + (tl.load(edges_ptr + slot * s.SIZE + (of_word * s.V + v) * s.P + channel),)
         H = wait_for(H)
         chunk_end = tl.minimum(chunk_begin + CHUNK, end)
         for passed in range(0, chunk_end - chunk_begin):
@@ -120,7 +117,7 @@ def gradients_kernel(
                 of_C = tl.sum(tl.sum((a + written * B_v) * w, 0), 1)
                 grad_h += grad_read * B_v
                 total = total + (grad_A[v] + grad_h * a * delta,)
-                before = before + (grad_h * exp2(A[v] * delta, FAST),)
+                before = before + (grad_h * exp2(A[v] * delta),)
                 tl.store(unit_B_ptr + to + v + sums_at, tl.broadcast_to(of_B[:, None], (SW, PL)))
                 tl.store(unit_C_ptr + to + v + sums_at, tl.broadcast_to(of_C[:, None], (SW, PL)))
             H, grad_A = before, total

@@ -27,7 +27,7 @@ Letters as in `triton_sweep.py`.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, LN2, exp2
+from bedouin.kernels.device.elementary import LN2, exp2
 from bedouin.kernels.track import device
 
 
@@ -40,13 +40,12 @@ def _load_replayed(
     step,
     s,
 ):
-    WORDS: tl.constexpr = s.N // s.V
     x = device.load_vector(first[0] + step * stride, s.c, s)
     row = device.load_vector(first[1] + step * s.P, s.P, s)
     fed = device.load_vector(first[2] + step * s.P, s.P, s)
     at = first[3] + step * 2 + first[6]
-    B = device.load_row(first[4] + step * WORDS, s)
-    C = device.load_row(first[5] + step * WORDS, s)
+    B = device.load_row(first[4] + step * s.WORDS, s)
+    C = device.load_row(first[5] + step * s.WORDS, s)
     past = device.load_vector(first[7] + step * s.P, s.P, s)
     grad_y = device.load_vector(first[8] + tl.maximum(step - 1, 0) * grad_stride, s.c, s)
     grad_normed = device.load_vector(first[9] + step * grad_stride, s.c, s)
@@ -67,12 +66,10 @@ def replay_kernel(
     grad_past_ptr,  # (f, t, P), written: the cotangent of y_{t-1} but for the recurrence
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """A chunk of tokens."""
-    WORDS: tl.constexpr = s.N // s.V
-    SIZE: tl.constexpr = s.P * s.N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
     chunk = tl.program_id(1)
@@ -81,15 +78,15 @@ def replay_kernel(
     p, channels = tl.arange(0, s.P), device.places_of_channels(s)
     places = device.places_of_words(s)
     A = device.load_rates(inputs.A_log + head * s.c * s.n, s)
-    h = device.load_kept(kept.states + (f * tl.cdiv(t_end, CHUNK) + chunk) * SIZE, s)
+    h = device.load_kept(kept.states + (f * tl.cdiv(t_end, CHUNK) + chunk) * s.SIZE, s)
     token, row_of_head, grad_stride = f * t_end, (b * t_end * H + head) * s.c, H * s.c
     first = (
         inputs.x + b * strides[0][0] + head * s.c,
         kept.rows + token * s.P,
         kept.fed + token * s.P,
         kept.scalars + token * 2,
-        kept.B + token * WORDS,
-        kept.C + token * WORDS,
+        kept.B + token * s.WORDS,
+        kept.C + token * s.WORDS,
         device.unknown_zeros(p, t_end, s.P),
         kept.past + token * s.P,
         grad_y_ptr + row_of_head,
@@ -107,11 +104,11 @@ def replay_kernel(
         loaded = _load_replayed(first, strides[0][1], grad_stride, step, s)
         products = ()
         after = ()
-        r = tl.zeros((WORDS // s.NL, s.P, s.NL), tl.float32)
+        r = tl.zeros((s.WORDS // s.NL, s.P, s.NL), tl.float32)
         q_B = r
         q_C = r
         for v in tl.static_range(s.V):
-            a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+            a = exp2(A[v] * delta[None, :, None]) * h[v]
             q = device.not_zero(A[v]) * a
             products = products + (q,)
             r += a * B[v][:, None, :]
@@ -123,7 +120,8 @@ def replay_kernel(
         g = slope * (mixed - beta * LN2 * device.over_states(q_B))
         read = B_C * g + slope * LN2 * device.over_states(q_C)
         place = token + t
-        device.store_words(memory_ptr + place * (SIZE // s.V), places, device.pack(products, s.V))
+        memory, word = memory_ptr + place * (s.SIZE // s.V), device.pack(products, s.V)
+        tl.store(memory + places[0] + places[1], word)
         device.put(factors_ptr + place * s.P, device.pair(g, read), channels, s.P, s)
         device.put(slopes_ptr + place * s.P, device.pair(delta, slope * LN2), channels, s.P, s)
         device.put(read_ptr + place * s.P, device.over_states(r), channels, s.P, s)
@@ -154,17 +152,16 @@ def _load_token(
     s,
 ):
     """What the chain reads of a token, as it is in memory: a conversion would wait for it."""
-    WORDS: tl.constexpr = s.N // s.V
     slopes = device.load_vector(first[0] + step * s.P, s.P, s)
     factors = device.load_vector(first[1] + step * s.P, s.P, s)
     fed = device.load_vector(first[2] + step * s.P, s.P, s)
     past = device.load_vector(first[3] + step * s.P, s.P, s)
     grad_past = device.load_vector(first[9] + step * s.P, s.P, s)
-    B = device.load_row(first[4] + step * WORDS, s)
-    C = device.load_row(first[5] + step * WORDS, s)
+    B = device.load_row(first[4] + step * s.WORDS, s)
+    C = device.load_row(first[5] + step * s.WORDS, s)
     at = first[6] + step * 2 + first[8]
     scalars = tl.load(at), tl.load(at + 1)
-    q = device.load_words(first[7] + step * (s.P * WORDS), places)
+    q = tl.load(first[7] + step * (s.P * s.WORDS) + places[0] + places[1])
     return slopes, factors, fed, past, grad_past, scalars, B, C, q
 
 
@@ -196,12 +193,10 @@ def reverse_kernel(
     grad_fed_ptr,  # (b, t, H, 2, c), of which the first is written: raw_
     t_end,
     H_heads,
-    s,
+    s: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The tokens of a head of a sample, from the last one to the first."""
-    WORDS: tl.constexpr = s.N // s.V
-    SIZE: tl.constexpr = s.P * s.N
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H_heads, f % H_heads
     p, channels = tl.arange(0, s.P), device.places_of_channels(s)
@@ -220,10 +215,10 @@ def reverse_kernel(
         factors_ptr + sample * s.P,
         kept.fed + sample * s.P,
         kept.past + sample * s.P,
-        kept.B + sample * WORDS,
-        kept.C + sample * WORDS,
+        kept.B + sample * s.WORDS,
+        kept.C + sample * s.WORDS,
         kept.scalars + sample * 2,
-        memory_ptr + sample * (s.P * WORDS),
+        memory_ptr + sample * (s.P * s.WORDS),
         device.unknown_zeros(p, t_end, s.P),
         grad_past_ptr + sample * s.P,
     )
@@ -257,21 +252,21 @@ def reverse_kernel(
         # to here; beside this product
         if (step + 1 == t_end) | ((step + 1) % CHUNK == 0):
             chunk = f * chunks + step // CHUNK
-            device.store_kept(edges_ptr + chunk * SIZE, H, s)
+            device.store_kept(edges_ptr + chunk * s.SIZE, H, s)
         B, C = device.unpack(B_words, s.V), device.unpack(C_words, s.V)
         after = ()
         for v in tl.static_range(s.V):
             grad_h = H[v] + w[None, :, None] * C[v][:, None, :]
             grad_h -= (beta * grad_written)[None, :, None] * B[v][:, None, :]
-            after = after + (grad_h * exp2(A[v] * delta[None, :, None], FAST),)
+            after = after + (grad_h * exp2(A[v] * delta[None, :, None]),)
         H = after
         adjoint = device.pair(w, grad_written)
         device.put(adjoint_ptr + (sample + step) * s.P, adjoint, channels, s.P, s)
         to = grad_fed_ptr + ((b * t_end + step) * H_heads + head) * (2 * s.c)
         device.put(to, grad_raw.to(grad_fed_ptr.dtype.element_ty), channels, s.c, s)
         ahead = tl.maximum(step - CHUNK, 0)
-        memory = first[7] + ahead * (s.P * WORDS)
-        device.prefetch(memory, part, s.P * WORDS // 32, s.P * WORDS // 32)
+        memory = first[7] + ahead * (s.P * s.WORDS)
+        device.prefetch(memory, part, s.P * s.WORDS // 32, s.P * s.WORDS // 32)
         H_B, H_q = _with_memory(H, loaded[6], loaded[8], s)
         w = w_before
     if inputs.y0 is not None:

@@ -14,7 +14,7 @@ both rounded up to powers of two, u tokens of a program; s, V, NL as in `device.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import FAST, exp2, inverse_norm, sigmoid
+from bedouin.kernels.device.elementary import activate, exp2, inverse_norm, sigmoid, store_rounded
 from bedouin.kernels.track import device
 from bedouin.kernels.track.device import high, nearest_word, unpack
 
@@ -47,23 +47,21 @@ def _load_token(
     s,
 ):
     """What is read of a token, as it is in memory: a conversion would wait for it."""
-    WORDS: tl.constexpr = s.N // s.V
     x = device.load_vector(first[0] + step * strides[0], s.c, s)
     raw = device.load_vector(first[1] + step * strides[1], s.c, s)
     at = first[2] + step * 2 + first[5]
-    B = device.load_row(first[3] + step * WORDS, s)
-    C = device.load_row(first[4] + step * WORDS, s)
+    B = device.load_row(first[3] + step * s.WORDS, s)
+    C = device.load_row(first[4] + step * s.WORDS, s)
     return x, raw, tl.load(at), tl.load(at + 1), B, C
 
 
 @triton.jit
 def _prefetch(first, strides, tokens, s):
     """`first` and `strides` as in `_load_token`."""
-    WORDS: tl.constexpr = s.N // s.V
     device.prefetch(first[0], tokens, strides[0], s.c)
     device.prefetch(first[1], tokens, strides[1], s.c)
-    device.prefetch(first[3], tokens, WORDS, WORDS)
-    device.prefetch(first[4], tokens, WORDS, WORDS)
+    device.prefetch(first[3], tokens, s.WORDS, s.WORDS)
+    device.prefetch(first[4], tokens, s.WORDS, s.WORDS)
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
@@ -76,13 +74,11 @@ def sweep_kernel(
     normed_ptr,  # (b, t, H c), written: norm(y_{t-1})
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     CHUNK: tl.constexpr,
     KEEP: tl.constexpr,
     FEEDBACK_EPS: tl.constexpr,
 ):
-    WORDS: tl.constexpr = s.N // s.V
-    SIZE: tl.constexpr = s.P * s.N
     dtype: tl.constexpr = inputs.x.dtype.element_ty
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
@@ -104,8 +100,8 @@ def sweep_kernel(
         inputs.x + b * strides[0][0] + head * s.c,
         inputs.delta + b * strides[3][0] + head * s.c,
         kept.scalars + token * 2,
-        kept.B + token * WORDS,
-        kept.C + token * WORDS,
+        kept.B + token * s.WORDS,
+        kept.C + token * s.WORDS,
         device.unknown_zeros(p, t_end, s.P),
     )
     by_token = (strides[0][1], strides[3][1])
@@ -123,12 +119,12 @@ def sweep_kernel(
                 x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
                 before = y
                 mixed = x.to(tl.float32) + fed[1]
-                delta = device.softplus(raw.to(tl.float32) + bias + fed[0])
+                delta = activate(raw.to(tl.float32) + bias + fed[0], "softplus")
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
                     if KEEP:
                         slot = f * tl.cdiv(t_end, CHUNK) + t // CHUNK
-                        device.store_kept(kept.states + slot * SIZE, h, s)
+                        device.store_kept(kept.states + slot * s.SIZE, h, s)
                     later = tl.minimum(t + CHUNK + tl.arange(0, CHUNK), t_end - 1)
                     _prefetch(first, by_token, later, s)
                 step = tl.minimum(t + 1, t_end - 1).to(tl.int64)
@@ -139,10 +135,10 @@ def sweep_kernel(
                     even = row
                 B, C = device.unpack(B_words, s.V), device.unpack(C_words, s.V)
                 decayed = ()
-                r = tl.zeros((WORDS // s.NL, s.P, s.NL), tl.float32)
+                r = tl.zeros((s.WORDS // s.NL, s.P, s.NL), tl.float32)
                 q = r
                 for v in tl.static_range(s.V):
-                    a = exp2(A[v] * delta[None, :, None], FAST) * h[v]
+                    a = exp2(A[v] * delta[None, :, None]) * h[v]
                     decayed = decayed + (a,)
                     r += a * B[v][:, None, :]
                     q += a * C[v][:, None, :]
@@ -202,7 +198,7 @@ def prepare_kernel(
     count,  # b t
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     UNIT_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -232,11 +228,6 @@ def _unit_vjp(raw_ptr, grad_ptr, inside, s, EPS: tl.constexpr):
     return inverse * (grad - unit * tl.sum(unit * grad, 1)[:, None])
 
 
-@triton.jit
-def _cast_store(ptr, v, mask):
-    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def finish_kernel(
     inputs,  # `Recurrence`
@@ -253,7 +244,7 @@ def finish_kernel(
     count,  # b t
     t_end,
     H,
-    s,
+    s: tl.constexpr,
     UNIT_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -265,25 +256,25 @@ def finish_kernel(
     states, channels = here[:, None] & (state < s.n), here[:, None] & (p < s.c)
     at = (b * strides[1][0] + t * strides[1][1])[:, None] + head * s.n + state
     grad = _unit_vjp(inputs.B + at, unit_B_ptr + row * s.N + state, states, s, UNIT_EPS)
-    _cast_store(grads.B + wide * s.n + state, grad, states)
+    store_rounded(grads.B + wide * s.n + state, grad, states)
     at = (b * strides[2][0] + t * strides[2][1])[:, None] + head * s.n + state
     grad = _unit_vjp(inputs.C + at, unit_C_ptr + row * s.N + state, states, s, UNIT_EPS)
-    _cast_store(grads.C + wide * s.n + state, grad, states)
+    store_rounded(grads.C + wide * s.n + state, grad, states)
     at = row * s.P + p
     delta, _ = unpack(tl.load(kept.rows + at, mask=channels, other=0), 2)
     _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
     grad_mixed = delta * grad_written
     fed = grad_fed_ptr + wide * (2 * s.c) + p
     grad_delta = tl.load(fed, mask=channels, other=0.0)
-    _cast_store(grads.delta + wide * s.c + p, grad_delta, channels)
-    _cast_store(fed + s.c, grad_mixed, channels)
-    _cast_store(grads.x + wide * s.c + p, grad_mixed, channels)
+    store_rounded(grads.delta + wide * s.c + p, grad_delta, channels)
+    store_rounded(fed + s.c, grad_mixed, channels)
+    store_rounded(grads.x + wide * s.c + p, grad_mixed, channels)
     y_past, inverse = unpack(tl.load(kept.past + at, mask=channels, other=0), 2)
-    _cast_store(normed_ptr + wide * s.c + p, y_past * inverse, channels)
+    store_rounded(normed_ptr + wide * s.c + p, y_past * inverse, channels)
     read = tl.load(read_ptr + at, mask=channels, other=0.0)
     beta = tl.load(kept.scalars + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
-    _cast_store(grads.erase + token * H + head, grad_erase, here)
+    store_rounded(grads.erase + token * H + head, grad_erase, here)
     channel = tl.arange(0, s.P)
     sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 2) * s.c + channel
     tl.store(sums, tl.sum(grad_delta.to(tl.float32), 0), mask=channel < s.c)

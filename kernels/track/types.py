@@ -5,7 +5,7 @@ Letters: b batch, t time, H heads, c channels and n states of a head; P and N: c
 powers of two, at least 16; f = b H folded samples, each one head of one sample; V as in `Layout`.
 """
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,17 +49,16 @@ class Layout(NamedTuple):
     N: int
     NL: int  # lanes of a warp that share the states of a channel
     V: int  # values of a word: 4 bfloat16 or 2 float32
+    WORDS: int  # of a row of N values
+    SIZE: int  # values of a memory
 
     @staticmethod
     def of(c: int, n: int, dtype: torch.dtype) -> "Layout":
         """That of a call whose inputs have `dtype`."""
         P, N = (max(16, next_power_of_two(size)) for size in (c, n))
         lanes = max(LEAST_LANES, min(MOST_LANES, N // STATES))
-        return Layout(c, n, P, N, lanes, 4 if dtype == torch.bfloat16 else 2)
-
-
-ROWS: Final = 7
-"""Fields of `TrackInputs` with a row for each token, which come first."""
+        V = 4 if dtype == torch.bfloat16 else 2
+        return Layout(c, n, P, N, lanes, V, N // V, P * N)
 
 
 class TrackInputs(NamedTuple):
@@ -133,11 +132,11 @@ class Kept(NamedTuple):
         layout: Layout,
         keep: bool,
     ) -> "Kept":
-        (b, t, H), (_, _, P, N, _, V) = erase.shape, layout
-        f, words = b * H, N // V
-        B, C = (erase.new_empty(f, t, words, dtype=torch.int64) for _ in range(2))
+        (b, t, H), P = erase.shape, layout.P
+        f = b * H
+        B, C = (erase.new_empty(f, t, layout.WORDS, dtype=torch.int64) for _ in range(2))
         scalars = erase.new_empty(f, t, 2, dtype=torch.float32)
         chunks, tokens = (ceil_div(t, CHUNK), t) if keep else (0, 0)
         rows, fed, past = (erase.new_empty(f, tokens, P, dtype=torch.int64) for _ in range(3))
-        states = erase.new_empty(f, chunks, N, P, dtype=torch.float32)
+        states = erase.new_empty(f, chunks, layout.N, P, dtype=torch.float32)
         return Kept(B, C, scalars, rows, fed, past, states)

@@ -31,7 +31,6 @@ from bedouin.kernels.delta_rule import DeltaInputs, delta_rates, delta_rule, del
 from bedouin.kernels.direct import direct_sweep, direct_sweep_reference
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.track import TrackInputs, track, track_reference
-from bedouin.kernels.track.types import ROWS as TOKENS
 
 # -- delta rule
 
@@ -194,7 +193,8 @@ def tracker(
         return track_reference(TrackInputs(*given), 1e-5, 1e-4)
 
     wide = torch.promote_types(dtype, F32)
-    low, dtypes = TrackInputs._fields[:TOKENS], (dtype, wide, wide)
+    fields = TrackInputs._fields
+    low, dtypes = fields[: fields.index("dt_bias")], (dtype, wide, wide)
     # the gradient of a bias of beta is one sum, of numbers that cancel
     return Call(run, exact, tensors, low, dtypes, slack={"erase_bias": 5})
 

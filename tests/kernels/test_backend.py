@@ -11,7 +11,7 @@ from tests.messages import of_kind, refused
 from torch import Tensor
 
 from bedouin.kernels import backend as kernels_backend
-from bedouin.kernels.backend import Backend, check_backend, choose_backend, warn_of_reference
+from bedouin.kernels.backend import Backend, check_backend, choose_backend
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -105,13 +105,13 @@ def test_a_graph_warns_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels_backend, "_TOLD", set())
 
     def probe(x: Tensor) -> Tensor:
-        warn_of_reference(CUDA, f"{x.shape[0]} reflections")
-        return x + 1
+        unfit = f"{x.shape[0]} reflections"
+        return x + (choose_backend("auto", CUDA, unsupported=unfit, warning=unfit) == "reference")
 
     compiled = torch.compile(probe, fullgraph=True, backend="eager")
     with pytest.warns(UserWarning, match="on cuda:0.* do not support 2 reflections"):
         assert compiled(torch.zeros(2)).tolist() == [1, 1]
-    warn_of_reference(CUDA, "2 reflections")
+    probe(torch.zeros(2))
     assert torch.func.vmap(probe)(torch.zeros(3, 1)).shape == (3, 1)
 
 

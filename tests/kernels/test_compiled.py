@@ -18,6 +18,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 import bedouin.kernels.delta_rule.triton_chunks_backward as chunks_backward
 import bedouin.kernels.direct.launch as launch
+from bedouin.kernels import convolution
 from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.convolution import triton_kernels as of_convolution
 from bedouin.kernels.delta_rule import DeltaInputs, Tiles, launch_options, triton_chunks
@@ -25,12 +26,7 @@ from bedouin.kernels.delta_rule import Kept as KeptOfRule
 from bedouin.kernels.direct.limits import MAX_SIDE, head_blocks
 from bedouin.kernels.direct.triton_forward import sweep_kernel as SWEEP
 from bedouin.kernels.direct.triton_reverse import reverse_kernel as REVERSE
-from bedouin.kernels.launch import (
-    LAUNCH_OPTIONS,
-    as_constants,
-    next_power_of_two,
-    without_coalescing,
-)
+from bedouin.kernels.launch import as_constants, next_power_of_two, without_coalescing
 from bedouin.kernels.operands import Parameterization, RawLayout
 from bedouin.kernels.scan import InputScale
 from bedouin.kernels.scan import triton_kernels as of_scan
@@ -74,16 +70,16 @@ def compile_kernel(
     aligned = []
     for i, name in enumerate(kernel.arg_names):
         v = known.get(name)
-        many = type(v)(*["constexpr"] * len(v)) if isinstance(v, tuple) else "constexpr"
-        kinds[name] = many if name in known else kind_of(name)
+        kinds[name] = "constexpr" if name in known else kind_of(name)
         for path, kind in leaves_of(kinds[name], (i,)):
             if kind == "constexpr":
-                constants[path] = v[path[1]].value if isinstance(v, tuple) else v
+                constants[path] = v
             elif kind[0] == "*" or name in multiples:
                 aligned.append(path)
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attributes)
-    launch = {name: v for name, v in known.items() if name in LAUNCH_OPTIONS}
+    by_name = "num_warps", "num_stages", "maxnreg"
+    launch = {name: v for name, v in known.items() if name in by_name}
     options = launch | {"enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -149,9 +145,9 @@ def test_the_scan_fits_the_registers(kernel: Any, input_scale: str) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("name", ["convolution_kernel", "cotangent_kernel", "input_kernel"])
 def test_the_convolution_adds_in_a_fixed_order(name: str, adds: bool) -> None:
-    known: dict[str, Any] = {"EPS": 1e-6, "WIDTH": 4, "TOKENS": 32, "SIZE": 128, "BLOCK": 128}
+    known = {"how": as_constants(convolution.Tiles(4, 32, 128, 128, 1e-6))}
     wide = {"sums"} if name == "input_kernel" else set()
-    inputs = *("*bf16",) * 3, "*bf16" if adds else "constexpr"
+    inputs: Any = convolution.ConvolutionInputs(*("*bf16",) * 3, "*bf16" if adds else "constexpr")  # type: ignore[arg-type]
 
     def kind_of(name: str) -> Kind:
         return inputs if name == "inputs" else pointer(name, wide)
@@ -275,18 +271,19 @@ def compiled_head(
     layout = RawLayout("softplus", True, k, 1.0)
     options = Parameterization(layout, input_scale, "positive", 1e-5)
     samples = 1 if weights is None or p > MAX_SIDE else 2
-    parts = launch.choose_parts(max(16, next_power_of_two(p)), samples)
-    given = (2, n, p), weights, options, (samples, parts), False, 16, target[1]
-    constants = launch.head_constants(kernel, *given)
+    rows = samples, launch.choose_parts(max(16, next_power_of_two(p)), samples)
+    _, constants = launch.head_constants((2, n, p), weights, options, rows, False, 16, target[1])
 
-    def kind_of(name: str) -> str:
+    def kind_of(name: str) -> Kind:
+        if name.endswith("_strides"):
+            return ("i32",) * (3 if name == "x_strides" else 2)
         if not name.endswith("_ptr"):
             return "i32"
         if name in LOW_OF_HEADS:
             return f"*{dtype}"
         return "*bf16" if name in WEIGHTS_OF_HEADS and weights == torch.bfloat16 else "*fp32"
 
-    return compile_kernel(kernel, constants | {"d": p, "n": n}, kind_of, capability=target[0])
+    return compile_kernel(kernel, constants, kind_of, capability=target[0])
 
 
 @pytest.mark.parametrize("kernel", HEADS, ids=by_kernel)

@@ -45,7 +45,6 @@ from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wr
 from bedouin.kernels.householder import apply_complement, unit, wy_factor
 from bedouin.kernels.scan import Eigenvalues, discretize, selective_scan
 from bedouin.kernels.track import TrackInputs, track_reference
-from bedouin.kernels.track.types import ROWS
 from bedouin.layers.convolution import ShortConvolution
 
 
@@ -127,7 +126,7 @@ def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
     assert torch.cuda.max_memory_allocated() - before < all_states / 2
 
 
-BY_TOKEN = TrackInputs._fields[:ROWS]
+BY_TOKEN = TrackInputs._fields[: TrackInputs._fields.index("dt_bias")]
 
 
 def by(backend: str, call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
