@@ -83,5 +83,8 @@ def activation_slope(
         return gate * (1 - gate)
     is_minus = layout.activation == "softplus_of_minus"
     v = -delta if is_minus else delta
-    slope = torch.sigmoid(v).masked_fill(v > SOFTPLUS_IS_LINEAR, 1.0)
+    slope = torch.sigmoid(v)
+    if v.dtype == torch.float64:
+        # in lower dtypes the sigmoid of such values is 1 already
+        slope = slope.masked_fill(v > SOFTPLUS_IS_LINEAR, 1.0)
     return -slope if is_minus else slope

@@ -176,8 +176,8 @@ def _lu_solve(
         right = shrink * right
     if torch.compiler.is_exporting() and not adjoint:
         return times(factors.pivots, right)
-    # by rows, because of a factor by columns, as torch returns it, lu_solve reads the wrong numbers
-    # under two vmaps for a batch of one sample
+    # torch returns the factor in column-major order, of which lu_solve under two vmaps reads the
+    # wrong numbers for a batch of one sample
     given = factors.LU.contiguous(), factors.pivots, right.unsqueeze(-1)
     solved: Tensor = torch.linalg.lu_solve(*given, adjoint=adjoint).squeeze(-1)
     return solved if shrink is None or not adjoint else shrink * solved

@@ -32,6 +32,9 @@ from bedouin.kernels.direct import direct_sweep, direct_sweep_reference
 from bedouin.kernels.operands import Operands
 from bedouin.kernels.track import TrackInputs, track, track_reference
 
+# The inputs of the tracker with a row for each token.
+BY_TOKEN = TrackInputs._fields[: TrackInputs._fields.index("dt_bias")]
+
 # -- delta rule
 
 
@@ -193,10 +196,9 @@ def tracker(
         return track_reference(TrackInputs(*given), 1e-5, 1e-4)
 
     wide = torch.promote_types(dtype, F32)
-    fields = TrackInputs._fields
-    low, dtypes = fields[: fields.index("dt_bias")], (dtype, wide, wide)
+    dtypes = dtype, wide, wide
     # the gradient of a bias of beta is one sum, of numbers that cancel
-    return Call(run, exact, tensors, low, dtypes, slack={"erase_bias": 5})
+    return Call(run, exact, tensors, BY_TOKEN, dtypes, slack={"erase_bias": 5})
 
 
 TRACK = Row(

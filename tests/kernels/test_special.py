@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.rows import scan
-from tests.kernels.rows_memory import rule, tracker
+from tests.kernels.rows_memory import BY_TOKEN, rule, tracker
 from tests.kernels.table import (
     BF16,
     F32,
@@ -124,9 +124,6 @@ def test_peak_memory_is_far_below_one_tensor_of_all_states() -> None:
         del y, h
     all_states = 2 * 4096 * 64 * 64 * 4
     assert torch.cuda.max_memory_allocated() - before < all_states / 2
-
-
-BY_TOKEN = TrackInputs._fields[: TrackInputs._fields.index("dt_bias")]
 
 
 def by(backend: str, call: Call, tensors: Tensors, weighed: int | None = None) -> dict[str, Tensor]:
