@@ -8,6 +8,7 @@ Letters: b batch, t time, m d_model, e samples or cotangents of a transform.
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -328,8 +329,7 @@ def test_saved_tensors_of_a_graph_may_be_packed(solve: str) -> None:
 def test_low_precision_is_that_of_eager_mode() -> None:
     layer, x = Bedouin(3, d_state=2), torch.randn(2, 3, 3)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close_in_bfloat16(*(results(run, layer, x, "train") for run in (call, layer)))
+    assert_rounded_alike(*(partial(results, run, layer, x, "train") for run in (call, layer)))
 
 
 names = pytest.mark.parametrize("name", ["one head", "no feedback", "vector", "heads"])
@@ -344,12 +344,16 @@ def draw_on(device: str, t: int = 2) -> Tensor:
     return torch.randn(2, t, 3, device=device, requires_grad=True)
 
 
-def assert_close_in_bfloat16(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """In fused code bfloat16 is rounded at other places, and feedback amplifies that: 0.08 of the
-    largest gradient is off in one place of 120 on a GPU."""
-    for ours, theirs in zip(actual, expected, strict=True):
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.1 * scale)
+def assert_rounded_alike(
+    run: Callable[[], list[Tensor]], eager: Callable[[], list[Tensor]]
+) -> None:
+    """In fused code bfloat16 is rounded at other places, which feedback amplifies: `run` is at most
+    five times as far from the values of float32 as `eager`, four times on a GPU."""
+    exact = eager()
+    with torch.autocast(exact[0].device.type, torch.bfloat16):
+        rounded = [[v.clone() for v in of()] for of in (run, eager)]
+    for ours, theirs, value in zip(*rounded, exact, strict=True):
+        assert (ours - value).norm() <= 5 * (theirs - value).norm() + 0.01 * value.norm()
 
 
 @kernels
@@ -379,10 +383,8 @@ def test_a_layer_is_one_graph_with_the_same_numbers(name: str, device: str) -> N
 def test_the_default_compiler_gives_the_same_numbers(name: str) -> None:
     layer = with_kernels(name, "cuda")
     x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        expected = results(layer, layer, x, "train")
-        actual = results(torch.compile(layer, fullgraph=True), layer, x, "train")
-    assert_close_in_bfloat16(actual, expected)
+    call = torch.compile(layer, fullgraph=True)
+    assert_rounded_alike(*(partial(results, run, layer, x, "train") for run in (call, layer)))
 
 
 # code that it does not fuse or capture is not an error
@@ -393,8 +395,5 @@ def test_the_compiler_may_replay_cuda_graphs() -> None:
     call = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for _ in range(3):  # the first two calls warm up and record
         x = torch.randn(2, 20, 3, device="cuda", requires_grad=True)
-        with torch.autocast("cuda", torch.bfloat16):
-            torch.compiler.cudagraph_mark_step_begin()
-            actual = [v.clone() for v in results(call, layer, x, "train")]
-            expected = results(layer, layer, x, "train")
-    assert_close_in_bfloat16(actual, expected)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_rounded_alike(*(partial(results, run, layer, x, "train") for run in (call, layer)))
