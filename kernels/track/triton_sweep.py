@@ -1,14 +1,12 @@
 """What the raw values of a token alone determine, the sweep over the tokens, and what ends the
 backward of both.
 
-    (fed_Delta, fed_x, fed_gate) = W_y y_{t-1};  Delta = softplus(raw + fed_Delta)
+    (fed_Delta, fed_x) = W_y norm(y_{t-1});  Delta = softplus(raw + fed_Delta)
     a = exp(A Delta) * h;  written = Delta (x + fed_x) - beta a B
-    o = a C + (B C) written + D skip;  h = a + written B^T
-    y = norm(SiLU(gate + fed_gate) * o)
+    y = a C + (B C) written;  h = a + written B^T
 
-The chain of a token is y -> W_y y -> Delta -> a -> a B and a C -> o -> y, where the norm is beside
-the product; B, C, B C and beta are prepared. All that only a backward reads is computed from what
-is kept, by `triton_reverse.py`.
+The chain of a token is y -> W_y norm(y) -> Delta -> a -> a B and a C -> y; B, C, B C and beta are
+prepared. All that only a backward reads is computed from what is kept, by `triton_reverse.py`.
 Letters: b batch, f folded samples, t time, H heads, c channels and n states of a head, P and N:
 both rounded up to powers of two, u tokens of a program; s, V, NL as in `device.py`.
 """
@@ -30,21 +28,21 @@ def _load_weights(ptr, dtype: tl.constexpr, s):
 
 
 @triton.jit
-def _feed_back(v, W, s):
-    """W_y v of Delta, of x and of the gate, and the sum of squares of v, (P,) each, from v (P,).
-    Each thread computes that sum for its channel: one of the whole block would cost barriers."""
-    before = tl.reshape(v, (s.P // s.NL, s.NL))[:, None, :]
+def _feed_back(y, W, s, EPS: tl.constexpr):
+    """W_y norm(y) of Delta and of x, and 1 / rms of y, (P,) each, of y (P,) and both W. Each thread
+    computes the norm for its channel: a sum of the whole block would cost barriers."""
+    before = tl.reshape(y, (s.P // s.NL, s.NL))[:, None, :]
     squares = tl.broadcast_to(before * before, (s.P // s.NL, s.P, s.NL))
     of_delta = device.over_inputs(W[0] * before, s.P // s.NL, s)
     of_x = device.over_inputs(W[1] * before, s.P // s.NL, s)
-    of_gate = device.over_inputs(W[2] * before, s.P // s.NL, s)
-    return of_delta, of_x, of_gate, device.over_inputs(squares, s.P // s.NL, s)
+    inverse = inverse_norm(device.over_inputs(squares, s.P // s.NL, s) / s.c, EPS)
+    return of_delta * inverse, of_x * inverse, inverse
 
 
 @triton.jit
 def _load_token(
-    first,  # pointers to the rows of x, delta, scalars, B, C, `unknown_zeros` (P,), gate and skip
-    strides,  # of the tokens of x, delta, gate and skip
+    first,  # pointers to the rows of x, delta, scalars, B, C, and `unknown_zeros` (P,)
+    strides,  # of x and delta
     step,  # tokens after it
     s,
 ):
@@ -54,9 +52,7 @@ def _load_token(
     at = first[2] + step * 2 + first[5]
     B = device.load_row(first[3] + step * s.WORDS, s)
     C = device.load_row(first[4] + step * s.WORDS, s)
-    gate = device.load_vector(first[6] + step * strides[2], s.c, s)
-    skip = device.load_vector(first[7] + step * strides[3], s.c, s)
-    return x, raw, tl.load(at), tl.load(at + 1), B, C, gate, skip
+    return x, raw, tl.load(at), tl.load(at + 1), B, C
 
 
 @triton.jit
@@ -66,37 +62,34 @@ def _prefetch(first, strides, tokens, s):
     device.prefetch(first[1], tokens, strides[1], s.c)
     device.prefetch(first[3], tokens, s.WORDS, s.WORDS)
     device.prefetch(first[4], tokens, s.WORDS, s.WORDS)
-    device.prefetch(first[6], tokens, strides[2], s.c)
-    device.prefetch(first[7], tokens, strides[3], s.c)
 
 
 @triton.jit(do_not_specialize=["t_end", "H"])
 def sweep_kernel(
-    inputs,  # `TrackInputs`
-    strides,  # of the samples and tokens of its rows
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
     kept,  # `Kept`, with KEEP written from `rows` on
     h_ptr,  # (f, c, n), written
     y_ptr,  # (b, t, H c), written
+    normed_ptr,  # (b, t, H c), written: norm(y_{t-1})
     t_end,
     H,
     s: tl.constexpr,
     CHUNK: tl.constexpr,
     KEEP: tl.constexpr,
-    EPS: tl.constexpr,
+    FEEDBACK_EPS: tl.constexpr,
 ):
     dtype: tl.constexpr = inputs.x.dtype.element_ty
     f = tl.program_id(0).to(tl.int64)
     b, head = f // H, f % H
     p, channels = tl.arange(0, s.P), device.places_of_channels(s)
     A = device.wait_for(device.load_rates(inputs.A_log + head * s.c * s.n, s))
-    W_head = inputs.W_y + head * (3 * s.c * s.c)
+    W_head = inputs.W + head * (2 * s.c * s.c)
     W = (
         _load_weights(W_head, dtype, s),
         _load_weights(W_head + s.c * s.c, dtype, s),
-        _load_weights(W_head + 2 * s.c * s.c, dtype, s),
     )
     bias = device.load_vector(inputs.dt_bias + head * s.c, s.c, s).to(tl.float32)
-    D = device.load_vector(inputs.D + head * s.c, s.c, s).to(tl.float32)
     h, y = device.zeros_like(A), tl.zeros((s.P,), tl.float32)
     if inputs.h0 is not None:
         h = device.wait_for(device.load_memory(inputs.h0 + f * s.c * s.n, 0.0, s))
@@ -110,31 +103,23 @@ def sweep_kernel(
         kept.B + token * s.WORDS,
         kept.C + token * s.WORDS,
         device.unknown_zeros(p, t_end, s.P),
-        inputs.gate + b * strides[5][0] + head * s.c,
-        inputs.skip + b * strides[6][0] + head * s.c,
     )
-    by_token = (strides[0][1], strides[3][1], strides[5][1], strides[6][1])
-    past = kept.past + f * (t_end + 1) * s.P
-    if KEEP:
-        device.put(past, device.pair(y, tl.full((s.P,), 1.0, tl.float32)), channels, s.P, s)
+    by_token = (strides[0][1], strides[3][1])
     earliest = tl.minimum(tl.arange(0, CHUNK), t_end - 1)
     _prefetch(first, by_token, earliest, s)
     # The next token's rows are loaded as soon as those of a token have been read, in turns into two
     # places: a thread that waits for one load waits for all that it has issued before.
     even = _load_token(first, by_token, 0, s)
     odd = even
-    of_delta, of_x, of_gate, _ = _feed_back(y, W, s)
-    fed = of_delta, of_x, of_gate
+    fed = _feed_back(y, W, s, FEEDBACK_EPS)
     for turn in range(0, tl.cdiv(t_end, 2)):
         for half in tl.static_range(2):
             t = 2 * turn + half
             if t < t_end:
-                x, raw, B_C, beta, B_words, C_words, gate, skip = even if half == 0 else odd
+                x, raw, B_C, beta, B_words, C_words = even if half == 0 else odd
+                before = y
                 mixed = x.to(tl.float32) + fed[1]
                 delta = activate(raw.to(tl.float32) + bias + fed[0], "softplus")
-                raw_gate = gate.to(tl.float32) + fed[2]
-                shown = raw_gate * activate(raw_gate, "sigmoid")
-                skipped = D * skip.to(tl.float32)
                 # The compiler does not move the next token's loads before this condition.
                 if t % CHUNK == 0:
                     if KEEP:
@@ -158,14 +143,13 @@ def sweep_kernel(
                     r += a * B[v][:, None, :]
                     q += a * C[v][:, None, :]
                 written = delta * mixed - beta * device.over_states(r)
-                o = device.over_states(q) + B_C * written + skipped
-                gated = shown * o
+                y = device.over_states(q) + B_C * written
                 # the next token depends on this product, and on nothing below but h
-                of_delta, of_x, of_gate, squares = _feed_back(gated, W, s)
-                inverse = inverse_norm(squares / s.c, EPS)
-                y = gated * inverse
+                fed_next = _feed_back(y, W, s, FEEDBACK_EPS)
                 at = ((b * t_end + t) * H + head) * s.c
                 device.put(y_ptr + at, y, channels, s.c, s)
+                normed = (before * fed[2]).to(normed_ptr.dtype.element_ty)
+                device.put(normed_ptr + at, normed, channels, s.c, s)
                 after = ()
                 for v in tl.static_range(s.V):
                     after = after + (decayed[v] + written[None, :, None] * B[v][:, None, :],)
@@ -174,10 +158,8 @@ def sweep_kernel(
                     at = (token + t) * s.P
                     device.put(kept.rows + at, device.pair(delta, written), channels, s.P, s)
                     device.put(kept.fed + at, device.pair(fed[0], fed[1]), channels, s.P, s)
-                    device.put(kept.shown + at, device.pair(fed[2], o), channels, s.P, s)
-                    at = (t + 1) * s.P
-                    device.put(past + at, device.pair(y, inverse), channels, s.P, s)
-                fed = of_delta * inverse, of_x * inverse, of_gate * inverse
+                    device.put(kept.past + at, device.pair(before, fed[2]), channels, s.P, s)
+                fed = fed_next
     device.store_memory(h_ptr + f * s.c * s.n, h, s)
 
 
@@ -208,8 +190,8 @@ def _store_unit(ptr, row, j, here, v, s, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def prepare_kernel(
-    inputs,  # `TrackInputs`
-    strides,  # of the samples and tokens of its rows
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
     B_ptr,  # (f, t, words), int32, written
     C_ptr,  # likewise
     scalars_ptr,  # (f, t, 2), written: B C and beta
@@ -248,18 +230,17 @@ def _unit_vjp(raw_ptr, grad_ptr, inside, s, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "t_end", "H"])
 def finish_kernel(
-    inputs,  # `TrackInputs`
-    strides,  # of the samples and tokens of its rows
+    inputs,  # `Recurrence`
+    strides,  # of the samples and tokens of x, B, C, delta and erase
     kept,  # `Kept`
-    adjoint_ptr,  # (f, t, P): pairs of the cotangents of o and of `written`
+    adjoint_ptr,  # (f, t, P): pairs of w and the cotangent of `written`
     read_ptr,  # (f, t, P): a B
     unit_B_ptr,  # (f, t, N): the cotangent of the unit B
     unit_C_ptr,  # (f, t, N)
-    grad_fed_ptr,  # (b, t, H, 3, c): the cotangents of raw Delta, the gate and, written, of x with
-    # feedback
-    grads,  # as `inputs`, contiguous, of which the rows are written
-    past_ptr,  # (b, t, H, c), written: y_{t-1}
-    sums_ptr,  # (programs, H, 3, c), written: of dt_bias, D, and in the first place erase_bias
+    grad_fed_ptr,  # (b, t, H, 2, c): the cotangents of raw Delta and, written, of x with feedback
+    grads,  # as `inputs`, contiguous, of which x, B, C, delta and erase are written
+    normed_ptr,  # (b, t, H, c), written: norm(y_{t-1})
+    sums_ptr,  # (programs, H, 2, c), written: of dt_bias, and in the first place of erase_bias
     count,  # b t
     t_end,
     H,
@@ -281,31 +262,21 @@ def finish_kernel(
     store_rounded(grads.C + wide * s.n + state, grad, states)
     at = row * s.P + p
     delta, _ = unpack(tl.load(kept.rows + at, mask=channels, other=0), 2)
-    grad_o, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
+    _, grad_written = unpack(tl.load(adjoint_ptr + at, mask=channels, other=0), 2)
     grad_mixed = delta * grad_written
-    fed = grad_fed_ptr + wide * (3 * s.c) + p
+    fed = grad_fed_ptr + wide * (2 * s.c) + p
     grad_delta = tl.load(fed, mask=channels, other=0.0)
     store_rounded(grads.delta + wide * s.c + p, grad_delta, channels)
     store_rounded(fed + s.c, grad_mixed, channels)
     store_rounded(grads.x + wide * s.c + p, grad_mixed, channels)
-    grad_gate = tl.load(fed + 2 * s.c, mask=channels, other=0.0)
-    tl.store(grads.gate + wide * s.c + p, grad_gate, mask=channels)
-    of_skip = (b * strides[6][0] + t * strides[6][1])[:, None] + head * s.c + p
-    skip = tl.load(inputs.skip + of_skip, mask=channels, other=0.0).to(tl.float32)
-    D = tl.load(inputs.D + head * s.c + p, mask=p < s.c, other=0.0).to(tl.float32)
-    store_rounded(grads.skip + wide * s.c + p, grad_o * D, channels)
-    # a sample has one row more of what was fed back than it has tokens
-    at = (row + (b * H + head)[:, None]) * s.P + p
-    past, _ = unpack(tl.load(kept.past + at, mask=channels, other=0), 2)
-    store_rounded(past_ptr + wide * s.c + p, past, channels)
-    at = row * s.P + p
+    y_past, inverse = unpack(tl.load(kept.past + at, mask=channels, other=0), 2)
+    store_rounded(normed_ptr + wide * s.c + p, y_past * inverse, channels)
     read = tl.load(read_ptr + at, mask=channels, other=0.0)
     beta = tl.load(kept.scalars + ((b * H + head) * t_end + t) * 2 + 1, mask=here, other=0.0)
     grad_erase = -tl.sum(read * grad_written, 1) * beta * (1 - beta)
     store_rounded(grads.erase + token * H + head, grad_erase, here)
     channel = tl.arange(0, s.P)
-    sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 3) * s.c + channel
+    sums = sums_ptr + ((tl.program_id(0).to(tl.int64) * H + head) * 2) * s.c + channel
     tl.store(sums, tl.sum(grad_delta.to(tl.float32), 0), mask=channel < s.c)
-    tl.store(sums + s.c, tl.sum(grad_o * skip, 0), mask=channel < s.c)
     first = tl.where(channel == 0, tl.sum(grad_erase, 0), 0.0)
-    tl.store(sums + 2 * s.c, first, mask=channel < s.c)
+    tl.store(sums + s.c, first, mask=channel < s.c)

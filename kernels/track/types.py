@@ -13,7 +13,7 @@ from torch import Tensor
 from bedouin.kernels.launch import ceil_div, next_power_of_two
 
 MAX_CHANNELS, MAX_STATES = 64, 128
-"""One program holds W_y and the memory of a head in registers."""
+"""One program holds W_y of Delta and x and the memory of a head in registers."""
 
 CHUNK = 16
 """Tokens between two kept memories, which the backward computes again from them."""
@@ -70,11 +70,12 @@ class TrackInputs(NamedTuple):
     delta: Tensor  # (b, t, H c), raw, without its bias
     erase: Tensor  # (b, t, H), raw, without its bias
     gate: Tensor  # (b, t, H c)
-    skip: Tensor  # (b, t, H c), of which D times is added to h C
+    skip: Tensor  # (b, t, H c), of which D times is added to y
     dt_bias: Tensor  # (H c,)
     erase_bias: Tensor  # (H,)
     A_log: Tensor  # (H c, n) or (H, c, n): A = -exp(A_log)
     D: Tensor  # (H c,)
+    weight: Tensor  # (H c,), of the norm
     W_y: Tensor  # (H, 3 c, c), the rows of Delta, of x and of the gate
     h0: Tensor | None  # (b, H c, n); None: zeros
     y0: Tensor | None  # (b, H c); None: zeros
@@ -85,32 +86,44 @@ class TrackInputs(NamedTuple):
         b, t, H = self.erase.shape
         return b, t, H, self.W_y.shape[-1], self.A_log.shape[-1]
 
-    @property
-    def layout(self) -> Layout:
-        return Layout.of(self.W_y.shape[-1], self.A_log.shape[-1], self.x.dtype)
-
-
-ROWS = 7
-"""The inputs that have a row for each token."""
-
 
 class Tracked(NamedTuple):
-    """What `track` returns, in at least float32."""
+    """What `track` returns: the outputs before the last projection, the memory and the states."""
 
-    y: Tensor  # (b, t, H c)
+    hidden: Tensor  # (b, t, H c), in the dtype of x
     h: Tensor  # (b, H c, n), after the last token
+    y: Tensor  # (b, t, H c), in the dtype of h
+
+
+class Recurrence(NamedTuple):
+    """The fields of `TrackInputs` that the recurrence reads; W has the rows of Delta and of x."""
+
+    x: Tensor  # (b, t, H c)
+    B: Tensor  # (b, t, H n)
+    C: Tensor  # (b, t, H n)
+    delta: Tensor  # (b, t, H c)
+    erase: Tensor  # (b, t, H)
+    dt_bias: Tensor  # (H c,)
+    erase_bias: Tensor  # (H,)
+    A_log: Tensor  # (H c, n) or (H, c, n)
+    W: Tensor  # (H, 2 c, c)
+    h0: Tensor | None  # (b, H c, n)
+    y0: Tensor | None  # (b, H c)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.W.shape[-1], self.A_log.shape[-1], self.x.dtype)
 
 
 class Kept(NamedTuple):
-    """What the backward reads besides the inputs; the last five empty without it."""
+    """What the backward reads besides the inputs; the last four empty without it."""
 
     B: Tensor  # (f, t, N / V) int64, words of the unit vectors
     C: Tensor  # likewise
     scalars: Tensor  # (f, t, 2): B C and beta
     rows: Tensor  # (f, t, P) int64: pairs of Delta and what is written
     fed: Tensor  # (f, t, P) int64: pairs of what is fed back to Delta and x
-    shown: Tensor  # (f, t, P) int64: pairs of what is fed back to the gate and o
-    past: Tensor  # (f, t + 1, P) int64: pairs of y_{t-1} and 1 / rms of what it is the norm of
+    past: Tensor  # (f, t, P) int64: pairs of y_{t-1} and 1 / rms of it
     states: Tensor  # (f, chunks, N, P): h before each chunk
 
     @staticmethod
@@ -124,9 +137,6 @@ class Kept(NamedTuple):
         B, C = (erase.new_empty(f, t, layout.WORDS, dtype=torch.int64) for _ in range(2))
         scalars = erase.new_empty(f, t, 2, dtype=torch.float32)
         chunks, tokens = (ceil_div(t, CHUNK), t) if keep else (0, 0)
-        rows, fed, shown, past = (
-            erase.new_empty(f, length, P, dtype=torch.int64)
-            for length in (tokens, tokens, tokens, tokens + keep)
-        )
+        rows, fed, past = (erase.new_empty(f, tokens, P, dtype=torch.int64) for _ in range(3))
         states = erase.new_empty(f, chunks, layout.N, P, dtype=torch.float32)
-        return Kept(B, C, scalars, rows, fed, shown, past, states)
+        return Kept(B, C, scalars, rows, fed, past, states)

@@ -35,7 +35,7 @@ from bedouin.kernels.track import options
 from bedouin.kernels.track.triton_gradients import gradients_kernel
 from bedouin.kernels.track.triton_reverse import replay_kernel, reverse_kernel
 from bedouin.kernels.track.triton_sweep import finish_kernel, prepare_kernel, sweep_kernel
-from bedouin.kernels.track.types import PART, Kept, Layout, TrackInputs
+from bedouin.kernels.track.types import PART, Kept, Layout, Recurrence
 
 Kind = str | tuple[Any, ...]
 """Triton's type of a parameter, or those of a tuple, where "constexpr" is that of None."""
@@ -108,8 +108,8 @@ SHARED_MEMORY = 232448
 
 WIDE_OF_SCAN = set("start kept work A D grad_A grad_D grad_B grad_C end grad_end grad_h0".split())
 WIDE_OF_RULE = {"S0", "S_LAST", "GS_LAST", "GS0"}
-WIDE_OF_TRACK = set("scalars A_log D W_y dt_bias erase_bias h0 y0 h y states read".split())
-WIDE_OF_TRACK |= set("last H edges grad_y unit_B unit_C grad_A_log sums".split())
+WIDE_OF_TRACK = set("scalars A_log W dt_bias erase_bias h0 y0 h y states read grad_past".split())
+WIDE_OF_TRACK |= set("last H edges grad_y grad_y0 unit_B unit_C grad_A_log sums".split())
 """Pointers to float32; all others are to the dtype of x or of products."""
 
 
@@ -197,7 +197,7 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
 # -- tracker, of whose time on a token's chain a barrier takes as much as a tenth of its arithmetic
 
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
-PAIRS = set("B C rows adjoint memory slopes past fed shown gates direct factors".split())
+PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
 """Pointers to words."""
 
 
@@ -208,10 +208,10 @@ def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> Compile
 
     def kind_of(name: str) -> Kind:
         if name == "strides":
-            return (("i32", "i32"),) * 7
+            return (("i32", "i32"),) * 5
         if name in ("inputs", "grads"):
-            kinds = [pointer(f"{field}_ptr", WIDE_OF_TRACK, low) for field in TrackInputs._fields]
-            return TrackInputs(*kinds)  # type: ignore[arg-type]
+            kinds = [pointer(f"{field}_ptr", WIDE_OF_TRACK, low) for field in Recurrence._fields]
+            return Recurrence(*kinds)  # type: ignore[arg-type]
         if name == "kept":
             return Kept(*[kind_of(f"{field}_ptr") for field in Kept._fields])  # type: ignore[arg-type]
         if name.removesuffix("_ptr") in PAIRS:

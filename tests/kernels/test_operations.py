@@ -238,7 +238,7 @@ def test_shapes_types_and_gradients_are_as_registered(name: str, backend: str, d
         assert not found
         return
     # a tracker and its output
-    count = 1
+    count = 2 if name.startswith("tracker") else 1
     assert len(found) == 2 * count, "every operation and its gradient"
     for forward, inputs, _ in found[:count]:
         torch.library.opcheck(forward.overload, inputs, test_utils=UTILS)
@@ -433,7 +433,7 @@ def test_no_operation_in_triton_is_missing_here() -> None:
 OF_GRAPHS: dict[str, Callable[[], list[Any]]] = {
     "plain_scan": lambda: [*list(scan().tensors.values())[:6], "delta", "positive", False],
     "plain_delta_rule": lambda: list(ROWS["rule of steps"].make(t=5, k=2).tensors.values()),
-    "plain_track": lambda: [*ROWS["tracker"].make(t=5).tensors.values(), 1e-4],
+    "plain_track": lambda: [*ROWS["tracker"].make(t=5).tensors.values(), 1e-5, 1e-4],
 }
 
 

@@ -149,7 +149,7 @@ def test_the_loop_has_the_derivative_of_finite_differences() -> None:
     given = [v.requires_grad_() for v in tracker(2, 4, c=3, n=2).tensors.values() if v is not None]
 
     def run(*tensors: Tensor) -> Any:
-        return tuple(track_reference(TrackInputs(*tensors), 1e-4))
+        return tuple(track_reference(TrackInputs(*tensors), 1e-5, 1e-4))
 
     assert torch.autograd.gradcheck(run, given)
 

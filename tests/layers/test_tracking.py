@@ -39,7 +39,7 @@ def make(name: str, **options: Any) -> Any:
             if "read_proj" in parameter_name:
                 parameter.normal_(std=0.3)
             if "y_proj" in parameter_name:
-                parameter.mul_(3)
+                parameter.mul_(5)
     return layer
 
 
@@ -74,16 +74,18 @@ def tracker_by_hand(layer: Any, u: Tensor, read: Tensor | None) -> Tensor:
             of_x, of_delta = layer.read_proj(read[:, i]).chunk(2, -1)
             x, delta = F.silu(x_conv + of_x.view(b, H, c)), delta + of_delta
         B, C = (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + n * 1e-6) for w in (B, C))
-        of_delta, of_x, of_gate = torch.einsum("hkij,bhj->kbhi", W, y)
+        fed = y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        of_delta, of_x, of_gate = torch.einsum("hkij,bhj->kbhi", W, fed)
         step = F.softplus((delta + layer.dt_bias).view(b, H, c) + of_delta)
         beta = torch.sigmoid(erase + layer.erase_bias)[..., None, None]
         h = torch.exp(-layer.A_log.exp().view(H, c, n) * step[..., None]) * h
         h = h - beta * (h * B[:, :, None]).sum(-1, keepdim=True) * B[:, :, None]
         h = h + (step * (x + of_x))[..., None] * B[:, :, None]
-        o = (h * C[:, :, None]).sum(-1) + layer.D.view(H, c) * skip
-        v = F.silu(gate.view(b, H, c) + of_gate) * o
-        y = v / torch.sqrt(v.square().mean(-1, keepdim=True) + layer.norm_eps)
-        outputs.append(layer.out_proj(y.flatten(1) * layer.norm_weight))
+        y = (h * C[:, :, None]).sum(-1)
+        v = y + layer.D.view(H, c) * skip
+        normed = v / torch.sqrt(v.square().mean(-1, keepdim=True) + layer.norm_eps)
+        out = F.silu(gate.view(b, H, c) + of_gate) * normed * layer.norm_weight.view(H, c)
+        outputs.append(layer.out_proj(out.flatten(1)))
     return torch.stack(outputs, 1)
 
 

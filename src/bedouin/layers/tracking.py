@@ -22,6 +22,7 @@ from bedouin.layers import common
 from bedouin.layers.convolution import ShortConvolution
 from bedouin.layers.delta_net import DeltaState, GatedDeltaNet
 from bedouin.layers.heads import make_linear
+from bedouin.layers.options import FEEDBACK_NORM_EPS
 from bedouin.packing import find_packing, last_token, tokens_before
 from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
@@ -36,7 +37,7 @@ WIDE_STATE, NARROW_STATE, WIDE_FROM = 128, 64, 256  # a channel's states, by d_m
 
 class TrackerState(RecurrentState, namedtuple("_TrackerState", "conv ssm y")):  # type: ignore[misc]
     """conv: (b, w - 1, H (c + 2 n)), the last inputs of the convolution; ssm: (b, H c, n), the
-    memory h; y: (b, H c), the output y of the last token; at least float32."""
+    memory h; y: (b, H c), the output of the recurrence at the last token; at least float32."""
 
     __slots__ = ()
     axes = (2, 2, 1)
@@ -46,11 +47,11 @@ class Tracker(common.RecurrentLayer[TrackerState]):
     """A recurrence with feedback that keeps a state, (b, t, m) -> (b, t, m).
 
         x, B, C = SiLU(conv(W u));   Delta, beta^e, gate = W u
-        x^_t    = SiLU(conv(W u)_t + W_r read_t) + W_y y_{t-1}
-        Delta_t = softplus(Delta + W_r read_t + W_y y_{t-1} + dt_bias)
+        x^_t    = SiLU(conv(W u)_t + W_r read_t) + W_y norm(y_{t-1})
+        Delta_t = softplus(Delta + W_r read_t + W_y norm(y_{t-1}) + dt_bias)
         h_t     = exp(-exp(A_log) Delta_t) * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T
-        y_t     = norm(SiLU(gate_t + W_y y_{t-1}) * (h_t C_t + D * x_t))
-        out     = out_proj(weight * y_t)
+        y_t     = h_t C_t
+        out     = out_proj(SiLU(gate_t + W_y norm(y_{t-1})) * norm(y_t + D * x_t))
 
     B and C have unit length, beta^e = sigmoid(raw), and norm is an RMSNorm over the channels of a
     head. Each of the H trackers reads its own output alone. W_r begins at zero.
@@ -214,12 +215,12 @@ class Tracker(common.RecurrentLayer[TrackerState]):
         x = skip if of_x is None else fed
         with without_autocast(u.device):
             inputs = self._inputs((x, B, C, delta, erase, gate, skip), state, lengths)
-            y, h = track(inputs, self.norm_eps, backend=self.backend)
+            found = track(inputs, FEEDBACK_NORM_EPS, self.norm_eps, backend=self.backend)
+            y = found.y
             # a copy, since a view would keep the outputs of all tokens with the state
             last = y[:, -1].clone() if lengths is None else last_token(y, lengths, state.y)
-            hidden = (self.norm_weight * y).to(x.dtype)
-        output: Tensor = self.out_proj(hidden)
-        return output, TrackerState(window, h, last)
+        output: Tensor = self.out_proj(found.hidden)
+        return output, TrackerState(window, found.h, last)
 
     def _inputs(
         self, rows: tuple[Tensor, ...], state: TrackerState, lengths: Tensor | None
@@ -237,7 +238,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
                 v.masked_fill(padded, closed_value(-CLOSED, v.dtype)) for v in (delta, erase)
             )
         weight = effective_weight("y_proj", self.y_proj, c, self.D, H).view(H, 3 * c, c)
-        parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, weight
+        parameters = self.dt_bias, self.erase_bias, self.A_log, self.D, self.norm_weight, weight
         return TrackInputs(x, B, C, delta, erase, gate, skip, *parameters, state.ssm, state.y)
 
 
@@ -264,8 +265,7 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
 
         memory   S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,  o_t = S_t^T q_t
         tracker  h_t = lambda_t * h_{t-1} (I - beta^e_t B_t B_t^T) + (Delta_t x^_t) B_t^T,
-                 y_t = norm(gate_t * h_t C_t); x^_t and Delta_t depend on the input, on o_t and
-                 on y_{t-1}, as gate_t does but for o_t
+                 y_t = h_t C_t; x^_t and Delta_t depend on the input, on o_t and on y_{t-1}
         output   that of the memory + that of the tracker
 
     `memory` is a `GatedDeltaNet`, which the input alone writes and reads; `tracker` is a `Tracker`,
