@@ -215,12 +215,6 @@ def test_the_table_is_that_of_the_summary() -> None:
     assert json.loads((RESULTS / "summary.json").read_text(encoding="utf-8")) == summary()
 
 
-def of_rate(name: str, length: str) -> Seeds:
-    """The labels of seeds 0 to 4 of a run at a rate that is not that of the table."""
-    rows = [runs_of(folder)[name]["rows"][0] for folder in ("table", "table-more")]
-    return [v for row in rows for v in row["accuracy"][length]["token"]]
-
-
 def test_claims_of_the_table_and_the_index_hold() -> None:
     def worst(task: str, measure: str, *models: str) -> float:
         return min(float(v) for model in models for v in summary()[task][model][measure])
@@ -233,17 +227,20 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
 
     page = TEXTS["table"]
     of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
-    a5, s5 = (sorted(summary()[task]["tracking"]["token_512"]) for task in ("a5", "s5"))
-    assert a5[1] > 0.99 and f"seed 2 has {a5[0]:.2f}" in page
-    lost = worst("s5", "token_128", "tracking")
-    assert (
-        f"({s5[1]:.2f} to {s5[-1]:.2f} at 512), again without seed 2, which has {lost:.2f}" in page
-    )
-    assert max(of_rate("mqar-tracking_blocks-0.002", "512")) < 0.005
+    far_off = [span("s5", "token_512", model) for model in ("tracking", "recall", "lstm_l1")]
+    near = [worst("s5", "token_128", m) for m in ("tracking", "recall", "lstm_l1")]
+    assert f"({min(near):.2f} or more of the labels of 128, `tracking` {near[0]:.2f})" in page
+    blocks = runs_of("table-tuning")["mqar-tracking_blocks"]["rows"]
+    assert max(v for row in blocks for v in row["accuracy"]["512"]["token"]) < 0.005
+    sequences = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])
+    blocks = summary()["a5"]["tracking_blocks"]["token_512"]
+    assert sum(v < 0.03 for v in blocks) == 3
     copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
         "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
-        f"keeps {span('bound_a5', 'sequence_16_128', 'tracking')} of the sequences",
+        "at 512 `tracking` has {}, `recall` {}, the LSTM {}.".format(*far_off),
+        f"keeps {sequences[1]:.2f} to {sequences[-1]:.2f} of the sequences in these four",
+        f"keep {worst('bound_s3', 'sequence_16_128', 'tracking_blocks'):.2f} of the sequences",
         f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
         f"`tracking` {copies['tracking']}, ",
         f"`recall` {copies['recall']}.",
@@ -256,7 +253,7 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
         f"(A5 0.02 at 512, S3 {span('bound_s3', 'token_16_32', 'recall_no_feedback')})",
     ):
         assert claim in TEXTS["history"], claim
-    assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
+    assert worst("a5", "token_512", "tracking", "recall", "lstm_l1") > 0.99
     assert best("a5", "token_512", "attention_l2", "gated_deltanet_l1") < 0.03
     assert best("a5", "token_512", "recall_no_feedback") < 0.025
     assert worst("copy", "characters_200", "attention_l2") > 0.995
@@ -266,12 +263,13 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
     assert best("mqar", "accuracy_512", "hybrid_l2") < 0.005
     learned = {m for m in summary()["bound_s3"] if worst("bound_s3", "token_16_32", m) > 0.99}
     of_recall = ("recall", "recall_no_x", "recall_k2", "recall_layer", "recall_by_head")
-    assert learned == {"tracking", "tracking_blocks", "hybrid_l2", *of_recall}
+    assert learned == {"tracking", "hybrid_l2", *of_recall}
     far = ("tracking", "recall_no_x", "recall_layer", "hybrid_l2")
     assert worst("bound_s3", "sequence_16_128", *far) > 0.98
     assert sum(v < 0.95 for v in summary()["bound_s3"]["recall"]["sequence_16_128"]) == 2
-    solved = ("tracking", "hybrid_l2", "deltaproduct_l2", "recall_layer")
+    solved = ("hybrid_l2", "deltaproduct_l2", "recall_layer")
     assert worst("bound_a5", "token_16_32", *solved) > 0.99
+    assert sum(v > 0.99 for v in summary()["bound_a5"]["tracking"]["token_16_32"]) == 4
     for task in ("bound_s3", "bound_a5"):
         others = [model for model in summary()[task] if model != "lstm_l1"]
         assert worst(task, "recall_16_32", *others) > 0.91 > worst(task, "recall_16_32", "lstm_l1")
