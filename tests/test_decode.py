@@ -350,11 +350,11 @@ def test_another_mode() -> None:
 def test_a_late_or_a_second_backward_pass_is_refused() -> None:
     run, x = small().graphed(torch.randn(1, 2, 4)), torch.randn(1, 2, 4)
     first, second = run(x), run(x)
-    with pytest.raises(RuntimeError, match="before its next call"):
+    with pytest.raises(RuntimeError, match="before the layer's next call"):
         first.sum().backward()
     total = second.sum()
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once for each call"):
+    with pytest.raises(RuntimeError, match="runs once"):
         total.backward()
 
 

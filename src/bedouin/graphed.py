@@ -36,23 +36,18 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graphed: "Graphed", output: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
-        ctx.graphed, ctx.call, ctx.ran = graphed, graphed.calls, False
+        ctx.graphed, ctx.call = graphed, graphed.calls
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # grad: (b, t, m)
         if ctx.call != ctx.graphed.calls:
             raise RuntimeError(
-                "the backward pass of a graphed layer must come before its next call, which "
-                "overwrites what it needs: call backward first, or capture a second "
-                "layer.graphed(sample) for the second call"
+                "the backward pass of a graphed layer runs once, and before the layer's next call, "
+                "because both overwrite what it needs: capture a second layer.graphed(sample) for "
+                "a second call, or call the layer itself for several backward passes"
             )
-        if ctx.ran:
-            raise RuntimeError(
-                "the backward pass of a graphed layer runs once for each call, because it "
-                "overwrites what it needs: call the layer itself for several backward passes"
-            )
-        ctx.ran = True
+        ctx.call = None
         return None, grad
 
 

@@ -124,10 +124,9 @@ class RecurrentState:
             shapes.append([tuple(v.shape[int(batched) :]) for v in state.tensors])
             first, last = shapes[0], shapes[-1]
             if first != last:
-                got = f"tensors of shapes {first} and {last}"
-                if len(first) != len(last):
-                    got = f"one with {len(first)} and one with {len(last)} tensors"
-                raise ValueError(f"{name} needs states of one layer, got {got}")
+                raise ValueError(
+                    f"{name} needs states of one layer, got tensors of shapes {first} and {last}"
+                )
         fields = zip(*(state.tensors for state in states), strict=True)
         return cls._make(join(list(field)) for field in fields)
 
@@ -255,14 +254,10 @@ def check_state(
                 f"state.{name} must have shape ({expected}), got {tuple(tensor.shape)}: make one "
                 "with init_state(batch_size) or select samples with state[...]"
             )
-        if tensor.dtype != like.dtype:
+        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
             raise ValueError(
-                f"state.{name} must have dtype {like.dtype}, got {tensor.dtype}: use "
-                f"state.to({like.dtype})"
-            )
-        if tensor.device != like.device:
-            raise ValueError(
-                f"state.{name} must be on {like.device}, got {tensor.device}: use state.to(device)"
+                f"state.{name} must have dtype {like.dtype} on {like.device}, got {tensor.dtype} "
+                f"on {tensor.device}: use state.to({like.device.type!r}, {like.dtype})"
             )
     checked: StateT = state
     return checked

@@ -112,16 +112,13 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         # by name, as norms are written anew in many libraries; FSDP and parametrizations derive
         # classes with a name in front of, or behind, that of the base
         is_norm = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
-        is_norm = is_norm or isinstance(module, nn.modules.batchnorm._NormBase)
         for name, v in module.named_parameters(recurse=False, remove_duplicate=False):
             is_bias = name.startswith("bias") or name.endswith("bias")
             if is_bias or is_norm or getattr(v, "_no_weight_decay", False):
                 exempt_ids.add(id(v))
-    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups[id(parameter) in exempt_ids].append(parameter)
-    decayed, exempt = groups
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    exempt = [parameter for parameter in trained if id(parameter) in exempt_ids]
+    decayed = [parameter for parameter in trained if id(parameter) not in exempt_ids]
     return [
         {"params": decayed, "weight_decay": float(weight_decay)},
         {"params": exempt, "weight_decay": 0.0},
