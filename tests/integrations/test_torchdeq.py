@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torchdeq.loss import fp_correction, jac_reg
+from torchdeq.loss import jac_reg
 
 from bedouin import Bedouin, LowRank
-from bedouin.solvers import Anderson, Direct, Jacobi, Picard, Solver, UnrolledAdjoint, solve
+from bedouin.solvers import Anderson, Direct, Jacobi, Picard, Solver, solve
 
 
 def cell_loss(weight: Tensor, x: Tensor) -> Tensor:
@@ -63,21 +63,3 @@ def test_jac_reg_of_the_map_of_a_layer(options: dict[str, Any], solver: Solver) 
     x = torch.randn(2, 4, 3, dtype=torch.float64)
     assert_gradient(lambda: layer_loss(layer, x, solver), layer.in_proj.weight)
     assert layer.stats is None and layer.draws.count == 0
-
-
-def test_fp_correction_of_the_map_of_a_layer() -> None:
-    layer = Bedouin(3, d_state=2, dtype=torch.float64)
-    x, target = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 4, 6).double()
-    f, y, steps = layer.map(x), torch.zeros_like(target), []
-    for _ in range(3):
-        y = f(y)
-        steps.append(y)
-    loss: Tensor = fp_correction(lambda a, b: (a - b).square().mean(), (steps, target))
-    gradients = torch.autograd.grad(loss, layer.in_proj.weight)
-    unrolled = {"adjoint": UnrolledAdjoint(), "on_unconverged": "ignore"}
-    z0, solver = torch.zeros_like(target), Picard(0.0, 0.0)
-    f = layer.map(x)
-    kept = [solve(f, z0, solver, max_steps=i, time_dim=1, **unrolled).value for i in (1, 2, 3)]  # type: ignore[arg-type]
-    again: Tensor = fp_correction(lambda a, b: (a - b).square().mean(), (kept, target))
-    expected = torch.autograd.grad(again, layer.in_proj.weight)
-    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
