@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from tests.examples.training import SMALL, a5_config, interrupting, last, read_metrics
-from tests.processes import start
 
 import train_a5
 import train_copy
@@ -19,7 +17,7 @@ from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import stream
 from common import evaluation
 from common.checkpoint import MANIFEST, find_checkpoint
-from common.options import MakeLayer, Schedule, decay, make_layer, parse_config
+from common.options import MakeLayer, Schedule, decay, make_layer
 from common.run import Run
 from flags import UsageError
 from research.baselines import make_baseline
@@ -154,22 +152,6 @@ def test_interrupted_run_continues_bit_for_bit(options: dict[str, Any], tmp_path
     torch.manual_seed(99)
     train_a5.main(a5_config(tmp_path / "cut", resume=True, **options))
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
-
-
-@pytest.mark.slow
-def test_a_killed_process_continues_bit_for_bit(tmp_path: Path) -> None:
-    flags = ["--preset=cpu", "--d-model=16", "--d-state=2", "--batch-size=8", "--threads=1"]
-    flags += ["--steps=60", "--eval-every=30", "--checkpoint-every=10", "--final-rows=64"]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    killed, deadline = start(train_a5.__file__, *flags, f"--out={cut}"), time.monotonic() + 60
-    while find_checkpoint(cut) is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    killed.kill()
-    killed.communicate()
-    assert find_checkpoint(cut) not in (None, cut / "checkpoint-60")
-    for last_flags in ([f"--out={cut}", "--resume"], [f"--out={whole}"]):
-        train_a5.main(parse_config(train_a5.PRESETS, [*flags, *last_flags]))
-    assert_same_run(whole, cut)
 
 
 def test_an_earlier_run_is_not_replaced_silently(tmp_path: Path) -> None:
