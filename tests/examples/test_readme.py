@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from tests.examples.test_results import RESULTS, ROOT, runs_of, summary
+from tests.examples.test_results import RESULTS, ROOT, runs_of, summary, tuning_runs
 
 import bedouin
 from benchmarks.cases import SPEED
@@ -16,6 +16,7 @@ from research.experiments.table import RATES, VARIANTS
 PAGES = {
     "README": ROOT / "README.md",
     "examples": ROOT / "examples" / "README.md",
+    "integrations": ROOT / "examples" / "integrations" / "README.md",
     "index": RESULTS / "README.md",
     **{path.parent.name: path for path in sorted(RESULTS.glob("*/README.md"))},
 }
@@ -91,14 +92,14 @@ def test_the_readme_and_the_index_are_short_and_lead_to_every_experiment() -> No
     assert len(PROSE.split()) <= 1100
     assert len(TEXTS["index"].split()) <= 1500
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
-    assert folders == PAGES.keys() - {"README", "examples", "index"}
+    assert folders == PAGES.keys() - {"README", "examples", "integrations", "index"}
     assert all(f"({folder}/README.md)" in TEXTS["index"] for folder in folders)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere_and_no_row_says_skipped(page: str) -> None:
     assert "skipped" not in TEXTS[page]
-    targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
+    targets = re.findall(r"\]\(([^)#]+)", TEXTS[page])
     local = [target for target in targets if not target.startswith("https://")]
     assert all((PAGES[page].parent / target).is_file() for target in local)
 
@@ -244,22 +245,9 @@ def bits_of(name: str) -> list[float]:
 
 def test_the_words_on_results_are_those_of_the_raw_results() -> None:
     tasks = summary()
-    counts = {
-        name: [
-            of["tuning_runs"]
-            for models in tasks.values()
-            for m, of in models.items()
-            if m in of_name
-        ]
-        for name, of_name in {
-            "recall": ("recall",),
-            "tracking": ("tracking",),
-            "a rival": RIVALS,
-        }.items()
-    }
-    spans = [f"{min(values)} to {max(values)}" for values in counts.values()]
-    found = "`recall` were chosen in {} tuning runs, those of `TrackingDeltaNet` in {}, those of a"
-    assert f"{found} rival in {{}}.".format(*spans) in PROSE
+    found = "`recall` were chosen in {recall} tuning runs, those of `TrackingDeltaNet` in "
+    found += "{tracking}, those of a rival in {rival}."
+    assert found.format(**tuning_runs()) in PROSE
     assert f"{fmean(tasks['a5']['gated_deltanet_l1']['token_512']):.2f}." in line(README, "A5:")[4]
     assert min(tasks["copy"]["attention_l2"]["characters_200"]) > 0.995
     assert max(tasks["mqar"]["lstm_l1"]["accuracy_512"]) < 0.005

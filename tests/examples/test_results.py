@@ -48,6 +48,17 @@ def summary() -> dict[str, Any]:
     return summarize(RESULTS)
 
 
+@cache
+def tuning_runs() -> dict[str, str]:
+    """How many tuning runs the tasks have of each layer, and of a rival of ours."""
+    counts = defaultdict(list)
+    for models in summary().values():
+        for model, of in models.items():
+            name = model if model.startswith(("recall", "tracking")) else "rival"
+            counts[name].append(of["tuning_runs"])
+    return {name: f"{min(found)} to {max(found)}" for name, found in counts.items()}
+
+
 def numbers(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
     if isinstance(value, dict):
         for key, of in value.items():
@@ -250,16 +261,8 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
         f"in none ({span('bound_a5', 'token_16_32', 'recall')})",
     ):
         assert claim in page, claim
-    for claim in (
-        f"({copies['recall_no_erase']})",
-        f"({span('a5', 'token_512', 'recall_no_x')} at 512)",
-        f"(A5 0.02 at 512, S3 {span('bound_s3', 'token_16_32', 'recall_no_feedback')})",
-    ):
-        assert claim in TEXTS["history"], claim
-    assert worst("a5", "token_512", "recall", "lstm_l1") > 0.99
     assert best("a5", "token_512", "attention_l2", "gated_deltanet_l1") < 0.03
     assert best("a5", "token_512", "recall_no_feedback") < 0.025
-    assert worst("copy", "characters_200", "attention_l2") > 0.995
     four = ("attention_l2", "gated_deltanet_l1", "tracking", "recall")
     assert worst("mqar", "accuracy_512", *four) > 0.98
     assert worst("mqar", "accuracy_512", "recall_no_feedback") > 0.995
@@ -301,15 +304,9 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert shown.strip() == tuning_markdown(RESULTS).strip()
     rows = [row for run in runs_of("table-tuning").values() for row in run.get("rows", ())]
     assert shown.count("\n|") - 2 * shown.count("|form|") == len(rows)
-    counts = defaultdict(set)
-    for models in summary().values():
-        for model, of in models.items():
-            counts[model].add(of["tuning_runs"])
-    rivals = [n for m, of in counts.items() if not m.startswith(("recall", "tracking")) for n in of]
     page = TEXTS["table-tuning"]
-    assert f"Rivals have {min(rivals)} to {max(rivals)} runs a task" in page
-    number = min(counts["tracking"]), max(counts["tracking"])
-    assert "`tracking` {} to {} with its trials".format(*number) in page
+    assert "Rivals have {rival} runs a task".format(**tuning_runs()) in page
+    assert "`tracking` {tracking} with its trials".format(**tuning_runs()) in page
 
 
 # -- language, history, times
@@ -388,16 +385,3 @@ def test_targets_and_parts_of_the_benchmark_are_those_of_the_page() -> None:
     assert "takes {:.2f} (Picard) and {:.2f} (Jacobi) times its byte floor".format(*floors) in page
     packed = [row["numbers"]["over_padded"] for row in runs["h100_packed"]["rows"]]
     assert f"take {min(packed):.2f} to {max(packed):.2f} times as long as padded rows" in page
-
-
-def test_hazards_of_the_sanitizer_are_those_of_cublas() -> None:
-    checks, page = runs_of("benchmark")["h200_checks"], TEXTS["benchmark"]
-    entries = {row["entry"] for row in checks["rows"]}
-    assert f"no error in {len(entries)} entries" in page
-    assert len(checks["rows"]) == 2 * len(entries)
-    found = [row for row in checks["rows"] if row["errors"]]
-    assert len(found) == 6 and all(row["tool"] == "racecheck" for row in found)
-    assert all(name.startswith("nvjet_sm90_") for row in found for name in row["kernels"])
-    counts = sorted(row["replays"] for row in checks["replays"])
-    assert f"{counts[0]:,} to {counts[-1]:,} replays" in page
-    assert not any(row["differing"] for row in checks["replays"])
