@@ -233,18 +233,22 @@ def test_the_figure_of_lengths_shows_the_seeds_of_each_model(
     assert [0.7, 0.6] in ydata(shown["bound S3, 16 names"])
 
 
-def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
-    def tuned(name: str, values: dict[float, float]) -> None:
-        rows = [
-            {"accuracy": {"16": {"token": [value]}}, "point": {"lr": rate}}
-            for rate, value in values.items()
-        ]
-        add_runs(tmp_path / "table-tuning", {name: {"rows": rows}})
+def of_rates(found: dict[float, list[float]]) -> dict[str, Any]:
+    """A run with the labels of the seeds at each rate."""
+    rows = [
+        {"accuracy": {"16": {"token": seeds}}, "point": {"lr": rate}}
+        for rate, seeds in found.items()
+    ]
+    return {"rows": rows}
 
-    tuned("a5-rdn_l1", {1e-3: 0.5, 2e-3: 0.6, 4e-3: float("nan")})
-    tuned("a5-rdn_l1_slow", {1e-3: 0.5, 2e-3: 0.6, 4e-3: 0.7})
-    tuned("copy-tracking_no_read", {1e-3: 0.5, 2e-3: 0.4, 4e-3: 0.3})
-    runs = read_runs(tmp_path / "table-tuning")
+
+def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
+    runs = {
+        "a5-rdn_l1": of_rates({1e-3: [0.5], 2e-3: [0.6], 4e-3: [math.nan]}),
+        "a5-rdn_l1_slow": of_rates({1e-3: [0.5], 2e-3: [0.6], 4e-3: [0.7]}),
+        "copy-tracking_no_read": of_rates({1e-3: [0.5], 2e-3: [0.4], 4e-3: [0.3]}),
+    }
+    add_runs(tmp_path / "table-tuning", runs)
     assert chosen(runs, "s5", "rdn_l1") == ("rdn_l1_slow", 4e-3)
     assert chosen(runs, "mqar", "tracking_no_read") is None  # it has tuning runs of its own
     assert chosen(runs, "a5", "tracking_no_read") is None
@@ -256,29 +260,23 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     assert beyond["a5-rdn_l1_slow-0.008"].endswith("--lr 0.008")
     # reported when the further rate has been tried, too
     assert found["table"] == {}
-    tuned("a5-rdn_l1_slow-0.008", {8e-3: 0.8})
+    add_runs(tmp_path / "table-tuning", {"a5-rdn_l1_slow-0.008": of_rates({8e-3: [0.8]})})
     again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
     assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
     assert "--model rdn_l1_slow --compile --lr 0.008" in again["a5-rdn_l1"]
 
 
 def test_the_gate_chooses_the_rate_whose_worst_seed_is_the_best() -> None:
-    def run(*rates: tuple[float, list[float]]) -> dict[str, Any]:
-        rows = [
-            {"accuracy": {"16": {"token": of_seeds}}, "point": {"lr": rate}}
-            for rate, of_seeds in rates
-        ]
-        return {"rows": rows}
-
     tuning = {
-        "a5-tracking": run((1e-3, [0.5]), (2e-3, [0.8]), (4e-3, [0.9])),
-        "a5-tracking-0.008": run((8e-3, [0.4])),
+        "a5-tracking": of_rates({1e-3: [0.5], 2e-3: [0.8], 4e-3: [0.9]}),
+        "a5-tracking-0.008": of_rates({8e-3: [0.4]}),
     }
-    gate = {"a5-tracking": run((4e-3, [0.99, 0.7]))}
+    gate = {"a5-tracking": of_rates({4e-3: [0.99, 0.7]})}
     assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)  # a single rate
-    gate["a5-tracking-0.002"] = run((2e-3, [0.9, 0.75]))
+    gate["a5-tracking-0.002"] = of_rates({2e-3: [0.9, 0.75]})
     assert settled(tuning, gate, "a5", "tracking") == ("tracking", 2e-3)
-    tuning["a5-tracking"]["rows"][1] = run((2e-3, [0.6]))["rows"][0]  # that of tuning is the worst
+    # the seed of tuning is the worst
+    tuning["a5-tracking"] = of_rates({1e-3: [0.5], 2e-3: [0.6], 4e-3: [0.9]})
     assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)
     assert settled({}, gate, "a5", "tracking") is None
 
