@@ -12,7 +12,6 @@ from tests.messages import of, of_kind, refused
 
 from bedouin import Bedouin
 from benchmarks import (
-    agreement,
     bench,
     cases,
     cpu,
@@ -30,7 +29,6 @@ from benchmarks.whole_models import MIXERS, TASKS, Sizes
 from flags import UsageError
 from research.baselines import count
 
-CPU = torch.device("cpu")
 PACKED = tuple(case.name for case in (cases.PACKED[0], cases.PACKED[-1]))
 INTERPRETED = tuple(
     case.name
@@ -88,16 +86,27 @@ def test_a_failing_row_is_reported_and_the_others_go_on(
     assert capsys.readouterr().out.count("TimeoutError: gave up after 0 s") == 2
 
 
-def test_a_row_that_differs_from_the_reference_is_not_timed(tmp_path: Path) -> None:
-    def broken(setting: Setting, shape: Shape) -> None:
-        raise AssertionError("output: relative error 1")
+class WrongLayer(Bedouin):
+    """A layer whose output is wrong unless it is the reference."""
 
-    context, case = bench.make_context(toy(tmp_path)), cases.CASES[0]
+    def forward(self, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        factor = 1.0 if self.backend == "reference" else 1.001
+        return super().forward(x, *rest, **options) * factor
+
+
+class WrongSetting(Setting):
+    def layer(self, **options: Any) -> Bedouin:
+        return WrongLayer(self.m, d_state=self.n, num_householder=self.k, **options)
+
+
+def test_a_row_that_differs_from_the_reference_is_not_timed(tmp_path: Path) -> None:
+    wrong = WrongSetting(torch.device("cpu"), "float32", m=8, n=2, k=2)
+    context = dataclasses.replace(bench.make_context(toy(tmp_path)), setting=wrong)
+    (case,) = (case for case in cases.CASES if case.name == "direct")
     limits = bench.Limits(prepare=60, row=60, left=60)
-    case = dataclasses.replace(case, agrees=broken)
-    row = bench.run_row(context, case, Shape(2, 4), {}, limits)
+    row = bench.run_row(context, case, Shape(2, 12), {}, limits)
     assert row["status"] == "failed" and not row["numbers"]
-    for part in ("not timed, it differs from the reference", "relative error 1"):
+    for part in ("not timed, it differs from the reference", "output: relative error"):
         assert part in row["reason"] and part in table.text_line(row)
 
 
@@ -165,25 +174,6 @@ WRONG = of_kind(ValueError, [
 ])  # fmt: skip
 
 test_wrong_arguments_are_named = refused(WRONG)
-
-
-class WrongLayer(Bedouin):
-    """A layer whose output is wrong unless it is the reference."""
-
-    def forward(self, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        factor = 1.0 if self.backend == "reference" else 1.001
-        return super().forward(x, *rest, **options) * factor
-
-
-class WrongSetting(Setting):
-    def layer(self, **options: Any) -> Bedouin:
-        return WrongLayer(self.m, d_state=self.n, num_householder=self.k, **options)
-
-
-def test_agreement_detects_a_wrong_result() -> None:
-    agreement.direct_agrees(Setting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
-    with pytest.raises(AssertionError, match="output: relative error"):
-        agreement.direct_agrees(WrongSetting(CPU, "float32", m=8, n=2, k=2), Shape(2, 12))
 
 
 def test_recorded_times_become_a_figure(tmp_path: Path) -> None:
