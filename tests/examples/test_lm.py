@@ -210,17 +210,6 @@ def test_every_layer_learns(
     assert f"python examples/generate.py --run {tmp_path}" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_continues_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    train_lm.main(small(text, tmp_path / "whole"))
-    with interrupting(3), pytest.raises(KeyboardInterrupt):
-        train_lm.main(small(text, tmp_path / "cut"))
-    torch.manual_seed(99)
-    train_lm.main(small(text, tmp_path / "cut", resume=True))
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
-
-
 def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in read_metrics(folder)["history"]]
 

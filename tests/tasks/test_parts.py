@@ -22,7 +22,6 @@ from torch import Tensor
 from bedouin.tasks import (
     IGNORE,
     Group,
-    Parity,
     Split,
     Stream,
     alternating,
@@ -184,19 +183,6 @@ test_bad_arguments = refused(
         for given, kind, message in WRONG_LABELS
     ]
 )
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 99))
-def test_the_last_of_every_label_is_the_label_at_the_last_position(
-    length: int, b: int, seed: int
-) -> None:
-    predicted = torch.randint(2, (b, length), generator=torch.Generator().manual_seed(seed))
-    every, last = (
-        last_position_accuracy(predicted, Parity(length, 1, at).sample(b, stream("test", 1)).labels)
-        for at in ("every", "last")
-    )
-    assert torch.equal(every, last)
 
 
 @pytest.mark.parametrize(
