@@ -10,6 +10,7 @@ from tests.examples.test_results import RESULTS, ROOT, runs_of, summary, tuning_
 
 import bedouin
 from benchmarks.cases import SPEED
+from benchmarks.targets import PAPER_16, PAPER_100
 from research.experiments.language_model import SCORE
 from research.experiments.table import RATES, VARIANTS
 
@@ -171,14 +172,8 @@ def test_speed_is_that_of_the_benchmark() -> None:
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
-    source = (ROOT / "examples" / "benchmarks" / "targets.py").read_text()
-    few, many = (
-        dict(re.findall(r'"(\w+)": ([\d.]+)', re.search(rf"^{name} = .*$", source, re.M)[0]))  # type: ignore[index]
-        for name in ("PAPER_16", "PAPER_100")
-    )
-    for shape in few:
-        shown = f"{float(few[shape]):g}/{float(many[shape]):g}"
-        assert line(README, f"{shape.replace('x', '×')} ")[6] == shown
+    for shape, few in PAPER_16.items():
+        assert line(README, f"{shape.replace('x', '×')} ")[6] == f"{few:g}/{PAPER_100[shape]:g}"
 
 
 RIVALS = [model for model in VARIANTS if not model.startswith(("recall", "tracking"))]
