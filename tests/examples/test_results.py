@@ -288,16 +288,6 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
     assert [f"{v:.2f}" for v in sorted(lstm)][::2] == ["0.91", "0.94"]
 
 
-def test_means_of_all_seeds_are_those_of_the_page() -> None:
-    def mean(task: str, model: str) -> str:
-        more = runs_of("table-seeds")[f"{task}-{model}"]["rows"][0]["accuracy"]["512"]["token"]
-        return f"{fmean([*summary()[task][model]['token_512'], *more]):.2f}"
-
-    means = [mean(task, model) for task in ("a5", "s5") for model in ("recall", "lstm_l1")]
-    form = "`recall` has {} of the labels of A5 at 512 in the mean, the LSTM {}; of S5 {} and {}."
-    assert form.format(*means) in TEXTS["table-seeds"]
-
-
 def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(experiment.Config(tuning=True)) == 0
     shown = capsys.readouterr().out
@@ -320,21 +310,6 @@ def test_language_models_are_reported_at_their_best_rate() -> None:
         assert {run["seed"] for run in runs.values()} == {TUNING_SEED}
         best = min(rates, key=lambda rate: float(runs[rate]["bits_per_byte"][SCORE]))
         assert {reported[f"{name}-seed{i}"]["config"]["lr"] for i in range(3)} == {best}
-
-    def mean(folder: str, name: str, length: str) -> float:
-        return fmean(runs_of(folder)[f"{name}-seed{i}"]["bits_per_byte"][length] for i in range(3))
-
-    others = ("gated_deltanet", "attention", "mamba", "bedouin")
-    behind = [mean("language", n, SCORE) - mean("language", "recall", SCORE) for n in others]
-    form = "needs {:.3f} less than Gated DeltaNet, {:.3f} less than attention, {:.3f} less than "
-    form += "Mamba and {:.3f} less than the default layer;"
-    assert form.format(*behind) in TEXTS["language"] and min(behind) > 0
-    one, two = (reported[f"scaling-{name}"]["tokens_per_second"] for name in ("one", "two"))
-    shown = f"{two / one:.2f} times as fast as one: {two:,.0f} and {one:,.0f} tokens"
-    assert shown in TEXTS["language"]
-    means = [mean("language-model-cpu", name, "128") for name in ("bedouin", "lstm")]
-    shown = " of the second row is {:.3f}, that of the LSTM {:.3f};".format(*means)
-    assert shown in TEXTS["language-model-cpu"] and means[0] < means[1]
 
 
 def test_whole_models_are_those_of_the_page() -> None:
@@ -361,7 +336,7 @@ def test_whole_models_are_those_of_the_page() -> None:
         assert claim in TEXTS["benchmark"]
 
 
-def test_targets_and_parts_of_the_benchmark_are_those_of_the_page() -> None:
+def test_targets_of_the_benchmark_are_those_of_the_page() -> None:
     page, runs = TEXTS["benchmark"], runs_of("benchmark")
     for name, run in runs.items():
         where = run["device"] if "device" in run else run["machine"]["device"]
@@ -377,11 +352,3 @@ def test_targets_and_parts_of_the_benchmark_are_those_of_the_page() -> None:
     peaks = [row for key, row in missed.items() if "heads" in key[0] and "GiB" in key[0]]
     over = [float(row[2]) / float(row[3]) for row in peaks]
     assert len(over) == 8 and f"those of memory by {min(over):.1f} to {max(over):.1f}" in page
-    rows = runs["h100_benchmark"]["rows"]
-    parts = {(row["case"], row["shape"]): row["numbers"] for row in rows}
-    scans = [f"{n['graph_both_ms']:.3g}" for (case, _), n in parts.items() if case == "scan"]
-    assert "the scan alone takes {}, {}, {} and {} ms".format(*scans) in page
-    floors = [parts[f"{kind}-iteration", "64x256"]["times_floor"] for kind in ("picard", "jacobi")]
-    assert "takes {:.2f} (Picard) and {:.2f} (Jacobi) times its byte floor".format(*floors) in page
-    packed = [row["numbers"]["over_padded"] for row in runs["h100_packed"]["rows"]]
-    assert f"take {min(packed):.2f} to {max(packed):.2f} times as long as padded rows" in page

@@ -78,16 +78,8 @@ def test_a_script_writes_metrics_figure_and_weights(
     names: tuple[str, str],
     lengths: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    draw, shown = evaluation.accuracy_figure, []
-
-    def drawing(runs: Any, **how: Any) -> bytes:
-        shown.append(how)
-        return draw(runs, **how)
-
-    monkeypatch.setattr(evaluation, "accuracy_figure", drawing)
     found = script.main(config(tmp_path, seed=3))
     metrics = read_metrics(tmp_path)
     assert metrics == json.loads(json.dumps(found)) and list(metrics["residual"]) == lengths
@@ -98,7 +90,6 @@ def test_a_script_writes_metrics_figure_and_weights(
     assert 0 <= metrics["accuracy"][lengths[-1]] < 0.5 and metrics["seconds"] > 0
     assert metrics["seed"] == 3 and metrics["config"]["d_model"] == 16
     assert metrics["task"] == {**said, "train_length": 3}
-    assert shown == [{name: metrics["task"][name] for name in ("title", "chance", "train_length")}]
     assert [entry["step"] for entry in metrics["history"]] == [3, 6]
     assert metrics["history"][0]["loss"] == pytest.approx(math.log(1 / said["chance"]), abs=1.0)
     assert metrics["versions"]["torch"] == torch.__version__ and "cpu" in metrics["device"]
