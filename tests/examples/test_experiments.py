@@ -60,6 +60,8 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
         if found.name in REPORTED:
             seeds = int(run.name[-1]) if "-seed" in run.name else 0, 1 if "-seed" in run.name else 3
             assert (config.first_seed, config.seeds) == seeds, run.name
+        elif found.name == "table-seeds":
+            assert (config.first_seed, config.seeds) == (5, 5), run.name
         elif found.name in TUNING:
             assert config.first_seed >= 100, run.name
 

@@ -17,7 +17,7 @@ from benchmarks.whole_models import DEPTHS, MIXERS
 from research import experiment
 from research.experiments.language_model import SCORE, TUNING_SEED
 from research.experiments.table import BEYOND, RATES
-from research.runs import RUNS, read_runs
+from research.runs import read_runs
 from research.summary import markdown, summarize, tuning_markdown
 
 RESULTS = experiment.RESULTS
@@ -186,18 +186,6 @@ def test_every_figure_is_shown() -> None:
     assert {path.resolve() for path in RESULTS.rglob("*.png")} <= shown
 
 
-def test_runs_with_too_many_skipped_steps_are_marked_as_failed() -> None:
-    """In their files, also in those that were written before `ensemble.py` did so."""
-    folders = {path.parent.name for path in RESULTS.glob(f"*/{RUNS}")} - {"history"}
-    for name, content in (pair for folder in folders for pair in runs_of(folder).items()):
-        for row in content.get("rows", ()) if isinstance(content, dict) else ():
-            skipped = [entry["skipped"] for entry in row.get("history", ()) if "skipped" in entry]
-            share = [sum(of) / row["point"]["steps"] for of in zip(*skipped, strict=True)]
-            if share:
-                marked = row.get("failed", [False] * len(share))
-                assert marked == [value > 0.01 for value in share], name
-
-
 def test_the_page_of_the_examples_has_the_numbers_of_the_runs() -> None:
     page = Path(ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     found = [runs_of("a5-cpu")[f"a5_cpu_heads_seed{seed}"] for seed in range(2)]
@@ -205,16 +193,6 @@ def test_the_page_of_the_examples_has_the_numbers_of_the_runs() -> None:
     assert f"trained at length 6; {worst:.2f} of the sequences right at 24" in page
     copied = runs_of("copying-cpu")["copy_cpu_heads_seed0"]["character_accuracy"]["12"]
     assert f"{copied:.2f} of the characters right at 12" in page
-
-
-@pytest.mark.parametrize(
-    ("page", "of"),
-    [("table-wide", {"first_seed": 0, "seeds": 3, "d_model": 512})]
-    + [("table-seeds", {"first_seed": 5, "seeds": 5})],
-)
-def test_runs_have_the_seeds_and_the_width_of_the_page(page: str, of: dict[str, int]) -> None:
-    for name, run in runs_of(page).items():
-        assert of.items() <= run["config"].items(), name
 
 
 # -- the table
