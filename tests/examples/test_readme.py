@@ -37,12 +37,6 @@ def run(block: str) -> dict[str, Any]:
     return names
 
 
-def raw(name: str) -> Any:
-    """The content of the run EXPERIMENT/NAME."""
-    folder, run = name.split("/")
-    return runs_of(folder)[run]
-
-
 def line(page: str, start: str) -> list[str]:
     """The cells of the one table line that begins with `start`."""
     (found,) = [row for row in page.splitlines() if row.startswith(f"| {start}")]
@@ -105,11 +99,6 @@ def test_links_lead_somewhere_and_no_row_says_skipped(page: str) -> None:
     assert all((PAGES[page].parent / target).is_file() for target in local)
 
 
-def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
-    """The numbers of a benchmark by row and shape."""
-    return {(row["case"], row["shape"]): row["numbers"] for row in raw(name)["rows"]}
-
-
 def speeds() -> list[dict[str, Any]]:
     """The rows of speed.json."""
     rows: list[dict[str, Any]] = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))
@@ -117,9 +106,10 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    layers = numbers("benchmark/h200_layers")
+    rows = runs_of("benchmark")["h200_layers"]["rows"]
+    layers = {(row["case"], row["shape"]): row["numbers"] for row in rows}
     page = TEXTS["benchmark"].split("## Times of the layers")[1].split("\n## ")[0]
-    rows = [row for row in page.splitlines() if row.startswith("| ")][1:]
+    lines = [row for row in page.splitlines() if row.startswith("| ")][1:]
     shapes = "128x16", "64x256", "16x1024", "8x4096"
     starts = {
         "tracking": "`TrackingDeltaNet`",
@@ -137,7 +127,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
     }
     assert set(starts) == set(SPEED)
     graph = {case: [layers[case, shape]["graph_both_ms"] for shape in shapes] for case in starts}
-    for row, (case, start) in zip(rows, starts.items(), strict=True):
+    for row, (case, start) in zip(lines, starts.items(), strict=True):
         times = [layers[case, shape] for shape in shapes]
         shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
         peaks = ", ".join(f"{n['peak_gib']:.3g}" for n in times)
@@ -271,7 +261,7 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
 
 def test_the_words_on_heads_are_those_of_the_raw_results() -> None:
     one, eight, equal = (
-        raw(f"heads/a5-{name}")["rows"][0] for name in ("heads1", "heads8", "heads1-equal")
+        runs_of("heads")[f"a5-{name}"]["rows"][0] for name in ("heads1", "heads8", "heads1-equal")
     )
     labels = {id(row): row["accuracy"]["512"]["token"] for row in (one, eight, equal)}
     shown = spread(labels[id(eight)]), spread(labels[id(one)])

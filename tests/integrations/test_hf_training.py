@@ -285,29 +285,6 @@ class TestTraining:
         with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
             model(ids, past_key_values=transformers.DynamicCache(config=model.config))
 
-    def test_trainer_resumes(self, mixing: dict[str, Any], tmp_path: Path) -> None:
-        rows = torch.randint(1, 4, (16, 6)).tolist()  # few ids, which four steps learn
-        data = [{"input_ids": row, "labels": row} for row in rows]
-
-        def train(resume: bool) -> tuple[BedouinForCausalLM, list[float]]:
-            torch.manual_seed(0)
-            model = BedouinForCausalLM(make_config(**mixing))
-            steps: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "logging_steps": 1}
-            rate = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 1.0}
-            folder, options = tmp_path / ("cut" if resume else "4"), steps | rate
-            options |= {"per_device_train_batch_size": 4, "gradient_checkpointing": True}
-            arguments = training(folder, **options)
-            trainer = transformers.Trainer(model, arguments, train_dataset=data)
-            cut = str(tmp_path / "4" / "checkpoint-2")
-            trainer.train(resume_from_checkpoint=cut if resume else None)
-            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            return model, losses
-
-        whole, losses = train(resume=False)
-        resumed, again = train(resume=True)
-        assert losses[-1] < losses[0] and again == losses
-        assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-
     @pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
     def test_trainer_keeps_the_documents_of_a_data_set(
         self, mixing: dict[str, Any], name: str, tmp_path: Path
