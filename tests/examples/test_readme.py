@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from tests.examples.test_results import RESULTS, ROOT, runs_of, summary, tuning_runs
+from tests.examples.test_results import RESULTS, ROOT, cells_of, runs_of, summary, tuning_runs
 
 import bedouin
 from benchmarks.cases import SPEED
@@ -35,12 +35,6 @@ def run(block: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(block.replace("range(400)", "range(3)"), names)
     return names
-
-
-def line(page: str, start: str) -> list[str]:
-    """The cells of the one table line that begins with `start`."""
-    (found,) = [row for row in page.splitlines() if row.startswith(f"| {start}")]
-    return [cell.strip() for cell in found.strip("|").split(" | ")]
 
 
 TRAINING = next(block for block in BLOCKS if "optimizer" in block)
@@ -136,7 +130,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
         columns = "tracking", "direct-heads16", "direct-heads8", "lstm", "mamba"
         times = [layers[case, shape] for case in columns]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
-        assert line(README, f"{shape.replace('x', '×')} ")[1:6] == shown
+        assert cells_of(README, f"{shape.replace('x', '×')} ")[1:6] == shown
 
     def faster(case: str) -> list[bool]:
         return [a < b for a, b in zip(graph[case], graph["lstm"], strict=True)]
@@ -163,7 +157,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
     for shape, few in PAPER_16.items():
-        assert line(README, f"{shape.replace('x', '×')} ")[6] == f"{few:g}/{PAPER_100[shape]:g}"
+        assert cells_of(README, f"{shape.replace('x', '×')} ")[6] == f"{few:g}/{PAPER_100[shape]:g}"
 
 
 RIVALS = [model for model in VARIANTS if not model.startswith(("recall", "tracking"))]
@@ -212,7 +206,7 @@ def all_seeds(task: str, model: str, measure: str) -> list[float]:
 def test_the_table_of_results_is_that_of_the_raw_results(start: str) -> None:
     task, measure = TABLE[start]
     models = summary()[task]
-    _, tracking, recall, rivals, _ = line(README, start)
+    _, tracking, recall, rivals, _ = cells_of(README, start)
     assert recall == spread(all_seeds(task, "recall", measure))
     assert tracking == spread(all_seeds(task, "tracking", measure))
     found = {m: all_seeds(task, m, measure) for m in models if m in RIVALS}
@@ -233,7 +227,9 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
     found = "`recall` were chosen in {recall} tuning runs, those of `TrackingDeltaNet` in "
     found += "{tracking}, those of a rival in {rival}."
     assert found.format(**tuning_runs()) in PROSE
-    assert f"{fmean(tasks['a5']['gated_deltanet_l1']['token_512']):.2f}." in line(README, "A5:")[4]
+    assert (
+        f"{fmean(tasks['a5']['gated_deltanet_l1']['token_512']):.2f}." in cells_of(README, "A5:")[4]
+    )
     assert min(tasks["copy"]["attention_l2"]["characters_200"]) > 0.995
     assert max(tasks["mqar"]["lstm_l1"]["accuracy_512"]) < 0.005
     one = [
@@ -241,7 +237,7 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
         for m, of in tasks["bound_s3"].items()
         if m in RIVALS and m.endswith("_l1")
     ]
-    assert f"at most {max(one):.2f}." in line(README, "bound S3:")[4]
+    assert f"at most {max(one):.2f}." in cells_of(README, "bound S3:")[4]
     recurrent = {
         m: fmean(of["characters_200"])
         for m, of in tasks["copy"].items()
@@ -251,7 +247,7 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
     for of_seed in ("lstm_l1", "recall"):  # "most seeds track as far"
         assert sum(value > 0.99 for value in all_seeds("a5", of_seed, "token_512")) > 5
     models = {name: bits_of(name) for name in LANGUAGE_MODELS}
-    cells = line(README, "Python source")
+    cells = cells_of(README, "Python source")
     assert cells[1:3] == [spread(bits_of("tracking")), spread(models.pop("recall"))]
     own, lstm = spread(models.pop("bedouin")), spread(models["lstm"])
     best = min(models, key=lambda name: fmean(models[name]))
@@ -286,13 +282,13 @@ def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
     timed = "8 heads", "picard, one step", "FixedPointRNN", "tracking"
     of_lstm = [[ms[layer, shape] / ms["lstm", shape] for shape in shapes] for layer in timed]
     on_gpu = ["; ".join(map(shown_ratio, pair)) for pair in of_lstm]
-    layers = [name.strip("`").removesuffix("(d_model)") for name in line(README, "| `")[1:]]
+    layers = [name.strip("`").removesuffix("(d_model)") for name in cells_of(README, "| `")[1:]]
     assert layers == ["Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"]
     sizes = [f"{of[layer, 256]['state_size']:,}" for layer in layers]
-    assert line(README, "state |")[1:] == sizes
+    assert cells_of(README, "state |")[1:] == sizes
     on_cpu = [[shown_ratio(of[layer, m]["of_lstm"]) for m in (64, 256)] for layer in layers]
-    assert line(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
-    assert line(README, "time on a GPU")[1:] == on_gpu
+    assert cells_of(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
+    assert cells_of(README, "time on a GPU")[1:] == on_gpu
     for layer in layers:
         made = bedouin.Bedouin.from_paper if "." in layer else getattr(bedouin, layer)
         assert of[layer, 256]["parameters"] == sum(p.numel() for p in made(256).parameters())

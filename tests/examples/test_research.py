@@ -140,9 +140,6 @@ def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
         (chance,) = [x for x in figure.axes[0].get_lines() if x.get_label() == "chance, one token"]
         assert list(chance.get_ydata()) == [1 / 60, 1 / 60]  # type: ignore[arg-type]
         assert not figure.axes[0].collections
-        (legend,) = figure.legends  # of the figure, outside of the axes and their curves
-        highest = legend.get_window_extent().y1
-        assert highest <= min(axes.get_window_extent().y0 for axes in figure.axes)
 
 
 @pytest.mark.parametrize("runs", [[], [SCORES, {**SCORES, "accuracy": {"6": 1.0}}]])
