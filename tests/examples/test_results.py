@@ -210,33 +210,19 @@ def test_the_table_is_that_of_the_summary() -> None:
     assert json.loads((RESULTS / "summary.json").read_text(encoding="utf-8")) == summary()
 
 
-def of_rate(name: str, length: str) -> Seeds:
-    """The labels of seeds 0 to 4 of a run at a rate that is not that of the table."""
-    rows = [runs_of(folder)[name]["rows"][0] for folder in ("table", "table-more")]
-    return [v for row in rows for v in row["accuracy"][length]["token"]]
-
-
-def test_claims_of_the_table_and_the_index_hold() -> None:
-    def worst(task: str, measure: str, *models: str) -> float:
-        return min(float(v) for model in models for v in summary()[task][model][measure])
-
-    def best(task: str, measure: str, *models: str) -> float:
-        return max(float(v) for model in models for v in summary()[task][model][measure])
-
+def test_sentences_of_the_table_and_the_index_have_its_numbers() -> None:
     def span(task: str, measure: str, model: str) -> str:
-        return f"{worst(task, measure, model):.2f} to {best(task, measure, model):.2f}"
+        values = summary()[task][model][measure]
+        return f"{min(values):.2f} to {max(values):.2f}"
 
     page = TEXTS["table"]
     of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
     a5, s5 = (sorted(summary()[task]["tracking"]["token_512"]) for task in ("a5", "s5"))
-    assert a5[1] > 0.99 and f"seed 2 has {a5[0]:.2f}" in page
-    lost = worst("s5", "token_128", "tracking")
-    assert (
-        f"({s5[1]:.2f} to {s5[-1]:.2f} at 512), again without seed 2, which has {lost:.2f}" in page
-    )
-    assert max(of_rate("mqar-tracking_blocks-0.002", "512")) < 0.005
+    lost = min(summary()["s5"]["tracking"]["token_128"])
     copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
+        f"seed 2 has {a5[0]:.2f}",
+        f"({s5[1]:.2f} to {s5[-1]:.2f} at 512), again without seed 2, which has {lost:.2f}",
         "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
         f"keeps {span('bound_a5', 'sequence_16_128', 'tracking')} of the sequences",
         f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
@@ -245,31 +231,12 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
         f"in none ({span('bound_a5', 'token_16_32', 'recall')})",
     ):
         assert claim in page, claim
-    assert best("a5", "token_512", "attention_l2", "gated_deltanet_l1") < 0.03
-    assert best("a5", "token_512", "recall_no_feedback") < 0.025
-    four = ("attention_l2", "gated_deltanet_l1", "tracking", "recall")
-    assert worst("mqar", "accuracy_512", *four) > 0.98
-    assert worst("mqar", "accuracy_512", "recall_no_feedback") > 0.995
-    assert best("mqar", "accuracy_512", "hybrid_l2") < 0.005
-    learned = {m for m in summary()["bound_s3"] if worst("bound_s3", "token_16_32", m) > 0.99}
-    of_recall = ("recall", "recall_no_x", "recall_k2", "recall_layer", "recall_by_head")
-    assert learned == {"tracking", "tracking_blocks", "hybrid_l2", *of_recall}
-    far = ("tracking", "recall_no_x", "recall_layer", "hybrid_l2")
-    assert worst("bound_s3", "sequence_16_128", *far) > 0.98
-    assert sum(v < 0.95 for v in summary()["bound_s3"]["recall"]["sequence_16_128"]) == 2
-    solved = ("tracking", "hybrid_l2", "deltaproduct_l2", "recall_layer")
-    assert worst("bound_a5", "token_16_32", *solved) > 0.99
-    for task in ("bound_s3", "bound_a5"):
-        others = [model for model in summary()[task] if model != "lstm_l1"]
-        assert worst(task, "recall_16_32", *others) > 0.91 > worst(task, "recall_16_32", "lstm_l1")
     of_brackets = [
         max(run["rows"][0]["accuracy"]["256"]["token"])
         for name, run in runs_of("table-languages").items()
         if name.startswith("brackets")
     ]
     assert f"`recall`: 1.00; 1.00; at most {max(of_brackets):.2f}" in TEXTS["results"]
-    lstm = runs_of("table-languages")["brackets-lstm_l1"]["rows"][0]["accuracy"]["40"]["token"]
-    assert [f"{v:.2f}" for v in sorted(lstm)][::2] == ["0.91", "0.94"]
 
 
 def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
