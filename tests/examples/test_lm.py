@@ -96,9 +96,6 @@ def test_pieces_cover_the_documents_once() -> None:
 def test_files_are_held_out_by_their_names(text: Path, tmp_path: Path) -> None:
     training_part, held_out = corpora(text, "*.py")
     assert len(training_part.starts) + len(held_out.starts) == 40 and len(held_out.starts) >= 1
-    assert training_part.num_bytes + held_out.num_bytes == sum(
-        path.stat().st_size for path in text.glob("*.py")
-    )
     for path in text.glob("*.py"):
         if path.name != "file7.py":
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -267,20 +264,15 @@ def run_process(text: Path, folder: Path) -> None:
     assert seen == [True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"preset": "paper"}, "--preset must be auto, cpu or gpu"),
-        ({"length": 10**6}, "--length must be below the"),
-        ({"shard": True}, "--shard needs several GPUs"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_named(
-    changes: dict[str, Any], message: str, text: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        train_lm.main(small(text, tmp_path, **changes))
+def test_bad_options_are_named(text: Path, tmp_path: Path) -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "--preset must be auto, cpu or gpu": {"preset": "paper"},
+        "--length must be below the": {"length": 10**6},
+        "--shard needs several GPUs": {"shard": True},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            train_lm.main(small(text, tmp_path, **changes))
 
 
 def parsed(runs: Any) -> list[LanguageConfig]:
