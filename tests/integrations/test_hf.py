@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,34 +84,22 @@ class TestGenerate:
         assert is_random == (with_noise(mixing) != mixing)
         assert model.training and torch.equal(found, model.eval().generate(ids, **options))
 
-    @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
+    @pytest.mark.parametrize(
+        ("name", "where"), [("seq_idx", [[0, 0, 0, 1, 1, 1, 1]]), ("cu_seq_lens_q", [0, 3, 7])]
+    )
     def test_a_packed_prompt_goes_on_from_its_last_document(
-        self, model: BedouinForCausalLM, ids: Tensor, name: str
+        self, model: BedouinForCausalLM, ids: Tensor, name: str, where: list[Any]
     ) -> None:
-        where = {
-            "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
-            "cu_seq_lens_q": torch.tensor([0, 3, 7]),
-        }
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-        found = model.generate(ids[:1], **{name: where[name]}, **options)
+        found = model.generate(ids[:1], **{name: torch.tensor(where)}, **options)
         assert torch.equal(found[:, 3:], model.generate(ids[:1, 3:], **options))
 
-    def test_decoding_takes_the_step(
-        self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        mixer, calls = mixers(model)[0], []
-        step = mixer.step
-
-        def recording(x: Tensor, state: Any) -> Any:
-            calls.append(x.shape)
-            return step(x, state)
-
-        monkeypatch.setattr(mixer, "step", recording)
-        padded, mask = left_padded(ids, [0, 1, 2])
+    def test_decoding_takes_the_step(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        mixer, (padded, mask) = mixers(model)[0], left_padded(ids, [0, 1, 2])
         for options in ({"attention_mask": mask}, {"attention_mask": torch.ones_like(mask)}, {}):
-            model.generate(padded, **options, max_new_tokens=4, do_sample=False)
-            assert calls == [(3, 8)] * 3
-            calls.clear()
+            with patch.object(mixer, "step", wraps=mixer.step) as step:
+                model.generate(padded, **options, max_new_tokens=4, do_sample=False)
+            assert [call.args[0].shape for call in step.mock_calls] == [(3, 8)] * 3
 
 
 class TestCache:
@@ -226,10 +215,10 @@ class TestAttention:
         seq_idx = torch.tensor([[0, 0, 7, 1, 1, 1, 7, 1, 1, 1]])
         mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 1, 1]])
         row = torch.cat([ids[:1], ids[1:2, :3]], 1)
-        for options in ({}, {"cache_implementation": "static"}):
-            kind = transformers.StaticCache if options else transformers.DynamicCache
-            sizes: dict[str, Any] = {"max_cache_len": 12} if options else {}
-            cache = kind(config=model.config, **sizes)
+        for cache in (
+            transformers.DynamicCache(config=model.config),
+            transformers.StaticCache(config=model.config, max_cache_len=12),
+        ):
             for part in (slice(0, 5), slice(5, 8)):
                 where = {"attention_mask": mask[:, part], "seq_idx": seq_idx[:, part]}
                 model(row[:, part], past_key_values=cache, **where)
