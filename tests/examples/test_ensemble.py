@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.tasks import IGNORE, Copying, Group
+from bedouin.tasks import IGNORE, Group
 from common.options import decay
 from flags import UsageError
 from research import ensemble, length, stack, study
@@ -254,11 +254,6 @@ def test_the_length_doubles_for_each_seed_by_itself() -> None:
     for _ in range(5):
         data.advance([1.0, 0.0])
     assert data.reached == [16, 2]
-    copying = make_data(task="copy", curriculum="double")
-    copying.advance([1.0, 0.0])
-    assert isinstance(copying.task, Copying) and copying.reached == [4, 2]
-    tokens, _ = copying.batch(8, 0, 10)
-    assert tokens.shape == (2, 8, copying.task.context_len)
     four_times = make_data(curriculum="quadruple", length=16)
     four_times.advance([0.95, 0.94])
     assert four_times.reached == [8, 2]

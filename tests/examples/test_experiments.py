@@ -167,28 +167,27 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     assert experiment.visible_devices(2) == [None, None]
 
 
-def write(
-    folder: Path, name: str, accuracy: dict[str, dict[str, list[float]]], **others: Any
-) -> None:
-    row = {"accuracy": accuracy, "parameters": 10, **others}
-    add_runs(folder, {name: {"rows": [row]}})
-
-
 def test_the_summary_has_every_measure_of_all_seeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def three(value: float) -> dict[str, list[float]]:
         return {"token": [value] * 3, "sequence": [value, value / 2, 0.0], "last": [0.0] * 3}
 
+    def run(accuracy: dict[str, Any], **others: Any) -> dict[str, Any]:
+        return {"rows": [{"accuracy": accuracy, "parameters": 10, **others}]}
+
     lengths = {"16": three(1.0), "128": three(0.9), "512": three(0.5), "2048": three(0.1)}
-    write(tmp_path / "table", "a5-recall", lengths, state_size=5)
-    write(tmp_path / "table-more", "a5-recall", lengths)
-    write(tmp_path / "table", "copy-recall", {n: three(0.7) for n in ("50", "100", "200")})
     bound = {n: {**three(0.8), "recall": [0.4] * 3} for n in ("16_32", "16_128", "24_128")}
-    write(tmp_path / "table", "bound_s3-recall", bound)
-    write(tmp_path / "table", "bound_a5-recall_layer", bound)
-    write(tmp_path / "table-tuning", "a5-recall", lengths, point={"lr": 1e-3})
-    add_runs(tmp_path / "table", {"mqar-recall": {"error": "it failed"}})
+    runs = {
+        "a5-recall": run(lengths, state_size=5),
+        "copy-recall": run({n: three(0.7) for n in ("50", "100", "200")}),
+        "bound_s3-recall": run(bound),
+        "bound_a5-recall_layer": run(bound),
+        "mqar-recall": {"error": "it failed"},
+    }
+    add_runs(tmp_path / "table", runs)
+    add_runs(tmp_path / "table-more", {"a5-recall": run(lengths)})
+    add_runs(tmp_path / "table-tuning", {"a5-recall": run(lengths, point={"lr": 1e-3})})
     assert experiment.main(experiment.Config(summary=True, out=tmp_path)) == 0
     report = json.loads((tmp_path / "summary.json").read_text())
     assert report == summarize(tmp_path)
