@@ -11,17 +11,7 @@ import torch
 from tests.messages import of, of_kind, refused
 
 from bedouin import Bedouin
-from benchmarks import (
-    bench,
-    cases,
-    cpu,
-    figure,
-    generation,
-    special,
-    speed,
-    table,
-    whole_models,
-)
+from benchmarks import bench, cases, cpu, figure, generation, special, speed, table, whole_models
 from benchmarks.generation import Config, measure_apart, measure_here, ratios
 from benchmarks.setting import Setting, Shape
 from benchmarks.whole_models import MIXERS, TASKS, Sizes
