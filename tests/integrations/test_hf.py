@@ -230,12 +230,9 @@ class TestAttention:
 
 
 class TestForward:
-    @pytest.mark.parametrize("right", [False, True])
-    def test_padded_rows_equal_rows_alone(
-        self, model: BedouinForCausalLM, ids: Tensor, right: bool
-    ) -> None:
-        mask = torch.arange(7).expand(3, 7) >= torch.tensor([[0], [2], [4]])
-        mask = mask.flip(1) if right else mask
+    def test_padded_rows_equal_rows_alone(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        places = [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0]]
+        mask = torch.tensor(places).bool()
         found = model(ids, attention_mask=mask).logits
         for row, kept, real in zip(ids, found, mask, strict=True):
             same(kept[real], model(row[real].unsqueeze(0)).logits[0])
