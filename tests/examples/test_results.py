@@ -15,8 +15,6 @@ from bedouin import TrackingDeltaNet
 from benchmarks import table
 from benchmarks.whole_models import DEPTHS, MIXERS
 from research import experiment
-from research.experiments.language_model import SCORE, TUNING_SEED
-from research.experiments.table import BEYOND, RATES
 from research.runs import read_runs
 from research.summary import markdown, summarize, tuning_markdown
 
@@ -251,16 +249,6 @@ def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 
 # -- language, history, times
-
-
-def test_language_models_are_reported_at_their_best_rate() -> None:
-    tuning, reported = runs_of("language-tuning"), runs_of("language")
-    for name in {name.rpartition("-")[0] for name in tuning}:
-        rates = [r for r in (*RATES, BEYOND[RATES[-1]]) if f"{name}-{r:g}" in tuning]
-        runs = {rate: tuning[f"{name}-{rate:g}"] for rate in rates}
-        assert {run["seed"] for run in runs.values()} == {TUNING_SEED}
-        best = min(rates, key=lambda rate: float(runs[rate]["bits_per_byte"][SCORE]))
-        assert {reported[f"{name}-seed{i}"]["config"]["lr"] for i in range(3)} == {best}
 
 
 def test_whole_models_are_those_of_the_page() -> None:
