@@ -29,7 +29,7 @@ from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, set
 from research.models import MODELS
 from research.runs import RUNS, add_runs, read_run, read_runs
 from research.study import GRID, make_layers
-from research.summary import figure_of_both, figure_of_lengths, summarize, tuning_markdown
+from research.summary import figure_of_both, figure_of_lengths, markdown
 
 ALL = experiment.experiments()
 SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
@@ -170,43 +170,22 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
 def test_the_summary_has_every_measure_of_all_seeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def three(value: float) -> dict[str, list[float]]:
-        return {"token": [value] * 3, "sequence": [value, value / 2, 0.0], "last": [0.0] * 3}
-
-    def run(accuracy: dict[str, Any], **others: Any) -> dict[str, Any]:
-        return {"rows": [{"accuracy": accuracy, "parameters": 10, **others}]}
-
-    lengths = {"16": three(1.0), "128": three(0.9), "512": three(0.5), "2048": three(0.1)}
-    bound = {n: {**three(0.8), "recall": [0.4] * 3} for n in ("16_32", "16_128", "24_128")}
-    runs = {
-        "a5-recall": run(lengths, state_size=5),
-        "copy-recall": run({n: three(0.7) for n in ("50", "100", "200")}),
-        "bound_s3-recall": run(bound),
-        "bound_a5-recall_layer": run(bound),
-        "mqar-recall": {"error": "it failed"},
-    }
-    add_runs(tmp_path / "table", runs)
-    add_runs(tmp_path / "table-more", {"a5-recall": run(lengths)})
-    add_runs(tmp_path / "table-tuning", {"a5-recall": run(lengths, point={"lr": 1e-3})})
+    for folder in filter(Path.is_dir, experiment.RESULTS.iterdir()):
+        (tmp_path / folder.name).symlink_to(folder)
     assert experiment.main(experiment.Config(summary=True, out=tmp_path)) == 0
-    report = json.loads((tmp_path / "summary.json").read_text())
-    assert report == summarize(tmp_path)
-    assert set(report) == {"a5", "s5", "copy", "mqar", "bound_s3", "bound_a5"}
-    a5 = report["a5"]["recall"]
-    assert a5["sequence_128"] == [0.9, 0.45, 0.0] * 2 and a5["token_2048"] == [0.1] * 6
-    assert a5["tuning_runs"] == 1
-    assert report["copy"]["recall"]["characters_200"] == [0.7] * 3
-    found = report["bound_s3"]["recall"]
-    assert found["recall_16_128"] == [0.4] * 3 and found["sequence_24_128"] == [0.8, 0.4, 0.0]
-    assert report["bound_a5"]["recall_layer"]["token_16_32"] == [0.8] * 3
-    assert report["mqar"] == report["s5"] == {}
+    assert capsys.readouterr().out.strip() == markdown(experiment.RESULTS).strip()
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("both", "lengths")) > 5000
-    shown = capsys.readouterr().out
-    assert "**a5**, 10 to 10 parameters" in shown and "|recall|5|0.90 0.45 0.00 0.90" in shown
-    tuning = tuning_markdown(tmp_path).splitlines()
-    assert [row for row in tuning if row.startswith("|recall|")] == [
-        "|recall|0.001|0.90 0.45 0.00|0.50 0.50 0.50|0.10 0.10 0.10|chosen|"
-    ]
+    report = json.loads((tmp_path / "summary.json").read_text())
+    assert report.keys() == TASKS.keys()
+    kinds = {"characters": "token", "strings": "sequence", "accuracy": "token"}
+    folders = [read_runs(tmp_path / name) for name in ("table", "table-more")]
+    for task, model in ((task, model) for task, models in report.items() for model in models):
+        runs = [runs[f"{task}-{model}"] for runs in folders if f"{task}-{model}" in runs]
+        accuracies = [row["accuracy"] for run in runs for row in run["rows"]]
+        assert report[task][model].pop("tuning_runs") > 0
+        for name, values in report[task][model].items():
+            kind, _, length = name.partition("_")
+            assert values == [v for of in accuracies for v in of[length][kinds.get(kind, kind)]]
     with pytest.raises(ValueError, match="no model has runs of both"):
         figure_of_both({"a5": {}, "copy": {}}, tmp_path / "f.png")
 
