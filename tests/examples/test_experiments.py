@@ -362,13 +362,11 @@ def test_a_short_run_of_the_table(
     task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rates = " ".join(map(str, RATES[:2]))
-    options = f"{TASKS[task]} --d-model 256 --model {model} --lr {rates} --concurrent"
-    tiny = Experiment("tiny", "?", (Run(f"{task}-{model}", f"{options} --curriculum-from 2"),))
-    monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": tiny})
-    config = experiment.Config(("tiny",), extra=SHORT_TASKS[task], out=tmp_path)
+    name, rates = f"{task}-{model}", " ".join(map(str, RATES[:2]))
+    extra = f"{SHORT_TASKS[task]} --curriculum-from 2 --no-compile --lr {rates}"
+    config = experiment.Config(("table-tuning",), (name,), extra=extra, out=tmp_path)
     assert experiment.main(config) == 0
-    rows = read_runs(tmp_path / "tiny")[f"{task}-{model}"]["rows"]
+    rows = read_runs(tmp_path / "table-tuning")[name]["rows"]
     assert [row["point"]["lr"] for row in rows] == list(RATES[:2])
     for row in rows:
         assert list(row["failed"]) == [False, False] and row["state_size"] >= 0
