@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -20,13 +19,7 @@ def new_accelerator() -> None:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved, so that a test can read what they show."""
+    """The figures that a script would save, so that a test can read what they show."""
     saved: list[Figure] = []
-    save = Figure.savefig
-
-    def savefig(self: Figure, *args: Any, **options: Any) -> None:
-        saved.append(self)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: saved.append(figure))
     return saved

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bedouin.tasks import IGNORE, Copying, Group
+from bedouin.tasks import IGNORE, Group
 from common.options import decay
 from flags import UsageError
 from research import ensemble, length, stack, study
@@ -37,28 +37,24 @@ def make_data(**changes: Any) -> Data:
     return Data(config, study.model_seeds(config), CPU)
 
 
-def test_results_hold_accuracy_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ensemble.main(small(autocast="bf16", out=tmp_path, **GRID))
-    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert set(row["accuracy"]) == {"4", "6"} and len(row["accuracy"]["4"]["token"]) == 2
-    assert row["ms_per_step"] == pytest.approx(1e3 * row["seconds"] / 4)
-    assert [entry["step"] for entry in row["history"]] == [2, 4]
-    assert "ms a step" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="got .*results.json: name another one, or .*--overwrite"):
-        ensemble.main(small(out=tmp_path, **GRID))
-    ensemble.main(small(out=tmp_path, overwrite=True, **GRID))
-
-
-def test_points_of_the_grid_are_trained_together(tmp_path: Path) -> None:
+def test_points_of_the_grid_are_trained_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The results are those of one point after the other, also with fewer steps for one."""
     grid = GRID | {"steps": (2, 4)}
     found = []
     for concurrent in (True, False):
-        folder = tmp_path / str(concurrent)
-        ensemble.main(small(concurrent=concurrent, out=folder, eval_rows=16, **grid))
-        rows = json.loads((folder / "results.json").read_text())["rows"]
+        config = small(concurrent=concurrent, out=tmp_path, autocast="bf16", overwrite=True, **grid)
+        ensemble.main(config)
+        rows = json.loads((tmp_path / "results.json").read_text())["rows"]
         found.append([(row["accuracy"], row["history"]) for row in rows])
-    assert found[0] == found[1] and len(found[0][0][1]) == 1 and len(found[0][1][1]) == 2
+    assert found[0] == found[1]
+    assert [[entry["step"] for entry in history] for _, history in found[0]] == [[2], [2, 4]]
+    assert set(rows[0]["accuracy"]) == {"4", "6"} and len(rows[0]["accuracy"]["4"]["token"]) == 2
+    assert rows[1]["ms_per_step"] == pytest.approx(1e3 * rows[1]["seconds"] / 4)
+    assert "ms a step" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="got .*results.json: name another one, or .*--overwrite"):
+        ensemble.main(small(out=tmp_path, **grid))
 
 
 def fail_at(one: stack.Ensemble, number: int, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,11 +254,6 @@ def test_the_length_doubles_for_each_seed_by_itself() -> None:
     for _ in range(5):
         data.advance([1.0, 0.0])
     assert data.reached == [16, 2]
-    copying = make_data(task="copy", curriculum="double")
-    copying.advance([1.0, 0.0])
-    assert isinstance(copying.task, Copying) and copying.reached == [4, 2]
-    tokens, _ = copying.batch(8, 0, 10)
-    assert tokens.shape == (2, 8, copying.task.context_len)
     four_times = make_data(curriculum="quadruple", length=16)
     four_times.advance([0.95, 0.94])
     assert four_times.reached == [8, 2]

@@ -29,7 +29,7 @@ from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, set
 from research.models import MODELS
 from research.runs import RUNS, add_runs, read_run, read_runs
 from research.study import GRID, make_layers
-from research.summary import figure_of_both, figure_of_lengths, summarize, tuning_markdown
+from research.summary import figure_of_both, figure_of_lengths, markdown
 
 ALL = experiment.experiments()
 SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
@@ -60,6 +60,8 @@ def test_every_command_is_valid_and_has_the_seeds_of_its_purpose(found: Experime
         if found.name in REPORTED:
             seeds = int(run.name[-1]) if "-seed" in run.name else 0, 1 if "-seed" in run.name else 3
             assert (config.first_seed, config.seeds) == seeds, run.name
+        elif found.name == "table-seeds":
+            assert (config.first_seed, config.seeds) == (5, 5), run.name
         elif found.name in TUNING:
             assert config.first_seed >= 100, run.name
 
@@ -130,17 +132,14 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     monkeypatch.setattr(experiment, "experiments", lambda: {"few": Experiment("few", "?", runs)})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    started: dict[str, tuple[experiment.Config, str]] = {}
-    both, parsing = threading.Barrier(2, timeout=60), threading.Lock()
+    started: dict[str, tuple[list[str], str]] = {}
+    both = threading.Barrier(2, timeout=60)
 
     def start(command: list[str], env: dict[str, str], **options: Any) -> Any:
         name = command[command.index("--only") + 1]
         if name != "c-0.002":
             both.wait()  # fails unless the first two run at the same time
-        with parsing:
-            config = tyro.cli(experiment.Config, args=command[2:])
-        assert config.only == (name,)
-        started[name] = config, env["CUDA_VISIBLE_DEVICES"]
+        started[name] = command[2:], env["CUDA_VISIBLE_DEVICES"]
         return SimpleNamespace(returncode=int(name == "c-0.002"))
 
     monkeypatch.setattr("subprocess.run", start)
@@ -150,7 +149,7 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     expected = experiment.Config(
         ("few",), only=("c-0.002",), again=True, extra="--steps 2", out=tmp_path
     )
-    assert started["c-0.002"][0] == expected
+    assert tyro.cli(experiment.Config, args=started["c-0.002"][0]) == expected
     log = Path("runs") / "experiments" / "few" / "c-0.002.log"
     assert (
         f"c-0.002 failed with exit status 1, see {log}" in capsys.readouterr().err and log.exists()
@@ -168,47 +167,25 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
     assert experiment.visible_devices(2) == [None, None]
 
 
-def write(
-    folder: Path, name: str, accuracy: dict[str, dict[str, list[float]]], **others: Any
-) -> None:
-    row = {"accuracy": accuracy, "parameters": 10, **others}
-    add_runs(folder, {name: {"rows": [row]}})
-
-
 def test_the_summary_has_every_measure_of_all_seeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def three(value: float) -> dict[str, list[float]]:
-        return {"token": [value] * 3, "sequence": [value, value / 2, 0.0], "last": [0.0] * 3}
-
-    lengths = {"16": three(1.0), "128": three(0.9), "512": three(0.5), "2048": three(0.1)}
-    write(tmp_path / "table", "a5-recall", lengths, state_size=5)
-    write(tmp_path / "table-more", "a5-recall", lengths)
-    write(tmp_path / "table", "copy-recall", {n: three(0.7) for n in ("50", "100", "200")})
-    bound = {n: {**three(0.8), "recall": [0.4] * 3} for n in ("16_32", "16_128", "24_128")}
-    write(tmp_path / "table", "bound_s3-recall", bound)
-    write(tmp_path / "table", "bound_a5-recall_layer", bound)
-    write(tmp_path / "table-tuning", "a5-recall", lengths, point={"lr": 1e-3})
-    add_runs(tmp_path / "table", {"mqar-recall": {"error": "it failed"}})
+    for folder in filter(Path.is_dir, experiment.RESULTS.iterdir()):
+        (tmp_path / folder.name).symlink_to(folder)
     assert experiment.main(experiment.Config(summary=True, out=tmp_path)) == 0
-    report = json.loads((tmp_path / "summary.json").read_text())
-    assert report == summarize(tmp_path)
-    assert set(report) == {"a5", "s5", "copy", "mqar", "bound_s3", "bound_a5"}
-    a5 = report["a5"]["recall"]
-    assert a5["sequence_128"] == [0.9, 0.45, 0.0] * 2 and a5["token_2048"] == [0.1] * 6
-    assert a5["tuning_runs"] == 1
-    assert report["copy"]["recall"]["characters_200"] == [0.7] * 3
-    found = report["bound_s3"]["recall"]
-    assert found["recall_16_128"] == [0.4] * 3 and found["sequence_24_128"] == [0.8, 0.4, 0.0]
-    assert report["bound_a5"]["recall_layer"]["token_16_32"] == [0.8] * 3
-    assert report["mqar"] == report["s5"] == {}
+    assert capsys.readouterr().out.strip() == markdown(experiment.RESULTS).strip()
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("both", "lengths")) > 5000
-    shown = capsys.readouterr().out
-    assert "**a5**, 10 to 10 parameters" in shown and "|recall|5|0.90 0.45 0.00 0.90" in shown
-    tuning = tuning_markdown(tmp_path).splitlines()
-    assert [row for row in tuning if row.startswith("|recall|")] == [
-        "|recall|0.001|0.90 0.45 0.00|0.50 0.50 0.50|0.10 0.10 0.10|chosen|"
-    ]
+    report = json.loads((tmp_path / "summary.json").read_text())
+    assert report.keys() == TASKS.keys()
+    kinds = {"characters": "token", "strings": "sequence", "accuracy": "token"}
+    folders = [read_runs(tmp_path / name) for name in ("table", "table-more")]
+    for task, model in ((task, model) for task, models in report.items() for model in models):
+        runs = [runs[f"{task}-{model}"] for runs in folders if f"{task}-{model}" in runs]
+        accuracies = [row["accuracy"] for run in runs for row in run["rows"]]
+        assert report[task][model].pop("tuning_runs") > 0
+        for name, values in report[task][model].items():
+            kind, _, length = name.partition("_")
+            assert values == [v for of in accuracies for v in of[length][kinds.get(kind, kind)]]
     with pytest.raises(ValueError, match="no model has runs of both"):
         figure_of_both({"a5": {}, "copy": {}}, tmp_path / "f.png")
 
@@ -233,18 +210,22 @@ def test_the_figure_of_lengths_shows_the_seeds_of_each_model(
     assert [0.7, 0.6] in ydata(shown["bound S3, 16 names"])
 
 
-def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
-    def tuned(name: str, values: dict[float, float]) -> None:
-        rows = [
-            {"accuracy": {"16": {"token": [value]}}, "point": {"lr": rate}}
-            for rate, value in values.items()
-        ]
-        add_runs(tmp_path / "table-tuning", {name: {"rows": rows}})
+def of_rates(found: dict[float, list[float]]) -> dict[str, Any]:
+    """A run with the labels of the seeds at each rate."""
+    rows = [
+        {"accuracy": {"16": {"token": seeds}}, "point": {"lr": rate}}
+        for rate, seeds in found.items()
+    ]
+    return {"rows": rows}
 
-    tuned("a5-rdn_l1", {1e-3: 0.5, 2e-3: 0.6, 4e-3: float("nan")})
-    tuned("a5-rdn_l1_slow", {1e-3: 0.5, 2e-3: 0.6, 4e-3: 0.7})
-    tuned("copy-tracking_no_read", {1e-3: 0.5, 2e-3: 0.4, 4e-3: 0.3})
-    runs = read_runs(tmp_path / "table-tuning")
+
+def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
+    runs = {
+        "a5-rdn_l1": of_rates({1e-3: [0.5], 2e-3: [0.6], 4e-3: [math.nan]}),
+        "a5-rdn_l1_slow": of_rates({1e-3: [0.5], 2e-3: [0.6], 4e-3: [0.7]}),
+        "copy-tracking_no_read": of_rates({1e-3: [0.5], 2e-3: [0.4], 4e-3: [0.3]}),
+    }
+    add_runs(tmp_path / "table-tuning", runs)
     assert chosen(runs, "s5", "rdn_l1") == ("rdn_l1_slow", 4e-3)
     assert chosen(runs, "mqar", "tracking_no_read") is None  # it has tuning runs of its own
     assert chosen(runs, "a5", "tracking_no_read") is None
@@ -256,29 +237,23 @@ def test_tuning_chooses_form_and_rate(tmp_path: Path) -> None:
     assert beyond["a5-rdn_l1_slow-0.008"].endswith("--lr 0.008")
     # reported when the further rate has been tried, too
     assert found["table"] == {}
-    tuned("a5-rdn_l1_slow-0.008", {8e-3: 0.8})
+    add_runs(tmp_path / "table-tuning", {"a5-rdn_l1_slow-0.008": of_rates({8e-3: [0.8]})})
     again = {run.name: run.options for e in tables(tmp_path)[:2] for run in e.runs}
     assert again["a5-rdn_l1_slow-0.008"] == beyond["a5-rdn_l1_slow-0.008"]
     assert "--model rdn_l1_slow --compile --lr 0.008" in again["a5-rdn_l1"]
 
 
 def test_the_gate_chooses_the_rate_whose_worst_seed_is_the_best() -> None:
-    def run(*rates: tuple[float, list[float]]) -> dict[str, Any]:
-        rows = [
-            {"accuracy": {"16": {"token": of_seeds}}, "point": {"lr": rate}}
-            for rate, of_seeds in rates
-        ]
-        return {"rows": rows}
-
     tuning = {
-        "a5-tracking": run((1e-3, [0.5]), (2e-3, [0.8]), (4e-3, [0.9])),
-        "a5-tracking-0.008": run((8e-3, [0.4])),
+        "a5-tracking": of_rates({1e-3: [0.5], 2e-3: [0.8], 4e-3: [0.9]}),
+        "a5-tracking-0.008": of_rates({8e-3: [0.4]}),
     }
-    gate = {"a5-tracking": run((4e-3, [0.99, 0.7]))}
+    gate = {"a5-tracking": of_rates({4e-3: [0.99, 0.7]})}
     assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)  # a single rate
-    gate["a5-tracking-0.002"] = run((2e-3, [0.9, 0.75]))
+    gate["a5-tracking-0.002"] = of_rates({2e-3: [0.9, 0.75]})
     assert settled(tuning, gate, "a5", "tracking") == ("tracking", 2e-3)
-    tuning["a5-tracking"]["rows"][1] = run((2e-3, [0.6]))["rows"][0]  # that of tuning is the worst
+    # the seed of tuning is the worst
+    tuning["a5-tracking"] = of_rates({1e-3: [0.5], 2e-3: [0.6], 4e-3: [0.9]})
     assert settled(tuning, gate, "a5", "tracking") == ("tracking", 4e-3)
     assert settled({}, gate, "a5", "tracking") is None
 
@@ -387,13 +362,11 @@ def test_a_short_run_of_the_table(
     task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rates = " ".join(map(str, RATES[:2]))
-    options = f"{TASKS[task]} --d-model 256 --model {model} --lr {rates} --concurrent"
-    tiny = Experiment("tiny", "?", (Run(f"{task}-{model}", f"{options} --curriculum-from 2"),))
-    monkeypatch.setattr(experiment, "experiments", lambda: {"tiny": tiny})
-    config = experiment.Config(("tiny",), extra=SHORT_TASKS[task], out=tmp_path)
+    name, rates = f"{task}-{model}", " ".join(map(str, RATES[:2]))
+    extra = f"{SHORT_TASKS[task]} --curriculum-from 2 --no-compile --lr {rates}"
+    config = experiment.Config(("table-tuning",), (name,), extra=extra, out=tmp_path)
     assert experiment.main(config) == 0
-    rows = read_runs(tmp_path / "tiny")[f"{task}-{model}"]["rows"]
+    rows = read_runs(tmp_path / "table-tuning")[name]["rows"]
     assert [row["point"]["lr"] for row in rows] == list(RATES[:2])
     for row in rows:
         assert list(row["failed"]) == [False, False] and row["state_size"] >= 0

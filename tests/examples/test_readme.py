@@ -6,16 +6,18 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from tests.examples.test_results import RESULTS, ROOT, runs_of, summary
+from tests.examples.test_results import RESULTS, ROOT, cells_of, runs_of, summary, tuning_runs
 
 import bedouin
 from benchmarks.cases import SPEED
+from benchmarks.targets import PAPER_16, PAPER_100
 from research.experiments.language_model import SCORE
 from research.experiments.table import RATES, VARIANTS
 
 PAGES = {
     "README": ROOT / "README.md",
     "examples": ROOT / "examples" / "README.md",
+    "integrations": ROOT / "examples" / "integrations" / "README.md",
     "index": RESULTS / "README.md",
     **{path.parent.name: path for path in sorted(RESULTS.glob("*/README.md"))},
 }
@@ -33,18 +35,6 @@ def run(block: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(block.replace("range(400)", "range(3)"), names)
     return names
-
-
-def raw(name: str) -> Any:
-    """The content of the run EXPERIMENT/NAME."""
-    folder, run = name.split("/")
-    return runs_of(folder)[run]
-
-
-def line(page: str, start: str) -> list[str]:
-    """The cells of the one table line that begins with `start`."""
-    (found,) = [row for row in page.splitlines() if row.startswith(f"| {start}")]
-    return [cell.strip() for cell in found.strip("|").split(" | ")]
 
 
 TRAINING = next(block for block in BLOCKS if "optimizer" in block)
@@ -91,21 +81,16 @@ def test_the_readme_and_the_index_are_short_and_lead_to_every_experiment() -> No
     assert len(PROSE.split()) <= 1100
     assert len(TEXTS["index"].split()) <= 1500
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
-    assert folders == PAGES.keys() - {"README", "examples", "index"}
+    assert folders == PAGES.keys() - {"README", "examples", "integrations", "index"}
     assert all(f"({folder}/README.md)" in TEXTS["index"] for folder in folders)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere_and_no_row_says_skipped(page: str) -> None:
     assert "skipped" not in TEXTS[page]
-    targets = re.findall(r"\]\(([^)]+)\)", TEXTS[page])
+    targets = re.findall(r"\]\(([^)#]+)", TEXTS[page])
     local = [target for target in targets if not target.startswith("https://")]
     assert all((PAGES[page].parent / target).is_file() for target in local)
-
-
-def numbers(name: str) -> dict[tuple[str, str], dict[str, float]]:
-    """The numbers of a benchmark by row and shape."""
-    return {(row["case"], row["shape"]): row["numbers"] for row in raw(name)["rows"]}
 
 
 def speeds() -> list[dict[str, Any]]:
@@ -115,9 +100,10 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def test_speed_is_that_of_the_benchmark() -> None:
-    layers = numbers("benchmark/h200_layers")
+    rows = runs_of("benchmark")["h200_layers"]["rows"]
+    layers = {(row["case"], row["shape"]): row["numbers"] for row in rows}
     page = TEXTS["benchmark"].split("## Times of the layers")[1].split("\n## ")[0]
-    rows = [row for row in page.splitlines() if row.startswith("| ")][1:]
+    lines = [row for row in page.splitlines() if row.startswith("| ")][1:]
     shapes = "128x16", "64x256", "16x1024", "8x4096"
     starts = {
         "tracking": "`TrackingDeltaNet`",
@@ -135,7 +121,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
     }
     assert set(starts) == set(SPEED)
     graph = {case: [layers[case, shape]["graph_both_ms"] for shape in shapes] for case in starts}
-    for row, (case, start) in zip(rows, starts.items(), strict=True):
+    for row, (case, start) in zip(lines, starts.items(), strict=True):
         times = [layers[case, shape] for shape in shapes]
         shown = [f"{n['graph_both_ms']:.3g} / {n['both_ms']:.3g}" for n in times]
         peaks = ", ".join(f"{n['peak_gib']:.3g}" for n in times)
@@ -144,7 +130,7 @@ def test_speed_is_that_of_the_benchmark() -> None:
         columns = "tracking", "direct-heads16", "direct-heads8", "lstm", "mamba"
         times = [layers[case, shape] for case in columns]
         shown = [f"{n['graph_both_ms']:.3g}/{n['both_ms']:.3g}" for n in times]
-        assert line(README, f"{shape.replace('x', '×')} ")[1:6] == shown
+        assert cells_of(README, f"{shape.replace('x', '×')} ")[1:6] == shown
 
     def faster(case: str) -> list[bool]:
         return [a < b for a, b in zip(graph[case], graph["lstm"], strict=True)]
@@ -170,14 +156,8 @@ def test_speed_is_that_of_the_benchmark() -> None:
 
 
 def test_times_of_the_papers_code_are_those_of_the_benchmark() -> None:
-    source = (ROOT / "examples" / "benchmarks" / "targets.py").read_text()
-    few, many = (
-        dict(re.findall(r'"(\w+)": ([\d.]+)', re.search(rf"^{name} = .*$", source, re.M)[0]))  # type: ignore[index]
-        for name in ("PAPER_16", "PAPER_100")
-    )
-    for shape in few:
-        shown = f"{float(few[shape]):g}/{float(many[shape]):g}"
-        assert line(README, f"{shape.replace('x', '×')} ")[6] == shown
+    for shape, few in PAPER_16.items():
+        assert cells_of(README, f"{shape.replace('x', '×')} ")[6] == f"{few:g}/{PAPER_100[shape]:g}"
 
 
 RIVALS = [model for model in VARIANTS if not model.startswith(("recall", "tracking"))]
@@ -226,7 +206,7 @@ def all_seeds(task: str, model: str, measure: str) -> list[float]:
 def test_the_table_of_results_is_that_of_the_raw_results(start: str) -> None:
     task, measure = TABLE[start]
     models = summary()[task]
-    _, tracking, recall, rivals, _ = line(README, start)
+    _, tracking, recall, rivals, _ = cells_of(README, start)
     assert recall == spread(all_seeds(task, "recall", measure))
     assert tracking == spread(all_seeds(task, "tracking", measure))
     found = {m: all_seeds(task, m, measure) for m in models if m in RIVALS}
@@ -244,23 +224,12 @@ def bits_of(name: str) -> list[float]:
 
 def test_the_words_on_results_are_those_of_the_raw_results() -> None:
     tasks = summary()
-    counts = {
-        name: [
-            of["tuning_runs"]
-            for models in tasks.values()
-            for m, of in models.items()
-            if m in of_name
-        ]
-        for name, of_name in {
-            "recall": ("recall",),
-            "tracking": ("tracking",),
-            "a rival": RIVALS,
-        }.items()
-    }
-    spans = [f"{min(values)} to {max(values)}" for values in counts.values()]
-    found = "`recall` were chosen in {} tuning runs, those of `TrackingDeltaNet` in {}, those of a"
-    assert f"{found} rival in {{}}.".format(*spans) in PROSE
-    assert f"{fmean(tasks['a5']['gated_deltanet_l1']['token_512']):.2f}." in line(README, "A5:")[4]
+    found = "`recall` were chosen in {recall} tuning runs, those of `TrackingDeltaNet` in "
+    found += "{tracking}, those of a rival in {rival}."
+    assert found.format(**tuning_runs()) in PROSE
+    assert (
+        f"{fmean(tasks['a5']['gated_deltanet_l1']['token_512']):.2f}." in cells_of(README, "A5:")[4]
+    )
     assert min(tasks["copy"]["attention_l2"]["characters_200"]) > 0.995
     assert max(tasks["mqar"]["lstm_l1"]["accuracy_512"]) < 0.005
     one = [
@@ -268,7 +237,7 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
         for m, of in tasks["bound_s3"].items()
         if m in RIVALS and m.endswith("_l1")
     ]
-    assert f"at most {max(one):.2f}." in line(README, "bound S3:")[4]
+    assert f"at most {max(one):.2f}." in cells_of(README, "bound S3:")[4]
     recurrent = {
         m: fmean(of["characters_200"])
         for m, of in tasks["copy"].items()
@@ -278,7 +247,7 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
     for of_seed in ("lstm_l1", "recall"):  # "most seeds track as far"
         assert sum(value > 0.99 for value in all_seeds("a5", of_seed, "token_512")) > 5
     models = {name: bits_of(name) for name in LANGUAGE_MODELS}
-    cells = line(README, "Python source")
+    cells = cells_of(README, "Python source")
     assert cells[1:3] == [spread(bits_of("tracking")), spread(models.pop("recall"))]
     own, lstm = spread(models.pop("bedouin")), spread(models["lstm"])
     best = min(models, key=lambda name: fmean(models[name]))
@@ -288,7 +257,7 @@ def test_the_words_on_results_are_those_of_the_raw_results() -> None:
 
 def test_the_words_on_heads_are_those_of_the_raw_results() -> None:
     one, eight, equal = (
-        raw(f"heads/a5-{name}")["rows"][0] for name in ("heads1", "heads8", "heads1-equal")
+        runs_of("heads")[f"a5-{name}"]["rows"][0] for name in ("heads1", "heads8", "heads1-equal")
     )
     labels = {id(row): row["accuracy"]["512"]["token"] for row in (one, eight, equal)}
     shown = spread(labels[id(eight)]), spread(labels[id(one)])
@@ -313,13 +282,13 @@ def test_the_table_of_layers_is_that_of_the_raw_results() -> None:
     timed = "8 heads", "picard, one step", "FixedPointRNN", "tracking"
     of_lstm = [[ms[layer, shape] / ms["lstm", shape] for shape in shapes] for layer in timed]
     on_gpu = ["; ".join(map(shown_ratio, pair)) for pair in of_lstm]
-    layers = [name.strip("`").removesuffix("(d_model)") for name in line(README, "| `")[1:]]
+    layers = [name.strip("`").removesuffix("(d_model)") for name in cells_of(README, "| `")[1:]]
     assert layers == ["Bedouin", "Bedouin.from_paper", "FixedPointRNN", "TrackingDeltaNet"]
     sizes = [f"{of[layer, 256]['state_size']:,}" for layer in layers]
-    assert line(README, "state |")[1:] == sizes
+    assert cells_of(README, "state |")[1:] == sizes
     on_cpu = [[shown_ratio(of[layer, m]["of_lstm"]) for m in (64, 256)] for layer in layers]
-    assert line(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
-    assert line(README, "time on a GPU")[1:] == on_gpu
+    assert cells_of(README, "time on a CPU")[1:] == ["; ".join(pair) for pair in on_cpu]
+    assert cells_of(README, "time on a GPU")[1:] == on_gpu
     for layer in layers:
         made = bedouin.Bedouin.from_paper if "." in layer else getattr(bedouin, layer)
         assert of[layer, 256]["parameters"] == sum(p.numel() for p in made(256).parameters())

@@ -59,10 +59,7 @@ def test_a_solve_that_does_not_converge_is_null() -> None:
 @pytest.mark.parametrize("layer", list(iterations.FEEDBACK))
 def test_the_page_of_iterations_has_the_numbers_of_its_runs(layer: str) -> None:
     runs = read_runs(iterations.RESULTS)
-    untrained, trained = (
-        [runs[f"{layer}, seed {seed}, {steps} steps"]["iterations"] for seed in range(3)]
-        for steps in (0, 5000)
-    )
+    trained = [runs[f"{layer}, seed {seed}, 5000 steps"]["iterations"] for seed in range(3)]
     page = PAGE.read_text(encoding="utf-8")
     for solver in ("Picard", "Jacobi", "Anderson"):
         cells = [
@@ -70,10 +67,6 @@ def test_the_page_of_iterations_has_the_numbers_of_its_runs(layer: str) -> None:
             for t in ("16", "64", "256")
         ]
         assert f"| {layer} | {solver} | {' | '.join(cells)} |" in page
-    right = [runs[f"{layer}, seed {seed}, 5000 steps"]["accuracy"] for seed in range(3)]
-    assert min(right) > 0.985 if layer == "with feedback" else max(right) < 0.285
-    counts = {n for of in untrained for by_length in of.values() for n in by_length.values()}
-    assert counts == ({7, 8, 9} if layer == "with feedback" else {3})
 
 
 def test_states_of_a_run_are_drawn(tmp_path: Path) -> None:
@@ -147,9 +140,6 @@ def test_figure_shows_chance_and_the_iterations_of_iterative_solvers_only(
         (chance,) = [x for x in figure.axes[0].get_lines() if x.get_label() == "chance, one token"]
         assert list(chance.get_ydata()) == [1 / 60, 1 / 60]  # type: ignore[arg-type]
         assert not figure.axes[0].collections
-        (legend,) = figure.legends  # of the figure, outside of the axes and their curves
-        highest = legend.get_window_extent().y1
-        assert highest <= min(axes.get_window_extent().y0 for axes in figure.axes)
 
 
 @pytest.mark.parametrize("runs", [[], [SCORES, {**SCORES, "accuracy": {"6": 1.0}}]])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from tests.examples.training import SMALL, a5_config, interrupting, last, read_metrics
-from tests.processes import start
 
 import train_a5
 import train_copy
 from bedouin import SequenceModel, baselines
 from bedouin.solvers import ConvergenceWarning
 from bedouin.tasks import stream
-from common import evaluation
 from common.checkpoint import MANIFEST, find_checkpoint
-from common.options import MakeLayer, Schedule, decay, make_layer, parse_config
+from common.options import MakeLayer, Schedule, decay, make_layer
 from common.run import Run
 from flags import UsageError
 from research.baselines import make_baseline
@@ -54,44 +51,34 @@ def assert_same_run(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "config", "said", "names", "lengths"),
+    ("script", "make_config", "said", "names"),
     [
         (
             train_a5,
             a5_config,
             {"name": "a5", "title": "Word problem of A5, trained at length 3", "chance": 1 / 60},
             ("accuracy", "sequence_accuracy"),
-            ["2", "3", "5"],
         ),
         (
             train_copy,
             copy_config,
             {"name": "copy", "title": "Copying, trained on 2 to 3 letters", "chance": 1 / 26},
             ("character_accuracy", "string_accuracy"),
-            ["2", "3", "6"],
         ),
     ],
     ids=["a5", "copy"],
 )
 def test_a_script_writes_metrics_figure_and_weights(
     script: Any,
-    config: Any,
+    make_config: Any,
     said: dict[str, Any],
     names: tuple[str, str],
-    lengths: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    draw, shown = evaluation.accuracy_figure, []
-
-    def drawing(runs: Any, **how: Any) -> bytes:
-        shown.append(how)
-        return draw(runs, **how)
-
-    monkeypatch.setattr(evaluation, "accuracy_figure", drawing)
-    found = script.main(config(tmp_path, seed=3))
-    metrics = read_metrics(tmp_path)
+    config = make_config(tmp_path, seed=3)
+    found, metrics = script.main(config), read_metrics(tmp_path)
+    lengths = [str(length) for length in sorted({3, *config.eval_lengths, *config.final_lengths})]
     assert metrics == json.loads(json.dumps(found)) and list(metrics["residual"]) == lengths
     assert (metrics[names[0]], metrics[names[1]]) == (
         metrics["accuracy"],
@@ -100,7 +87,6 @@ def test_a_script_writes_metrics_figure_and_weights(
     assert 0 <= metrics["accuracy"][lengths[-1]] < 0.5 and metrics["seconds"] > 0
     assert metrics["seed"] == 3 and metrics["config"]["d_model"] == 16
     assert metrics["task"] == {**said, "train_length": 3}
-    assert shown == [{name: metrics["task"][name] for name in ("title", "chance", "train_length")}]
     assert [entry["step"] for entry in metrics["history"]] == [3, 6]
     assert metrics["history"][0]["loss"] == pytest.approx(math.log(1 / said["chance"]), abs=1.0)
     assert metrics["versions"]["torch"] == torch.__version__ and "cpu" in metrics["device"]
@@ -130,21 +116,6 @@ def test_weights_in_one_buffer_and_tied_weights_are_saved(tmp_path: Path) -> Non
     assert_equal(dict(model.state_dict()), dict(loaded.state_dict()))
 
 
-def test_an_error_of_the_figure_costs_neither_weights_nor_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing: dict[str, bytes] = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "accuracy_figure", lambda *args, **how: nothing["num_letters"])
-        with pytest.raises(KeyError, match="num_letters"):
-            train_a5.main(a5_config(tmp_path))
-    weights, numbers = load_file(tmp_path / "model.safetensors"), read_metrics(tmp_path)
-    train_a5.main(a5_config(tmp_path, resume=True))
-    assert (tmp_path / "accuracy.png").exists()
-    assert read_metrics(tmp_path)["accuracy"] == numbers["accuracy"]
-    assert_equal(weights, load_file(tmp_path / "model.safetensors"))
-
-
 @pytest.mark.parametrize("options", [{}, {"curriculum": "uniform", "length": 5}], ids=str)
 def test_interrupted_run_continues_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     train_a5.main(a5_config(tmp_path / "whole", **options))
@@ -154,22 +125,6 @@ def test_interrupted_run_continues_bit_for_bit(options: dict[str, Any], tmp_path
     torch.manual_seed(99)
     train_a5.main(a5_config(tmp_path / "cut", resume=True, **options))
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
-
-
-@pytest.mark.slow
-def test_a_killed_process_continues_bit_for_bit(tmp_path: Path) -> None:
-    flags = ["--preset=cpu", "--d-model=16", "--d-state=2", "--batch-size=8", "--threads=1"]
-    flags += ["--steps=60", "--eval-every=30", "--checkpoint-every=10", "--final-rows=64"]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    killed, deadline = start(train_a5.__file__, *flags, f"--out={cut}"), time.monotonic() + 60
-    while find_checkpoint(cut) is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    killed.kill()
-    killed.communicate()
-    assert find_checkpoint(cut) not in (None, cut / "checkpoint-60")
-    for last_flags in ([f"--out={cut}", "--resume"], [f"--out={whole}"]):
-        train_a5.main(parse_config(train_a5.PRESETS, [*flags, *last_flags]))
-    assert_same_run(whole, cut)
 
 
 def test_an_earlier_run_is_not_replaced_silently(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.mixings import NOISY, OTHERS, VOCAB, same, sized
+from tests.messages import of, of_kind, refused
 from torch import Tensor, nn
 
 from bedouin.integrations.fla import BedouinLayer
@@ -180,7 +181,28 @@ def test_a_model_trains_and_a_file_has_its_weights(
     assert torch.equal(found.eval()(ids).logits, model(ids).logits)
 
 
+X, MIXER = torch.randn(1, 2, 8), BedouinMixer(8)
+test_calls_that_do_not_fit = refused(of_kind(ValueError, [
+    (of(BedouinLayer(8), X, torch.ones(1, 2, 2)),
+     "attention_mask must have shape ...got (1, 2, 2)"),
+    (of(BedouinLayer(8), X, output_attentions=True), "no attention"),
+    (of(BedouinLayer(8), X, past_key_values=()), "layer_idx must be an int"),
+    (of(BedouinLayer, 8, mode="parallel"), "mode must be one of"),
+    (of(BedouinLayer, 8, layer="GatedDeltaNet", use_short_conv=True, d_conv=3),
+     "got d_conv=3 and use_short_conv=True"),
+    (of(MIXER, X, inference_params=()), "partial(BedouinMixer, layer_idx=i)"),
+    (of(MIXER, X, inference_params=(), cu_seqlens=torch.tensor([0, 2])),
+     "cu_seqlens must be None with inference_params"),
+    (of(MIXER.step, X, *MIXER.allocate_inference_cache(1, 1)), "(b, 1, m), got (1, 2, 8)"),
+]) + of_kind(TypeError, [
+    (of(BedouinLayer, 8, use_short_conv=4), "use_short_conv must be True or False"),
+]))  # fmt: skip
+
+
 class TestFla:
+    def test_a_convolution_by_its_options(self) -> None:
+        assert BedouinLayer(8, use_short_conv=True, conv_size=3).layer.conv.width == 3
+
     @mixings
     def test_the_cache_has_the_state(self, fla: Fla, x: Tensor, mixing: dict[str, Any]) -> None:
         layer, cache = fla.layer(**sized(mixing)).double(), fla.Cache()
@@ -249,26 +271,6 @@ class TestFla:
         layer = fla.layer(**mixing).double()
         outputs = (layer(x, past_key_values=fla.Cache(), use_cache=True)[0] for _ in range(2))
         assert not torch.equal(*outputs)
-
-    def test_errors(self, fla: Fla, x: Tensor) -> None:
-        layer = fla.layer(use_short_conv=True, conv_size=3).double()
-        assert layer.layer.conv.width == 3
-        with pytest.raises(ValueError, match=r"attention_mask must have shape .*got \(2, 6, 6\)"):
-            layer(x, torch.ones(2, 6, 6))
-        with pytest.raises(ValueError, match="no attention"):
-            layer(x, output_attentions=True)
-        with pytest.raises(ValueError, match="layer_idx must be an int"):
-            BedouinLayer(8).double()(x, past_key_values=fla.Cache())
-        with pytest.raises(ValueError, match="mode must be one of"):
-            BedouinLayer(8, mode="parallel")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="use_short_conv must be True or False"):
-            BedouinLayer(8, use_short_conv=4)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"layer must be one of \('Bedouin', .*got 'Mamba'"):
-            BedouinLayer(8, layer="Mamba")
-        with pytest.raises(TypeError, match="TrackingDeltaNet has no option 'expand'"):
-            BedouinLayer(8, layer="TrackingDeltaNet", expand=2)
-        with pytest.raises(ValueError, match="got d_conv=3 and use_short_conv=True"):
-            BedouinLayer(8, layer="GatedDeltaNet", use_short_conv=True, d_conv=3)
 
     @pytest.mark.gpu
     def test_a_model_with_the_kernels_of_fla(self, fla: Fla) -> None:
@@ -346,19 +348,8 @@ class TestMambaSsm:
             expected = torch.cat([expected, best], 1)
         assert torch.equal(model.generate(ids, max_length=11), expected)
 
-    def test_errors(self, mamba: MambaSsm) -> None:
-        mixer, x = BedouinMixer(8), torch.randn(1, 2, 8)
-        params = mamba.Params(max_seqlen=4, max_batch_size=1)
-        with pytest.raises(ValueError, match=r"partial\(BedouinMixer, layer_idx=i\)"):
-            mixer(x, inference_params=params)
-        with pytest.raises(ValueError, match="cu_seqlens must be None with inference_params"):
-            mixer(x, inference_params=params, cu_seqlens=torch.tensor([0, 2]))
-        with pytest.raises(ValueError, match=r"\(b, 1, m\), got \(1, 2, 8\)"):
-            mixer.step(x, *mixer.allocate_inference_cache(1, 1))
-        with pytest.raises(ValueError, match="d_conv must be"):
-            BedouinMixer(8, d_conv=0)
-        # a sequence goes on with its batch
-        mixer = mamba.layer()
+    def test_a_sequence_goes_on_with_its_batch(self, mamba: MambaSsm) -> None:
+        mixer, params = mamba.layer(), mamba.Params(max_seqlen=4, max_batch_size=1)
         mixer(torch.randn(2, 3, 8), inference_params=params)
         params.seqlen_offset = 3
         for t in (1, 2):

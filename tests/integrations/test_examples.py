@@ -58,11 +58,6 @@ def test_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(block, {})
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", PAGE)
-    assert targets and all((FOLDER / target).exists() for target in targets)
-
-
 SCRIPT = """
 import sys
 

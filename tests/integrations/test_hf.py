@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from tests.integrations.hf_models import (  # noqa: E402
     HYBRID,
-    VOCAB,
     left_padded,
     make_config,
     make_model,
@@ -19,6 +19,7 @@ from tests.integrations.hf_models import (  # noqa: E402
     with_noise,
 )
 from tests.integrations.mixings import same  # noqa: E402
+from tests.messages import of, of_kind, refused  # noqa: E402
 
 from bedouin.integrations.hf import BedouinCacheLayer, BedouinForCausalLM  # noqa: E402
 from bedouin.integrations.hf.models import BedouinAttention, attention_options  # noqa: E402
@@ -72,23 +73,6 @@ class TestGenerate:
         found = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache)
         assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False))
 
-    @pytest.mark.parametrize("by", ["assistant_model", "prompt_lookup_num_tokens"])
-    def test_a_state_cannot_be_taken_back(
-        self, model: BedouinForCausalLM, ids: Tensor, by: str
-    ) -> None:
-        proposed: dict[str, Any] = {"assistant_model": model, "prompt_lookup_num_tokens": 2}
-        with pytest.raises(ValueError, match="assisted generation is not supported"):
-            model.generate(ids[:1], max_new_tokens=2, **{by: proposed[by]})
-
-    def test_an_assistant_whose_proposal_is_rejected_is_refused(
-        self, model: BedouinForCausalLM, ids: Tensor
-    ) -> None:
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-        config = transformers.LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, **sizes)
-        other = transformers.LlamaForCausalLM(config).double().eval()
-        with pytest.raises(ValueError, match="a recurrent state cannot be taken back"):
-            other.generate(ids[:1], max_new_tokens=20, do_sample=False, assistant_model=model)
-
     @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
     def test_training_mode_has_no_noise(
         self, mixing: dict[str, Any], ids: Tensor, options: dict[str, Any]
@@ -100,34 +84,22 @@ class TestGenerate:
         assert is_random == (with_noise(mixing) != mixing)
         assert model.training and torch.equal(found, model.eval().generate(ids, **options))
 
-    @pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
+    @pytest.mark.parametrize(
+        ("name", "where"), [("seq_idx", [[0, 0, 0, 1, 1, 1, 1]]), ("cu_seq_lens_q", [0, 3, 7])]
+    )
     def test_a_packed_prompt_goes_on_from_its_last_document(
-        self, model: BedouinForCausalLM, ids: Tensor, name: str
+        self, model: BedouinForCausalLM, ids: Tensor, name: str, where: list[Any]
     ) -> None:
-        where = {
-            "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
-            "cu_seq_lens_q": torch.tensor([0, 3, 7]),
-        }
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-        found = model.generate(ids[:1], **{name: where[name]}, **options)
+        found = model.generate(ids[:1], **{name: torch.tensor(where)}, **options)
         assert torch.equal(found[:, 3:], model.generate(ids[:1, 3:], **options))
 
-    def test_decoding_takes_the_step(
-        self, model: BedouinForCausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        mixer, calls = mixers(model)[0], []
-        step = mixer.step
-
-        def recording(x: Tensor, state: Any) -> Any:
-            calls.append(x.shape)
-            return step(x, state)
-
-        monkeypatch.setattr(mixer, "step", recording)
-        padded, mask = left_padded(ids, [0, 1, 2])
+    def test_decoding_takes_the_step(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        mixer, (padded, mask) = mixers(model)[0], left_padded(ids, [0, 1, 2])
         for options in ({"attention_mask": mask}, {"attention_mask": torch.ones_like(mask)}, {}):
-            model.generate(padded, **options, max_new_tokens=4, do_sample=False)
-            assert calls == [(3, 8)] * 3
-            calls.clear()
+            with patch.object(mixer, "step", wraps=mixer.step) as step:
+                model.generate(padded, **options, max_new_tokens=4, do_sample=False)
+            assert [call.args[0].shape for call in step.mock_calls] == [(3, 8)] * 3
 
 
 class TestCache:
@@ -204,14 +176,6 @@ class TestCache:
         first, last = (model.model(ids[:, :4]).past_key_values for _ in range(2))
         found = model(ids[:, 4:], past_key_values=first).logits
         assert torch.equal(found, model(ids[:, 4:], cache=last).logits)
-        with pytest.raises(ValueError, match="give one of them"):
-            model(ids, past_key_values=first, cache=last)
-
-    def test_another_cache_is_refused(self, model: BedouinForCausalLM, ids: Tensor) -> None:
-        with pytest.raises(TypeError, match="DynamicCache\\(config=model.config\\)"):
-            model(ids, past_key_values=transformers.DynamicCache())
-        with pytest.raises(TypeError, match="no keys and values"):
-            BedouinCacheLayer().update(ids, ids)
 
 
 class TestAttention:
@@ -243,25 +207,18 @@ class TestAttention:
                 found.append(mixers(model)[1](v, **options)[0][:, -1])
         assert all((a - b).abs().max() > 1e-6 for a, b in zip(found, found[1:], strict=False))
 
-    def test_the_first_and_the_last_layer_may_attend(self, ids: Tensor) -> None:
-        attn = {"attn_layers": [0, 2], "attn": {"num_heads": 2}, "num_hidden_layers": 3}
-        model = make_model(**attn)
-        padded, mask = left_padded(ids, [3, 0, 1])
-        options = {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
-        found = model.generate(padded, attention_mask=mask, **options)
-        assert torch.equal(found[:1, 3:], model.generate(padded[:1, 3:], **options))
-
     def test_chunks_of_documents_and_padding(self, ids: Tensor) -> None:
-        """A later chunk need not say which tokens before it were real, or of which document."""
-        model = make_model(**HYBRID)
+        """A later chunk need not say which tokens before it were real, or of which document. Here
+        the first and the last layer attend."""
+        model = make_model(**HYBRID | {"attn_layers": [0, 2]})
         # of the two documents the second ends after the third chunk; padding is between and inside
         seq_idx = torch.tensor([[0, 0, 7, 1, 1, 1, 7, 1, 1, 1]])
         mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 1, 1]])
         row = torch.cat([ids[:1], ids[1:2, :3]], 1)
-        for options in ({}, {"cache_implementation": "static"}):
-            kind = transformers.StaticCache if options else transformers.DynamicCache
-            sizes: dict[str, Any] = {"max_cache_len": 12} if options else {}
-            cache = kind(config=model.config, **sizes)
+        for cache in (
+            transformers.DynamicCache(config=model.config),
+            transformers.StaticCache(config=model.config, max_cache_len=12),
+        ):
             for part in (slice(0, 5), slice(5, 8)):
                 where = {"attention_mask": mask[:, part], "seq_idx": seq_idx[:, part]}
                 model(row[:, part], past_key_values=cache, **where)
@@ -270,19 +227,12 @@ class TestAttention:
             same(found, model(document).logits[:, -2:])
         with pytest.raises(ValueError, match="must be of 2 rows, as the ids, got 1"):
             model(ids[:2], past_key_values=cache)
-        with pytest.raises(
-            ValueError, match=r"seq_idx must have shape .* = \(3, 7\), got \(1, 10\)"
-        ):
-            model(ids, seq_idx=seq_idx)
 
 
 class TestForward:
-    @pytest.mark.parametrize("right", [False, True])
-    def test_padded_rows_equal_rows_alone(
-        self, model: BedouinForCausalLM, ids: Tensor, right: bool
-    ) -> None:
-        mask = torch.arange(7).expand(3, 7) >= torch.tensor([[0], [2], [4]])
-        mask = mask.flip(1) if right else mask
+    def test_padded_rows_equal_rows_alone(self, model: BedouinForCausalLM, ids: Tensor) -> None:
+        places = [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0]]
+        mask = torch.tensor(places).bool()
         found = model(ids, attention_mask=mask).logits
         for row, kept, real in zip(ids, found, mask, strict=True):
             same(kept[real], model(row[real].unsqueeze(0)).logits[0])
@@ -304,10 +254,6 @@ class TestForward:
         seq_idx = torch.cat([torch.full((1, 3), 2), batch["seq_idx"]], 1)
         found = model(padded, attention_mask=real.long(), seq_idx=seq_idx)
         same(found.logits[:, 3:], torch.cat(alone, 1))
-        # the cache goes on from the last document
-        token = ids[2:, 4:5]
-        after = model(token, past_key_values=found.past_key_values).logits
-        same(after, model(ids[2:, :5]).logits[:, -1:])
 
     def test_loss_and_kept_logits(self, model: BedouinForCausalLM, ids: Tensor) -> None:
         labels = ids.clone()
@@ -328,21 +274,28 @@ class TestForward:
         found = model.generate(inputs_embeds=embeds, max_new_tokens=3, do_sample=False)
         assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False)[:, 7:])
 
-    def test_errors(self, model: BedouinForCausalLM, ids: Tensor) -> None:
-        with pytest.raises(ValueError, match="exactly one of input_ids"):
-            model()
-        with pytest.raises(TypeError, match="did you mean 'position_ids'"):
-            model(ids, position_idx=ids)
-        with pytest.raises(ValueError, match=r"attention_mask must have shape .*\(3, 7\)"):
-            model(ids, attention_mask=torch.ones(3, 1, 7, 7))
-        with pytest.raises(ValueError, match="no attention"):
-            model(ids, output_attentions=True)
-        model.set_attn_implementation("eager")  # transformers refuses it beside sdpa
-        model.config.output_attentions = True
-        with pytest.raises(ValueError, match="no attention"):
-            model(ids)
-        model.config.output_attentions = False
-        with pytest.raises(ValueError, match="single row"):
-            model(ids, cu_seq_lens_q=torch.tensor([0, 7]))
-        with pytest.raises(ValueError, match=r"ascend from 0 to t = 7, got \[0, 5\]"):
-            model(ids[:1], cu_seq_lens_q=torch.tensor([0, 5]))
+
+MODEL, ROWS = make_model(), torch.ones(3, 7, dtype=torch.long)
+CACHE: Any = transformers.DynamicCache(config=MODEL.config)
+WITH_WEIGHTS = make_model(attn_implementation="eager", output_attentions=True)
+REFUSED = of_kind(ValueError, [
+    (of(MODEL), "exactly one of input_ids"),
+    (of(MODEL, ROWS, attention_mask=torch.ones(3, 1, 7, 7)),
+     "attention_mask must have shape ...(3, 7)"),
+    (of(MODEL, ROWS, output_attentions=True), "no attention"),
+    (of(WITH_WEIGHTS, ROWS), "no attention"),
+    (of(MODEL, ROWS, cu_seq_lens_q=torch.tensor([0, 7])), "single row"),
+    (of(MODEL, ROWS[:1], cu_seq_lens_q=torch.tensor([0, 5])), "from 0 to t = 7, got [0, 5]"),
+    (of(MODEL, ROWS, seq_idx=ROWS[:1]), "seq_idx must have shape ... = (3, 7), got (1, 7)"),
+    (of(MODEL, ROWS, past_key_values=CACHE, cache=CACHE), "give one of them"),
+    *((of(MODEL.generate, ROWS[:1], max_new_tokens=2, **proposed),
+       "assisted generation is not supported")
+      for proposed in ({"assistant_model": MODEL}, {"prompt_lookup_num_tokens": 2})),
+]) + of_kind(TypeError, [
+    (of(MODEL, ROWS, position_idx=ROWS), "did you mean 'position_ids'"),
+    (of(MODEL, ROWS, past_key_values=transformers.DynamicCache()),
+     "DynamicCache(config=model.config)"),
+    (of(BedouinCacheLayer().update, ROWS, ROWS), "no keys and values"),
+])  # fmt: skip
+
+test_calls_that_do_not_fit = refused(REFUSED)

@@ -154,6 +154,18 @@ class TestFusedLoss:
             fused(ids, labels=ids, skip_logits=True)
 
 
+LOADING = """
+import sys, torch, transformers
+
+assert "bedouin" not in sys.modules
+expected, load = torch.load("expected"), getattr(transformers, sys.argv[1]).from_pretrained
+for folder in ("saved", "again"):
+    model = load(folder, trust_remote_code=True).eval()
+    torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
+    model.save_pretrained("again")
+"""
+
+
 class TestWeights:
     @pytest.mark.parametrize("tied", [True, False])
     def test_safetensors_round_trip(
@@ -168,49 +180,21 @@ class TestWeights:
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
         assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
 
+    @pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification", "TokenClassification"])
     def test_a_process_loads_a_folder_by_transformers_alone(
-        self, ids: Tensor, tmp_path: Path
+        self, kind: str, ids: Tensor, tmp_path: Path
     ) -> None:
-        """One for each class, forked from one that has imported what they share."""
-        names = [
-            f"AutoModelFor{kind}"
-            for kind in ("CausalLM", "SequenceClassification", "TokenClassification")
-        ]
-        for name in names:
-            model = getattr(transformers, name).from_config(make_config(**HYBRID)).eval()
-            model.save_pretrained(tmp_path / name / "saved")
-            expected = {"ids": ids, "logits": model(ids).logits.detach()}
-            torch.save(expected, tmp_path / name / "expected")
-        lines = f"""
-            import multiprocessing, os, sys, torch, transformers
-
-            def check(name):
-                os.chdir(name)
-                assert "bedouin" not in sys.modules
-                expected = torch.load("expected")
-                for folder in ("saved", "again"):
-                    load = getattr(transformers, name).from_pretrained
-                    model = load(folder, trust_remote_code=True).eval()
-                    torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
-                    model.save_pretrained("again")
-
-            transformers.AutoModelForCausalLM, transformers.PreTrainedModel
-            for name in {names}:
-                process = multiprocessing.get_context("fork").Process(target=check, args=(name,))
-                process.start()
-                process.join()
-                assert process.exitcode == 0, name
-        """
-        command = [sys.executable, "-P", "-c", "if True:" + lines]
+        """Also one that such a process has saved."""
+        name = f"AutoModelFor{kind}"
+        model = getattr(transformers, name).from_config(make_config(**HYBRID)).eval()
+        model.save_pretrained(tmp_path / "saved")
+        torch.save({"ids": ids, "logits": model(ids).logits.detach()}, tmp_path / "expected")
         environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-        run = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        for name in names:
-            for folder in ("saved", "again"):
-                files = {path.name for path in (tmp_path / name / folder).glob("*.py")}
-                assert files == {"modeling_bedouin.py"}
+        command = [sys.executable, "-P", "-c", LOADING, name]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+        for folder in ("saved", "again"):
+            files = {path.name for path in (tmp_path / folder).glob("*.py")}
+            assert files == {"modeling_bedouin.py"}
 
     @pytest.mark.parametrize("options", [{"num_heads": 1}, TRACKING])
     def test_quantizers_leave_the_feedback_alone(
@@ -300,29 +284,6 @@ class TestTraining:
             same(found, gradient)
         with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
             model(ids, past_key_values=transformers.DynamicCache(config=model.config))
-
-    def test_trainer_resumes(self, mixing: dict[str, Any], tmp_path: Path) -> None:
-        rows = torch.randint(1, 4, (16, 6)).tolist()  # few ids, which four steps learn
-        data = [{"input_ids": row, "labels": row} for row in rows]
-
-        def train(resume: bool) -> tuple[BedouinForCausalLM, list[float]]:
-            torch.manual_seed(0)
-            model = BedouinForCausalLM(make_config(**mixing))
-            steps: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "logging_steps": 1}
-            rate = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 1.0}
-            folder, options = tmp_path / ("cut" if resume else "4"), steps | rate
-            options |= {"per_device_train_batch_size": 4, "gradient_checkpointing": True}
-            arguments = training(folder, **options)
-            trainer = transformers.Trainer(model, arguments, train_dataset=data)
-            cut = str(tmp_path / "4" / "checkpoint-2")
-            trainer.train(resume_from_checkpoint=cut if resume else None)
-            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            return model, losses
-
-        whole, losses = train(resume=False)
-        resumed, again = train(resume=True)
-        assert losses[-1] < losses[0] and again == losses
-        assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
     @pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
     def test_trainer_keeps_the_documents_of_a_data_set(
