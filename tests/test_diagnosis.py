@@ -193,18 +193,14 @@ U = torch.zeros(2, 12, 4)
 OTHER: Any = LSTM(4)
 UNROLLED = Bedouin(4, solver=Anderson(), adjoint=UnrolledAdjoint())
 WRONG: list[Row] = [
-    *((of(measure, OTHER, U), TypeError, "layer must be a Bedouin or FixedPointRNN, got LSTM")
+    *((of(measure, OTHER, U), TypeError, "layer must be a Bedouin or FixedPointRNN, got LSTM: of")
       for measure in (diagnose, lyapunov, find_fixed_point, measure_growth)),
-    (of(diagnose, torch.nn.Linear(4, 4), U), TypeError,
-     "layer must be a Bedouin or FixedPointRNN, got Linear: of"),
     (of(diagnose, Bedouin(4), U[:, :0]), ValueError,
      "at least one sample and token, got (2, 0, 4)"),
     (of(diagnose, Bedouin(4), U, rtol=-1.0), ValueError, "rtol must lie in"),
     (of(diagnose, UNROLLED, U), TypeError, "UnrolledAdjoint cannot differentiate Anderson"),
     (of(lyapunov, Bedouin(4), U[:, :0]), ValueError,
      "x must have shape ... t >= 1, got (2, 0, 4)"),
-    (of(lyapunov, Bedouin(4), U[:0]), ValueError,
-     "x must have shape (b, t, m) with b, t >= 1"),
     (of(measure_growth, Bedouin(4), U, size=0), ValueError, "size must be positive, got 0"),
     *((of(assert_close, "y", actual, torch.zeros(2), 1.0), AssertionError, message)
       for actual, message in (

@@ -198,26 +198,19 @@ def test_a_fixed_cap_is_reported_in_training_too() -> None:
 
 ARGUMENTS: list[Row] = [
     ({"solver": "picard"}, TypeError, "solver must be a solver object such as ...'picard'"),
-    ({"solver": Picard}, TypeError, "solver must be a solver object"),
     ({"adjoint": "implicit"}, TypeError, "adjoint must be None or an adjoint obj...'implicit'"),
-    ({"adjoint": ImplicitAdjoint}, TypeError, "adjoint must be None or an adjoint object"),
     ({"on_unconverged": "warm"}, ValueError, "on_unconverged must be one of ...'warm'"),
-    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
     ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
     ({"time_dim": 2}, ValueError, "time_dim must be None or 1, got 2"),
-    ({"time_dim": -1}, ValueError, "time_dim must be None or 1, got -1"),
     ({"y0": torch.zeros(3), "time_dim": 1}, ValueError, "must have at least 2 axes...(3,)"),
     ({"y0": torch.zeros(())}, ValueError, "y0 must have at least 1 axes, batch fi...got ()"),
     ({"y0": torch.zeros(2, 3).long()}, TypeError, "y0 must have a floating dtype"),
-    ({"y0": torch.zeros(2, 3).bool()}, TypeError, "got torch.bool"),
     ({"y0": (torch.zeros(2),) * 2}, TypeError, "y0 must be a tensor (b, ...), got"),
     ({"draw": "1"}, ValueError, "draw must be None or an int >= 0, got '1'"),
-    ({"draw": -1}, ValueError, "draw must be None or an int >= 0, got -1"),
     ({"f": 5}, TypeError, "f must be a function of y, got 5"),
 ]
 MAPS: list[Row] = [
     (lambda y: (y,), TypeError, "f must return a tensor like y, got tuple"),
-    (lambda y: None, TypeError, "f must return a tensor like y, got NoneType"),
     (Tensor.double, TypeError, "f must keep the dtype of y: expected torch.float32, got"),
     (lambda y: torch.zeros(2, 4), ValueError, "shape of y: expected (2, 3), got (2, 4)"),
     (lambda y: y.mul_(0.5).add_(1), ValueError, "not change its argument in place...y.clone()"),
