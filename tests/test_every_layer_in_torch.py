@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.table import COMPILED, INTERPRETED
 from tests.layer_cases import (
     BASELINES,
     FIXED_POINTS,
@@ -287,23 +288,35 @@ def test_adapters_of_every_projection_train_and_merge(name: str, backend: str) -
             assert_all_close([A.grad, B.grad], [B.mT @ grad, grad @ A.mT], 1e3 * rtol)
 
 
-@layers
+@pytest.mark.parametrize(
+    ("name", "backend", "device"),
+    [*((name, "auto", "cpu") for name in LAYERS)]
+    + [
+        pytest.param(name, *at.values, marks=at.marks)
+        for name in ("one head", "heads", "vector", "no mixing", "one picard step")
+        for at in (INTERPRETED, COMPILED)
+    ],
+)
 @pytest.mark.parametrize(
     ("autocast", "x_dtype"),
     [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)],
 )
-def test_low_precision(name: str, autocast: bool, x_dtype: torch.dtype) -> None:
+def test_low_precision(
+    name: str, backend: str, device: str, autocast: bool, x_dtype: torch.dtype
+) -> None:
     """A bfloat16 layer, or autocast of a float32 layer: dtypes, and values near float64."""
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if name.startswith("lstm") and autocast and not has_bfloat16:
         pytest.skip("torch.nn.LSTM fails under autocast on a CPU without bfloat16 instructions")
     dtype = torch.float32 if autocast else torch.bfloat16
     options: dict[str, Any] = {"solver": type(make(name).solver)(1e-6)} if name in ITERATED else {}
-    layer = make(name, dtype=dtype, **options)
     exact = make(name, **options)
+    if backend == "triton":
+        options["backend"] = backend
+    layer = make(name, dtype=dtype, device=device, **options)
     exact.load_state_dict(layer.state_dict())
-    x = draw(3, 6).to(x_dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    x = draw(3, 6).to(device, x_dtype)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
         output, state = layer(x, return_state=True)
         again, after = layer(x, state, return_state=True)
         step, _ = layer.step(x[:, 0], state)
@@ -313,8 +326,8 @@ def test_low_precision(name: str, autocast: bool, x_dtype: torch.dtype) -> None:
     if hasattr(layer, "stats"):
         assert layer.stats.residual.dtype == torch.float32
         assert layer.stats.conditioning is None or layer.stats.conditioning.dtype == torch.float32
-    expected = exact(x.double())
-    assert (output.double() - expected).norm() < 0.1 * expected.norm()
+    expected = exact(x.double().cpu())
+    assert (output.double().cpu() - expected).norm() < 0.1 * expected.norm()
     output.float().sum().backward()
     for parameter in layer.parameters():
         assert parameter.grad is not None and parameter.grad.dtype == dtype

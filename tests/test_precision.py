@@ -2,21 +2,20 @@
 against the same in plain torch, interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from tests.kernels.table import kernels
-from tests.layer_cases import assert_all_close, results
+from tests.layer_cases import results
 from tests.modes import Watching
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
 from bedouin.decode import Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard, Solver
+from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, layer_gradients, measure_growth, relative_error
 
 SOLVERS: list[Solver] = [Direct(), Picard(rtol=1e-6), Jacobi(rtol=1e-6)]
@@ -64,26 +63,6 @@ def test_backward_outside_autocast_is_backward_inside() -> None:
         inside = torch.autograd.grad(loss(), weights)
     for (name, _), a, b in zip(layer.named_parameters(), outside, inside, strict=True):
         assert_close(name, a, b, 0.02)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("autocast", [False, True])
-@torch.no_grad()
-def test_the_kernels_refuse_a_float64_layer(kind: Any, solver: Solver, autocast: bool) -> None:
-    """Under autocast as well, which casts no float64."""
-    layer = kind(4, dtype=torch.float64, solver=solver, backend="triton")
-    x = torch.randn(2, 3, 4, dtype=torch.float64)
-    calls: list[Callable[[], object]] = [
-        lambda: layer(x),
-        lambda: layer.step(x[:, 0], layer.init_state(2)),
-        lambda: Decoder(layer, 2)(x[:, 0]),
-    ]
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        for call in calls:
-            with pytest.raises(ValueError, match=r"'triton' does not support .*float64.*'auto'"):
-                call()
 
 
 def test_the_default_dtype_does_not_leak() -> None:
@@ -164,33 +143,16 @@ def test_squares_that_overflow_are_no_zeros(
     assert torch.equal(Decoder(layer, 2)(huge[:, 0]).isnan(), step.isnan())
 
 
-PICARD: dict[str, Any] = {"solver": Picard(rtol=0, atol=0), "max_steps": 2}
-VARIANTS: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {"num_householder": 4}),
-    (FixedPointRNN, {}),
-    (Bedouin, {"num_heads": 2, "num_householder": 1}),
-    (Bedouin, {"mixer": NoMixing(), "feedback": ("delta",), "num_heads": 2}),
-    (Bedouin, PICARD | {"adjoint": OneStepAdjoint()}),
-]
 # compiled, exponentials and quotients are approximations
 TOLERANCE = {"cpu": 5e-6, "cuda": 1e-4}
-
-
-def both_ways(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[FixedPointLayer]:
-    """The same layer with kernels and without."""
-    options |= {"device": device, "dtype": dtype, "on_unconverged": "ignore"}
-    if kind is Bedouin:
-        options = {"d_state": 3, **options}
-    layers = [kind(6, backend=backend, **options) for backend in ("triton", "reference")]
-    layers[1].load_state_dict(layers[0].state_dict())
-    return layers
 
 
 @kernels
 @pytest.mark.parametrize("name", ["dt_bias", "raw_bias"])
 def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
     """Each gradient has the dtype of its parameter, and is not rounded to that of another one."""
-    layers = both_ways(Bedouin, device, torch.float32)
+    layers = [Bedouin(6, d_state=3, device=device, backend=b) for b in ("triton", "reference")]
+    layers[1].load_state_dict(layers[0].state_dict())
     for layer in layers:
         parameter = layer.get_parameter(name)
         parameter.data = parameter.data.bfloat16()
@@ -204,28 +166,9 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
 
 
 @kernels
-@pytest.mark.parametrize(
-    ("kind", "options", "autocast"),
-    [*((*case, False) for case in VARIANTS), (Bedouin, {}, True)],
-    ids=str,
-)
-def test_bfloat16_with_kernels(
-    kind: Any, options: dict[str, Any], autocast: bool, device: str
-) -> None:
-    """Of a layer, or of autocast."""
-    layers = both_ways(kind, device, torch.float32 if autocast else torch.bfloat16, **options)
-    x = torch.randn(2, 2, 6).to(device, layers[0].D.dtype)
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-        ours, theirs = (results(layer, x) for layer in layers)
-    assert [v.dtype for v in ours] == [v.dtype for v in theirs]
-    # sums over few channels cancel, so the error is that of the rounded terms
-    assert_all_close(map(Tensor.double, ours), map(Tensor.double, theirs), 0.05, 0.05)
-
-
-@kernels
 def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     """And rows of raw values that begin at multiples of 64."""
-    (layer, _), calls = both_ways(Bedouin, device, torch.bfloat16), []
+    layer, calls = Bedouin(6, device=device, dtype=torch.bfloat16, backend="triton"), []
     with Watching(lambda func, args, results: calls.append((func.name(), args))):
         layer(torch.randn(2, 2, 6).bfloat16().to(device))
     (args,) = [args for name, args in calls if name == "bedouin::direct_sweep"]
