@@ -161,28 +161,6 @@ def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("part", ["model", "block"])
-def test_hooks_run_in_every_token(part: str) -> None:
-    """Those of the model and of its blocks, also where they are registered between tokens."""
-    model = make_model()
-    tokens, hooked = ids(2, 5), model if part == "model" else model.blocks[0]
-
-    def double(module: Any, inputs: Any, output: Any) -> Any:
-        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-    state, decoder = model.init_state(2), Decoder(model, 2)
-    for i, token in enumerate(tokens.unbind(1)):
-        if i == 1:
-            handle = hooked.register_forward_hook(double)
-        if i == 3:
-            handle.remove()
-        expected, state = model.step(token, state)
-        assert_close(f"token {i}", decoder(token), expected, 1e-12)
-    for found, after in zip(decoder.state, state, strict=True):
-        assert all(map(torch.allclose, found.tensors, after.tensors))
-
-
-@torch.no_grad()
 def test_greedy_tokens_are_those_of_the_full_forward() -> None:
     model, prompt = make_model(), ids(3, 4)
     expected = prompt
@@ -276,18 +254,15 @@ GENERATE: list[Row] = [
     ({"prompt": torch.zeros(3).long()}, ValueError, "prompt must have shape (b, t) with at least"),
     ({"prompt": torch.zeros(2, 0).long()}, ValueError, "prompt must have shape (b, t) with at"),
     ({"prompt": torch.zeros(2, 2)}, TypeError, "tokens must be int64 or int32 ids"),
-    ({"max_new_tokens": 2.0}, ValueError, "max_new_tokens must be an int >= 0, got 2.0"),
     ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be an int >= 0, got -1"),
     ({"mask": torch.tensor([[False, False], [False, True]])}, ValueError,
      "mask must be True for at least one token of each row of the prompt"),
-    ({"temperature": "1"}, ValueError, "temperature must be a finite number, got '1'"),
     ({"temperature": math.inf}, ValueError, "temperature must be a finite number, got inf"),
     ({"temperature": -1.0}, ValueError, "temperature must lie in [0, inf], got -1.0"),
     ({"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be None or an int >= 1, got 0"),
     ({"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p must lie in (0, 1], got 0.0"),
     ({"top_k": 2}, ValueError, "top_k must be None with temperature=0"),
     ({"generator": 0}, TypeError, "generator must be None or a torch.Generator, got int"),
-    ({"eos": 1.0}, ValueError, "eos must be None or an int >= 0, got 1.0"),
     ({"eos": -1}, ValueError, "eos must be None or an int >= 0, got -1"),
     ({"eos": VOCAB}, ValueError, f"eos must be an id below vocab_size = {VOCAB}, got {VOCAB}"),
 ]  # fmt: skip

@@ -31,20 +31,6 @@ from bedouin.testing import assert_close
 KINDS = [Bedouin, FixedPointRNN]
 
 
-@torch.no_grad()
-def test_layout_in_memory_does_not_matter() -> None:
-    layer = Bedouin(4, dtype=torch.float64)
-    x = torch.randn(2, 7, 4, dtype=torch.float64)
-    expected, end = layer(x, return_state=True)
-    time_first = x.transpose(0, 1).contiguous().transpose(0, 1)
-    strided = torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
-    assert not time_first.is_contiguous() and not strided.is_contiguous()
-    assert_close("time first", layer(time_first), expected, 1e-13)
-    assert_close("strided", layer(strided), expected, 1e-13)
-    turned = end._replace(ssm=end.ssm.mT.contiguous().mT)
-    assert_close("strided state", layer(x, state=turned), layer(x, state=end), 1e-13)
-
-
 def test_the_defaults_are_the_documented_ones() -> None:
     layer = Bedouin(4)
     assert (layer.d_inner, layer.d_state, layer.decay) == (8, 16, "mamba")

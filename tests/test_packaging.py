@@ -224,14 +224,3 @@ def test_long_description_needs_no_file_of_the_repository(wheel: zipfile.ZipFile
     assert not re.findall(r"!\[", text)
     links = re.findall(r"\[[^\]]*\]\(([^)]*)\)", text)
     assert links and all(link.startswith("https://") for link in links)
-
-
-@pytest.mark.slow
-def test_wheel_runs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    wheel.extractall(tmp_path)
-    script = str(ROOT / "tests" / "smoke_wheel.py")
-    start = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], "
-    command = [sys.executable, "-I", "-c", start + "run_name='__main__')", str(tmp_path), script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Bedouin(16) gives (2, 5, 16)" in done.stdout

@@ -104,15 +104,6 @@ def test_weight_norm(kind: str) -> None:
     assert_close([layer(x)], expected)
 
 
-def test_hooks_on_x_proj_run_with_its_vectors() -> None:
-    layer, x = make("one head"), draw(2, 3)
-    expected, seen = layer(x), []
-    layer.x_proj.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
-    assert_close([layer(x)], [expected])
-    ((inputs, output),) = seen
-    assert_close([inputs, output], [(v := layer.in_proj(x).chunk(2, -1)[0]), layer.x_proj(v)])
-
-
 @heads
 @pytest.mark.parametrize("kind", [*KINDS, "no mixing", "low rank"])
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(1e-12), Picard(1e-12)])

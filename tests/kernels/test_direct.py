@@ -122,19 +122,6 @@ def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> 
 
 
 @hows
-def test_the_adjoint_sweep_reports_its_defect_once_per_token(how: How) -> None:
-    reports: list[tuple[Tensor, Tensor]] = []
-    swept = (case := replace(ONE, t=19)).sweep(
-        case.tensors(), how, report=lambda *r: reports.append(r)
-    )
-    assert not reports
-    swept.y.sum().backward()
-    ((defect, scale),) = reports
-    assert defect.shape == scale.shape == (2, 19)
-    assert (defect / scale).max() < 1e-12
-
-
-@hows
 def test_h_is_kept_at_every_sixteenth_token_only(how: How) -> None:
     case = replace(ONE, t=64, n=32)
     tensors = case.tensors()

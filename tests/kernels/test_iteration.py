@@ -243,14 +243,6 @@ def test_default_tolerances_at_small_scale_and_at_zero(solver: IterativeSolver) 
 
 
 @needs_triton
-def test_a_cap_that_freezes_some_tokens_only() -> None:
-    inputs: Any = replace(ONE, t=4).operands(DEVICE)
-    inputs.W_y.mul_(5)
-    solution = check(replace(ONE, t=4), Picard(1e-3, 0.0), 3, inputs)
-    assert solution.stats.converged.tolist() == [False]
-
-
-@needs_triton
 @pytest.mark.parametrize(
     "solver", [Picard(0.1), Picard(0.1, damping=0.7, stop_rule="paper")], ids=str
 )

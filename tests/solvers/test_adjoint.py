@@ -144,21 +144,6 @@ def test_a_map_that_ignores_its_argument_has_the_gradient_of_its_value(adjoint: 
         torch.testing.assert_close(grad.abs(), torch.full((2, 3), expected))
 
 
-@pytest.mark.parametrize("adjoint", [ImplicitAdjoint(Picard(1e-6)), *ADJOINTS[1:]])
-def test_backward_statistics_are_there_after_an_adjoint_solve(adjoint: Adjoint) -> None:
-    solution = _solve(_cell(), EXACT, adjoint)
-    before = solution.stats
-    assert before.backward is None
-    _loss(solution.value).backward()
-    assert solution.stats.backward is before.backward
-    if not isinstance(adjoint, ImplicitAdjoint):
-        assert before.backward is None
-        return
-    backward: Any = before.backward
-    assert bool(backward.converged.all()) and backward.num_steps.shape == (3,)
-    assert 1e-14 < backward.residual.max() < 1e-6
-
-
 def test_an_unconverged_backward_warns_or_raises() -> None:
     """Of a forward solve that is at its fixed point from the start, with a slow adjoint."""
     rate = torch.tensor(0.99, dtype=torch.float64, requires_grad=True)
