@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.messages import of_kind, refused
 from torch import Tensor
 
 from bedouin.kernels import backend as kernels_backend
-from bedouin.kernels.backend import Backend, check_backend, choose_backend
+from bedouin.kernels.backend import Backend, choose_backend
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -177,11 +176,3 @@ def test_the_library_imports_neither_triton_nor_the_compiler_nor_torchdeq() -> N
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
-
-
-NAMES = of_kind(ValueError, [
-    (name, "backend must be one of ('auto', 'triton', 'reference'")
-    for name in ("Triton", "", "cuda")
-])  # fmt: skip
-
-test_an_unknown_backend_is_answered_with_the_valid_names = refused(NAMES, check_backend)

@@ -271,14 +271,12 @@ def test_a_token_that_is_not_finite_spoils_its_own_sample_from_there_on(
     clean = run(case, solver, "triton", 12, inputs)
     raw = inputs.raw.clone()
     raw[1, 1, 0] = torch.nan
-    spoiled = run(case, solver, "triton", 12, inputs._replace(raw=raw))
+    spoiled = check(case, solver, 12, inputs._replace(raw=raw))
     assert torch.equal(spoiled.value[0], clean.value[0])
     assert bool(spoiled.value[1, :1].isfinite().all()) and bool(spoiled.value[1, 1:].isnan().all())
     assert spoiled.stats.converged.tolist() == [True, False]
     assert spoiled.stats.residual.isnan().tolist() == [False, True]
     assert spoiled.result is Result.nonfinite
-    theirs = run(case, solver, "reference", 12, inputs._replace(raw=raw))
-    assert torch.equal(spoiled.stats.num_steps, theirs.stats.num_steps)
 
 
 @needs_triton
