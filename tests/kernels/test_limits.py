@@ -8,9 +8,10 @@ import pytest
 import torch
 from tests.kernels.sweeps import Case, shared_memory
 from tests.kernels.table import BF16, F64
+from tests.layer_cases import draw, make
 
-from bedouin import Bedouin, FixedPointRNN
-from bedouin.kernels.backend import Backend, interpreter_is_on
+from bedouin import Bedouin
+from bedouin.kernels.backend import interpreter_is_on
 from bedouin.kernels.direct.limits import choose_sweep
 from bedouin.kernels.iteration import IterationRule, fuse_iteration
 from bedouin.solvers import Direct, Jacobi, Picard
@@ -108,28 +109,11 @@ def test_the_precision_of_products_by_all_names_of_the_setting() -> None:
         matmul.fp32_precision = before
 
 
-M = 16
-
-LAYERS: list[tuple[type[Bedouin] | type[FixedPointRNN], dict[str, Any]]] = [
-    (Bedouin, {"num_heads": 1}),
-    (Bedouin, {"num_heads": 2}),
-    (Bedouin, {"num_heads": 1, "feedback": ()}),
-    (FixedPointRNN, {"num_householder": 1}),
-    (Bedouin, {"solver": Jacobi()}),
-    (Bedouin, {"solver": Picard(), "feedback": ()}),
-]
-
-
-def make(kind: Any, backend: Backend, **options: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(M, backend=backend, **options)
-
-
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind, options", LAYERS)
+@pytest.mark.parametrize("name", ["one head", "heads", "no feedback", "vector", "picard", "jacobi"])
 def test_every_launch_is_on_the_device_of_its_tensors(
-    kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.interpreter import GridExecutor
 
@@ -158,8 +142,9 @@ def test_every_launch_is_on_the_device_of_its_tensors(
     monkeypatch.setattr(torch.cuda.device_of, "__enter__", entered)
     monkeypatch.setattr(torch.cuda.device_of, "__exit__", left)
     monkeypatch.setattr(GridExecutor, "__call__", checked)
-    layer = make(kind, "triton", max_steps=2, on_unconverged="ignore", **options)
-    x = torch.randn(2, 2, M)
+    options: dict[str, Any] = {"max_steps": 2, "on_unconverged": "ignore"}
+    layer = make(name, dtype=torch.float32, backend="triton", **options)
+    x = draw(2, 2).float()
     with torch.no_grad():
         layer(x)
         layer.step(x[:, 0], layer.init_state(2))
@@ -173,9 +158,9 @@ def test_every_launch_is_on_the_device_of_its_tensors(
 def test_a_layer_on_a_gpu_that_is_not_the_current_one(solver: Any, num_heads: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    options = {"num_heads": num_heads, "on_unconverged": "ignore"}
-    layer = make(Bedouin, "auto", solver=solver, **options).cuda(0)
-    x = torch.randn(2, 5, M, device="cuda:0")
+    options: Any = {"num_heads": num_heads, "on_unconverged": "ignore"}
+    layer = Bedouin(16, solver=solver, **options).cuda(0)
+    x = torch.randn(2, 5, 16, device="cuda:0")
     expected = layer(x)
     expected.sum().backward()
     grads = [v.grad.cpu() for v in layer.parameters()]
