@@ -8,38 +8,35 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.table import kernels
-from tests.layer_cases import results
+from tests.layer_cases import CPU, make, results
 from tests.modes import Watching
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, NoMixing
 from bedouin.decode import Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, layer_gradients, measure_growth, relative_error
 
 SOLVERS: list[Solver] = [Direct(), Picard(rtol=1e-6), Jacobi(rtol=1e-6)]
-CASES: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {}),
-    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "eigenvalues": "full"}),
-    (FixedPointRNN, {}),
-    (Bedouin, {"num_heads": 4}),
-    (FixedPointRNN, {"num_heads": 4}),
-]
+SIXTEEN = CPU._replace(m=16)
 
 
-def pair(kind: Any, dtype: torch.dtype, **options: Any) -> tuple[FixedPointLayer, FixedPointLayer]:
-    """The same layer in `dtype` and, from the rounded parameters, in float64."""
-    layer = kind(16, on_unconverged="ignore", **options).to(dtype)
-    reference = kind(16, on_unconverged="ignore", dtype=torch.float64, **options)
+def pair(name: str, **options: Any) -> tuple[FixedPointLayer, FixedPointLayer]:
+    """The same layer in float32 and, from the rounded parameters, in float64."""
+    options |= {"on_unconverged": "ignore"}
+    layer = make(name, SIXTEEN, dtype=torch.float32, **options)
+    reference = make(name, SIXTEEN, **options)
     reference.load_state_dict(layer.state_dict())
     return layer, reference
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["one head", "heads", "coupled", "full", "vector", "vector, heads"]
+)
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_float32_against_float64(kind: Any, options: dict[str, Any], solver: Solver) -> None:
-    layer, reference = pair(kind, torch.float32, solver=solver, **options)
+def test_float32_against_float64(name: str, solver: Solver) -> None:
+    layer, reference = pair(name, solver=solver)
     x = torch.randn(3, 20, 16)
     growth = measure_growth(reference, x.double())
     assert_close("output", layer(x).double(), reference(x.double()), 2e-5 * growth)
@@ -50,7 +47,7 @@ def test_float32_against_float64(kind: Any, options: dict[str, Any], solver: Sol
 
 
 def test_backward_outside_autocast_is_backward_inside() -> None:
-    layer, _ = pair(Bedouin, torch.float32)
+    layer, _ = pair("one head")
     x, weights = torch.randn(2, 6, 16), list(layer.parameters())
 
     def loss() -> Tensor:
@@ -75,14 +72,10 @@ def test_the_default_dtype_does_not_leak() -> None:
     assert double.dtype == torch.float64
 
 
-HUGE: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {}),
-    (Bedouin, {"num_heads": 2, "feedback_norm": False}),
-    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay"}),
-    (Bedouin, {"feedback": (), "mixer": LowRank(2)}),
-    (FixedPointRNN, {}),
-    (FixedPointRNN, {"decay": "griffin", "num_heads": 2, "feedback_norm": False}),
-    (FixedPointRNN, {"feedback": ()}),
+HUGE: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("one head", "coupled", "vector")),
+    *((name, {"feedback_norm": False}) for name in ("heads", "vector, heads")),
+    *((name, {"feedback": ()}) for name in ("low rank", "vector")),
 ]
 
 
@@ -99,12 +92,12 @@ def assert_right_or_nan(
             assert bool(layer.stats.converged[i])
 
 
-WITH_KERNELS: list[tuple[Any, dict[str, Any], float]] = [
-    (Bedouin, {"num_householder": 4}, 1e25),
-    (Bedouin, {"num_heads": 2, "num_householder": 1}, 1e25),
-    (Bedouin, {"num_heads": 2, "num_householder": 0, "feedback": ("delta",)}, 1e25),
-    (FixedPointRNN, {}, 1e12),
-    (FixedPointRNN, {"feedback": (), "num_heads": 2}, 1e12),
+WITH_KERNELS: list[tuple[str, dict[str, Any], float]] = [
+    ("one head", {"num_householder": 4}, 1e25),
+    ("heads", {}, 1e25),
+    ("no mixing", {"feedback": ("delta",)}, 1e25),
+    ("vector", {}, 1e12),
+    ("vector", {"feedback": (), "num_heads": 2}, 1e12),
 ]
 SCALES = 1e12, 1e19, 1e25, 3e38
 
@@ -112,7 +105,7 @@ SCALES = 1e12, 1e19, 1e25, 3e38
 # the interpreter computes with numpy, which warns
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "options", "scale", "solver", "backend", "device"),
+    ("name", "options", "scale", "solver", "backend", "device"),
     [
         *((*of, *rest, "reference", "cpu") for of in HUGE for rest in product(SCALES, SOLVERS)),
         *(
@@ -124,11 +117,11 @@ SCALES = 1e12, 1e19, 1e25, 3e38
     ids=lambda v: str(v)[:40],
 )
 def test_squares_that_overflow_are_no_zeros(
-    kind: Any, options: dict[str, Any], scale: float, solver: Solver, backend: Any, device: str
+    name: str, options: dict[str, Any], scale: float, solver: Solver, backend: Any, device: str
 ) -> None:
     """The sum of the squares of a vector is Inf in float32 from about 1e19 on, and of y in
     FixedPointRNN, which grows as the square of the input, from 1e10 on."""
-    layer, reference = (v.to(device) for v in pair(kind, torch.float32, solver=solver, **options))
+    layer, reference = (v.to(device) for v in pair(name, solver=solver, **options))
     layer.backend = backend
     x = torch.randn(2, 5, 16, device=device).clamp(-1, 1)
     plain = layer(x)
