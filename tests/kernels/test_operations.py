@@ -339,23 +339,6 @@ def test_auto_takes_the_kernels_on_a_gpu_where_it_can(name: str) -> None:
 
 
 @variants
-def test_vmap_is_a_loop(name: str) -> None:
-    _, call = draw(name, dtype=F64)
-    function = lambda *v: call.run(*v, backend="auto")  # noqa: E731
-    first, *rest = call.given(F64, "cpu").values()
-    assert first is not None
-
-    def loss(v: Tensor) -> Tensor:
-        outputs = outputs_of(function, [v, *rest])
-        return torch.stack([(v * uneven(v, F64)).sum() for v in outputs]).sum()
-
-    stacked = torch.stack([first, 0.5 * first])
-    mapped = torch.func.vmap(torch.func.grad(loss))(stacked)
-    looped = [torch.autograd.functional.jacobian(loss, v) for v in stacked]
-    torch.testing.assert_close(mapped, torch.stack(looped))
-
-
-@variants
 def test_kernels_do_not_run_under_a_transform(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     _, call = draw(name)
