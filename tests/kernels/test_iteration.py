@@ -358,37 +358,16 @@ def test_a_memory_of_more_than_32_bits() -> None:
 # -- how solvers request it, without the kernels
 
 
-class FusedMap:
-    """A map that is asked for whole steps, and has none."""
-
-    def __init__(self) -> None:
-        self.rules: list[IterationRule] = []
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return y / 2
-
-    def block_solve(self, y: Tensor) -> tuple[Tensor, None]:
-        return y / 2, None
-
-    def fuse(self, y: Tensor, rule: IterationRule) -> None:
-        self.rules.append(rule)
-
-
 @pytest.mark.parametrize(
-    ("shape", "adjoint", "fused"),
-    [
-        ((1, 2, 3), ImplicitAdjoint(), True),
-        ((1, 2, 3), UnrolledAdjoint(), False),
-        ((2, 3), ImplicitAdjoint(), False),
-    ],
-    ids=str,
+    ("adjoint", "fused"), [(ImplicitAdjoint(), True), (UnrolledAdjoint(), False)]
 )
-def test_unrolling_and_maps_of_other_shapes_take_the_plain_loop(
-    shape: tuple[int, ...], adjoint: Adjoint, fused: bool
+def test_unrolling_takes_the_plain_loop(
+    adjoint: Adjoint, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    f, y0 = FusedMap(), torch.ones(shape, requires_grad=isinstance(adjoint, UnrolledAdjoint))
-    solve(f, y0, Picard(0.0, 1e-2), time_dim=1 if len(shape) == 3 else None, adjoint=adjoint)
-    assert f.rules == [IterationRule("picard", 0.0, 1e-2)] * fused
+    asked: list[IterationRule] = []
+    monkeypatch.setattr(StructuredMap, "fuse", lambda f, y, rule: asked.append(rule))
+    Bedouin(4, solver=Picard(0.0, 1e-2), adjoint=adjoint)(torch.randn(1, 2, 4))
+    assert asked == [IterationRule("picard", 0.0, 1e-2)] * fused
 
 
 def test_on_a_cpu_auto_is_the_plain_loop() -> None:

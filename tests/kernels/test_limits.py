@@ -159,7 +159,7 @@ def test_a_layer_on_a_gpu_that_is_not_the_current_one(solver: Any, num_heads: in
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     options: Any = {"num_heads": num_heads, "on_unconverged": "ignore"}
-    layer = Bedouin(16, solver=solver, **options).cuda(0)
+    layer: Any = Bedouin(16, solver=solver, **options).cuda(0)
     x = torch.randn(2, 5, 16, device="cuda:0")
     expected = layer(x)
     expected.sum().backward()

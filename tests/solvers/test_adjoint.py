@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.layer_cases import CPU, make
 from tests.modes import LiveBytes
-from tests.toy_map import ToyMap
 from torch import Tensor
 
 from bedouin.layers.map import StructuredMap
@@ -21,7 +20,6 @@ from bedouin.solvers import (
     Broyden,
     ConvergenceError,
     ConvergenceWarning,
-    Direct,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -29,11 +27,10 @@ from bedouin.solvers import (
     Picard,
     Solution,
     Solver,
-    SolveStats,
     UnrolledAdjoint,
     solve,
 )
-from bedouin.solvers.base import Map, ReportBackward
+from bedouin.solvers.base import Map
 from bedouin.testing import assert_close
 
 EXACT, JACOBI = Picard(rtol=1e-14, atol=1e-15), Jacobi(1e-13, 0.0)
@@ -197,56 +194,6 @@ def test_the_other_adjoints_run_under_vmap_of_grad(adjoint: Adjoint) -> None:
     vmapped = torch.func.vmap(torch.func.grad(loss))(x)
     looped = [torch.autograd.functional.vjp(loss, v)[1] for v in x]
     torch.testing.assert_close(vmapped, torch.stack(looped), rtol=1e-8, atol=1e-8)
-
-
-# -- maps that are causal in time: Jacobi backward in time, and the reverse sweep
-
-
-class ExactToyMap(ToyMap):
-    """The same with a reverse sweep, which reports one step."""
-
-    def attach(self, y_star: Tensor, report: ReportBackward) -> Tensor:
-        value, zeros = self.loop(), torch.zeros(y_star.shape[:2])
-        value.register_hook(lambda grad: report(zeros, zeros))
-        return value
-
-
-def _toy(kind: type[ToyMap], a: float) -> tuple[ToyMap, list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 6, 3), (3,)))
-    inputs = [v.requires_grad_() for v in (torch.tensor(a, dtype=torch.float64), w, x)]
-    return kind(*inputs), inputs
-
-
-@pytest.mark.parametrize(
-    ("kind", "solver", "adjoint", "a", "steps"),
-    [
-        # within t + 1 steps, where the map expands
-        (ToyMap, JACOBI, None, -2.0, range(2, 8)),
-        *(
-            (ToyMap, EXACT, ImplicitAdjoint(backward), 0.4, range(2, 101))
-            for backward in (EXACT, Anderson(1e-13, 0.0), JACOBI)
-        ),
-        # a reverse sweep is used after every solver, unless another one is asked for
-        *(
-            (ExactToyMap, solver, adjoint, 0.4, [1])
-            for solver in (JACOBI, Picard(1e-13, 0.0))
-            for adjoint in (None, ImplicitAdjoint(), ImplicitAdjoint(Direct()))
-        ),
-        (ExactToyMap, EXACT, ImplicitAdjoint(EXACT), 0.4, range(2, 101)),
-    ],
-)
-def test_the_gradient_is_that_of_the_loop_over_tokens(
-    kind: type[ToyMap], solver: Solver, adjoint: Adjoint | None, a: float, steps: Any
-) -> None:
-    f, inputs = _toy(kind, a)
-    solution = solve(f, torch.zeros_like(f.x), solver, adjoint=adjoint, time_dim=1)
-    grads = torch.autograd.grad(_loss(solution.value), inputs)
-    reference, leaves = _toy(ToyMap, a)
-    expected = torch.autograd.grad(_loss(reference.loop()), leaves)
-    torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-10)
-    backward: SolveStats | None = solution.stats.backward
-    assert backward is not None and all(int(n) in steps for n in backward.num_steps)
 
 
 # -- at the y that three steps have reached, which is no fixed point
