@@ -119,6 +119,21 @@ class Swapped(HouseholderProduct):
         return super().complement(raw.flip(-1), v)
 
 
+class Named(HouseholderProduct):
+    """A subclass that changes neither how raw values are read nor what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def extra_repr(self) -> str:
+        return f"named, {super().extra_repr()}"
+
+
+class NamedNoMixing(NoMixing):
+    """As `Named`."""
+
+
 class LearnedBeta(HouseholderProduct):
     """A beta_max with a gradient, which kernels do not compute."""
 
@@ -166,6 +181,21 @@ def test_a_mixer_without_kernels_is_named_once_on_a_gpu(
             assert call("auto") == call("reference") == "reference"
         with pytest.raises(ValueError, match=f"does not support {cause}"):
             call("triton")
+
+
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize("mixer", [Named(), NamedNoMixing()], ids=repr)
+def test_a_subclass_that_computes_the_same_keeps_the_kernels(
+    mixer: ChannelMixer, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    f = kind(4, mixer=mixer).map(torch.randn(2, 5, 4))
+    values = f.operands, f.parameterization, f.mixer_values
+    y, rule = torch.zeros(2, 5, 8), IterationRule("picard", 1e-4, 1e-8)
+    assert choose_sweep("triton", *values) == "triton"
+    assert choose_iteration("triton", values[0], y, *values[1:], rule) == "triton"
+    same = HouseholderProduct() if isinstance(mixer, Named) else NoMixing()
+    assert kind(4, mixer=mixer).layout() == kind(4, mixer=same).layout()
 
 
 def test_a_layer_without_mixing_has_no_parameters_of_a_mixer() -> None:

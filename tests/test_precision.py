@@ -12,7 +12,7 @@ from tests.layer_cases import CPU, make, results
 from tests.modes import Watching
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, NoMixing
+from bedouin import Bedouin
 from bedouin.decode import Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
@@ -167,39 +167,3 @@ def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     (args,) = [args for name, args in calls if name == "bedouin::direct_sweep"]
     x, raw = (v for v in args if isinstance(v, Tensor) and v.dim() == 3)
     assert (x.dtype, raw.dtype, raw.stride(1) % 64) == (torch.bfloat16, torch.bfloat16, 0)
-
-
-class Named(HouseholderProduct):
-    """A subclass that changes neither how raw values are read nor what is computed from them."""
-
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-    def extra_repr(self) -> str:
-        return f"named, {super().extra_repr()}"
-
-
-class NamedNoMixing(NoMixing):
-    """As `Named`."""
-
-    def extra_repr(self) -> str:
-        return "named"
-
-
-@kernels
-@pytest.mark.parametrize("solver", [Direct(), Picard(rtol=0, atol=0)], ids=repr)
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_a_subclass_keeps_the_kernels(kind: Any, device: str, solver: Any) -> None:
-    options: dict[str, Any] = {"solver": solver, "max_steps": 2, "on_unconverged": "ignore"}
-    options |= {"device": device, "backend": "triton"}
-    x = torch.randn(1, 2, 3, device=device)
-    for same, mine in ((HouseholderProduct(2, 1.5), Named(2, 1.5)), (NoMixing(), NamedNoMixing())):
-        found = []
-        for mixer in (same, mine):
-            torch.manual_seed(0)
-            layer = kind(3, mixer=mixer, **options)
-            y = layer(x)
-            grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
-            found.append((y, *grads, layer.step(x[:, 0], layer.init_state(1))[0]))
-        assert all(map(torch.equal, *found))

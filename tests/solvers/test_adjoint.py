@@ -245,30 +245,12 @@ def test_after_three_steps_the_gradient_is_linearized_at_the_y_that_was_returned
 BATCH, WIDTH = 4, 64
 
 
-def _iterate(adjoint: Adjoint, solver: Solver, num_steps: int) -> tuple[Tensor, list[Tensor]]:
-    """Exactly num_steps iterations of tanh(W y + x); the value, and W and x."""
-    W = (0.5 * torch.eye(WIDTH, dtype=torch.float64)).requires_grad_()
-    x = (
-        torch.linspace(-1, 1, BATCH * WIDTH, dtype=torch.float64)
-        .reshape(BATCH, WIDTH)
-        .requires_grad_()
-    )
-    solution = solve(
-        lambda y: torch.tanh(y @ W.T + x),
-        torch.zeros_like(x),
-        solver,
-        max_steps=num_steps,
-        adjoint=adjoint,
-        on_unconverged="ignore",
-    )
-    return solution.value, [W, x]
-
-
 def _peak(adjoint: Adjoint, solver: Solver, num_steps: int) -> int:
     """Bytes alive at once in forward and backward with exactly num_steps iterations."""
+    f, options = _cell(BATCH, WIDTH), {"max_steps": num_steps, "on_unconverged": "ignore"}
     with LiveBytes() as live:
-        value, parameters = _iterate(adjoint, solver, num_steps)
-        torch.autograd.grad(value.square().sum(), parameters)
+        value = _solve(f, solver, adjoint, **options).value
+        torch.autograd.grad(value.square().sum(), f.parameters)
     return int(live.peak)
 
 
