@@ -13,7 +13,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.layer_cases import GPU, WITH_KERNELS, draw, fixed_points, make
+from tests.layer_cases import (
+    CPU,
+    FIXED_POINTS,
+    GPU,
+    MEMORIES,
+    WITH_KERNELS,
+    Place,
+    assert_all_close,
+    draw,
+    earlier_state,
+    make,
+)
 from tests.messages import of, of_kind, refused
 from torch import Tensor
 
@@ -42,30 +53,45 @@ def assert_same(state: BedouinState, expected: BedouinState, rtol: float = 1e-12
 
 
 @torch.no_grad()
-@fixed_points
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*((name, CPU) for name in FIXED_POINTS | MEMORIES), pytest.param("tracking", GPU, marks=gpu)],
+)
 @pytest.mark.parametrize("most", [0, 40, decode.MOST_TOGETHER])
 def test_captured_steps_equal_plain_steps(
-    name: str, most: int, graphs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    name: str, place: Place, most: int, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(decode, "MOST_TOGETHER", most)
-    layer, x = make(name), draw(3, 5)
-    decoder, state = Decoder(layer, 3), layer.init_state(3)
+    graphs = request.getfixturevalue("graphs") if place is CPU else None
+    request.getfixturevalue("monkeypatch").setattr(decode, "MOST_TOGETHER", most)
+    layer, x = make(name, place), draw(3, 5, place)
+    state = earlier_state(layer, 3)
+    decoder = Decoder(layer, 3, state=state)
     kept: list[Tensor] = []
-    for t in range(x.shape[1]):
-        expected, state = layer.step(x[:, t], state)
-        stats = layer.stats
-        assert_close("output", decoder(x[:, t]), expected, 1e-12)
-        assert_same(decoder.state, state)
-        assert layer.stats.backward is None
-        assert_close("conditioning", layer.stats.conditioning, stats.conditioning, 1e-12)
-        assert layer.stats.converged.tolist() == stats.converged.tolist() == [True] * 3
-        assert layer.stats.num_steps.tolist() == [1] * 3
-        assert layer.stats.residual.max() < 1e-12
+    for x_t in x.unbind(1):
+        expected, state = layer.step(x_t, state)
+        stats = getattr(layer, "stats", None)
+        assert_close("output", decoder(x_t), expected, place.rtol)
+        after = decoder.state
+        assert_all_close(after.tensors, state.tensors, place.rtol)
+        assert all(v.untyped_storage().nbytes() == v.nbytes for v in after.tensors)
         # what the token before returned is left alone
         assert all(map(torch.equal, kept[: len(kept) // 2], kept[len(kept) // 2 :]))
-        kept = [*decoder.state.tensors, layer.stats.residual]
+        kept = [*after.tensors]
+        if stats is not None:
+            kept.append(layer.stats.residual)
+            assert layer.stats.backward is None
+            assert_close("conditioning", layer.stats.conditioning, stats.conditioning, 1e-12)
+            assert layer.stats.converged.tolist() == stats.converged.tolist() == [True] * 3
+            assert layer.stats.num_steps.tolist() == [1] * 3
+            assert layer.stats.residual.max() < 1e-12
         kept += [v.clone() for v in kept]
-    assert len(graphs) == (name not in ("low rank", "dense"))  # of which no kernel takes a token
+    # no kernel takes a token of these two
+    assert graphs is None or len(graphs) == (name not in ("low rank", "dense"))
+    decoder.reset()
+    expected, _ = layer.step(x[:, 0], layer.init_state(3))
+    assert_close("anew", decoder(x[:, 0]), expected, place.rtol)
+    with pytest.raises(ValueError, match="batch_size = 3 rows, got 1"):
+        decoder(x[:1, 0])
 
 
 @torch.no_grad()

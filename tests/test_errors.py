@@ -1,5 +1,6 @@
 """Every public error path of layers, mixers and states, by its message."""
 
+import warnings
 from functools import partial
 from inspect import signature
 from itertools import product
@@ -203,6 +204,10 @@ CALLS = of_kind(ValueError, [
 
 test_calls = refused(CALLS)
 
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
+    ROWS = [torch.ones(3, 4), torch.ones(5, 4)]
+    NESTED = [torch.nested.nested_tensor(ROWS, layout=v) for v in (torch.jagged, torch.strided)]
 INPUTS = of_kind(ValueError, [
     (torch.zeros(2, 4), "x must have shape (b, t, m) with m = d_model = 4, got (2, 4)"),
     (torch.zeros(2, 3, 5), "x must have shape (b, t, m) with m = d_model = 4, got (2, 3, 5)"),
@@ -220,6 +225,11 @@ INPUTS = of_kind(ValueError, [
      "x must be a tensor (b, t, m), got PackedSequence: pad it with "
      "torch.nn.utils.rnn.pad_packed_sequence(..., batch_first=True)"),
     (None, "x must be a tensor (b, t, m), got NoneType"),
+    *((nested, f"x must be a dense tensor (b, t, m), got a nested tensor of layout {nested.layout}"
+       ": pad it ...give mask, or join its parts and give cu_seqlens") for nested in NESTED),
+    (torch.ones(2, 3, 4).to_sparse(),
+     "x must be a dense tensor (b, t, m), got a sparse tensor of layout torch.sparse_coo: use "
+     "x.to_dense()"),
 ])  # fmt: skip
 
 
@@ -287,32 +297,6 @@ test_states = refused(
     of(WITH_STATES.step, torch.zeros(2, 4)),
     lambda state: Decoder(WITH_STATES, 2, state=state),
 )
-
-
-LAYOUTS = {
-    "jagged": (torch.jagged, "give mask, or join its parts and give cu_seqlens"),
-    "strided": (torch.strided, "give mask, or join its parts and give cu_seqlens"),
-    "sparse_coo": (torch.sparse_coo, "to_dense()"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layout_of_an_input_that_is_not_dense_is_named(name: str) -> None:
-    layout, remedy = LAYOUTS[name]
-    rows = [torch.ones(3, 4), torch.ones(5, 4)]
-    kind, x, tokens = "sparse", torch.ones(2, 3, 4).to_sparse(), torch.ones(2, 3).long().to_sparse()
-    if name != "sparse_coo":
-        kind, x = "nested", torch.nested.nested_tensor(rows, layout=layout)
-        tokens = torch.nested.nested_tensor([row[:, 0].long() for row in rows], layout=layout)
-    message = f"must be a dense tensor (b, t, m), got a {kind} tensor of layout torch.{name}: "
-    for layer in (Bedouin(4), FixedPointRNN(4), LSTM(4), TrackingDeltaNet(4)):
-        with raises(TypeError, f"x {message}") as caught:
-            layer(x)
-        assert remedy in str(caught.value)
-    model = SequenceModel(5, 4, [Bedouin(4)])
-    with raises(TypeError, f"tokens {message.replace('(b, t, m)', '(b, t)')}"):
-        model(tokens)
 
 
 def test_options_that_a_call_reads_are_set() -> None:

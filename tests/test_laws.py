@@ -295,15 +295,6 @@ def test_eval_gradients_are_training_gradients(solver: Solver, adjoint: Adjoint)
     assert all(torch.equal(training[name], evaluation[name]) for name in training)
 
 
-def test_a_frozen_layer_gives_input_gradients_only() -> None:
-    layer = Bedouin(3, dtype=torch.float64).requires_grad_(False)
-    x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
-    layer(x).sum().backward()
-    assert x.grad is not None and x.grad.abs().max() > 0
-    assert all(p.grad is None for p in layer.parameters())
-    assert not layer(x.detach()).requires_grad
-
-
 @pytest.mark.parametrize("k", [1, 4])
 def test_no_reflection_is_without_gradient(k: int) -> None:
     layer = Bedouin(4, mixer=HouseholderProduct(k), dtype=torch.float64)

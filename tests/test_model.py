@@ -182,6 +182,7 @@ TYPES = of_kind(TypeError, [
     (lambda: FOREIGN.step(ids(2, 1)[:, 0], (None,)), "mixer Foreign has no step()"),
     (lambda: FOREIGN(ids(2, 3), return_state=True), NO_STATE),
     (lambda: make()(ids(2, 3).float()), "int64 or int32 ids, got torch.float32"),
+    (of(make(), ids(2, 3).to_sparse()), "tokens must be a dense tensor (b, t), got a sparse"),
     *((of(make(), wrong), "tokens must be a tensor (b, t), got ")
       for wrong in ([[1, 2]], None, "ab")),
     *((of(make().step, torch.zeros(2, dtype=torch.int64), wrong), f"{TWO} each layer")
