@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.table import kernels
+from tests.kernels.table import COMPILED, INTERPRETED, kernels
 from tests.layer_cases import CPU, make, results
 from tests.modes import Watching
 from torch import Tensor
@@ -109,9 +109,9 @@ SCALES = 1e12, 1e19, 1e25, 3e38
     [
         *((*of, *rest, "reference", "cpu") for of in HUGE for rest in product(SCALES, SOLVERS)),
         *(
-            pytest.param(*case, SOLVERS[0], "triton", device, marks=mark)
+            pytest.param(*case, SOLVERS[0], *at.values, marks=at.marks)
             for case in WITH_KERNELS
-            for device, mark in (("cpu", pytest.mark.interpreter), ("cuda", pytest.mark.gpu))
+            for at in (INTERPRETED, COMPILED)
         ),
     ],
     ids=lambda v: str(v)[:40],
