@@ -86,7 +86,7 @@ SOLVERS: list[tuple[Solver, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("solver", "rtol"), SOLVERS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("solver", "rtol"), SOLVERS, ids=str)
 @drawn(15, RNGS, st.integers(1, 3), st.integers(1, 8))
 def test_every_solver_finds_directs_fixed_point(
     solver: Solver, rtol: float, rng: random.Random, b: int, t: int
@@ -151,10 +151,6 @@ TO_TOLERANCE: list[Solver] = [
 ]
 
 
-def name(solver: object) -> str:
-    return str(solver)[:60]
-
-
 def futures(x: Tensor, cut: int) -> list[Tensor]:
     """x with other tokens, huge tokens and NaN from `cut` on."""
     changed = []
@@ -164,7 +160,7 @@ def futures(x: Tensor, cut: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("solver", BIT_FOR_BIT, ids=name)
+@pytest.mark.parametrize("solver", BIT_FOR_BIT, ids=str)
 @drawn(12, RNGS, st.integers(1, 3), st.integers(2, 9))
 def test_the_past_does_not_see_the_future(
     solver: Solver, rng: random.Random, b: int, t: int
@@ -177,7 +173,7 @@ def test_the_past_does_not_see_the_future(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("solver", TO_TOLERANCE, ids=name)
+@pytest.mark.parametrize("solver", TO_TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
 def test_the_past_sees_the_future_within_tolerance_only(solver: Solver, kind: Any) -> None:
     layer = kind(4, solver=solver, max_steps=200, on_unconverged="ignore", dtype=torch.float64)
@@ -202,7 +198,7 @@ def test_the_papers_stop_rule_is_not_causal_at_a_loose_tolerance() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("solver", [*BIT_FOR_BIT, *TO_TOLERANCE], ids=name)
+@pytest.mark.parametrize("solver", [*BIT_FOR_BIT, *TO_TOLERANCE], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_sick_sample_is_reported_and_leaves_the_others_alone(
@@ -243,14 +239,6 @@ EXACT: list[tuple[Solver, Adjoint]] = [
 ]
 
 
-def problem(layer: FixedPointLayer, b: int, t: int, seed: int = 0) -> tuple[Tensor, BedouinState]:
-    """A random input and a random nonzero incoming state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        state = random_state(layer, b, 1.0)
-        return torch.randn(b, t, layer.d_model, dtype=torch.float64), state
-
-
 def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
     """Each relative to its own largest entry; zero only where zero is expected."""
     assert actual.keys() == expected.keys()
@@ -259,12 +247,12 @@ def assert_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], rto
         assert_close(f"gradient of {name}", actual[name], gradient, rtol, atol=1e-9 * overall)
 
 
-@pytest.mark.parametrize(("solver", "adjoint"), EXACT, ids=lambda v: str(v)[:60])
+@pytest.mark.parametrize(("solver", "adjoint"), EXACT, ids=str)
 @pytest.mark.parametrize("name", [name for name in FIXED_POINTS if name not in ITERATED])
 def test_every_exact_adjoint_agrees(name: str, solver: Solver, adjoint: Adjoint) -> None:
     """Of layers with other options, the test below has the reverse sweep."""
     layer = make(name, CPU._replace(m=2), max_steps=80, on_unconverged="ignore")
-    x, state = problem(layer, b=2, t=5)
+    x, state = torch.randn(2, 5, layer.d_model, dtype=torch.float64), random_state(layer, 2, 1.0)
     exact = layer_gradients(layer, x, ImplicitAdjoint(), solver=Direct(), state=state)
     assert {"x", "state.ssm", "state.y", "in_proj.weight", "D", "dt_bias"} <= exact.keys()
     actual = layer_gradients(layer, x, adjoint, solver=solver, state=state)
@@ -273,9 +261,7 @@ def test_every_exact_adjoint_agrees(name: str, solver: Solver, adjoint: Adjoint)
 
 @drawn(25, RNGS, st.integers(1, 3), st.integers(1, 7))
 def test_the_reverse_sweep_is_the_unrolled_sweep(rng: random.Random, b: int, t: int) -> None:
-    layer = random_layer(rng, solver=Direct())
-    hypothesis.note(f"{layer} {layer.extra_repr()}")
-    x, state = problem(layer, b, t, seed=rng.randint(0, 99))
+    layer, x, state = draw(rng, b, t, 0.0, solver=Direct())
     exact = layer_gradients(layer, x, ImplicitAdjoint(), state=state)
     unrolled = layer_gradients(layer, x, UnrolledAdjoint(), state=state)
     assert_gradients(exact, unrolled, 1e-6)
@@ -289,7 +275,7 @@ def test_the_reverse_sweep_is_the_unrolled_sweep(rng: random.Random, b: int, t: 
 @pytest.mark.parametrize("solver", [Direct(), PICARD], ids=["direct", "picard"])
 def test_eval_gradients_are_training_gradients(solver: Solver, adjoint: Adjoint) -> None:
     layer = Bedouin(3, solver=solver, adjoint=adjoint, dtype=torch.float64)
-    x, state = problem(layer, b=2, t=5)
+    x, state = torch.randn(2, 5, layer.d_model, dtype=torch.float64), random_state(layer, 2, 1.0)
     training = layer_gradients(layer.train(), x, state=state)
     evaluation = layer_gradients(layer.eval(), x, state=state)
     assert all(torch.equal(training[name], evaluation[name]) for name in training)

@@ -62,22 +62,17 @@ def test_feedback_init_scales_the_feedback_weights() -> None:
     assert not weights(0.0).any()
 
 
-def test_marks_for_optimizers_and_initializers() -> None:
-    layer, griffin = Bedouin(4), FixedPointRNN(4, decay="griffin")
-    marked = {n for n, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
-    assert marked == {"A_log", "D"}
-    marked = {n for n, p in griffin.named_parameters() if getattr(p, "_no_weight_decay", False)}
-    assert marked == {"omega", "D"}
-    assert [n for n, p in layer.named_parameters() if getattr(p, "_no_reinit", False)] == [
-        "dt_bias"
-    ]
-    assert type(layer.out_proj) is nn.Linear
+def test_marks_for_initializers() -> None:
+    """Those for optimizers are seen in their groups."""
+    layer = Bedouin(4)
+    marked = [n for n, p in layer.named_parameters() if getattr(p, "_no_reinit", False)]
+    assert marked == ["dt_bias"] and type(layer.out_proj) is nn.Linear
 
 
 def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     mixers = [Bedouin(4), FixedPointRNN(4, decay="griffin"), Mamba(4), TrackingDeltaNet(4)]
     model = SequenceModel(5, 4, mixers, mlp_expand=1, tie_embeddings=True)
-    model.blocks[0].requires_grad_(False)
+    model.get_submodule("blocks.0.mixer.in_proj").requires_grad_(False)
     out_proj: Any = mixers[2].out_proj
     nn.utils.parametrizations.weight_norm(out_proj)
     decayed, exempt = param_groups(model, weight_decay=0.1)

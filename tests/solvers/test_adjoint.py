@@ -33,7 +33,7 @@ from bedouin.solvers import (
 from bedouin.solvers.base import Map
 from bedouin.testing import assert_close
 
-EXACT, JACOBI = Picard(rtol=1e-14, atol=1e-15), Jacobi(1e-13, 0.0)
+EXACT = Picard(rtol=1e-14, atol=1e-15)
 SOLVERS: list[Solver] = [EXACT, Anderson(1e-13, 1e-15), Broyden(1e-13, 1e-15)]
 ADJOINTS: list[Adjoint] = [ImplicitAdjoint(), OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()]
 
