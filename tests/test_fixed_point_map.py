@@ -36,9 +36,7 @@ from bedouin.solvers import (
     Anderson,
     Broyden,
     Direct,
-    ImplicitAdjoint,
     Jacobi,
-    OneStepAdjoint,
     Picard,
     Solver,
     SolveStats,
@@ -307,23 +305,15 @@ def slice_state(state: BedouinState, num_heads: int, j: int) -> BedouinState:
     return BedouinState(*(v.unflatten(1, (num_heads, -1))[:, j] for v in state))
 
 
-@pytest.mark.parametrize(
-    ("solver", "adjoint"),
-    [
-        *PAIRS,
-        (Picard(damping=0.8, patience=2), ImplicitAdjoint(Picard())),
-        (Picard(rtol=0.1, stop_rule="paper"), OneStepAdjoint()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("solver", "adjoint"), PAIRS, ids=str)
 @drawn(8, st.sampled_from([2, 4]), st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 4))
 def test_heads_are_layers_of_one_head_on_the_slices(
     solver: Solver, adjoint: Adjoint | None, num_heads: int, seed: int, b: int, t: int
 ) -> None:
     options = {"solver": solver, "adjoint": adjoint, "max_steps": 20, "feedback_init": 0.1}
     layer, parts = make_heads(num_heads, seed, **options)
-    # the normal equations of Anderson, which is stopped at rtol 1e-4, amplify rounding errors
-    rtol = 1e-10 if isinstance(solver, Anderson) else RTOL
+    # quasi-Newton steps, which are stopped at rtol 1e-4, amplify rounding errors
+    rtol = 1e-10 if isinstance(solver, Anderson | Broyden) else RTOL
     x = torch.randn(b, t, M, dtype=torch.float64, requires_grad=True)
     ssm = 0.1 * torch.randn(b, D, layer.d_state, dtype=torch.float64)
     state = BedouinState(ssm.requires_grad_(), (0.1 * ssm.detach().sum(-1)).requires_grad_())

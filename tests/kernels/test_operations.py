@@ -347,26 +347,6 @@ def test_kernels_do_not_run_under_a_transform(name: str, monkeypatch: pytest.Mon
         torch.func.vmap(lambda v: call.run(v, *rest, backend="triton"))(first.unsqueeze(0))
 
 
-@variants
-def test_second_derivatives_of_plain_torch(name: str) -> None:
-    _, call = draw(name, dtype=F64)
-    found = []
-    for function in (lambda *v: call.run(*v, backend="reference"), call.exact):
-        leaves = with_gradients(call, call.given(F64, "cpu"))
-        outputs = [v for v in outputs_of(function, leaves) if v.requires_grad]
-        weights = [uneven(v, F64) for v in outputs]
-        grads = torch.autograd.grad(
-            [v.sin() for v in outputs], needed(leaves), weights, create_graph=True
-        )
-        loss = torch.stack([(v * uneven(v, F64)).sum() for v in grads]).sum()
-        if name.startswith("sweep"):
-            with pytest.raises(RuntimeError, match="once differentiable"):
-                torch.autograd.grad(loss, needed(leaves))
-            return
-        found.append(torch.autograd.grad(loss, needed(leaves), materialize_grads=True))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "shapes", "message"),
     [(name, *rest) for name, row in ROWS.items() for rest in row.wrong],
