@@ -37,7 +37,6 @@ from bedouin.solvers import Anderson, FixedCap, GammaCap, ImplicitAdjoint, Picar
 OPTIONS = of_kind(TypeError, [
     ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
     ({"layer_idx": True}, "layer_idx must be None or an int, got True"),
-    ({"num_householders": 2}, "has no option 'num_householders'; did you mean 'num_householder'?"),
     ({"mixer": "householder"},
      "mixer must be a ChannelMixer such as LowRank(2), got 'householder'"),
     ({"solver": "direct"},
@@ -171,11 +170,9 @@ CALLS = of_kind(ValueError, [
       for name in EARLIER),
     (of(FixedPointRNN, 4, projection="input"), "FixedPointRNN has no option projection: ... 0.2.0"),
     (of(Bedouin, 4, output=None), "Bedouin has no option output: Bedouin.from_paper"),
-    (of(Bedouin, 4, bias=None), "Bedouin has no option bias: Bedouin.from_paper"),
     (of(Initialization, rate=1.0), "Initialization has no option 'rate'; did you mean 'rates'?"),
     *((of(Initialization, **{name: 1}), f"Initialization has no option {name}: ... 0.2.0")
       for name in ("memory_heads", "memory_rates", "memory_delta")),
-    (of(FixedPointRNN, 4, d_state=4), "FixedPointRNN has no option 'd_state'"),
     (of(HouseholderProduct, k=1), "HouseholderProduct has no option 'k'"),
     (of(LowRank, ranks=1), "LowRank has no option 'ranks'; did you mean 'rank'?"),
     (of(Kronecker, 4), "factors must be None or a pair of ints, got 4"),

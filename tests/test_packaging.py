@@ -108,17 +108,6 @@ def test_metadata_agrees_with_the_readme() -> None:
     assert f"torch ≥ {lowest}" in readme and f"torch {lowest} and 2.13 are tested" in readme
 
 
-def test_packages_are_those_with_an_init() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = {
-        dotted(prefix, ROOT / folder, init)
-        for prefix, folder in settings["package-dir"].items()
-        for init in (ROOT / folder).rglob("__init__.py")
-    }
-    assert found == set(settings["packages"])
-    assert len(settings["packages"]) == len(set(settings["packages"]))
-
-
 @pytest.mark.parametrize("name", ["kernels", "solvers"])
 def test_no_top_level_module_of_ours(name: str) -> None:
     loaded = [module for key, module in sys.modules.items() if is_below(key, name)]
