@@ -367,6 +367,9 @@ def test_a_state_of_a_lower_dtype_is_taken_up(name: str, low: torch.dtype) -> No
         found, after = layer.step(x_t, one)
         assert torch.equal(found, layer.step(x_t, other)[0])
         assert {v.dtype for v in floats(after.tensors)} == {torch.float32}
+    mask = torch.tensor([[True] * 4, [True, False, False, True]])
+    padded = layer(x, return_state=True, mask=mask)[1].detach().to(low)
+    assert torch.equal(layer(x, padded), layer(x, padded.to(torch.float32)))
     parts = [v.requires_grad_() for v in cast.tensors]
     assert any(v.any() for v in gradients([layer(x, cast)], parts))
 

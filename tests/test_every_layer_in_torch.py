@@ -140,10 +140,10 @@ def test_an_exported_layer_takes_any_batch_size_and_length(
 
 
 def loss_of(layer: Any) -> Callable[..., Tensor]:
-    """Of parameters, an input and a state, which functional calls take."""
+    """Of parameters, an input, a state and a mask, which functional calls take."""
 
-    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any) -> Any:
-        output, after = functional_call(layer, parameters, (x, state, True))
+    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any, mask: Tensor) -> Any:
+        output, after = functional_call(layer, parameters, (x, state, True), {"mask": mask})
         return output.square().sum() + sum(v.square().sum() for v in after.tensors)
 
     return loss
@@ -152,8 +152,8 @@ def loss_of(layer: Any) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("name", [n for n in LAYERS if n not in BASELINES])
 @pytest.mark.parametrize("over", ["models", "samples", "first", "others"])
 def test_vmap_is_a_loop(name: str, over: str) -> None:
-    """Over the parameters of several models; over inputs; over the first part of the state alone,
-    or the others: of values, and of gradients."""
+    """Over the parameters of several models; over inputs with their masks; over the first part of
+    the state alone, or the others: of values, and of gradients."""
     layer = make(name)
     models = [layer, make(name)]
     with torch.no_grad():
@@ -163,9 +163,11 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
     parameters = {n: p.detach() for n, p in parameters.items()}
     states = [earlier_state(layer, 1) for _ in models]
     state = states[0]._make(torch.stack(v) for v in zip(*states, strict=True))
-    leaves, tree = tree_flatten((parameters, draw(2, 3).unsqueeze(1), state))
+    mask = torch.tensor([[[1, 0, 1]], [[1, 1, 0]]]).bool()
+    leaves, tree = tree_flatten((parameters, draw(2, 3).unsqueeze(1), state, mask))
     batched = [over == "models"] * len(parameters) + [over == "samples"]
     batched += [over in ("samples", part) for part in ("first", *["others"] * (len(state) - 1))]
+    batched += [over == "samples"]
     given = [v if yes else v[0] for v, yes in zip(leaves, batched, strict=True)]
     loss = loss_of(layer)
     for function in (loss, torch.func.grad(loss, (0, 1))):

@@ -374,16 +374,6 @@ def check_statistics(stats: SolveStats | None, parts: Sequence[SolveStats | None
     check_statistics(stats.backward, [part.backward for part in own])
 
 
-def test_parameters_of_one_head_are_those_of_the_paper() -> None:
-    d, r = 128, 128 + 2 * 16 + 2 * (128 + 1)
-    shapes = {n: tuple(v.shape) for n, v in Bedouin(64, num_heads=1).named_parameters()}
-    assert shapes == {
-        "A_log": (d, 16), "D": (d,), "dt_bias": (d,), "norm.weight": (d,), "raw_bias": (r,),
-        "in_proj.weight": (2 * d, 64), "x_proj.weight": (r + d, d), "y_proj.weight": (r + d, d),
-        "out_proj.weight": (64, d),
-    }  # fmt: skip
-
-
 def test_each_head_is_drawn_like_a_layer_of_its_size() -> None:
     layer: Any = Bedouin(64, num_heads=4, initialization=Initialization(0.0), feedback_init=0.5)
     bound, p = 32**-0.5, 32

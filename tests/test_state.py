@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bedouin import Bedouin, BedouinState, FixedPointRNN, SequenceModel
-from bedouin.baselines import LSTM, Attention
+from bedouin.baselines import LSTM
 from bedouin.baselines.lstm import LSTMState
 from bedouin.solvers import (
     Adjoint,
@@ -22,16 +22,6 @@ from bedouin.solvers import (
     Solver,
 )
 from bedouin.testing import assert_close
-
-
-@torch.no_grad()
-def test_the_places_of_a_padded_cache_keep_their_dtype() -> None:
-    layer, x = Attention(8), torch.randn(2, 3, 8)
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    _, state = layer(x, return_state=True, mask=mask)
-    cast = state._replace(keys=state.keys.bfloat16(), values=state.values.bfloat16())
-    expected = layer(x, cast._replace(keys=cast.keys.float(), values=cast.values.float()))
-    assert torch.equal(layer(x, cast), expected)
 
 
 def test_a_state_is_a_node_with_its_fields_as_children() -> None:
@@ -137,21 +127,6 @@ def test_statistics_are_those_of_the_tokens(
         assert_close("residual", found.residual[i], one.residual[0], 1e-2, 1e-12)
         if one.conditioning is not None and found.conditioning is not None:
             assert_close("pivot", found.conditioning[i], one.conditioning[0], 1e-11)
-
-
-@torch.no_grad()
-def test_masks_of_an_ensemble() -> None:
-    """vmap over stacked parameters, and over masks."""
-    layers = [Bedouin(4, dtype=torch.float64) for _ in range(2)]
-    x, mask = torch.randn(3, 5, 4, dtype=torch.float64), torch.rand(3, 5) > 0.4
-    parameters, _ = torch.func.stack_module_state(list(layers))
-
-    def run(values: dict[str, Tensor], mask: Tensor) -> Any:
-        return torch.func.functional_call(layers[0], values, (x,), {"mask": mask})
-
-    found = torch.func.vmap(run)(parameters, torch.stack([mask, ~mask]))
-    for output, layer, rows in zip(found, layers, (mask, ~mask), strict=True):
-        assert_close("output", output, layer(x, mask=rows), 1e-12)
 
 
 def test_documents_under_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
