@@ -149,7 +149,9 @@ def loss_of(layer: Any) -> Callable[..., Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("name", [n for n in LAYERS if n not in BASELINES])
+@pytest.mark.parametrize(
+    "name", [*(n for n in LAYERS if n not in BASELINES), "one picard step", "unrolled"]
+)
 @pytest.mark.parametrize("over", ["models", "samples", "first", "others"])
 def test_vmap_is_a_loop(name: str, over: str) -> None:
     """Over the parameters of several models; over inputs with their masks; over the first part of

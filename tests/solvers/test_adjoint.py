@@ -30,7 +30,6 @@ from bedouin.solvers import (
     UnrolledAdjoint,
     solve,
 )
-from bedouin.solvers.base import Map
 from bedouin.testing import assert_close
 
 EXACT = Picard(rtol=1e-14, atol=1e-15)
@@ -182,18 +181,6 @@ def test_a_nan_sample_leaves_the_gradients_of_the_others_alone() -> None:
     value = _solve(f, EXACT, None, on_unconverged="ignore").value
     (grad,) = torch.autograd.grad(_loss(value), x)
     torch.testing.assert_close(grad[[0, 2]], clean[[0, 2]], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("adjoint", [OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()])
-def test_the_other_adjoints_run_under_vmap_of_grad(adjoint: Adjoint) -> None:
-    def loss(x: Tensor) -> Tensor:
-        f: Map = lambda y: 0.5 * torch.sin(y) + x  # noqa: E731
-        return _loss(solve(f, torch.zeros_like(x), Picard(1e-10), adjoint=adjoint).value)
-
-    x = torch.randn(4, 2, 3, dtype=torch.float64)
-    vmapped = torch.func.vmap(torch.func.grad(loss))(x)
-    looped = [torch.autograd.functional.vjp(loss, v)[1] for v in x]
-    torch.testing.assert_close(vmapped, torch.stack(looped), rtol=1e-8, atol=1e-8)
 
 
 # -- at the y that three steps have reached, which is no fixed point
