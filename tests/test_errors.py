@@ -32,7 +32,7 @@ from bedouin.decode import Decoder
 from bedouin.integrations.fla import BedouinLayer
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import SequenceModel
-from bedouin.solvers import Anderson, FixedCap, GammaCap, ImplicitAdjoint, Picard
+from bedouin.solvers import Anderson, Direct, FixedCap, GammaCap, ImplicitAdjoint, Picard
 
 OPTIONS = of_kind(TypeError, [
     ({"feedback_norm": "no"}, "feedback_norm must be True or False, got 'no'"),
@@ -90,6 +90,8 @@ WINDOWED, PACKED = Bedouin(4, d_conv=3), pack_sequence([torch.zeros(3, 4)])
 JOINS = BedouinState.cat, BedouinState.stack
 PLACED = HouseholderProduct(1)
 PLACED.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
+MIXED = Bedouin(4).bfloat16()
+MIXED.D.data = MIXED.D.data.float()
 HOOKED = Bedouin(4)
 HOOKED.register_forward_hook(lambda module, args, output: None)
 CALLS = of_kind(ValueError, [
@@ -146,6 +148,9 @@ CALLS = of_kind(ValueError, [
     (of(Bedouin(4, backend="triton"), torch.zeros(1, 1, 4)),
      "backend='triton' needs tensors on a CUDA device, got cpu"),
 ]) + of_kind(TypeError, [
+    *((call, "D must have the dtype of the layer's projections torch.bfloat16, got torch.float32")
+      for call in (of(MIXED, torch.zeros(1, 2, 4).bfloat16()),
+                   of(MIXED.step, torch.zeros(1, 4).bfloat16(), MIXED.init_state(1)))),
     (of(Bedouin, 4, foo=1), "feedback_norm...solver...layer_idx...dtype"),
     (of(FixedPointLayer, 4), "abstract..._A"),
     (of(setattr, LAYER, "cap", 5), "cap must be a Cap such as FixedCap(20)"),
@@ -307,6 +312,8 @@ def test_options_that_a_call_reads_are_set() -> None:
     layer.mixer = HouseholderProduct(2, beta_max=1.5)
     assert layer(x).isfinite().all() and layer.stats is not None
     assert layer.stats.conditioning is None
+    layer.solver = "auto"
+    assert layer.solver == FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
 
 
 def test_a_state_prints_its_shapes() -> None:
@@ -315,14 +322,3 @@ def test_a_state_prints_its_shapes() -> None:
     assert repr(state) == f"BedouinState(ssm=(5, 8, 3) {of}, y=(5, 8) {of}, conv=(5, 1, 8) {of})"
     assert repr(Bedouin(4).init_state(1)).endswith("conv=None)")
     assert str(LSTM(4).init_state(2)).startswith("LSTMState(")
-
-
-def test_a_parameter_of_another_dtype_is_named() -> None:
-    layer = Bedouin(4).bfloat16()
-    layer.D.data = layer.D.data.float()
-    x = torch.randn(1, 2, 4)
-    message = "D must have the dtype of the layer's projections torch.bfloat16, got torch.float32"
-    with raises(TypeError, message):
-        layer(x.bfloat16())
-    with raises(TypeError, message):
-        layer.step(x[:, 0].bfloat16(), layer.init_state(1))

@@ -25,7 +25,7 @@ from bedouin import (
     param_groups,
 )
 from bedouin.baselines import Mamba
-from bedouin.solvers import Direct, FixedCap, Picard
+from bedouin.solvers import FixedCap, Picard
 from bedouin.testing import assert_close
 
 KINDS = [Bedouin, FixedPointRNN]
@@ -124,12 +124,6 @@ def test_a_width_of_one_is_silu_alone() -> None:
     window = layer(x, return_state=True)[1].conv
     assert window is not None and window.shape == (2, 0, 16)
     assert not torch.allclose(layer(x), plain(x))
-
-
-def test_the_solver_may_be_set_to_auto() -> None:
-    layer = Bedouin(4, solver=Picard())
-    layer.solver = "auto"
-    assert layer.solver == FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
 
 
 def test_repr_says_what_is_solved_how() -> None:

@@ -63,6 +63,8 @@ def test_auto_takes_the_reference_under_a_transform() -> None:
 
     def probe(x: Tensor) -> Tensor:
         seen.append(choose_backend("auto", CUDA))
+        with pytest.raises(ValueError, match=r"does not support torch\.func transforms"):
+            choose_backend("triton", CUDA)
         return x
 
     torch.func.vmap(probe)(torch.zeros(2, 3))

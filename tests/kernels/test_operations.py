@@ -337,16 +337,6 @@ def test_auto_takes_the_kernels_on_a_gpu_where_it_can(name: str) -> None:
     assert not found or name.startswith("sweep")
 
 
-@variants
-def test_kernels_do_not_run_under_a_transform(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _, call = draw(name)
-    first, *rest = call.given(F32, "cpu").values()
-    assert first is not None
-    with pytest.raises(ValueError, match="does not support torch.func transforms"):
-        torch.func.vmap(lambda v: call.run(v, *rest, backend="triton"))(first.unsqueeze(0))
-
-
 @pytest.mark.parametrize(
     ("name", "options", "shapes", "message"),
     [(name, *rest) for name, row in ROWS.items() for rest in row.wrong],
