@@ -58,17 +58,6 @@ class Foreign(nn.Module):
         return output, None, cache
 
 
-class Returns(nn.Module):
-    """A mixer with a given return value."""
-
-    def __init__(self, output: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, x: Tensor) -> object:
-        return self.output(x)
-
-
 def make(num_layers: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
     return SequenceModel(
@@ -140,7 +129,9 @@ def making(mixers: Any = None, **options: Any) -> Callable[[], SequenceModel]:
 
 
 def returning(output: Callable[[Tensor], object]) -> Callable[[], Any]:
-    return lambda: SequenceModel(VOCAB, D_MODEL, [Returns(output)])(ids(2, 3))
+    mixer: Any = nn.Identity()
+    mixer.forward = output
+    return of(SequenceModel(VOCAB, D_MODEL, [mixer]), ids(2, 3))
 
 
 NO_STATE, TWO = "mixer Foreign has no init_state()", "state must be a tuple with one entry for"
@@ -176,7 +167,7 @@ TYPES = of_kind(TypeError, [
     (making(lambda i: Leaky()), "num_layers must be an int >= 1, got None"),
     (making(Leaky()), "sequence of modules, as [Bedouin...got Leaky"),
     (making(["mamba"]), "mixers must be nn.Modules, got str"),
-    (returning(lambda x: None), "mixer Returns must return a tensor ... got NoneType"),
+    (returning(lambda x: None), "mixer Identity must return a tensor ... got NoneType"),
     (returning(lambda x: (None, x)), "a tuple that begins with one, got tuple"),
     (lambda: FOREIGN.init_state(2), f"{NO_STATE}, ...bedouin.Bedouin"),
     (lambda: FOREIGN.step(ids(2, 1)[:, 0], (None,)), "mixer Foreign has no step()"),
