@@ -1,6 +1,7 @@
 """`diagnose`, its table and its figure, and bedouin.testing: the numbers are right, the layer is as
 before, and assertions fail when they should."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -97,20 +98,15 @@ def test_it_measures_any_layer_and_leaves_it_alone(
     layer(x).sum().backward()
     layer.D.requires_grad_(False)
     stats, generator = layer.stats, torch.get_rng_state()
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    grads = {name: value.grad for name, value in layer.named_parameters()}
-    copies = {name: None if g is None else g.clone() for name, g in grads.items()}
+    grads = [parameter.grad for parameter in layer.parameters()]
+    before = copy.deepcopy((layer.state_dict(), grads))
 
     found = diagnose(layer, x)
 
     assert layer.stats is stats and layer.training and not layer.D.requires_grad
     assert len(called) == 1 and torch.equal(torch.get_rng_state(), generator)
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for name, parameter in layer.named_parameters():
-        grad, copied = parameter.grad, copies[name]
-        assert grad is grads[name]
-        assert grad is None or (copied is not None and torch.equal(grad, copied))
+    torch.testing.assert_close((layer.state_dict(), grads), before, rtol=0, atol=0)
+    assert all(p.grad is grad for p, grad in zip(layer.parameters(), grads, strict=True))
 
     assert found.growth.shape == (12, 2) and found.lyapunov.shape == (2,)
     assert found.decode_gap < 5e-2 and found.bias < 0.5 and 0.8 < found.cosine < 1 + 1e-12

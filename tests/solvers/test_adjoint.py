@@ -107,16 +107,6 @@ def test_cheap_adjoints_differ_and_point_the_same_way() -> None:
     assert 0.7 < one_step < phantom < 1 - 1e-6 and phantom > 0.95
 
 
-def test_too_few_unrolled_steps_give_the_gradient_of_those_steps() -> None:
-    f = _cell()
-    options: dict[str, Any] = {"max_steps": 3, "on_unconverged": "ignore"}
-    value = _solve(f, Picard(), UnrolledAdjoint(), **options).value
-    unrolled = f(f(f(torch.zeros_like(f.x))))
-    assert torch.equal(value, unrolled)
-    expected = torch.autograd.grad(_loss(unrolled), f.parameters)
-    torch.testing.assert_close(torch.autograd.grad(_loss(value), f.parameters), expected)
-
-
 @pytest.mark.parametrize("adjoint", ADJOINTS)
 def test_the_value_does_not_depend_on_the_adjoint_and_is_tracked_if_needed(
     adjoint: Adjoint,
