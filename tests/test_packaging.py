@@ -1,5 +1,5 @@
-"""The wheel's list of packages, the names on sys.path, and the direction of imports; the wheel and
-the sdist contain the whole library and nothing else."""
+"""The names on sys.path, and the direction of imports; the wheel and the sdist contain the whole
+library and nothing else."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
-"""Dtypes of results in each precision, errors for mixed dtypes, and layers with Triton kernels
-against the same in plain torch, interpreted on the CPU (small sizes) and compiled on a GPU.
+"""Float32 against float64, also where squares overflow, and parameters of another dtype, in plain
+torch and with Triton kernels, interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
 from itertools import product
