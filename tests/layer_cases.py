@@ -125,6 +125,9 @@ PAIRS: list[tuple[Solver, Adjoint | None]] = [
     *((Picard(), adjoint) for adjoint in (OneStepAdjoint(), PhantomAdjoint())),
     *((Jacobi(), adjoint) for adjoint in (None, ImplicitAdjoint(Jacobi()), PhantomAdjoint())),
     *((Anderson(), adjoint) for adjoint in (None, OneStepAdjoint())),
+    (Picard(damping=0.8, patience=2), ImplicitAdjoint(Picard())),
+    (Picard(rtol=0.1, stop_rule="paper"), OneStepAdjoint()),
+    (Broyden(), ImplicitAdjoint(Broyden())),
 ]
 """Solvers with adjoints that go together."""
 ITERATED = "picard", "jacobi"

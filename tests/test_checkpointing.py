@@ -218,24 +218,6 @@ def test_an_iterative_adjoint_recomputes_the_forward_once(solver: Solver) -> Non
     torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_an_iterative_adjoint_reads_tensors_saved_on_the_cpu_once() -> None:
-    layer, x = make(solver=Picard(), adjoint=ImplicitAdjoint(Picard()), cap=100), draw_input()
-    counts = {"packed": 0, "unpacked": 0}
-
-    def count(name: str, saved: Tensor) -> Tensor:
-        counts[name] += 1
-        return saved
-
-    hooks = functools.partial(count, "packed"), functools.partial(count, "unpacked")
-    with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        y = layer(x)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    (expected,) = torch.autograd.grad(layer(x).sum(), x)
-    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
-    # one of them twice: at the y from which the adjoint solve starts
-    assert counts["unpacked"] <= counts["packed"] + 1
-
-
 def test_an_iterative_adjoint_of_a_map_under_autocast() -> None:
     W = (0.3 * torch.randn(8, 8)).requires_grad_()
 

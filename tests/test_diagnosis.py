@@ -1,6 +1,7 @@
 """`diagnose`, its table and its figure, and bedouin.testing: the numbers are right, the layer is as
 before, and assertions fail when they should."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -97,20 +98,15 @@ def test_it_measures_any_layer_and_leaves_it_alone(
     layer(x).sum().backward()
     layer.D.requires_grad_(False)
     stats, generator = layer.stats, torch.get_rng_state()
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    grads = {name: value.grad for name, value in layer.named_parameters()}
-    copies = {name: None if g is None else g.clone() for name, g in grads.items()}
+    grads = [parameter.grad for parameter in layer.parameters()]
+    before = copy.deepcopy((layer.state_dict(), grads))
 
     found = diagnose(layer, x)
 
     assert layer.stats is stats and layer.training and not layer.D.requires_grad
     assert len(called) == 1 and torch.equal(torch.get_rng_state(), generator)
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for name, parameter in layer.named_parameters():
-        grad, copied = parameter.grad, copies[name]
-        assert grad is grads[name]
-        assert grad is None or (copied is not None and torch.equal(grad, copied))
+    torch.testing.assert_close((layer.state_dict(), grads), before, rtol=0, atol=0)
+    assert all(p.grad is grad for p, grad in zip(layer.parameters(), grads, strict=True))
 
     assert found.growth.shape == (12, 2) and found.lyapunov.shape == (2,)
     assert found.decode_gap < 5e-2 and found.bias < 0.5 and 0.8 < found.cosine < 1 + 1e-12
@@ -193,18 +189,14 @@ U = torch.zeros(2, 12, 4)
 OTHER: Any = LSTM(4)
 UNROLLED = Bedouin(4, solver=Anderson(), adjoint=UnrolledAdjoint())
 WRONG: list[Row] = [
-    *((of(measure, OTHER, U), TypeError, "layer must be a Bedouin or FixedPointRNN, got LSTM")
+    *((of(measure, OTHER, U), TypeError, "layer must be a Bedouin or FixedPointRNN, got LSTM: of")
       for measure in (diagnose, lyapunov, find_fixed_point, measure_growth)),
-    (of(diagnose, torch.nn.Linear(4, 4), U), TypeError,
-     "layer must be a Bedouin or FixedPointRNN, got Linear: of"),
     (of(diagnose, Bedouin(4), U[:, :0]), ValueError,
      "at least one sample and token, got (2, 0, 4)"),
     (of(diagnose, Bedouin(4), U, rtol=-1.0), ValueError, "rtol must lie in"),
     (of(diagnose, UNROLLED, U), TypeError, "UnrolledAdjoint cannot differentiate Anderson"),
     (of(lyapunov, Bedouin(4), U[:, :0]), ValueError,
      "x must have shape ... t >= 1, got (2, 0, 4)"),
-    (of(lyapunov, Bedouin(4), U[:0]), ValueError,
-     "x must have shape (b, t, m) with b, t >= 1"),
     (of(measure_growth, Bedouin(4), U, size=0), ValueError, "size must be positive, got 0"),
     *((of(assert_close, "y", actual, torch.zeros(2), 1.0), AssertionError, message)
       for actual, message in (
@@ -276,23 +268,10 @@ def test_growth_of_a_mild_layer_is_small(layer: Bedouin, u: Tensor) -> None:
     assert measure_growth(layer, u) == growth != measure_growth(layer, u, seed=1)
 
 
-def growths(t: int) -> list[float]:
-    """Of layers with large initial feedback, on t tokens."""
-    found = []
-    for seed in range(4):
-        torch.manual_seed(seed)
-        layer = Bedouin(
-            4, d_state=1, num_householder=1, beta_max=2.0, decay="griffin", input_scale="delta",
-            feedback_init=10.0, dtype=torch.float64,
-        )  # fmt: skip
-        u = torch.randn(1, 64, 4, dtype=torch.float64)
-        found.append(measure_growth(layer, u[:, :t]))
-    return found
-
-
 def test_growth_sees_what_feedback_does_over_time() -> None:
-    assert max(growths(64)) > 1e2
-    assert max(growths(1)) < 10
+    layer, u = chaotic(dtype=torch.float64), torch.randn(1, 64, 4, dtype=torch.float64)
+    assert measure_growth(layer, u) > 1e2
+    assert measure_growth(layer, u[:, :1]) < 10
 
 
 def test_growth_where_a_result_is_not_finite(layer: Bedouin, u: Tensor) -> None:

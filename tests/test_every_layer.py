@@ -16,10 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from tests.layer_cases import (
-    BASELINES,
     CPU,
-    GPU,
-    LAYERS,
     MEMORIES,
     PLACES,
     RNGS,
@@ -52,7 +49,7 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate, default_convert
 
-from bedouin import Bidirectional, Decoder
+from bedouin import Bidirectional
 from bedouin.solvers import ConvergenceError
 from bedouin.testing import assert_close, measure_growth
 
@@ -81,32 +78,6 @@ def test_chunks_and_steps_give_what_one_call_gives(name: str, place: Place) -> N
     """And nothing looks ahead. A memory takes 64 tokens at once."""
     t = 9 if place is CPU and name not in MEMORIES else 70
     check_chunks(*on_places(name, place, 3, t), place.rtol)
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(pytest.param(name, CPU, id=name) for name in LAYERS if name not in BASELINES),
-        pytest.param("one head", GPU, marks=pytest.mark.gpu),
-        pytest.param("tracking", GPU, marks=pytest.mark.gpu),
-    ],
-)
-@torch.no_grad()
-def test_a_decoder_gives_what_steps_give(name: str, place: Place) -> None:
-    layer, x, before = on_places(name, place, 2, 5)
-    decoder = Decoder(layer, 2, state=before)
-    found = torch.stack([decoder(x_t).clone() for x_t in x.unbind(1)], 1)
-    state = decoder.state
-    assert_all_close([found, *state.tensors], in_steps(layer, x, before), place.rtol)
-    kept = state.clone()
-    decoder(x[:, 0])
-    assert all(map(torch.equal, state.tensors, kept.tensors))
-    assert all(v.untyped_storage().nbytes() == v.nbytes for v in state.tensors)
-    decoder.reset()
-    expected, _ = layer.step(x[:, 0], layer.init_state(2))
-    assert_close("anew", decoder(x[:, 0]), expected, place.rtol)
-    with pytest.raises(ValueError, match="batch_size = 2 rows, got 1"):
-        decoder(x[:1, 0])
 
 
 ROWS = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
@@ -396,6 +367,9 @@ def test_a_state_of_a_lower_dtype_is_taken_up(name: str, low: torch.dtype) -> No
         found, after = layer.step(x_t, one)
         assert torch.equal(found, layer.step(x_t, other)[0])
         assert {v.dtype for v in floats(after.tensors)} == {torch.float32}
+    mask = torch.tensor([[True] * 4, [True, False, False, True]])
+    padded = layer(x, return_state=True, mask=mask)[1].detach().to(low)
+    assert torch.equal(layer(x, padded), layer(x, padded.to(torch.float32)))
     parts = [v.requires_grad_() for v in cast.tensors]
     assert any(v.any() for v in gradients([layer(x, cast)], parts))
 

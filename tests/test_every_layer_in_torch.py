@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.table import COMPILED, INTERPRETED
 from tests.layer_cases import (
     BASELINES,
     FIXED_POINTS,
@@ -139,20 +140,22 @@ def test_an_exported_layer_takes_any_batch_size_and_length(
 
 
 def loss_of(layer: Any) -> Callable[..., Tensor]:
-    """Of parameters, an input and a state, which functional calls take."""
+    """Of parameters, an input, a state and a mask, which functional calls take."""
 
-    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any) -> Any:
-        output, after = functional_call(layer, parameters, (x, state, True))
+    def loss(parameters: dict[str, Tensor], x: Tensor, state: Any, mask: Tensor) -> Any:
+        output, after = functional_call(layer, parameters, (x, state, True), {"mask": mask})
         return output.square().sum() + sum(v.square().sum() for v in after.tensors)
 
     return loss
 
 
-@pytest.mark.parametrize("name", [n for n in LAYERS if n not in BASELINES])
+@pytest.mark.parametrize(
+    "name", [*(n for n in LAYERS if n not in BASELINES), "one picard step", "unrolled"]
+)
 @pytest.mark.parametrize("over", ["models", "samples", "first", "others"])
 def test_vmap_is_a_loop(name: str, over: str) -> None:
-    """Over the parameters of several models; over inputs; over the first part of the state alone,
-    or the others: of values, and of gradients."""
+    """Over the parameters of several models; over inputs with their masks; over the first part of
+    the state alone, or the others: of values, and of gradients."""
     layer = make(name)
     models = [layer, make(name)]
     with torch.no_grad():
@@ -162,9 +165,11 @@ def test_vmap_is_a_loop(name: str, over: str) -> None:
     parameters = {n: p.detach() for n, p in parameters.items()}
     states = [earlier_state(layer, 1) for _ in models]
     state = states[0]._make(torch.stack(v) for v in zip(*states, strict=True))
-    leaves, tree = tree_flatten((parameters, draw(2, 3).unsqueeze(1), state))
+    mask = torch.tensor([[[1, 0, 1]], [[1, 1, 0]]]).bool()
+    leaves, tree = tree_flatten((parameters, draw(2, 3).unsqueeze(1), state, mask))
     batched = [over == "models"] * len(parameters) + [over == "samples"]
     batched += [over in ("samples", part) for part in ("first", *["others"] * (len(state) - 1))]
+    batched += [over == "samples"]
     given = [v if yes else v[0] for v, yes in zip(leaves, batched, strict=True)]
     loss = loss_of(layer)
     for function in (loss, torch.func.grad(loss, (0, 1))):
@@ -287,23 +292,35 @@ def test_adapters_of_every_projection_train_and_merge(name: str, backend: str) -
             assert_all_close([A.grad, B.grad], [B.mT @ grad, grad @ A.mT], 1e3 * rtol)
 
 
-@layers
+@pytest.mark.parametrize(
+    ("name", "backend", "device"),
+    [*((name, "auto", "cpu") for name in LAYERS)]
+    + [
+        pytest.param(name, *at.values, marks=at.marks)
+        for name in ("one head", "heads", "vector", "no mixing", "one picard step")
+        for at in (INTERPRETED, COMPILED)
+    ],
+)
 @pytest.mark.parametrize(
     ("autocast", "x_dtype"),
     [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)],
 )
-def test_low_precision(name: str, autocast: bool, x_dtype: torch.dtype) -> None:
+def test_low_precision(
+    name: str, backend: str, device: str, autocast: bool, x_dtype: torch.dtype
+) -> None:
     """A bfloat16 layer, or autocast of a float32 layer: dtypes, and values near float64."""
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if name.startswith("lstm") and autocast and not has_bfloat16:
         pytest.skip("torch.nn.LSTM fails under autocast on a CPU without bfloat16 instructions")
     dtype = torch.float32 if autocast else torch.bfloat16
     options: dict[str, Any] = {"solver": type(make(name).solver)(1e-6)} if name in ITERATED else {}
-    layer = make(name, dtype=dtype, **options)
     exact = make(name, **options)
+    if backend == "triton":
+        options["backend"] = backend
+    layer = make(name, dtype=dtype, device=device, **options)
     exact.load_state_dict(layer.state_dict())
-    x = draw(3, 6).to(x_dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    x = draw(3, 6).to(device, x_dtype)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
         output, state = layer(x, return_state=True)
         again, after = layer(x, state, return_state=True)
         step, _ = layer.step(x[:, 0], state)
@@ -313,8 +330,8 @@ def test_low_precision(name: str, autocast: bool, x_dtype: torch.dtype) -> None:
     if hasattr(layer, "stats"):
         assert layer.stats.residual.dtype == torch.float32
         assert layer.stats.conditioning is None or layer.stats.conditioning.dtype == torch.float32
-    expected = exact(x.double())
-    assert (output.double() - expected).norm() < 0.1 * expected.norm()
+    expected = exact(x.double().cpu())
+    assert (output.double().cpu() - expected).norm() < 0.1 * expected.norm()
     output.float().sum().backward()
     for parameter in layer.parameters():
         assert parameter.grad is not None and parameter.grad.dtype == dtype

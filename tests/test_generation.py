@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.layer_cases import assert_all_close, make
 from tests.messages import Row, of, refused
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bedouin import Bedouin, Decoder, FixedPointRNN, SequenceModel
@@ -54,19 +54,15 @@ def test_documents_in_a_model() -> None:
     model = make_model()
     tokens, cu_seqlens = ids(1, 7), torch.tensor([0, 3, 3, 7])
     _, before = model(ids(3, 2), return_state=True)
+    first, _, third = (tuple(s[i : i + 1] for s in before) for i in range(3))
     logits, state = model(tokens, before, return_state=True, cu_seqlens=cu_seqlens)
+    alone = model(tokens[:, :3], first), model(tokens[:, 3:], third)
+    assert_close("documents", logits, torch.cat(alone, 1), 1e-11)
+    assert model.step(ids(3), state)[0].shape == (3, VOCAB)
     seq_idx = torch.tensor([[4, 4, 4, 2, 2, 2, 2]])
-    first = tuple(s[:1] for s in before)
     indexed, last = model(tokens, first, return_state=True, seq_idx=seq_idx)
-    following = model.step(ids(3), state)[0]
-    assert following.shape == (3, VOCAB)
-    for row, (start, stop) in enumerate(((0, 3), (3, 3), (3, 7))):
-        incoming = tuple(s[row : row + 1] for s in before)
-        alone = model(tokens[:, start:stop], incoming)
-        assert_close(f"document {row}", logits[:, start:stop], alone, 1e-11)
-    assert_close("first of seq_idx", indexed[:, :3], logits[:, :3], 1e-11)
     fresh, after = model(tokens[:, 3:], return_state=True)
-    assert_close("second of seq_idx", indexed[:, 3:], fresh, 1e-11)
+    assert_close("indexed", indexed, torch.cat([alone[0], fresh], 1), 1e-11)
     token = ids(1)
     assert_close("next", model.step(token, last)[0], model.step(token, after)[0], 1e-11)
     # padding between documents and in them, whose indices begin none
@@ -96,8 +92,7 @@ def test_a_decoder_of_a_model_gives_what_one_call_gives() -> None:
 
 
 def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float) -> None:
-    """A decoder whose tokens are runs of one graph, also when parameters or hooks change."""
-    mixers: Any = model.mixers
+    """A decoder whose tokens are runs of one graph, but where there are hooks."""
 
     def check_next(tokens: Tensor) -> None:  # (b,)
         expected, _ = model.step(tokens, decoder.state)
@@ -108,18 +103,10 @@ def check_decoder_in_one_graph(model: SequenceModel, tokens: Tensor, rtol: float
     decoder: Any = Decoder(model, len(tokens), state=state)
     for t in range(2, 4):
         assert_close(f"token {t}", decoder(tokens[:, t]), whole[:, t], rtol)
-    captured = decoder._graph
     _, expected = model(tokens[:, :4], return_state=True)
     found = decoder.state
     assert_all_close(tree_leaves(found), tree_leaves(expected), rtol)
     assert all(bool(stats.converged.all()) for stats in model.stats)
-    # a change in place is seen by the same graph, a replaced parameter makes another one
-    mixers[0].D.mul_(1.1)
-    check_next(tokens[:, 4])
-    assert decoder._graph is captured
-    model.norm.weight = nn.Parameter(1.1 * model.norm.weight)
-    check_next(tokens[:, 5])
-    assert decoder._graph is not captured
     # hooks run: without a graph
     calls: list[Any] = []
     with model.head.register_forward_hook(lambda *call: calls.append(call)):
@@ -161,28 +148,6 @@ def test_a_whole_model_is_one_graph_on_a_gpu(no_synchronization: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("part", ["model", "block"])
-def test_hooks_run_in_every_token(part: str) -> None:
-    """Those of the model and of its blocks, also where they are registered between tokens."""
-    model = make_model()
-    tokens, hooked = ids(2, 5), model if part == "model" else model.blocks[0]
-
-    def double(module: Any, inputs: Any, output: Any) -> Any:
-        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-    state, decoder = model.init_state(2), Decoder(model, 2)
-    for i, token in enumerate(tokens.unbind(1)):
-        if i == 1:
-            handle = hooked.register_forward_hook(double)
-        if i == 3:
-            handle.remove()
-        expected, state = model.step(token, state)
-        assert_close(f"token {i}", decoder(token), expected, 1e-12)
-    for found, after in zip(decoder.state, state, strict=True):
-        assert all(map(torch.allclose, found.tensors, after.tensors))
-
-
-@torch.no_grad()
 def test_greedy_tokens_are_those_of_the_full_forward() -> None:
     model, prompt = make_model(), ids(3, 4)
     expected = prompt
@@ -203,18 +168,12 @@ def test_greedy_tokens_are_those_of_the_full_forward() -> None:
 
 
 @torch.no_grad()
-def test_a_token_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_one_step() -> None:
     """After the prompt the model sees each token once, by itself."""
-    model, sizes = make_model(), []
-    project = model.head.forward
-
-    def record(x: Tensor) -> Tensor:
-        sizes.append(tuple(x.shape[:-1]))
-        return project(x)
-
-    monkeypatch.setattr(model.head, "forward", record)
+    model, seen = make_model(), []
+    model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model.generate(ids(2, 9), 4)
-    assert sizes == [(2, 9), (2,), (2,), (2,)]
+    assert [v.shape[:-1] for v in seen] == [(2, 9), (2,), (2,), (2,)]
 
 
 @torch.no_grad()
@@ -276,18 +235,15 @@ GENERATE: list[Row] = [
     ({"prompt": torch.zeros(3).long()}, ValueError, "prompt must have shape (b, t) with at least"),
     ({"prompt": torch.zeros(2, 0).long()}, ValueError, "prompt must have shape (b, t) with at"),
     ({"prompt": torch.zeros(2, 2)}, TypeError, "tokens must be int64 or int32 ids"),
-    ({"max_new_tokens": 2.0}, ValueError, "max_new_tokens must be an int >= 0, got 2.0"),
     ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be an int >= 0, got -1"),
     ({"mask": torch.tensor([[False, False], [False, True]])}, ValueError,
      "mask must be True for at least one token of each row of the prompt"),
-    ({"temperature": "1"}, ValueError, "temperature must be a finite number, got '1'"),
     ({"temperature": math.inf}, ValueError, "temperature must be a finite number, got inf"),
     ({"temperature": -1.0}, ValueError, "temperature must lie in [0, inf], got -1.0"),
     ({"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be None or an int >= 1, got 0"),
     ({"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p must lie in (0, 1], got 0.0"),
     ({"top_k": 2}, ValueError, "top_k must be None with temperature=0"),
     ({"generator": 0}, TypeError, "generator must be None or a torch.Generator, got int"),
-    ({"eos": 1.0}, ValueError, "eos must be None or an int >= 0, got 1.0"),
     ({"eos": -1}, ValueError, "eos must be None or an int >= 0, got -1"),
     ({"eos": VOCAB}, ValueError, f"eos must be an id below vocab_size = {VOCAB}, got {VOCAB}"),
 ]  # fmt: skip

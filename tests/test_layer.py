@@ -25,24 +25,10 @@ from bedouin import (
     param_groups,
 )
 from bedouin.baselines import Mamba
-from bedouin.solvers import Direct, FixedCap, Picard
+from bedouin.solvers import FixedCap, Picard
 from bedouin.testing import assert_close
 
 KINDS = [Bedouin, FixedPointRNN]
-
-
-@torch.no_grad()
-def test_layout_in_memory_does_not_matter() -> None:
-    layer = Bedouin(4, dtype=torch.float64)
-    x = torch.randn(2, 7, 4, dtype=torch.float64)
-    expected, end = layer(x, return_state=True)
-    time_first = x.transpose(0, 1).contiguous().transpose(0, 1)
-    strided = torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
-    assert not time_first.is_contiguous() and not strided.is_contiguous()
-    assert_close("time first", layer(time_first), expected, 1e-13)
-    assert_close("strided", layer(strided), expected, 1e-13)
-    turned = end._replace(ssm=end.ssm.mT.contiguous().mT)
-    assert_close("strided state", layer(x, state=turned), layer(x, state=end), 1e-13)
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
@@ -76,22 +62,17 @@ def test_feedback_init_scales_the_feedback_weights() -> None:
     assert not weights(0.0).any()
 
 
-def test_marks_for_optimizers_and_initializers() -> None:
-    layer, griffin = Bedouin(4), FixedPointRNN(4, decay="griffin")
-    marked = {n for n, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
-    assert marked == {"A_log", "D"}
-    marked = {n for n, p in griffin.named_parameters() if getattr(p, "_no_weight_decay", False)}
-    assert marked == {"omega", "D"}
-    assert [n for n, p in layer.named_parameters() if getattr(p, "_no_reinit", False)] == [
-        "dt_bias"
-    ]
-    assert type(layer.out_proj) is nn.Linear
+def test_marks_for_initializers() -> None:
+    """Those for optimizers are seen in their groups."""
+    layer = Bedouin(4)
+    marked = [n for n, p in layer.named_parameters() if getattr(p, "_no_reinit", False)]
+    assert marked == ["dt_bias"] and type(layer.out_proj) is nn.Linear
 
 
 def test_every_parameter_is_in_one_group_of_the_optimizer() -> None:
     mixers = [Bedouin(4), FixedPointRNN(4, decay="griffin"), Mamba(4), TrackingDeltaNet(4)]
     model = SequenceModel(5, 4, mixers, mlp_expand=1, tie_embeddings=True)
-    model.blocks[0].requires_grad_(False)
+    model.get_submodule("blocks.0.mixer.in_proj").requires_grad_(False)
     out_proj: Any = mixers[2].out_proj
     nn.utils.parametrizations.weight_norm(out_proj)
     decayed, exempt = param_groups(model, weight_decay=0.1)
@@ -143,12 +124,6 @@ def test_a_width_of_one_is_silu_alone() -> None:
     window = layer(x, return_state=True)[1].conv
     assert window is not None and window.shape == (2, 0, 16)
     assert not torch.allclose(layer(x), plain(x))
-
-
-def test_the_solver_may_be_set_to_auto() -> None:
-    layer = Bedouin(4, solver=Picard())
-    layer.solver = "auto"
-    assert layer.solver == FixedPointRNN(4, mixer=LowRank(2)).solver == Direct()
 
 
 def test_repr_says_what_is_solved_how() -> None:

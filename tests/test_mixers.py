@@ -94,16 +94,6 @@ def test_the_form_and_mixing_are_the_complement(mixer: StructuredMixer, seed: in
     assert_close("default", ChannelMixer.mix(mixer, raw, x, v), expected, 1e-12)
 
 
-def test_mixing_with_a_small_low_rank_matrix_keeps_its_digits() -> None:
-    """Q of size 2e-9, which x + (I - Q)(y - x) rounds away in float32."""
-    mixer, found = LowRank(2), []
-    raw, x = torch.randn(3, mixer.raw_size(5)), torch.randn(3, 5)
-    raw[:, -2:] = -20.0
-    for dtype in (torch.float32, torch.float64):
-        found.append(mixer.mix(raw.to(dtype), x.to(dtype), torch.zeros(3, 5, dtype=dtype)))
-    assert_close("Q x", found[0].double(), found[1], 1e-5)
-
-
 class Identity(HouseholderProduct):
     """The mathematics of another mixer, Q = I."""
 
@@ -119,32 +109,45 @@ class Swapped(HouseholderProduct):
         return super().complement(raw.flip(-1), v)
 
 
+class Named(HouseholderProduct):
+    """A subclass that changes neither how raw values are read nor what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def extra_repr(self) -> str:
+        return f"named, {super().extra_repr()}"
+
+
+class NamedNoMixing(NoMixing):
+    """As `Named`."""
+
+
 class LearnedBeta(HouseholderProduct):
     """A beta_max with a gradient, which kernels do not compute."""
 
     def __init__(self) -> None:
         super().__init__()
         del self.beta_max
-        self.beta_max = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
+        self.beta_max = nn.Parameter(torch.ones((), dtype=torch.float64))  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
-    ("mixer", "cause"),
+    ("mixer", "part"),
     [
-        (Identity(), r"forward of the mixer Identity \(only those of HouseholderProduct\)"),
-        (Swapped(), r"complement of the mixer Swapped \(only those of HouseholderProduct\)"),
-        (
-            LearnedBeta(),
-            r"a tensor beta_max of the mixer LearnedBeta \(only those of HouseholderProduct\)",
-        ),
-        (LowRank(2), r"the mixer LowRank \(only HouseholderProduct\)"),
-        (Kronecker(), r"the mixer Kronecker \(only HouseholderProduct\)"),
+        (Identity(), "forward of "),
+        (Swapped(), "complement of "),
+        (LearnedBeta(), "a tensor beta_max of "),
+        *((mixer, "") for mixer in (LowRank(2), Kronecker())),
     ],
     ids=lambda v: type(v).__name__,
 )
 def test_a_mixer_without_kernels_is_named_once_on_a_gpu(
-    mixer: ChannelMixer, cause: str, monkeypatch: pytest.MonkeyPatch
+    mixer: ChannelMixer, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    only = "those of HouseholderProduct" if part else "HouseholderProduct"
+    cause = rf"{part}the mixer {type(mixer).__name__} \(only {only}\)"
     layer = Bedouin(4, d_state=3, mixer=mixer)
     f = layer.map(torch.randn(2, 5, 4)).apart()
     y, rule = torch.zeros(2, 5, 8), IterationRule("picard", 1e-4, 1e-8)
@@ -168,11 +171,19 @@ def test_a_mixer_without_kernels_is_named_once_on_a_gpu(
             call("triton")
 
 
-def test_a_learned_beta_max_has_a_gradient() -> None:
-    layer = Bedouin(4, d_state=3, mixer=LearnedBeta())
-    layer(torch.randn(2, 5, 4)).square().sum().backward()
-    (beta_max,) = layer.mixer.parameters()
-    assert beta_max.grad is not None and beta_max.grad.abs().item() > 0
+@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
+@pytest.mark.parametrize("mixer", [Named(), NamedNoMixing()], ids=repr)
+def test_a_subclass_that_computes_the_same_keeps_the_kernels(
+    mixer: ChannelMixer, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    f = kind(4, mixer=mixer).map(torch.randn(2, 5, 4))
+    values = f.operands, f.parameterization, f.mixer_values
+    y, rule = torch.zeros(2, 5, 8), IterationRule("picard", 1e-4, 1e-8)
+    assert choose_sweep("triton", *values) == "triton"
+    assert choose_iteration("triton", values[0], y, *values[1:], rule) == "triton"
+    same = HouseholderProduct() if isinstance(mixer, Named) else NoMixing()
+    assert kind(4, mixer=mixer).layout() == kind(4, mixer=same).layout()
 
 
 def test_a_layer_without_mixing_has_no_parameters_of_a_mixer() -> None:
@@ -265,7 +276,11 @@ class Learned(StructuredMixer):
 
 @pytest.mark.parametrize(
     ("kind", "solver", "name"),
-    [(Learned, Direct(), "rows"), (Dense, Picard(rtol=1e-13, atol=1e-300), "weight")],
+    [
+        (Learned, Direct(), "rows"),
+        (Dense, Picard(rtol=1e-13, atol=1e-300), "weight"),
+        (lambda p: LearnedBeta(), Direct(), "beta_max"),
+    ],
 )
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_a_mixer_with_parameters_has_exact_gradients(
@@ -282,7 +297,6 @@ def test_a_mixer_with_parameters_has_exact_gradients(
         assert_close(name, exact[name], gradient, 1e-9)
 
 
-LOW = [torch.bfloat16, torch.float16]
 OWNERS: list[tuple[type[ChannelMixer], dict[str, Any]]] = [
     (Dense, {"solver": Picard(1e-6)}),
     (Dense, {"solver": Picard(1e-6), "adjoint": OneStepAdjoint()}),
@@ -293,36 +307,29 @@ OWNERS: list[tuple[type[ChannelMixer], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("kind", "options"), OWNERS, ids=str)
 def test_a_mixer_with_parameters_in_half_precision(
-    kind: type[Any], options: dict[str, Any], dtype: torch.dtype
+    kind: type[Any], options: dict[str, Any], dtype: torch.dtype, autocast: bool
 ) -> None:
-    """Used in float32, with gradients in the dtype of the parameters."""
-    layer = Bedouin(4, mixer=kind(8), max_steps=200, **options).to(dtype)
+    """Used in float32, with gradients in the dtype of the parameters; or under autocast."""
+    own = torch.float32 if autocast else dtype
+    layer = Bedouin(4, mixer=kind(8), max_steps=200, **options).to(own)
     reference = Bedouin(4, mixer=kind(8), max_steps=200, **options).to(torch.float64)
     reference.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 4).to(dtype)
-    output, state = layer(x, return_state=True)
-    step, _ = layer.step(x[:, 0], state)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        output, state = layer(x, return_state=True)
+        step, _ = layer.step(x[:, 0], state)
+        found = layer_gradients(layer, x)
     assert output.dtype == step.dtype == dtype and state.ssm.dtype == torch.float32
     assert_close("output", output.double(), reference(x.double()), 0.05)
     expected = layer_gradients(reference, x.double())
-    for name, gradient in layer_gradients(layer, x).items():
+    for name, gradient in found.items():
         if name.startswith("mixer"):
-            assert gradient.dtype == dtype
+            assert gradient.dtype == own
             assert_close(name, gradient.double(), expected[name], 0.1)
-
-
-@pytest.mark.parametrize("kind", [Dense, Learned])
-def test_a_mixer_with_parameters_under_autocast(kind: type[Any]) -> None:
-    layer, x = Bedouin(4, mixer=kind(8)).float(), torch.randn(2, 5, 4)
-    expected = layer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = layer(x)
-    output.float().sum().backward()
-    assert_close("output", output.float(), expected, 0.05)
-    assert all(p.grad is not None for p in layer.mixer.parameters())
 
 
 def test_a_mixer_of_another_precision_than_the_layer() -> None:

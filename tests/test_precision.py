@@ -1,46 +1,42 @@
-"""Dtypes of results in each precision, errors for mixed dtypes, and layers with Triton kernels
-against the same in plain torch, interpreted on the CPU (small sizes) and compiled on a GPU.
+"""Float32 against float64, also where squares overflow, and parameters of another dtype, in plain
+torch and with Triton kernels, interpreted on the CPU (small sizes) and compiled on a GPU.
 """
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.table import kernels
-from tests.layer_cases import assert_all_close, results
+from tests.kernels.table import COMPILED, INTERPRETED, kernels
+from tests.layer_cases import CPU, make, results
 from tests.modes import Watching
 from torch import Tensor
 
-from bedouin import Bedouin, FixedPointRNN, HouseholderProduct, LowRank, NoMixing
+from bedouin import Bedouin
 from bedouin.decode import Decoder
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.solvers import Direct, Jacobi, OneStepAdjoint, Picard, Solver
+from bedouin.solvers import Direct, Jacobi, Picard, Solver
 from bedouin.testing import assert_close, layer_gradients, measure_growth, relative_error
 
 SOLVERS: list[Solver] = [Direct(), Picard(rtol=1e-6), Jacobi(rtol=1e-6)]
-CASES: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {}),
-    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay", "eigenvalues": "full"}),
-    (FixedPointRNN, {}),
-    (Bedouin, {"num_heads": 4}),
-    (FixedPointRNN, {"num_heads": 4}),
-]
+SIXTEEN = CPU._replace(m=16)
 
 
-def pair(kind: Any, dtype: torch.dtype, **options: Any) -> tuple[FixedPointLayer, FixedPointLayer]:
-    """The same layer in `dtype` and, from the rounded parameters, in float64."""
-    layer = kind(16, on_unconverged="ignore", **options).to(dtype)
-    reference = kind(16, on_unconverged="ignore", dtype=torch.float64, **options)
+def pair(name: str, **options: Any) -> tuple[FixedPointLayer, FixedPointLayer]:
+    """The same layer in float32 and, from the rounded parameters, in float64."""
+    options |= {"on_unconverged": "ignore"}
+    layer = make(name, SIXTEEN, dtype=torch.float32, **options)
+    reference = make(name, SIXTEEN, **options)
     reference.load_state_dict(layer.state_dict())
     return layer, reference
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["one head", "heads", "coupled", "full", "vector", "vector, heads"]
+)
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_float32_against_float64(kind: Any, options: dict[str, Any], solver: Solver) -> None:
-    layer, reference = pair(kind, torch.float32, solver=solver, **options)
+def test_float32_against_float64(name: str, solver: Solver) -> None:
+    layer, reference = pair(name, solver=solver)
     x = torch.randn(3, 20, 16)
     growth = measure_growth(reference, x.double())
     assert_close("output", layer(x).double(), reference(x.double()), 2e-5 * growth)
@@ -51,7 +47,7 @@ def test_float32_against_float64(kind: Any, options: dict[str, Any], solver: Sol
 
 
 def test_backward_outside_autocast_is_backward_inside() -> None:
-    layer, _ = pair(Bedouin, torch.float32)
+    layer, _ = pair("one head")
     x, weights = torch.randn(2, 6, 16), list(layer.parameters())
 
     def loss() -> Tensor:
@@ -66,26 +62,6 @@ def test_backward_outside_autocast_is_backward_inside() -> None:
         assert_close(name, a, b, 0.02)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("autocast", [False, True])
-@torch.no_grad()
-def test_the_kernels_refuse_a_float64_layer(kind: Any, solver: Solver, autocast: bool) -> None:
-    """Under autocast as well, which casts no float64."""
-    layer = kind(4, dtype=torch.float64, solver=solver, backend="triton")
-    x = torch.randn(2, 3, 4, dtype=torch.float64)
-    calls: list[Callable[[], object]] = [
-        lambda: layer(x),
-        lambda: layer.step(x[:, 0], layer.init_state(2)),
-        lambda: Decoder(layer, 2)(x[:, 0]),
-    ]
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        for call in calls:
-            with pytest.raises(ValueError, match=r"'triton' does not support .*float64.*'auto'"):
-                call()
-
-
 def test_the_default_dtype_does_not_leak() -> None:
     """A layer that is made under a float64 default; test_every_layer_in_torch.py has the other."""
     torch.set_default_dtype(torch.float64)
@@ -96,14 +72,10 @@ def test_the_default_dtype_does_not_leak() -> None:
     assert double.dtype == torch.float64
 
 
-HUGE: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {}),
-    (Bedouin, {"num_heads": 2, "feedback_norm": False}),
-    (Bedouin, {"decay": "griffin", "input_scale": "one_minus_decay"}),
-    (Bedouin, {"feedback": (), "mixer": LowRank(2)}),
-    (FixedPointRNN, {}),
-    (FixedPointRNN, {"decay": "griffin", "num_heads": 2, "feedback_norm": False}),
-    (FixedPointRNN, {"feedback": ()}),
+HUGE: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("one head", "coupled", "vector")),
+    *((name, {"feedback_norm": False}) for name in ("heads", "vector, heads")),
+    *((name, {"feedback": ()}) for name in ("low rank", "vector")),
 ]
 
 
@@ -120,12 +92,12 @@ def assert_right_or_nan(
             assert bool(layer.stats.converged[i])
 
 
-WITH_KERNELS: list[tuple[Any, dict[str, Any], float]] = [
-    (Bedouin, {"num_householder": 4}, 1e25),
-    (Bedouin, {"num_heads": 2, "num_householder": 1}, 1e25),
-    (Bedouin, {"num_heads": 2, "num_householder": 0, "feedback": ("delta",)}, 1e25),
-    (FixedPointRNN, {}, 1e12),
-    (FixedPointRNN, {"feedback": (), "num_heads": 2}, 1e12),
+WITH_KERNELS: list[tuple[str, dict[str, Any], float]] = [
+    ("one head", {"num_householder": 4}, 1e25),
+    ("heads", {}, 1e25),
+    ("no mixing", {"feedback": ("delta",)}, 1e25),
+    ("vector", {}, 1e12),
+    ("vector", {"feedback": (), "num_heads": 2}, 1e12),
 ]
 SCALES = 1e12, 1e19, 1e25, 3e38
 
@@ -133,23 +105,23 @@ SCALES = 1e12, 1e19, 1e25, 3e38
 # the interpreter computes with numpy, which warns
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "options", "scale", "solver", "backend", "device"),
+    ("name", "options", "scale", "solver", "backend", "device"),
     [
         *((*of, *rest, "reference", "cpu") for of in HUGE for rest in product(SCALES, SOLVERS)),
         *(
-            pytest.param(*case, SOLVERS[0], "triton", device, marks=mark)
+            pytest.param(*case, SOLVERS[0], *at.values, marks=at.marks)
             for case in WITH_KERNELS
-            for device, mark in (("cpu", pytest.mark.interpreter), ("cuda", pytest.mark.gpu))
+            for at in (INTERPRETED, COMPILED)
         ),
     ],
     ids=lambda v: str(v)[:40],
 )
 def test_squares_that_overflow_are_no_zeros(
-    kind: Any, options: dict[str, Any], scale: float, solver: Solver, backend: Any, device: str
+    name: str, options: dict[str, Any], scale: float, solver: Solver, backend: Any, device: str
 ) -> None:
     """The sum of the squares of a vector is Inf in float32 from about 1e19 on, and of y in
     FixedPointRNN, which grows as the square of the input, from 1e10 on."""
-    layer, reference = (v.to(device) for v in pair(kind, torch.float32, solver=solver, **options))
+    layer, reference = (v.to(device) for v in pair(name, solver=solver, **options))
     layer.backend = backend
     x = torch.randn(2, 5, 16, device=device).clamp(-1, 1)
     plain = layer(x)
@@ -164,33 +136,16 @@ def test_squares_that_overflow_are_no_zeros(
     assert torch.equal(Decoder(layer, 2)(huge[:, 0]).isnan(), step.isnan())
 
 
-PICARD: dict[str, Any] = {"solver": Picard(rtol=0, atol=0), "max_steps": 2}
-VARIANTS: list[tuple[Any, dict[str, Any]]] = [
-    (Bedouin, {"num_householder": 4}),
-    (FixedPointRNN, {}),
-    (Bedouin, {"num_heads": 2, "num_householder": 1}),
-    (Bedouin, {"mixer": NoMixing(), "feedback": ("delta",), "num_heads": 2}),
-    (Bedouin, PICARD | {"adjoint": OneStepAdjoint()}),
-]
 # compiled, exponentials and quotients are approximations
 TOLERANCE = {"cpu": 5e-6, "cuda": 1e-4}
-
-
-def both_ways(kind: Any, device: str, dtype: torch.dtype, **options: Any) -> list[FixedPointLayer]:
-    """The same layer with kernels and without."""
-    options |= {"device": device, "dtype": dtype, "on_unconverged": "ignore"}
-    if kind is Bedouin:
-        options = {"d_state": 3, **options}
-    layers = [kind(6, backend=backend, **options) for backend in ("triton", "reference")]
-    layers[1].load_state_dict(layers[0].state_dict())
-    return layers
 
 
 @kernels
 @pytest.mark.parametrize("name", ["dt_bias", "raw_bias"])
 def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
     """Each gradient has the dtype of its parameter, and is not rounded to that of another one."""
-    layers = both_ways(Bedouin, device, torch.float32)
+    layers = [Bedouin(6, d_state=3, device=device, backend=b) for b in ("triton", "reference")]
+    layers[1].load_state_dict(layers[0].state_dict())
     for layer in layers:
         parameter = layer.get_parameter(name)
         parameter.data = parameter.data.bfloat16()
@@ -204,66 +159,11 @@ def test_a_parameter_of_another_dtype(name: str, device: str) -> None:
 
 
 @kernels
-@pytest.mark.parametrize(
-    ("kind", "options", "autocast"),
-    [*((*case, False) for case in VARIANTS), (Bedouin, {}, True)],
-    ids=str,
-)
-def test_bfloat16_with_kernels(
-    kind: Any, options: dict[str, Any], autocast: bool, device: str
-) -> None:
-    """Of a layer, or of autocast."""
-    layers = both_ways(kind, device, torch.float32 if autocast else torch.bfloat16, **options)
-    x = torch.randn(2, 2, 6).to(device, layers[0].D.dtype)
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-        ours, theirs = (results(layer, x) for layer in layers)
-    assert [v.dtype for v in ours] == [v.dtype for v in theirs]
-    # sums over few channels cancel, so the error is that of the rounded terms
-    assert_all_close(map(Tensor.double, ours), map(Tensor.double, theirs), 0.05, 0.05)
-
-
-@kernels
 def test_the_sweep_gets_operands_in_the_dtype_of_the_layer(device: str) -> None:
     """And rows of raw values that begin at multiples of 64."""
-    (layer, _), calls = both_ways(Bedouin, device, torch.bfloat16), []
+    layer, calls = Bedouin(6, device=device, dtype=torch.bfloat16, backend="triton"), []
     with Watching(lambda func, args, results: calls.append((func.name(), args))):
         layer(torch.randn(2, 2, 6).bfloat16().to(device))
     (args,) = [args for name, args in calls if name == "bedouin::direct_sweep"]
     x, raw = (v for v in args if isinstance(v, Tensor) and v.dim() == 3)
     assert (x.dtype, raw.dtype, raw.stride(1) % 64) == (torch.bfloat16, torch.bfloat16, 0)
-
-
-class Named(HouseholderProduct):
-    """A subclass that changes neither how raw values are read nor what is computed from them."""
-
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-    def extra_repr(self) -> str:
-        return f"named, {super().extra_repr()}"
-
-
-class NamedNoMixing(NoMixing):
-    """As `Named`."""
-
-    def extra_repr(self) -> str:
-        return "named"
-
-
-@kernels
-@pytest.mark.parametrize("solver", [Direct(), Picard(rtol=0, atol=0)], ids=repr)
-@pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
-def test_a_subclass_keeps_the_kernels(kind: Any, device: str, solver: Any) -> None:
-    options: dict[str, Any] = {"solver": solver, "max_steps": 2, "on_unconverged": "ignore"}
-    options |= {"device": device, "backend": "triton"}
-    x = torch.randn(1, 2, 3, device=device)
-    for same, mine in ((HouseholderProduct(2, 1.5), Named(2, 1.5)), (NoMixing(), NamedNoMixing())):
-        found = []
-        for mixer in (same, mine):
-            torch.manual_seed(0)
-            layer = kind(3, mixer=mixer, **options)
-            y = layer(x)
-            grads = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
-            found.append((y, *grads, layer.step(x[:, 0], layer.init_state(1))[0]))
-        assert all(map(torch.equal, *found))

@@ -162,31 +162,6 @@ def launches_of(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("feedback", [ALL, ()])
-def test_padding_and_documents_run_the_kernels_of_a_batch(
-    feedback: tuple[str, ...], num_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "backend": "triton"}
-    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options)
-
-    def kernels(b: int, t: int, **places: Tensor) -> list[list[str]]:
-        """Triton's, in their order."""
-        layer.zero_grad()
-        x = torch.randn(b, t, 32 * num_heads, requires_grad=True)
-        both = launches_of(layer, x, monkeypatch, **places)
-        return [[name for name in found.names if name.endswith("_kernel")] for found in both]
-
-    batch = kernels(3, 40)
-    assert all(batch)
-    ends = torch.tensor([0, 40, 50, 80])
-    index = torch.searchsorted(ends, torch.arange(80), right=True).unsqueeze(0)
-    mask = torch.arange(40) >= torch.tensor([[0], [13], [40]])
-    assert kernels(3, 40, mask=mask) == kernels(3, 40, mask=mask.flip(1)) == batch
-    assert kernels(1, 80, cu_seqlens=ends) == kernels(1, 80, seq_idx=index) == batch
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "batch", "places", "most"),
     [

@@ -104,15 +104,6 @@ def test_weight_norm(kind: str) -> None:
     assert_close([layer(x)], expected)
 
 
-def test_hooks_on_x_proj_run_with_its_vectors() -> None:
-    layer, x = make("one head"), draw(2, 3)
-    expected, seen = layer(x), []
-    layer.x_proj.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
-    assert_close([layer(x)], [expected])
-    ((inputs, output),) = seen
-    assert_close([inputs, output], [(v := layer.in_proj(x).chunk(2, -1)[0]), layer.x_proj(v)])
-
-
 @heads
 @pytest.mark.parametrize("kind", [*KINDS, "no mixing", "low rank"])
 @pytest.mark.parametrize("solver", [Direct(), Jacobi(1e-12), Picard(1e-12)])
@@ -153,6 +144,23 @@ def test_hooks_on_the_norm_act_and_are_told_once(num_heads: int) -> None:
     assert_close([actual, layer(x)], [expected, expected])
 
 
+class Kept(nn.Module):
+    """Trained copies in place of a module, as PEFT's modules_to_save keeps them; of a norm they are
+    in use (tests/contracts/test_peft.py)."""
+
+    disable_adapters = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.original_module, self.active_adapters = module, ["default"]
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize(
     "replace",
@@ -161,6 +169,8 @@ def test_hooks_on_the_norm_act_and_are_told_once(num_heads: int) -> None:
         lambda norm: nn.Identity(),
         lambda norm: nn.RMSNorm(8, **FLOAT64),  # eps is then that of the dtype of the input
         lambda norm: nn.RMSNorm(8, 1e-5, elementwise_affine=False),
+        lambda norm: Kept(nn.LayerNorm(8, **FLOAT64)),
+        lambda norm: hooked(Kept(norm)),
     ],
 )
 def test_a_norm_that_would_be_ignored_is_refused(replace: Any, num_heads: int) -> None:
@@ -192,37 +202,6 @@ def test_layers_that_accelerate_dispatches_or_offloads(kind: str, num_heads: int
         assert_close(results(layer, x), expected)
         assert_close(tensors(layer.step(x[:, 0], layer.init_state(2))), tensors(first))
     assert all(p.is_meta for p in layer.parameters())
-
-
-class Kept(nn.Module):
-    """Trained copies in place of a module, as PEFT's modules_to_save keeps them."""
-
-    disable_adapters = False
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.original_module, self.active_adapters = module, ["default"]
-        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
-
-
-def test_trained_copies_of_the_norm_are_in_use() -> None:
-    layer, x = Bedouin(4, **FLOAT64), draw(2, 3)
-    before = layer(x)
-    assert layer.norm is not None
-    kept: Any = Kept(layer.norm)
-    layer.norm = kept
-    with torch.no_grad():
-        kept.modules_to_save["default"].weight.mul_(2)
-    assert_close([layer(x)], [2 * before])
-    kept.disable_adapters = True
-    assert_close([layer(x)], [before])
-    handle = kept.register_forward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match="norm must be .*Kept: change"):
-        layer(x)
-    handle.remove()
-    kept.disable_adapters, kept.modules_to_save["default"] = False, nn.LayerNorm(8, **FLOAT64)
-    with pytest.raises(TypeError, match="norm must be .*LayerNorm: change"):
-        layer(x)
 
 
 def no_reflection(module: nn.Module, inputs: tuple[Tensor, ...], form: WYForm) -> WYForm:

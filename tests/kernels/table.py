@@ -96,11 +96,6 @@ def unit(*shape: int) -> Tensor:
     return normalize(normal(*shape), dim=-1)
 
 
-def of_samples(v: Tensor, b: int) -> Tensor:
-    """(H, ...) -> (b, ...): what each of the b samples of H heads reads."""
-    return v.repeat_interleave(b // len(v), 0) if len(v) else v
-
-
 def times(*axes: Any) -> list[Options]:
     """All combinations of an option of each axis."""
     return [

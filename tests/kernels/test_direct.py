@@ -14,13 +14,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.sweeps import Case, How, assert_same, cotangents, run, shared_memory, values_of
+from tests.kernels.sweeps import Case, How, assert_same, run, shared_memory
 from tests.kernels.table import BF16, DEVICE, F32, each, needs_triton, sizes, times
 from torch import Tensor
 
 from bedouin.kernels.backend import interpreter_is_on
-from bedouin.kernels.direct import Sweep
-from bedouin.kernels.direct.layout import state_major
 from bedouin.kernels.direct.limits import CHUNK, SCRATCH, head_blocks
 from bedouin.kernels.launch import next_power_of_two
 from bedouin.kernels.operands import Activation, Operands
@@ -122,19 +120,6 @@ def test_the_gradient_is_that_at_the_y_that_is_given(t: int, **options: Any) -> 
 
 
 @hows
-def test_the_adjoint_sweep_reports_its_defect_once_per_token(how: How) -> None:
-    reports: list[tuple[Tensor, Tensor]] = []
-    swept = (case := replace(ONE, t=19)).sweep(
-        case.tensors(), how, report=lambda *r: reports.append(r)
-    )
-    assert not reports
-    swept.y.sum().backward()
-    ((defect, scale),) = reports
-    assert defect.shape == scale.shape == (2, 19)
-    assert (defect / scale).max() < 1e-12
-
-
-@hows
 def test_h_is_kept_at_every_sixteenth_token_only(how: How) -> None:
     case = replace(ONE, t=64, n=32)
     tensors = case.tensors()
@@ -167,6 +152,8 @@ def test_an_exactly_singular_token_is_contained_and_its_pivot_kept(how: How) -> 
     clean, singular = case.sweep(operands, how), raw.clone()
     singular[1, 2, 2] = 0.0
     found = run(case, how, given=operands._replace(raw=singular))
+    assert found["converged"].tolist() == [True, False, True]
+    assert found["gradient of x"][[0, 2]].isfinite().all()
     assert found["pivot"][1] == 0 and bool((found["pivot"][[0, 2]] > 0.4).all())
     assert torch.equal(found["y"][[0, 2]], clean.y[[0, 2]])
     assert torch.equal(found["y"][1, :2], clean.y[1, :2])
@@ -188,24 +175,15 @@ def launched(
 ) -> dict[str, Tensor]:
     """What `run` returns, by the launches with so many samples of a program and parts of each, and
     so many tokens between two kept h."""
-    from bedouin.kernels.direct import launch
+    from bedouin.kernels.direct import launch, registered
 
-    operands, options = case.operands(DEVICE), case.options()
     chosen = samples, parts or launch.choose_parts(max(16, next_power_of_two(case.p)), samples)
     with (
         patch.object(launch, "choose_rows", return_value=chosen),
         patch.object(launch, "CHUNK", chunk),
+        patch.object(registered, "CHUNK", chunk),
     ):
-        y, h, kept, statistics = launch.launch_sweep(operands, options)
-        sweep = Sweep(y, h.mT, *statistics)
-        grad_y, grad_h = cotangents(sweep)
-        given = grad_y, state_major(grad_h), y, kept, operands, options
-        *every, report = launch.launch_reverse(*given)
-    found = values_of(sweep)
-    for name, v, operand in zip(Operands._fields, every, operands, strict=True):
-        if operand is not None:
-            found[f"gradient of {name}"] = v
-    return found | {f"report {i}": v for i, v in enumerate(report)}
+        return run(case, "triton", DEVICE)
 
 
 def expect(case: Case) -> dict[str, Tensor]:
@@ -216,16 +194,10 @@ def expect(case: Case) -> dict[str, Tensor]:
 
 
 def check(case: Case) -> dict[str, Tensor]:
-    """The results of the kernels, compared with plain torch, and without feedback also with
-    autograd in float64 on the same rounded inputs."""
+    """The results of the kernels, compared with plain torch."""
     actual, tolerance = run(case, "triton", DEVICE), TOLERANCE[case.low or case.dtype]
     assert_same(actual, expect(case), tolerance)
     assert bool(actual["converged"].all()) and actual["residual"].max().item() < tolerance
-    if not case.feedback:
-        wide = (None if v is None else v.double() for v in case.operands(DEVICE))
-        exact = run(case, "autograd", DEVICE, Operands(*wide))  # type: ignore[arg-type]
-        for name in ("y", "h", "pivot", *(name for name in exact if name.startswith("gradient"))):
-            assert_close(name, actual[name].double(), exact[name], tolerance, atol=tolerance)
     return actual
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from tests.kernels.rows import output
-from tests.kernels.table import F32, implementations
+from tests.kernels.table import COMPILED, F32, INTERPRETED, implementations
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -91,9 +91,9 @@ WITH_KERNELS = [
     [
         *((*case, "reference", "cpu") for case in itertools.product(LAYERS, SHARP, SOLVERS)),
         *(
-            pytest.param(*case, "triton", device, marks=mark)
+            pytest.param(*case, *at.values, marks=at.marks)
             for case in WITH_KERNELS
-            for device, mark in (("cpu", pytest.mark.interpreter), ("cuda", pytest.mark.gpu))
+            for at in (INTERPRETED, COMPILED)
         ),
     ],
     ids=str,

@@ -80,26 +80,6 @@ def test_the_coupled_scale_never_gains(seed: int, eig: Eigenvalues) -> None:
     assert bool((decay.abs() + s <= 1 + 1e-15).all()) and bool((s >= 0).all())
 
 
-@pytest.mark.parametrize(
-    ("b", "t", "d", "n"),
-    [
-        *((128, 16, 1024, 16), (8, 4096, 1024, 16), (2, 4096, 64, 64), (1, 4096, 2048, 128)),
-        (1, 300, 1024, 1),
-    ],
-)
-def test_workspaces_are_a_sixteenth_of_all_states_or_sixteen_tokens(
-    b: int, t: int, d: int, n: int
-) -> None:
-    from bedouin.kernels.launch import ceil_div, next_power_of_two
-    from bedouin.kernels.scan import choose_block
-
-    block = choose_block(torch.empty(b, t, d, device="meta"), n, reverse=True)
-    blocks = ceil_div(d, block)
-    limit = max(b * t * d * n / 16, b * 16 * d * n)
-    assert b * blocks * 16 * block * next_power_of_two(n) <= limit
-    assert b * t * blocks * n <= limit, "parts of the gradient of B, and of C"
-
-
 @kernels
 def test_memory_is_kept_at_every_sixteenth_token_for_a_backward_alone(device: str) -> None:
     tensors = [v if v is None else v.to(device, F32) for v in scan(2, 18).tensors.values()]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.layer_cases import CPU, make
 from tests.modes import LiveBytes
-from tests.toy_map import ToyMap
 from torch import Tensor
 
 from bedouin.layers.map import StructuredMap
@@ -21,7 +20,6 @@ from bedouin.solvers import (
     Broyden,
     ConvergenceError,
     ConvergenceWarning,
-    Direct,
     ImplicitAdjoint,
     Jacobi,
     OneStepAdjoint,
@@ -29,14 +27,12 @@ from bedouin.solvers import (
     Picard,
     Solution,
     Solver,
-    SolveStats,
     UnrolledAdjoint,
     solve,
 )
-from bedouin.solvers.base import Map, ReportBackward
 from bedouin.testing import assert_close
 
-EXACT, JACOBI = Picard(rtol=1e-14, atol=1e-15), Jacobi(1e-13, 0.0)
+EXACT = Picard(rtol=1e-14, atol=1e-15)
 SOLVERS: list[Solver] = [EXACT, Anderson(1e-13, 1e-15), Broyden(1e-13, 1e-15)]
 ADJOINTS: list[Adjoint] = [ImplicitAdjoint(), OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()]
 
@@ -111,16 +107,6 @@ def test_cheap_adjoints_differ_and_point_the_same_way() -> None:
     assert 0.7 < one_step < phantom < 1 - 1e-6 and phantom > 0.95
 
 
-def test_too_few_unrolled_steps_give_the_gradient_of_those_steps() -> None:
-    f = _cell()
-    options: dict[str, Any] = {"max_steps": 3, "on_unconverged": "ignore"}
-    value = _solve(f, Picard(), UnrolledAdjoint(), **options).value
-    unrolled = f(f(f(torch.zeros_like(f.x))))
-    assert torch.equal(value, unrolled)
-    expected = torch.autograd.grad(_loss(unrolled), f.parameters)
-    torch.testing.assert_close(torch.autograd.grad(_loss(value), f.parameters), expected)
-
-
 @pytest.mark.parametrize("adjoint", ADJOINTS)
 def test_the_value_does_not_depend_on_the_adjoint_and_is_tracked_if_needed(
     adjoint: Adjoint,
@@ -142,21 +128,6 @@ def test_a_map_that_ignores_its_argument_has_the_gradient_of_its_value(adjoint: 
         value = solve(f, torch.zeros(2, 3), Picard(), adjoint=adjoint).value
         (grad,) = torch.autograd.grad(value.sum(), parameter)
         torch.testing.assert_close(grad.abs(), torch.full((2, 3), expected))
-
-
-@pytest.mark.parametrize("adjoint", [ImplicitAdjoint(Picard(1e-6)), *ADJOINTS[1:]])
-def test_backward_statistics_are_there_after_an_adjoint_solve(adjoint: Adjoint) -> None:
-    solution = _solve(_cell(), EXACT, adjoint)
-    before = solution.stats
-    assert before.backward is None
-    _loss(solution.value).backward()
-    assert solution.stats.backward is before.backward
-    if not isinstance(adjoint, ImplicitAdjoint):
-        assert before.backward is None
-        return
-    backward: Any = before.backward
-    assert bool(backward.converged.all()) and backward.num_steps.shape == (3,)
-    assert 1e-14 < backward.residual.max() < 1e-6
 
 
 def test_an_unconverged_backward_warns_or_raises() -> None:
@@ -200,68 +171,6 @@ def test_a_nan_sample_leaves_the_gradients_of_the_others_alone() -> None:
     value = _solve(f, EXACT, None, on_unconverged="ignore").value
     (grad,) = torch.autograd.grad(_loss(value), x)
     torch.testing.assert_close(grad[[0, 2]], clean[[0, 2]], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("adjoint", [OneStepAdjoint(), PhantomAdjoint(), UnrolledAdjoint()])
-def test_the_other_adjoints_run_under_vmap_of_grad(adjoint: Adjoint) -> None:
-    def loss(x: Tensor) -> Tensor:
-        f: Map = lambda y: 0.5 * torch.sin(y) + x  # noqa: E731
-        return _loss(solve(f, torch.zeros_like(x), Picard(1e-10), adjoint=adjoint).value)
-
-    x = torch.randn(4, 2, 3, dtype=torch.float64)
-    vmapped = torch.func.vmap(torch.func.grad(loss))(x)
-    looped = [torch.autograd.functional.vjp(loss, v)[1] for v in x]
-    torch.testing.assert_close(vmapped, torch.stack(looped), rtol=1e-8, atol=1e-8)
-
-
-# -- maps that are causal in time: Jacobi backward in time, and the reverse sweep
-
-
-class ExactToyMap(ToyMap):
-    """The same with a reverse sweep, which reports one step."""
-
-    def attach(self, y_star: Tensor, report: ReportBackward) -> Tensor:
-        value, zeros = self.loop(), torch.zeros(y_star.shape[:2])
-        value.register_hook(lambda grad: report(zeros, zeros))
-        return value
-
-
-def _toy(kind: type[ToyMap], a: float) -> tuple[ToyMap, list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 6, 3), (3,)))
-    inputs = [v.requires_grad_() for v in (torch.tensor(a, dtype=torch.float64), w, x)]
-    return kind(*inputs), inputs
-
-
-@pytest.mark.parametrize(
-    ("kind", "solver", "adjoint", "a", "steps"),
-    [
-        # within t + 1 steps, where the map expands
-        (ToyMap, JACOBI, None, -2.0, range(2, 8)),
-        *(
-            (ToyMap, EXACT, ImplicitAdjoint(backward), 0.4, range(2, 101))
-            for backward in (EXACT, Anderson(1e-13, 0.0), JACOBI)
-        ),
-        # a reverse sweep is used after every solver, unless another one is asked for
-        *(
-            (ExactToyMap, solver, adjoint, 0.4, [1])
-            for solver in (JACOBI, Picard(1e-13, 0.0))
-            for adjoint in (None, ImplicitAdjoint(), ImplicitAdjoint(Direct()))
-        ),
-        (ExactToyMap, EXACT, ImplicitAdjoint(EXACT), 0.4, range(2, 101)),
-    ],
-)
-def test_the_gradient_is_that_of_the_loop_over_tokens(
-    kind: type[ToyMap], solver: Solver, adjoint: Adjoint | None, a: float, steps: Any
-) -> None:
-    f, inputs = _toy(kind, a)
-    solution = solve(f, torch.zeros_like(f.x), solver, adjoint=adjoint, time_dim=1)
-    grads = torch.autograd.grad(_loss(solution.value), inputs)
-    reference, leaves = _toy(ToyMap, a)
-    expected = torch.autograd.grad(_loss(reference.loop()), leaves)
-    torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-10)
-    backward: SolveStats | None = solution.stats.backward
-    assert backward is not None and all(int(n) in steps for n in backward.num_steps)
 
 
 # -- at the y that three steps have reached, which is no fixed point
@@ -313,30 +222,12 @@ def test_after_three_steps_the_gradient_is_linearized_at_the_y_that_was_returned
 BATCH, WIDTH = 4, 64
 
 
-def _iterate(adjoint: Adjoint, solver: Solver, num_steps: int) -> tuple[Tensor, list[Tensor]]:
-    """Exactly num_steps iterations of tanh(W y + x); the value, and W and x."""
-    W = (0.5 * torch.eye(WIDTH, dtype=torch.float64)).requires_grad_()
-    x = (
-        torch.linspace(-1, 1, BATCH * WIDTH, dtype=torch.float64)
-        .reshape(BATCH, WIDTH)
-        .requires_grad_()
-    )
-    solution = solve(
-        lambda y: torch.tanh(y @ W.T + x),
-        torch.zeros_like(x),
-        solver,
-        max_steps=num_steps,
-        adjoint=adjoint,
-        on_unconverged="ignore",
-    )
-    return solution.value, [W, x]
-
-
 def _peak(adjoint: Adjoint, solver: Solver, num_steps: int) -> int:
     """Bytes alive at once in forward and backward with exactly num_steps iterations."""
+    f, options = _cell(BATCH, WIDTH), {"max_steps": num_steps, "on_unconverged": "ignore"}
     with LiveBytes() as live:
-        value, parameters = _iterate(adjoint, solver, num_steps)
-        torch.autograd.grad(value.square().sum(), parameters)
+        value = _solve(f, solver, adjoint, **options).value
+        torch.autograd.grad(value.square().sum(), f.parameters)
     return int(live.peak)
 
 

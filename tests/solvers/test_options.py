@@ -36,25 +36,28 @@ from bedouin.solvers.base import Map, Solver
 from bedouin.solvers.caps import as_cap
 
 NAN, INF = float("nan"), float("inf")
+KINDS: dict[type[Any], str] = {
+    **dict.fromkeys((Picard, Jacobi, Anderson, Broyden), "rtol, atol"),
+    **dict.fromkeys((Direct, OneStepAdjoint, UnrolledAdjoint), "no options at all"),
+    **{ImplicitAdjoint: "solver", PhantomAdjoint: "num_steps, damping"},
+    **{FixedCap: "steps", GammaCap: "shape, scale, limit, seed"},
+}
+"""With the names of their options, or the first of them."""
 
 VALUES = of_kind(ValueError, [
     (of(Picard, rtol=-1e-3), "rtol must lie in [0, 1000000.0], got -0.001"),
     (of(Picard, rtol=NAN), "rtol must be a finite number, got nan"),
     (of(Picard, atol=-1), "atol must lie in"),
-    (of(Picard, atol=True), "atol must be a finite number, got True"),
     (of(Picard, damping=0.0), "damping must lie in (0, 1], got 0.0"),
     (of(Picard, shrink=0), "shrink must lie in (0, 1], got 0"),
     (of(Picard, patience=0), "patience must be None or an int >= 1, got 0"),
     (of(Picard, stop_rule="lowest"), "stop_rule must be one of ('prefix', 'paper'), got 'lowest'"),
-    (of(Jacobi, rtol=-1.0), "rtol must lie in"),
     (of(Jacobi, atol=INF), "atol must be a finite number, got inf"),
     (of(Anderson, rtol=-1.0), "rtol must lie in"),
-    (of(Anderson, atol=NAN), "atol must be a finite number"),
     (of(Anderson, memory=1), "memory must be an int >= 2, got 1"),
     (of(Anderson, regularization=0.0), "regularization must lie in (0, 1000000.0], got 0.0"),
     (of(Anderson, damping=0.0), "damping must lie in (0, 1], got 0.0"),
     (of(Broyden, rtol="1"), "rtol must be a finite number, got '1'"),
-    (of(Broyden, atol=-1), "atol must lie in"),
     (of(Broyden, max_rank=0), "max_rank must be None or an int >= 1, got 0"),
     (of(PhantomAdjoint, num_steps=0), "num_steps must be an int >= 1, got 0"),
     (of(PhantomAdjoint, damping=0.0), "damping must lie in (0, 1], got 0.0"),
@@ -67,18 +70,9 @@ VALUES = of_kind(ValueError, [
     (of(as_cap, max_steps=0), "must be at least 1, got 0"),
 ])  # fmt: skip
 TYPES = of_kind(TypeError, [
-    (of(Picard, max_iter=9), "Picard has no option 'max_iter'. Valid: rtol, atol, damping"),
-    (of(Jacobi, damping=0.5), "Jacobi has no option 'damping'. Valid: rtol, atol"),
-    (of(Direct, rtol=1e-3), "Direct has no option 'rtol'. Valid: no options at all"),
-    (of(Anderson, memry=3), "Anderson has no option 'memry'; did you mean 'memory'?"),
-    (of(Broyden, rank=3), "Broyden has no option 'rank'; did you mean 'max_rank'?"),
+    *((of(kind, foo=1), f"{kind.__name__} has no option 'foo'. Valid: {valid}")
+      for kind, valid in KINDS.items()),
     (of(ImplicitAdjoint, solver="picard"), "solver must be a Solver or None, got s"),
-    (of(ImplicitAdjoint, solvr=1), "no option 'solvr'; did you mean 'solver'"),
-    (of(OneStepAdjoint, steps=1), "OneStepAdjoint has no option 'steps'"),
-    (of(UnrolledAdjoint, steps=1), "Valid: no options at all"),
-    (of(PhantomAdjoint, damp=1.0), "did you mean 'damping'"),
-    (of(FixedCap, limit=1), "FixedCap has no option 'limit'. Valid: steps"),
-    (of(GammaCap, foo=1), "GammaCap has no option 'foo'. Valid: shape, scale, limit, seed"),
     *((of(GammaCap, seed=seed), f"seed must be an int, got {seed!r}")
       for seed in (1.5, True, "0", None)),
     *((of(make, **{name: wrong}), "must be an int >= 1 or a Cap, got")

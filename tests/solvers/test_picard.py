@@ -113,18 +113,6 @@ def test_adaptive_damping_shrinks_after_patience_steps_without_a_new_low() -> No
     torch.testing.assert_close(_run(_oscillating, y0, solver, 4).value, y)
 
 
-@pytest.mark.parametrize("solver", [Picard(0.1), Picard(1e-6), Picard(1e-6, damping=0.7)], ids=str)
-def test_neighbours_the_future_and_solving_again_change_no_bit(solver: Picard) -> None:
-    x = torch.randn(2, 10, 3)
-    whole = _run(_causal_map(x), torch.zeros_like(x), solver, time_dim=1)
-    for part in ((slice(1),), (slice(1, 2),), (slice(None), slice(4))):
-        alone = _run(_causal_map(x[part]), torch.zeros_like(x[part]), solver, time_dim=1)
-        assert torch.equal(alone.value, whole.value[part])
-    again = _run(_causal_map(x), whole.value, solver, time_dim=1)
-    assert torch.equal(again.value, whole.value)
-    assert again.stats.num_steps.tolist() == [1, 1]
-
-
 def test_a_token_waits_for_all_tokens_before_it() -> None:
     """Token 1 is right from the start, but its past is not: it must not freeze."""
     y0 = torch.tensor([[[1.0], [0.0]]])

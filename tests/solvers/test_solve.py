@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layer_cases import draw
+from tests.layer_cases import make as of_table
 from tests.messages import Row, of, of_kind, refused
-from tests.toy_map import SweptMap, ToyMap
 from torch import Tensor
 
 from bedouin import Bedouin, FixedPointRNN
 from bedouin.kernels.checks import frozen_options
+from bedouin.layers.map import StructuredMap
 from bedouin.solvers import (
     Anderson,
     Broyden,
@@ -112,20 +114,16 @@ def test_results_of_lower_precision_are_converted() -> None:
     torch.testing.assert_close(solution.value, torch.full_like(y0, 2.0))
 
 
-def test_under_vmap_nothing_is_read_and_the_value_is_the_same() -> None:
-    x = torch.randn(3, 2, 4, dtype=torch.float64)
-    outcomes: list[Result] = []
+@torch.no_grad()
+def test_under_vmap_nothing_is_read() -> None:
+    """Values are those of a loop in test_every_layer_in_torch.py."""
 
-    def fixed_point(x: Tensor) -> Tensor:
-        solution = solve(lambda y: 0.3 * torch.sin(y) + x, torch.zeros_like(x), Picard(1e-12))
-        outcomes.append(solution.result)
-        return solution.value
+    def result(x: Tensor) -> Any:
+        found = solve(lambda y: 0.3 * torch.sin(y) + x, torch.zeros_like(x), Picard(1e-12))
+        assert found.result is Result.unknown
+        return found.value
 
-    with torch.no_grad():
-        vmapped = torch.func.vmap(fixed_point)(x)
-        looped = torch.stack([fixed_point(v) for v in x])
-    assert outcomes[0] is Result.unknown and outcomes[1] is Result.converged
-    torch.testing.assert_close(vmapped, looped, rtol=1e-12, atol=0)
+    torch.func.vmap(result)(torch.randn(3, 2, 4, dtype=torch.float64))
 
 
 # -- reports
@@ -198,26 +196,19 @@ def test_a_fixed_cap_is_reported_in_training_too() -> None:
 
 ARGUMENTS: list[Row] = [
     ({"solver": "picard"}, TypeError, "solver must be a solver object such as ...'picard'"),
-    ({"solver": Picard}, TypeError, "solver must be a solver object"),
     ({"adjoint": "implicit"}, TypeError, "adjoint must be None or an adjoint obj...'implicit'"),
-    ({"adjoint": ImplicitAdjoint}, TypeError, "adjoint must be None or an adjoint object"),
     ({"on_unconverged": "warm"}, ValueError, "on_unconverged must be one of ...'warm'"),
-    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
     ({"max_steps": 1.5}, TypeError, "max_steps must be an int >= 1 or a Cap, got 1.5"),
     ({"time_dim": 2}, ValueError, "time_dim must be None or 1, got 2"),
-    ({"time_dim": -1}, ValueError, "time_dim must be None or 1, got -1"),
     ({"y0": torch.zeros(3), "time_dim": 1}, ValueError, "must have at least 2 axes...(3,)"),
     ({"y0": torch.zeros(())}, ValueError, "y0 must have at least 1 axes, batch fi...got ()"),
     ({"y0": torch.zeros(2, 3).long()}, TypeError, "y0 must have a floating dtype"),
-    ({"y0": torch.zeros(2, 3).bool()}, TypeError, "got torch.bool"),
     ({"y0": (torch.zeros(2),) * 2}, TypeError, "y0 must be a tensor (b, ...), got"),
     ({"draw": "1"}, ValueError, "draw must be None or an int >= 0, got '1'"),
-    ({"draw": -1}, ValueError, "draw must be None or an int >= 0, got -1"),
     ({"f": 5}, TypeError, "f must be a function of y, got 5"),
 ]
 MAPS: list[Row] = [
     (lambda y: (y,), TypeError, "f must return a tensor like y, got tuple"),
-    (lambda y: None, TypeError, "f must return a tensor like y, got NoneType"),
     (Tensor.double, TypeError, "f must keep the dtype of y: expected torch.float32, got"),
     (lambda y: torch.zeros(2, 4), ValueError, "shape of y: expected (2, 3), got (2, 4)"),
     (lambda y: y.mul_(0.5).add_(1), ValueError, "not change its argument in place...y.clone()"),
@@ -243,18 +234,20 @@ MIXING: list[Solver] = [Anderson(1e-10, 0.0), Broyden(1e-10, 0.0)]
 ALL = EXACT + MIXING
 
 
-def make(gain: float = 0.3, dtype: torch.dtype = torch.float64) -> SweptMap:
-    return SweptMap(
-        torch.tensor(gain, dtype=dtype), torch.tensor(0.5), torch.randn(B, T, 2).to(dtype)
-    )
+ZEROS = torch.zeros(B, T, 8, dtype=torch.float64)
 
 
-def run(f: ToyMap, solver: Solver, **options: Any) -> Solution:
-    y0 = options.pop("y0", torch.zeros_like(f.x))
+def make() -> Any:
+    """The map of a layer, which contracts."""
+    return of_table("one head").map(draw(B, T))
+
+
+@torch.no_grad()
+def run(f: Map, solver: Solver, y0: Tensor = ZEROS, **options: Any) -> Solution:
     return solve(f, y0, solver, time_dim=1, on_unconverged="ignore", **options)
 
 
-def evaluation(f: ToyMap, solver: Solver, y: Tensor) -> Tensor:
+def evaluation(f: Any, solver: Solver, y: Tensor) -> Any:
     """Of the map that is iterated."""
     return f.block_solve(y)[0] if isinstance(solver, Jacobi) else f(y)
 
@@ -263,9 +256,9 @@ def evaluation(f: ToyMap, solver: Solver, y: Tensor) -> Tensor:
 def test_a_start_that_is_not_finite_fails_its_sample(solver: Solver) -> None:
     """From its token on, where tokens are not mixed; test_laws.py has other input."""
     f = make()
-    clean, y0 = run(f, solver), torch.zeros_like(f.x)
+    clean, y0 = run(f, solver), ZEROS.clone()
     y0[1, 2] = NAN
-    solution = run(f, solver, y0=y0)
+    solution = run(f, solver, y0)
     rtol = 1e-8 if solver in MIXING else 0.0
     torch.testing.assert_close(solution.value[[0, 2]], clean.value[[0, 2]], rtol=rtol, atol=rtol)
     if solver not in MIXING:
@@ -300,15 +293,15 @@ def test_the_residual_is_that_of_the_returned_value(solver: Solver, max_steps: i
     if solver == EXACT[1]:
         return  # of the last step; test_picard
     ratio = (f_y - y).abs().amax(-1) / f_y.abs().amax(-1).cummax(1).values
-    torch.testing.assert_close(solution.stats.residual, ratio.amax(1), rtol=1e-7, atol=1e-16)
+    torch.testing.assert_close(solution.stats.residual, ratio.amax(1), rtol=1e-7, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", [Picard, Jacobi, Anderson, Broyden])
 @pytest.mark.parametrize("at_fixed_point", [False, True])
 def test_zero_tolerances_never_stop_early(kind: Any, at_fixed_point: bool) -> None:
     f = make()
-    y0 = f.loop() if at_fixed_point else torch.zeros_like(f.x)
-    solution = run(f, kind(0.0, 0.0), y0=y0, max_steps=60)
+    y0 = run(f, Direct()).value if at_fixed_point else ZEROS
+    solution = run(f, kind(0.0, 0.0), y0, max_steps=60)
     assert solution.stats.num_steps.tolist() == [60] * B
     assert solution.stats.residual.max() < 1e-10 and not bool(solution.stats.converged.any())
 
@@ -316,44 +309,17 @@ def test_zero_tolerances_never_stop_early(kind: Any, at_fixed_point: bool) -> No
 @pytest.mark.parametrize("solver", ALL, ids=str)
 def test_any_start_leads_to_the_same_point(solver: Solver) -> None:
     f = make()
-    found = run(f, solver, y0=1e2 * torch.randn_like(f.x)).value
-    torch.testing.assert_close(found, f.loop(), rtol=1e-3, atol=1e-3)
+    found = run(f, solver, 1e2 * torch.randn_like(ZEROS)).value
+    torch.testing.assert_close(found, run(f, Direct()).value, rtol=1e-3, atol=1e-3)
 
 
 def test_after_j_steps_of_jacobi_the_first_j_tokens_are_exact() -> None:
-    f = make(gain=1.9)
+    f = make()
+    exact = run(f, Direct(), torch.full_like(ZEROS, NAN)).value  # whatever the start
     for steps in range(1, T):
         value = run(f, Jacobi(0.0, 0.0), max_steps=steps).value
-        assert torch.equal(value[:, :steps], f.loop()[:, :steps])
-        assert not torch.equal(value[:, steps:], f.loop()[:, steps:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_direct_takes_one_step_to_rounding_level_whatever_the_start(dtype: torch.dtype) -> None:
-    f = make(dtype=dtype)
-    solution = run(f, Direct())
-    assert solution.result is Result.converged and f.unrolled is False
-    assert solution.stats.num_steps.tolist() == [1] * B
-    assert solution.stats.residual.max() < 10 * torch.finfo(dtype).eps
-    again = run(f, Direct(), y0=torch.full_like(f.x, torch.nan), max_steps=1)
-    assert torch.equal(again.value, solution.value)
-
-
-def test_a_sweep_that_misses_its_equation_has_not_converged() -> None:
-    f = make()
-    f.error = 1e-6
-    missed = run(f, Direct())
-    assert not bool(missed.stats.converged.any()) and missed.result is Result.max_steps_reached
-
-
-def test_unrolled_asks_the_map_to_differentiate_the_loop() -> None:
-    f = make()
-    f.x.requires_grad_()
-    solution = run(f, Direct(), adjoint=UnrolledAdjoint())
-    assert f.unrolled
-    (grad,) = torch.autograd.grad(solution.value[:, -1].sum(), f.x)
-    (expected,) = torch.autograd.grad(f.loop()[:, -1].sum(), f.x)
-    assert torch.equal(grad, expected)
+        error = (value - exact).abs().amax((0, 2)) / exact.abs().max()
+        assert error[:steps].max() < 1e-14 and error[steps:].min() > 1e-12
 
 
 @pytest.mark.parametrize("kind", [Bedouin, FixedPointRNN])
@@ -377,9 +343,9 @@ def test_a_history_has_the_residual_of_every_evaluation(
 ) -> None:
     f, seen = make(), []
     name = "block_solve" if isinstance(solver, Jacobi) else "__call__"
-    method = getattr(SweptMap, name)
+    method = getattr(StructuredMap, name)
 
-    def watched(f: SweptMap, y: Tensor) -> Any:
+    def watched(f: StructuredMap, y: Tensor) -> Any:
         found = method(f, y)
         f_y = found[0] if isinstance(solver, Jacobi) else found
         ratio = (f_y - y).abs().amax(-1) / f_y.abs().amax(-1).cummax(1).values
@@ -387,7 +353,7 @@ def test_a_history_has_the_residual_of_every_evaluation(
         return found
 
     expected = run(f, solver, max_steps=max_steps)
-    monkeypatch.setattr(SweptMap, name, watched)
+    monkeypatch.setattr(StructuredMap, name, watched)
     found = run(f, solver, max_steps=max_steps, record_history=True)
     history = found.stats.history
     assert expected.stats.history is None and torch.equal(expected.value, found.value)
@@ -440,7 +406,7 @@ NEEDS = of_kind(TypeError, [
     (of(solve, halve, ONES, Jacobi(), time_dim=1),
      "Jacobi needs a map with a ...block_solve(y), and time_dim=1, got function: use Picard"),
     (of(solve, make(), ONES, Jacobi()),
-     "Jacobi needs a map with a ...block_solve(y), and time_dim=1, got SweptMap"),
+     "Jacobi needs a map with a ...block_solve(y), and time_dim=1, got StructuredMap"),
     *((of(solve, halve, ONES, Direct(), time_dim=time_dim),
        "Direct needs a map with a ...sweep, got function: use Picard") for time_dim in (1, None)),
     *((of(solve, halve, ONES, solver, adjoint=UnrolledAdjoint()),
