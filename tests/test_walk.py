@@ -1,5 +1,4 @@
-"""How many functions of the library a call passes on its way from a layer to the arithmetic, and
-how many kernels and operations of torch it launches.
+"""How many functions of the library a call passes on its way from a layer to the arithmetic.
 
 Counted are Python frames of bedouin from `forward` to the function that does the work: the loop
 over time in plain torch, or the function that launches a Triton kernel. Frames of torch
@@ -15,14 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 
-import bedouin.solvers.iterate
-import bedouin.solvers.reporting
-from bedouin import Bedouin, NoMixing
-from bedouin.kernels.operation import OPERATIONS
+from bedouin import Bedouin
 from bedouin.solvers import Direct, Jacobi, Picard, Solver
 
 MOST_FRAMES = 11
@@ -106,121 +99,3 @@ def test_the_walk_to_the_loop_or_launch(
     for frames in found:
         modules = [module for module, _ in groupby(name.partition(":")[0] for name in frames)]
         assert len(modules) == len(set(modules)), "a module is left and entered again"
-
-
-HEADS = "sweep_kernel", "reverse_kernel"
-ALL = ("delta", "B", "C", "mixer")
-
-
-class Launches(TorchDispatchMode):
-    """Counts what would be launched on a GPU, also within our own operations: operations of torch
-    that compute, and Triton kernels, which do not run."""
-
-    FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def launch(self, kernel: Any) -> None:
-        self.names.append(kernel.fn.__name__)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = OPERATIONS.get(func._schema.name)
-        parts = own.function if own is not None else None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            parts = func.decompose
-        if parts is not None:
-            with self:
-                return parts(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in self.FREE:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def launches_of(
-    layer: Bedouin,
-    x: Tensor,  # (b, t, m)
-    monkeypatch: pytest.MonkeyPatch,
-    **places: Any,
-) -> tuple[Launches, Launches]:
-    """Those of forward and backward, on a machine whose device cannot be read."""
-    # it fills uninitialized memory, which costs launches
-    torch.use_deterministic_algorithms(False)
-    for module in (bedouin.solvers.reporting, bedouin.solvers.iterate):
-        monkeypatch.setattr(module, "can_read_device", lambda tensor: False)
-    forward, backward = Launches(), Launches()
-    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: forward.launch(kernel))
-    with forward:
-        out = layer(x, **places)
-    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: backward.launch(kernel))
-    with backward:
-        out.backward(torch.ones_like(out))
-    return forward, backward
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize(
-    ("shape", "batch", "places", "most"),
-    [
-        # documents of one length are a batch as it is; others are gathered, in both directions
-        ((1, 96), (2, 48), {"cu_seqlens": torch.tensor([0, 48, 96])}, (2, 0)),
-        ((1, 96), (3, 66), {"cu_seqlens": torch.tensor([0, 10, 30, 96])}, (29, 7)),
-        # which orders the tokens, and masks input, raw values and output
-        ((40, 16), (40, 16), {"mask": torch.arange(16) < torch.arange(40)[:, None] % 17}, (37, 9)),
-    ],
-    ids=["documents of one length", "documents", "padding"],
-)
-def test_the_launches_beyond_those_of_a_batch(
-    shape: tuple[int, int],
-    batch: tuple[int, int],
-    places: dict[str, Tensor],
-    most: tuple[int, int],
-    num_heads: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    m, counts = 32 * num_heads, []
-    layer = Bedouin(m, num_heads=num_heads, backend="triton", on_unconverged="ignore")
-    for size, given in ((batch, {}), (shape, places)):
-        layer.zero_grad()
-        x = torch.randn(*size, m, requires_grad=True)
-        counts.append([found.names for found in launches_of(layer, x, monkeypatch, **given)])
-    for plain, found, more in zip(*counts, most, strict=True):
-        assert len(found) <= len(plain) + more, found
-        assert "mask" in places or not {"index_add", "index_put"} & {*found}
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("feedback", "num_heads", "most", "mixed"),
-    [
-        (ALL, 1, (18, 43), {}),
-        (ALL, 2, (23, 43), {}),
-        # W^y is padded with rows of zeros
-        (("delta", "B"), 1, (19, 44), {}),
-        (("delta", "B"), 2, (24, 44), {}),
-        (("delta",), 1, (20, 44), {}),
-        (("delta",), 2, (27, 48), {}),
-        ((), 1, (16, 32), {}),
-        ((), 2, (22, 35), {}),
-        (ALL, 2, (22, 41), {"mixer": NoMixing()}),
-        (("delta",), 2, (26, 44), {"mixer": NoMixing()}),
-    ],
-)
-def test_the_number_of_launches(
-    feedback: Any,
-    num_heads: int,
-    most: tuple[int, int],
-    mixed: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For 40 samples of 16 tokens, with and without reflections."""
-    options: dict[str, Any] = {"num_heads": num_heads, "feedback": feedback, "backend": "triton"}
-    layer = Bedouin(32 * num_heads, on_unconverged="ignore", **options, **mixed)
-    x = torch.randn(40, 16, 32 * num_heads, requires_grad=True)
-    forward, backward = launches_of(layer, x, monkeypatch)
-    assert len(forward.names) <= most[0], forward.names
-    assert len(backward.names) <= most[1], backward.names
-    assert HEADS[0] in forward.names and HEADS[1] in backward.names

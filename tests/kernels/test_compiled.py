@@ -194,7 +194,7 @@ def test_wgmma_of_the_delta_rule_reads_no_registers_and_the_tiles_fit(
     assert adds_in_a_fixed_order(made)
 
 
-# -- tracker, of whose time on a token's chain a barrier takes as much as a tenth of its arithmetic
+# -- tracker
 
 SEQUENTIAL = sweep_kernel, replay_kernel, reverse_kernel, gradients_kernel
 PAIRS = set("B C rows adjoint memory slopes past fed factors".split())
@@ -220,16 +220,6 @@ def compiled_tracker(kernel: Any, c: int, n: int, dtype: torch.dtype) -> Compile
 
     with without_coalescing() if kernel in SEQUENTIAL else nullcontext():
         return compile_kernel(kernel, known, kind_of)
-
-
-@pytest.mark.parametrize("n", [64, 128])
-@pytest.mark.parametrize(("kernel", "barriers"), [(sweep_kernel, 4), (reverse_kernel, 2)])
-def test_barriers_and_registers_of_the_trackers_chains(kernel: Any, barriers: int, n: int) -> None:
-    """One exchange between warps a token, before and after which they wait; the sweep computes two
-    tokens at each pass."""
-    found = compiled_tracker(kernel, 64, n, BF16)
-    assert found.asm["ptx"].count("bar.sync") <= barriers
-    assert stack_size(found) <= 96
 
 
 @pytest.mark.parametrize(("c", "n", "dtype"), [(40, 100, BF16), (64, 128, F32), (3, 128, F16)])
@@ -326,28 +316,6 @@ def test_weights_fit_the_shared_memory(
     dtype = "bf16" if weights == torch.bfloat16 else "fp32"
     found = compiled_head(kernel, 128, 16, k, dtype=dtype, weights=weights, target=target)
     assert found.metadata.shared <= target[1]
-
-
-@pytest.mark.parametrize("p", [256, 1024])
-@pytest.mark.parametrize(("kernel", "most"), [(SWEEP, 544), (REVERSE, 704)])
-def test_a_token_of_a_wide_head(kernel: Any, most: int, p: int) -> None:
-    """Its product with W^y is not a part of the program; Triton 3.6 keeps more of 1,024 channels in
-    registers, 3.9 puts 544 bytes on the stack."""
-    found = compiled_head(kernel, p, 16, 4, "delta", weights=torch.bfloat16)
-    assert stack_size(found) <= most and found.metadata.shared <= 4096
-
-
-@pytest.mark.parametrize(("n", "most"), [(32, 32), (64, 704)])
-@pytest.mark.parametrize("kernel", HEADS, ids=by_kernel)
-def test_many_states_of_a_head(kernel: Any, n: int, most: int) -> None:
-    assert stack_size(compiled_head(kernel, 128, n, 2)) <= (most if kernel is REVERSE else 0)
-
-
-@pytest.mark.parametrize(("k", "barriers"), [(0, 1), (2, 4)])
-def test_warps_of_a_sample_wait_for_each_other_once_for_reflections(k: int, barriers: int) -> None:
-    """With reflections one exchange of sums a token and one more after the last one, and a barrier
-    for B, C and alpha."""
-    assert compiled_head(SWEEP, 64, 16, k).asm["ptx"].count("bar.sync") <= barriers
 
 
 # -- the pass that the compilation of some kernels leaves out
