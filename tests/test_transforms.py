@@ -326,7 +326,7 @@ def assert_rounded_alike(
     run: Callable[[], list[Tensor]], eager: Callable[[], list[Tensor]]
 ) -> None:
     """In fused code bfloat16 is rounded at other places, which feedback amplifies: `run` is at most
-    five times as far from the values of float32 as `eager`, four times on a GPU."""
+    five times as far from the values of float32 as `eager` is. On a GPU four times were seen."""
     exact = eager()
     with torch.autocast(exact[0].device.type, torch.bfloat16):
         rounded = [[v.clone() for v in of()] for of in (run, eager)]

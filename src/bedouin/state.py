@@ -257,7 +257,7 @@ def check_state(
         if (tensor.dtype, tensor.device) != (like.dtype, like.device):
             raise ValueError(
                 f"state.{name} must have dtype {like.dtype} on {like.device}, got {tensor.dtype} "
-                f"on {tensor.device}: use state.to({like.device.type!r}, {like.dtype})"
+                f"on {tensor.device}: use state.to({str(like.device)!r}, {like.dtype})"
             )
     checked: StateT = state
     return checked

@@ -405,7 +405,7 @@ def test_operations_of_plain_torch_are_as_registered(name: str) -> None:
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_the_profiler_sees_an_operation(tracked: bool) -> None:
-    """As modes do in test_precision.py and test_walk.py."""
+    """As a mode does in test_precision.py."""
     name, inputs = "bedouin::plain_scan", OF_GRAPHS["plain_scan"]()
     leaves = [v.requires_grad_(tracked) if isinstance(v, Tensor) else v for v in inputs]
     with torch.profiler.profile() as profile:

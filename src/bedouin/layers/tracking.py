@@ -27,8 +27,8 @@ from bedouin.packing import find_packing, last_token, tokens_before
 from bedouin.state import RecurrentState, StateShapes
 from bedouin.wrapped import effective_weight, side_by_side
 
-# Factors on W_y's usual initial values, and on the usual decay rates 1 .. n: with 0.3 and 1 some
-# seeds do not learn S5, nor with 1 and 1 (examples/results/tracking-trials).
+# Factors on W_y's usual initial values, and on the usual decay rates 1 .. n: with 0.3 and 1, or
+# with 1 and 1, some seeds do not learn S5 (examples/results/tracking-trials).
 FEEDBACK_INIT, FIRST_RATE = 0.5, 4
 # beta^e begins near 0.05: from 0.5 recall is learned less well (examples/results/history).
 ERASE_BIAS = -3.0
