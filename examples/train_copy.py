@@ -121,7 +121,7 @@ def main(config: CopyingConfig, make_layer: MakeLayer = make_layer) -> dict[str,
         title=f"Copying, trained on {config.min_length} to {config.max_length} letters",
         train_length=config.max_length,
         chance=task.chance,
-        sample=lambda length, rows: task.sample_eval(config.eval_batch_size, length, rows),
+        sample=lambda length, rows: task.sample(config.eval_batch_size, rows, length=length),
         accuracies=(task.character_accuracy, task.string_accuracy),
         names=("character_accuracy", "string_accuracy"),
     )

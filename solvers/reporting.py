@@ -266,7 +266,6 @@ class DeferredWarning:
         # an outcome, its copy on the host, whose event is None if it came from a CPU, the message
         self._pending: dict[str, tuple[Tensor, Tensor, Any, Callable[[], str]]] = {}
         self._counts: Counter[str] = Counter()
-        self._told: set[str] = set()
 
     def __reduce__(self) -> tuple[type["DeferredWarning"], tuple[bool]]:
         return DeferredWarning, (self._every,)  # for copies and pickles
@@ -306,12 +305,6 @@ class DeferredWarning:
                 return  # not a power of ten
             message += f" (unconverged call {count} of this layer; next warning at {10 * count})"
         warnings.warn(message, ConvergenceWarning, stacklevel=stacklevel(sys._getframe()))
-
-    def tell(self, message: str) -> None:
-        """Issue a UserWarning, the first time, or every time if `every`."""
-        if self._every or message not in self._told:
-            self._told.add(message)
-            warnings.warn(message, UserWarning, stacklevel=stacklevel(sys._getframe()))
 
 
 def stacklevel(frame: FrameType) -> int:

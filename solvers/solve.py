@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from bedouin.kernels.backend import Backend, check_backend, is_recomputation
+from bedouin.kernels.backend import Backend, check_backend
 from bedouin.kernels.checks import check_count, one_of
 from bedouin.solvers.adjoint import Adjoint, ImplicitAdjoint
-from bedouin.solvers.base import Map, Problem, Solver, TokenMap, TolerantSolver, offers
+from bedouin.solvers.base import Map, Problem, Solver, TokenMap, offers
 from bedouin.solvers.caps import Cap, as_cap
 from bedouin.solvers.reporting import Caller, DeferredWarning, OnUnconverged, Report, Solution
 
@@ -61,23 +61,8 @@ class SolveOptions:
         report.forward.take(measured)
         if caller.record is not None:
             caller.record(report.forward)
-        self._tell_of_precision(y0, caller)
         report.check_forward()
         return Solution(value, report.forward)
-
-    def _tell_of_precision(self, y0: Tensor, caller: Caller) -> None:
-        """Warn once of tolerances that no solve in this dtype can be expected to reach."""
-        unheard = torch.compiler.is_compiling() or is_recomputation()
-        if self.on_unconverged == "ignore" or unheard or not y0.numel():
-            return
-        unit = torch.finfo(y0.dtype).eps / 2
-        for solver in (self.solver, getattr(self.adjoint, "solver", None)):
-            if isinstance(solver, TolerantSolver) and 0 < solver.rtol < unit:
-                caller.deferred.tell(
-                    f"{caller.subject}: rtol={solver.rtol:g} of {type(solver).__name__} is below "
-                    f"the precision of {y0.dtype}, {unit:.0e}, so that a solve ends only where its "
-                    "rounding errors vanish: use a larger rtol, or a wider dtype"
-                )
 
 
 def solve(
@@ -105,8 +90,7 @@ def solve(
             late and from an asynchronous copy if the solver is Direct, takes only a few steps, or
             has an exact adjoint; "ignore" does neither. Finite samples that a drawn cap below its
             limit cuts short are only recorded in the statistics. Under torch.compile, torch.func
-            transforms and graph capture the outcome is not read, see `Result.unknown`. Unless it
-            is "ignore", a UserWarning names an rtol below the precision of y0.
+            transforms and graph capture the outcome is not read, see `Result.unknown`.
         time_dim: 1 if f is causal along axis 1, so that convergence is judged token by token. None:
             a sample converges as a whole.
         draw: the number of a training call, from which a random Cap draws its number of steps.

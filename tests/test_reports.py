@@ -152,15 +152,6 @@ def test_an_adjoint_without_reflections_is_reported(
     assert layer.stats.backward.residual.isnan().tolist() == [False, True, False]
 
 
-def test_a_layer_names_a_tolerance_below_the_precision_once() -> None:
-    layer = Bedouin(4, solver=Picard(1e-9), max_steps=200)
-    x = draw(dtype=torch.float32)
-    with pytest.warns(UserWarning, match="Bedouin: rtol=1e-09 of Picard is below the precision"):
-        layer(x)
-    layer(x)
-    layer.double()(x.double())
-
-
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_statistics_of_a_map_have_one_entry_a_sample(solver: Solver) -> None:
     layer, start = make(num_heads=4), torch.zeros(3, 2, 8).double()

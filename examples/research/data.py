@@ -320,9 +320,7 @@ class Data:
         if isinstance(task, MQAR):
             pairs = task.num_pairs * length // task.length
             return task.sample(size, source, length=length, num_pairs=pairs)
-        if isinstance(task, Copying):
-            return task.sample_eval(size, length, source)
-        if isinstance(task, WordProblem | Chess) or self.options.eval_from is None:
+        if isinstance(task, Copying | WordProblem | Chess) or self.options.eval_from is None:
             return task.sample(size, source, length=length)
         least = min(self.options.eval_from, length)
         return replace(task, length=length, min_length=least).sample(size, source)

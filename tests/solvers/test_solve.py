@@ -158,22 +158,6 @@ def test_an_unconverged_solve_is_reported(f: Map, max_steps: int, message: str) 
     assert run("ignore") is Result.max_steps_reached
 
 
-@pytest.mark.parametrize("policy", ["warn", "raise"])
-def test_a_tolerance_below_the_precision_is_named_at_the_first_call(policy: Any) -> None:
-    def run(rtol: float, dtype: torch.dtype, adjoint: ImplicitAdjoint | None = None) -> None:
-        start, solver = torch.zeros(2, 3, dtype=dtype), Picard(rtol)
-        options: dict[str, Any] = {"on_unconverged": policy, "adjoint": adjoint}
-        solve(lambda y: 0.5 * y.cos() + 1, start, solver, **options)
-
-    message = "rtol=1e-09 of Picard is below the precision of torch.float32"
-    with pytest.warns(UserWarning, match=message):
-        run(1e-9, torch.float32)
-    with pytest.warns(UserWarning, match=message):
-        run(1e-6, torch.float32, ImplicitAdjoint(Picard(1e-9)))
-    run(1e-6, torch.float32)
-    run(1e-9, torch.float64)
-
-
 @pytest.mark.parametrize("draw", [None, *range(4)])
 def test_a_cap_is_drawn_in_training_and_its_limit_holds_else(draw: int | None) -> None:
     """A solve that a drawn cap cuts short is no failure."""

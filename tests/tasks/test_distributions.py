@@ -139,7 +139,7 @@ def test_lengths_and_letters_of_strings_are_uniform() -> None:
 
 def strings_of(task: Copying, split: Any, length: int) -> set[str]:
     packed = task.decode(task.sample(3000, stream(split, 0)).tokens)
-    single = task.decode(task.sample_eval(3000, length, stream(split, 1)).tokens)
+    single = task.decode(task.sample(3000, stream(split, 1), length=length).tokens)
     return {s for row in packed + single for s in re.findall(r"\$([a-z]+)\|", row)}
 
 
@@ -156,7 +156,7 @@ def test_no_string_is_in_both_splits(length: int) -> None:
 
 def test_accuracies_of_copies_count_letters_only() -> None:
     task = Copying()
-    _, labels = task.sample_eval(4, 5, stream("test", 0))
+    _, labels = task.sample(4, stream("test", 0), length=5)
     predicted = labels.clamp(min=0)
     predicted[labels == task.symbols.index(".")] = 0  # a wrong final `.` does not count
     assert (

@@ -342,7 +342,6 @@ FIELDS = of_kind(ValueError, [
     *((of(task.sample, 1, 0), "generator must be a torch.Generator, got 0") for task in TASKS),
     *((of(task.sample, 1, TRAIN, length=True), "length must be an int, got True")
       for task, least in TASKS.items() if least),
-    (of(Copying().sample_eval, 1, None, TRAIN), "length must be an int, got None"),
     *((of(kind, *group, **{name: value}), f"{name} must be an int, got {value!r}")
       for kind, group, names in NUMBERS for name in names.split()
       for value in (True, 2.0, "2", None) if (name, value) != ("generators", None)),

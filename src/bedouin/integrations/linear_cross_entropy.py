@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bedouin.checks import one_of
 from bedouin.kernels.launch import accumulator
@@ -47,11 +48,10 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     kernel: Kernel = "torch",
 ) -> Tensor:  # ()
-    """The sum of `cross_entropy(linear(x, weight, bias), labels)`, at least float32. The gradients
-    are computed with the loss, a chunk of tokens at a time, so that memory holds the logits of one
-    chunk, the gradients of x and, in at least float32, of the weight. Under autocast the products
-    have its dtype. Labels of ignore_index count nothing. Source: Liger Kernel (arXiv 2410.10989).
-    Raises ValueError for other shapes, and in the backward pass RuntimeError for create_graph."""
+    """The sum of `cross_entropy(linear(x, weight, bias), labels)`, at least float32, a chunk of
+    tokens at a time. The backward pass computes the logits of a chunk anew, so that memory holds
+    those of one chunk, and the weight and its gradient in at least float32. Under autocast the
+    products have its dtype. Labels of ignore_index count nothing. ValueError for other shapes."""
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or labels.shape != x.shape[:1]:
         raise ValueError(
             "x, weight and labels must have shapes (n, m), (v, m) and (n,), got "
@@ -64,13 +64,11 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(device, enabled=False):
         if kernel == "torch" or not len(x):
-            given = (x, weight, bias, labels, ignore_index, torch.is_grad_enabled())
-            total: Tensor = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
-            return total
+            return _by_chunks(x, weight, labels, bias, ignore_index)
         options: Any = {"ignore_index": ignore_index, "reduction": "sum"}
         if kernel == "fla":
             loss = import_module("fla.modules").FusedLinearCrossEntropyLoss(**options)
-            total = loss(x, labels, weight, bias)
+            total: Tensor = loss(x, labels, weight, bias)
         else:
             module = import_module("liger_kernel.transformers")
             loss = module.LigerFusedLinearCrossEntropyLoss(**options, accum_dtype=torch.float32)
@@ -78,58 +76,22 @@ def linear_cross_entropy(
         return total
 
 
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (n, m)
-        weight: Tensor,  # (v, m)
-        bias: Tensor | None,  # (v,)
-        labels: Tensor,  # (n,)
-        ignore_index: int,
-        has_grad: bool,
-    ) -> Tensor:  # ()
-        dtype = accumulator(x.dtype)
-        total = torch.zeros((), dtype=dtype, device=x.device)
-        wants = [has_grad and needs for needs in ctx.needs_input_grad[:3]]
-        dx = torch.zeros_like(x) if wants[0] else None
-        dw = torch.zeros_like(weight, dtype=dtype) if wants[1] else None
-        db = torch.zeros(len(weight), dtype=dtype, device=x.device) if wants[2] else None
-        size = max(1, CHUNK // len(weight))
-        for start in range(0, len(x), size):
-            part, aim = x[start : start + size], labels[start : start + size].unsqueeze(1)
-            real = aim != ignore_index
-            aim = aim.where(real, 0)
-            logs = F.log_softmax(F.linear(part, weight, bias), -1, dtype=dtype)
-            found = logs.gather(1, aim)
-            total -= found.where(real, 0).sum()
-            if not any(wants):
-                del logs  # before those of the next chunk
-                continue
-            # softmax minus one at the label, in the memory of its logarithm
-            grads = logs.exp_().scatter_(1, aim, found.expm1()).mul_(real)
-            del logs
-            if db is not None:
-                db += grads.sum(0)
-            grads = grads.to(x.dtype)
-            if dx is not None:
-                torch.mm(grads, weight, out=dx[start : start + size])
-            if dw is not None:
-                dw += grads.mT @ part
-            del grads
-        ctx.save_for_backward(dx, dw, db)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return total
+def _by_chunks(
+    x: Tensor,  # (n, m)
+    weight: Tensor,  # (v, m)
+    labels: Tensor,  # (n,)
+    bias: Tensor | None,  # (v,)
+    ignore_index: int,
+) -> Tensor:  # ()
+    dtype = accumulator(x.dtype)
+    # the gradients of chunks add up in the dtype of what the chunks share
+    wide_weight, wide_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: ()
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "linear_cross_entropy has first derivatives only, got create_graph=True: compute "
-                "the loss from logits"
-            )
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        # written in the dtype of the result, since that of the weight is large in another
-        outs = ((v, None if v is None else torch.empty_like(v, dtype=kind)) for v, kind in pairs)
-        grads = (None if v is None else torch.mul(v, grad, out=out) for v, out in outs)
-        return (*grads, None, None, None)
+    def loss_of(x: Tensor, labels: Tensor) -> Tensor:
+        of_bias = None if bias is None or wide_bias is None else wide_bias.to(bias.dtype)
+        logits = F.linear(x, wide_weight.to(weight.dtype), of_bias).to(dtype)
+        return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+
+    pairs = zip(*(v.split(max(1, CHUNK // len(weight))) for v in (x, labels)), strict=True)
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.stack([checkpoint(loss_of, *pair, **options) for pair in pairs]).sum()

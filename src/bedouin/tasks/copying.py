@@ -5,7 +5,7 @@ Letters: b batch, t time, v vocabulary; J strings packed into a row, L letters i
 
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Copying(Task):
         tokens  $bat|bat.$node|node.$ox|
         labels      bat.      node.
 
-    An evaluation row, `sample_eval(..., length=3)`: one string of one exact length:
+    An evaluation row, `sample(..., length=3)`: one string of one exact length, 1 or more:
 
         tokens  $owl|owl.
         labels      owl.
@@ -89,15 +89,6 @@ class Copying(Task):
     @property
     def chance(self) -> float:
         return 1 / self.num_letters
-
-    def sample_eval(
-        self, batch_size: int, length: int, generator: torch.Generator, **options: Any
-    ) -> Batch:
-        """Evaluation rows, each one string of exactly `length` letters, 1 or more: 2·length + 3
-        tokens, padded to `context_len` in the official protocol. The options and the errors are
-        those of `sample`, which draws packed training rows, and with `length` these."""
-        whole_number("length", length, 1)
-        return self.sample(batch_size, generator, length=length, **options)
 
     def character_accuracy(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """`token_accuracy` of the letters: the fraction of answer letters that are right."""

@@ -119,10 +119,6 @@ class Group:
             span *= 2
         return products
 
-    def __mul__(self, other: "Group") -> "Group":
-        """Direct product; the same as `direct_product(self, other)`."""
-        return direct_product(self, other)
-
     @classmethod
     def from_name(cls, name: str) -> "Group":
         """Parse S5, A5, Z60, D8 (the octagon's, 16 elements) or products: A4xZ5, A4_x_Z5, A4*Z5.

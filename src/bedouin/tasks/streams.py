@@ -42,9 +42,9 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 class Stream(torch.Generator):
     """A `torch.Generator` with a split; made by `stream`. All copies have the same split. The
-    tensor that `get_state` returns has no split, so `set_state` and `graphsafe_set_state` raise
-    ValueError if its seed belongs to the other one. `manual_seed` and `seed` accept any seed, which
-    breaks the first rule above but not the second one."""
+    tensor that `get_state` returns has no split, so `set_state` raises ValueError if its seed
+    belongs to the other one; nor has the generator of `graphsafe_get_state`. `manual_seed` and
+    `seed` accept any seed, which breaks the first rule above but not the second one."""
 
     split: Split
     """The split that every sample comes from."""
@@ -67,38 +67,19 @@ class Stream(torch.Generator):
         torch.Generator.set_state(clone, self.get_state())
         return clone
 
-    def graphsafe_get_state(self) -> Self:
-        """A stream of the same split that shares this one's state; CUDA only, as in torch."""
-        handle = type(self)(self.device, self.split)
-        torch.Generator.graphsafe_set_state(handle, super().graphsafe_get_state())
-        return handle
-
     def set_state(self, new_state: Tensor) -> Self:
         """Continue where `get_state` returned this uint8 vector. ValueError for the other split."""
         source = torch.Generator(self.device)
         source.set_state(new_state)
-        self._check_split("new_state", source.initial_seed())
+        seed, parity = source.initial_seed(), "odd" if self.split == "test" else "even"
+        own = self.split == "all" or seed % 2 == (self.split == "test")
+        if not own and seed != self.initial_seed():  # which `manual_seed` may have set here
+            raise ValueError(
+                f"new_state must come from a stream of split {self.split!r} (a generator with an "
+                f"{parity} seed), got one with seed {seed}: keep the states of train and test apart"
+            )
         super().set_state(new_state)
         return self
-
-    def graphsafe_set_state(self, state: torch.Generator) -> Self:
-        """Share another generator's state; CUDA only. Raises ValueError for the other split."""
-        self._check_split("state", state.initial_seed())
-        if isinstance(state, Stream):
-            state = super(Stream, state).graphsafe_get_state()  # torch rejects subclasses here
-        super().graphsafe_set_state(state)
-        return self
-
-    def _check_split(self, name: str, seed: int) -> None:
-        """Raise ValueError for a seed of the other split, unless `manual_seed` has set it here."""
-        own = self.split == "all" or seed % 2 == (self.split == "test")
-        if own or seed == self.initial_seed():
-            return
-        parity = "odd" if self.split == "test" else "even"
-        raise ValueError(
-            f"{name} must come from a stream of split {self.split!r} (a generator with an {parity} "
-            f"seed), got one with seed {seed}: keep the states of train and test apart"
-        )
 
 
 def stream(split: Split, seed: int, device: torch.device | str = "cpu", *, rank: int = 0) -> Stream:
