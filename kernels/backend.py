@@ -112,6 +112,11 @@ def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
 
+def triton_version() -> tuple[int, ...]:
+    """Up to three numbers; none without Triton and for a build without metadata."""
+    return version_numbers(_TRITON)
+
+
 def check_backend(backend: str) -> None:
     """Raise ValueError unless `backend` is one of "auto", "triton" and "reference"."""
     if backend not in _BACKENDS:

@@ -82,7 +82,8 @@ def misplaced(module: str, imported: str) -> str | None:
     if not is_below(module, "bedouin.integrations"):
         if is_below(imported, "bedouin.integrations"):
             return "an integration is imported by its users alone"
-        if imported.partition(".")[0] in EXTRAS:
+        # the delta rule may be computed with FLA's operation
+        if imported.partition(".")[0] in EXTRAS and module != "bedouin.kernels.delta_rule.fla":
             return "only bedouin.integrations import other libraries"
     if is_below(imported, "bedouin.baselines") and not is_below(module, "bedouin.baselines"):
         return "the library does not import its baselines"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import KERNEL_DTYPES, Backend, choose_backend
 from bedouin.kernels.checks import check_shapes, one_of
+from bedouin.kernels.delta_rule import fla
 from bedouin.kernels.delta_rule.rates import delta_rates, delta_rates_reference
 from bedouin.kernels.delta_rule.reference import (
     CHUNK,
@@ -36,6 +37,7 @@ from bedouin.kernels.operation import empty_like, is_recorded, operation, plain_
 __all__ = [
     "DeltaBackend",
     "DeltaInputs",
+    "check_delta_backend",
     "delta_rates",
     "delta_rates_reference",
     "delta_rule",
@@ -46,6 +48,16 @@ __all__ = [
 
 KERNEL_CHANNELS = 256
 """The most key channels of a head in the Triton kernels, whose programs hold all of them."""
+
+
+def check_delta_backend(backend: str) -> None:
+    """ValueError for an unknown name, and for "fla" without that package."""
+    one_of("backend", backend, get_args(DeltaBackend))
+    if backend == "fla" and not fla.FLA_IS_INSTALLED:
+        raise ValueError(
+            "backend='fla' needs the package flash-linear-attention: install it, or use "
+            "backend='auto' or 'torch'"
+        )
 
 
 def kernel_backend(backend: DeltaBackend) -> Backend:
@@ -64,27 +76,30 @@ def delta_rule(
     the memory or without one in at least float32.
 
     Sums and memories are in at least float32. query, key and value have one dtype, which in the
-    Triton kernels the factors of products have. beta should be divided by the squared lengths of
-    rounded keys, as `delta_rates` does: with beta = 2 and a length that rounding has made greater
-    than 1, the memory would grow at every token that repeats the key.
+    Triton kernels and in "fla" the factors of products have. beta should be divided by the squared
+    lengths of rounded keys, as `delta_rates` does: with beta = 2 and a length that rounding has
+    made greater than 1, the memory would grow at every token that repeats the key.
 
     "torch": plain torch in chunks, in at least float32 throughout. "triton": kernels of chunks of
-    Householder steps; p may be at most 256, and there is no second derivative. "auto": "triton" on
-    a GPU, except in float64 and under transforms of torch.func, else "torch". Under torch.compile
-    both are one operation for all lengths, once differentiable.
+    Householder steps; p may be at most 256, and there is no second derivative. "fla": the kernels
+    of flash-linear-attention, on a GPU in bfloat16 or float16. "auto": "triton" on a GPU, except in
+    float64 and under transforms of torch.func, else "torch". Under torch.compile every
+    implementation is one operation for all lengths, once differentiable.
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
 
     Raises ValueError for shapes that do not fit, an unknown backend, and one that cannot run.
     """
     one_of("backend", backend, get_args(DeltaBackend))
     _check_shapes(inputs, memory)
+    if backend == "fla":
+        fla.check_call(inputs.query)
+        check_delta_backend(backend)
+        return fla.delta_rule_fla(inputs, _or_zeros(memory, inputs))
     if _takes_kernel(inputs, memory, backend) and inputs.query.shape[1]:
         k, by_steps = inputs.key.shape[2], steps_as_tokens(inputs)
         o, last, *_ = chunk_kernels(*by_steps, memory, is_recorded(*by_steps, memory))
         return o if k == 1 else o[:, k - 1 :: k], last
-    if memory is None:
-        (b, _, _, h, p), v = inputs.key.shape, inputs.value.shape[-1]
-        memory = inputs.key.new_zeros(b, h, p, v, dtype=accumulator(inputs.key.dtype))
+    memory = _or_zeros(memory, inputs)
     # a graph of torch.compile would otherwise have the operations of all chunks
     if torch.compiler.is_compiling() and inputs.query.shape[1]:
         found: tuple[Tensor, Tensor] = plain_chunks(*inputs, memory)
@@ -124,6 +139,16 @@ def _takes_kernel(
     widest = accumulator(*(v.dtype for v in (*inputs, memory) if v is not None))
     kind = kernel_backend(backend)
     return choose_backend(kind, inputs.key.device, widest, unfit, plain="torch") == "triton"
+
+
+def _or_zeros(
+    memory: Tensor | None,  # (b, h, p, v)
+    inputs: DeltaInputs,
+) -> Tensor:  # (b, h, p, v)
+    if memory is not None:
+        return memory
+    (b, _, _, h, p), v = inputs.key.shape, inputs.value.shape[-1]
+    return inputs.key.new_zeros(b, h, p, v, dtype=accumulator(inputs.key.dtype))
 
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor beta"

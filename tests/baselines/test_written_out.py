@@ -142,6 +142,12 @@ def test_defaults_and_initial_values_are_the_authors() -> None:
     assert layer.A_log._no_weight_decay and layer.dt_proj.bias._no_reinit  # type: ignore[attr-defined]
 
 
+def test_fla_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bedouin.kernels.delta_rule.fla.FLA_IS_INSTALLED", False)
+    with pytest.raises(ValueError, match="backend='fla' needs the package flash-linear-attention"):
+        DeltaNet(8, backend="fla")
+
+
 def test_a_call_does_not_move_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP puts gathered weights in the place of others, and gathers into the same memory again."""
     moved: list[torch.nn.LSTM] = []

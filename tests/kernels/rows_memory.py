@@ -105,6 +105,10 @@ STEP_RULE = Row(
     ],
     refused=[
         ({"backend": "cuda"}, "backend must be one of"),
+        (
+            {"backend": "fla"},
+            "needs a CUDA device and bfloat16 or float16, got cpu and torch.float32: use",
+        ),
         ({"backend": "triton", "p": 257}, "heads of 257 key channels, more than 256"),
         (
             {"backend": "triton", "dtype": torch.float64, "low": EVERY},

@@ -1,8 +1,8 @@
 """What is special to single operations; test_operations.py compares each with its definition.
 
 Products of reflections where rounding matters, the state and memory of the scan, hard decays of the
-tracker, hooks on the convolution; hard inputs of the delta rule. The checks of the kernels run on
-the CPU in the interpreter and compiled on a GPU.
+tracker, hooks on the convolution; hard inputs of the delta rule, and flash-linear-attention. The
+checks of the kernels run on the CPU in the interpreter and compiled on a GPU.
 Letters: b batch, t time, d channels, n states, H heads, c channels of a head; of the delta rule k
 steps a token, h heads, p key and v value channels of a head.
 """
@@ -10,6 +10,8 @@ steps a token, h heads, p key and v value channels of a head.
 import math
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -39,6 +41,7 @@ from bedouin.kernels.delta_rule import (
     delta_rule_chunked,
     delta_rule_reference,
 )
+from bedouin.kernels.delta_rule.fla import check_call, delta_rule_fla, fla_is_wrong
 from bedouin.kernels.householder import apply_complement, unit, wy_factor
 from bedouin.kernels.scan import Eigenvalues, discretize, selective_scan
 from bedouin.kernels.track import TrackInputs, track_reference
@@ -277,3 +280,45 @@ def test_the_sizes_of_a_layer(sizes: tuple[int, ...], dtype: torch.dtype, bound:
     assert all(torch.equal(found[name], again[name]) for name in found)
     for name, theirs in of_rule(delta_rule_chunked, wide(tensors)).items():
         in_2_norm(name, found[name].double(), theirs, bound)
+
+
+# -- flash-linear-attention
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "wrong"),
+    [
+        ("3.3.1", (9, 0), False),
+        ("3.4.0", (9, 0), True),
+        ("3.6.0+git1", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.6.0", (8, 0), False),
+        ("", (9, 0), False),
+        ("unknown", (9, 0), False),
+    ],
+)
+def test_fla_is_avoided_and_refused_where_triton_miscompiles_it(
+    version: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bedouin.kernels.backend._TRITON", version)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert fla_is_wrong(torch.device("cuda")) is wrong
+    if wrong:
+        query: Any = SimpleNamespace(is_cuda=True, dtype=BF16, device=torch.device("cuda"))
+        with pytest.raises(ValueError, match="miscompiles its backward pass: use backend='auto'"):
+            check_call(query)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fla_equals_the_loop(k: int, gated: bool) -> None:
+    if fla_is_wrong(torch.device("cuda")):
+        pytest.skip("this Triton miscompiles flash-linear-attention for this GPU")
+    tensors = rule(2, 100, k, 2, 32, 64, gated=gated).given(BF16, "cuda")
+    got = of_rule(delta_rule_fla, tensors)
+    # the kernels' products are in bfloat16: eight bits of each of hundreds of summands
+    exact: Tensors = {name: None if v is None else v.double() for name, v in tensors.items()}
+    for name, theirs in of_rule(delta_rule_reference, exact).items():
+        in_2_norm(name, got[name].double(), theirs, 0.03)

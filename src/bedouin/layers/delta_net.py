@@ -71,8 +71,10 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
         backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
-            most 256, without second derivatives, in chunks, too; "auto": "triton" on a GPU where
-            it can, else "torch".
+            most 256, without second derivatives, in chunks, too; "fla": the kernels of
+            flash-linear-attention, on a GPU in bfloat16 or float16, except on Hopper with Triton
+            from 3.4 to before 3.7.1, which miscompiles its backward pass; "auto": "triton" on a
+            GPU where it can, else "torch".
     """
 
     state_type = DeltaState
@@ -102,7 +104,8 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         super().__init__(d_model, dtype)
         check_bool("gated", gated)
         check_bool("output_gate", output_gate)
-        self.gated, self.backend = gated, one_of("backend", backend, get_args(DeltaBackend))
+        delta_rule.check_delta_backend(backend)
+        self.gated, self.backend = gated, backend
         self.eigenvalues = one_of("eigenvalues", eigenvalues, get_args(Eigenvalues))
         self.norm_eps = common.positive_number("norm_eps", norm_eps)
         k = self.num_householder = positive_int("num_householder", num_householder)

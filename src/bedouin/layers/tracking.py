@@ -284,7 +284,7 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
         dtype, device: of the parameters; the state is at least float32.
         norm_eps: of the norms of both outputs.
         backend: "auto": Triton kernels on a GPU where they fit, else plain torch; "torch": plain
-            torch; "triton": the kernels, or an error.
+            torch; "triton"; "fla": the memory by the kernels of flash-linear-attention.
         layer_idx: kept as an attribute, as users of transformers expect.
 
     Raises TypeError or ValueError for options of another type or out of range.
