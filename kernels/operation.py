@@ -82,12 +82,7 @@ class _OnceEager(_Once):
     """`_Once` with an error in forward mode, too. A class of its own, because torch.compile cannot
     trace a Function that has a jvp."""
 
-    @staticmethod
-    def jvp(
-        ctx: Any,
-        *tangents: Tensor,  # any shapes
-    ) -> Any:
-        raise RuntimeError(SECOND_DERIVATIVE)
+    jvp = staticmethod(_Once.backward)
 
 
 def refuse_second_derivative(

@@ -88,18 +88,6 @@ def gain_gap(
     return (1 - (B * C).sum(-1, keepdim=True)) + input_gain(decay.abs(), B, C)
 
 
-def term_size(
-    s: Tensor,  # (..., d), the largest over n
-    x: Tensor,  # (..., d)
-    y: Tensor,  # (..., d)
-    mixed: Tensor,  # (..., d)
-    e: Tensor | None,  # (..., 1) or (..., d); None: 0
-) -> Tensor:  # (...)
-    """max over channels of |s| (|(1 - e) x| + |e y| + |x~|)."""
-    kept = x.abs() if e is None else ((1 - e) * x).abs() + (e * y).abs()
-    return (s.abs() * (kept + mixed.abs())).amax(-1)
-
-
 class LocalEquation(NamedTuple):
     """What a token's raw values and the memory before it determine: all but its y."""
 
@@ -184,7 +172,9 @@ def sweep_tokens(
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        sizes.append(term_size(token.s.abs().amax(-1), x_t, y, mixed, token.e).detach())
+        e = token.e
+        own = x_t.abs() if e is None else ((1 - e) * x_t).abs() + (e * y).abs()
+        sizes.append((token.s.abs().amax(-1) * (own + mixed.abs())).amax(-1).detach())
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])
