@@ -33,7 +33,6 @@ from bedouin.kernels.direct.reference import (
     direct_sweep_reference,
     gain_gap,
     input_gain,
-    is_rounding,
 )
 from bedouin.kernels.direct.registered import sweep_operation
 from bedouin.kernels.direct.reverse import ReportBackward
@@ -48,7 +47,6 @@ __all__ = [
     "factor_local",
     "gain_gap",
     "input_gain",
-    "is_rounding",
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",

@@ -25,28 +25,6 @@ from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterizat
 from bedouin.kernels.scan import contract, discretize, selective_scan_reference, triton_scan
 from bedouin.kernels.scan.reference import ScanOptions
 
-ROUNDING = 1e4
-"""A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
-the sums F(y)_s, s <= t. The Woodbury formula with a pivoted k x k system is backward stable; the
-factor allows for the sums over d channels and the growth factor of the elimination."""
-
-MAX_RESIDUAL = 0.1
-"""The largest defect_t of a sweep that has converged, relative to the largest scale_s, s <= t. If
-the terms cancel, as for Q x near 0 in a head with no more channels than reflections, rounding
-errors may be as large as y."""
-
-
-def is_rounding(
-    defect: Tensor,  # (...)
-    scale: Tensor,  # (...), the largest so far
-    magnitude: Tensor,  # (...), the largest so far
-) -> Tensor:  # (...)
-    """Whether all values are finite and the defect is within the rounding error of F(y), and small
-    relative to F(y) itself."""
-    terms = torch.maximum(scale, magnitude)
-    explained = defect <= ROUNDING * torch.finfo(terms.dtype).eps * terms
-    return torch.isfinite(terms) & explained & (defect <= MAX_RESIDUAL * scale)
-
 
 class Sweep(NamedTuple):
     """Result of a sweep. In the max norm, defect_t = |F(y)_t - y_t| and scale_t = |F(y)_t|.

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from bedouin import checks
 from bedouin.kernels.backend import Backend, autocast_dtype, without_autocast
 from bedouin.kernels.direct.layout import activate_delta
+from bedouin.kernels.heads import apply_weight
 from bedouin.kernels.householder import unit
 from bedouin.kernels.launch import accumulator
 from bedouin.kernels.operands import NO_LAYOUT, Activation, Parameterization, RawLayout
@@ -36,7 +37,7 @@ from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
 from bedouin.state import BedouinState, StateShapes
-from bedouin.wrapped import apply_projection, effective_weight, is_untouched, read_parameter
+from bedouin.wrapped import effective_weight, is_plain, is_untouched, read_parameter
 
 
 class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
@@ -290,7 +291,11 @@ class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
         if self.selective:
             return x
         x = x.to(accumulator(x.dtype))
-        return F.silu(apply_projection(self.b_proj, x, self.D.dtype)) * x
+        if is_plain(self.b_proj):
+            raw = apply_weight(x, self.b_proj.weight.to(x.dtype))
+        else:
+            raw = self.b_proj(x.to(self.D.dtype)).to(x.dtype)
+        return F.silu(raw) * x
 
     def layout(self) -> RawLayout | None:
         """A description of `_split` and the mixer for kernels; None if they cannot compute it."""
