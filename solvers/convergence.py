@@ -60,12 +60,6 @@ def front(frozen: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # (b, t) x 2 -> 
     return count, v.gather(1, first).squeeze(1)
 
 
-def first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:  # (b, t) x 2 -> (b,)
-    """Whether the first token that is not frozen is NaN or Inf, so that the sample has failed.
-    Tokens after it may be non-finite during the iteration and still converge later."""
-    return ~torch.isfinite(front(frozen, scale)[1]) & ~frozen.all(1)
-
-
 def relative_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)
     """max_t defect_t / max_{s <= t} scale_s, with 0 / 0 = 0; infinite where the scale of a finite
     defect is 0. NaN always means a value that is not finite, also where the defect is 0: the

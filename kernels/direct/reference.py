@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
 from bedouin.kernels.feedback import project_feedback, with_feedback
@@ -121,7 +121,7 @@ def direct_sweep_reference(
     `bind` None: the coefficients are computed from the raw values as the layout describes.
     """
     operands.check()
-    bind = choose_bind(bind, parameterization, operands.A)
+    bind = bind or bind_by_layout(parameterization.known_layout(), operands.A)
     return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters)[0]
 
 
