@@ -42,17 +42,13 @@ def check_sequence(argument: str, tensor: Tensor) -> None:
         raise ValueError(f"{argument} must have shape (b, t, d), got {tuple(tensor.shape)}")
 
 
-def strict_options(cls: ClassT) -> ClassT:
-    """Class decorator: an unknown option raises a TypeError that lists the valid names."""
-    cls.__init__ = known_options(cls.__init__)  # type: ignore[misc]
-    return cls
-
-
 @dataclass_transform(frozen_default=True)
 def frozen_options(cls: ClassT) -> ClassT:
-    """Class decorator: a frozen dataclass of options, with `strict_options`."""
+    """Class decorator: a frozen dataclass, of which an unknown option raises a TypeError that lists
+    the valid names."""
     frozen: ClassT = dataclass(frozen=True)(cls)  # type: ignore[assignment]
-    return strict_options(frozen)
+    frozen.__init__ = known_options(frozen.__init__)  # type: ignore[misc]
+    return frozen
 
 
 def known_options(init: InitT) -> InitT:

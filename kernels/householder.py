@@ -96,15 +96,7 @@ def wy_factor_of(
     beta: Tensor,  # (..., k)
 ) -> Tensor:  # (..., k, k)
     """`wy_factor` where the products of the rows are known."""
-    N = beta.unsqueeze(-1) * torch.triu(dots, diagonal=1)
-    return _inverse_of_one_plus(N) * beta.unsqueeze(-2)
-
-
-def _inverse_of_one_plus(
-    N: Tensor,  # (..., k, k), strictly upper triangular
-) -> Tensor:  # (..., k, k)
-    """(I + N)^-1."""
-    k = N.shape[-1]
+    N, k = beta.unsqueeze(-1) * torch.triu(dots, diagonal=1), dots.shape[-1]
     identity = torch.eye(k, dtype=N.dtype, device=N.device)
     inverse = identity - N
     power, squared = 2, N
@@ -112,7 +104,7 @@ def _inverse_of_one_plus(
         squared = squared @ squared
         inverse = inverse @ (identity + squared)
         power *= 2
-    return inverse
+    return inverse * beta.unsqueeze(-2)
 
 
 def apply_complement(

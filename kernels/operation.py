@@ -82,12 +82,7 @@ class _OnceEager(_Once):
     """`_Once` with an error in forward mode, too. A class of its own, because torch.compile cannot
     trace a Function that has a jvp."""
 
-    @staticmethod
-    def jvp(
-        ctx: Any,
-        *tangents: Tensor,  # any shapes
-    ) -> Any:
-        raise RuntimeError(SECOND_DERIVATIVE)
+    jvp = staticmethod(_Once.backward)
 
 
 def refuse_second_derivative(
@@ -212,8 +207,13 @@ class Operation:
         return self._below_autograd(*inputs)
 
     def _below_autograd(self, *inputs: Any) -> Any:
-        run = self.function if _needs_no_dispatch(inputs) else self.overload
-        return run(*inputs)
+        # the dispatcher would only call the implementation for plain tensors, unless a mode or the
+        # profiler is to see the operation
+        is_seen = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+        if is_seen or not PLAIN.issuperset(map(type, inputs)):
+            return self.overload(*inputs)
+        is_one = is_batched(*[v for v in inputs if isinstance(v, Tensor)])
+        return (self.overload if is_one else self.function)(*inputs)
 
 
 def is_recorded(*inputs: Any) -> bool:
@@ -221,16 +221,6 @@ def is_recorded(*inputs: Any) -> bool:
     # a generator takes longer
     wanted = [isinstance(v, Tensor) and v.requires_grad for v in inputs]
     return torch.is_grad_enabled() and any(wanted)
-
-
-def _needs_no_dispatch(inputs: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would only call the implementation: for plain tensors, unless a mode
-    or the profiler is to see the operation."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
-        return False
-    if not PLAIN.issuperset(map(type, inputs)):
-        return False
-    return not is_batched(*[v for v in inputs if isinstance(v, Tensor)])
 
 
 def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:

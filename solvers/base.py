@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bedouin.kernels.checks import check_number
+from bedouin.kernels.direct import ReportBackward
 from bedouin.solvers.convergence import ATOL
 from bedouin.solvers.reporting import Measured
 
@@ -34,8 +35,6 @@ parts: how many samples lie side by side in a value and do not read each other, 
 fuse(y, rule): kernels.iteration.FusedIteration from y (b, t, c), whose steps evaluate, judge,
     freeze and update y; None if the plain loop must be used.
 """
-
-ReportBackward = Callable[[Tensor, Tensor], None]
 
 Solved = tuple[Tensor, Measured]
 """What a solver returns: the value (b, t, c), and what it has measured."""

@@ -8,12 +8,20 @@ Letters: b batch, t tokens of a sample.
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct import is_rounding
-
 ATOL = 1e-30
 """The default atol, in units of y. The tolerance is relative by default because the scale of y is
 unknown: cotangents, and layers with small inputs, can be far below any fixed number. This atol, a
 normal number in float32, lets a sample of exact zeros converge, as no relative tolerance does."""
+
+ROUNDING = 1e4
+"""An exact solve has converged at token t if defect_t is at most ROUNDING eps times the largest
+term in the sums F(y)_s, s <= t. The Woodbury formula with a pivoted k x k system is backward
+stable; the factor allows for the sums over d channels and the growth factor of the elimination."""
+
+MAX_RESIDUAL = 0.1
+"""The largest defect_t of an exact solve that has converged, relative to the largest scale_s, s <=
+t. If the terms cancel, as for Q x near 0 in a head with no more channels than reflections, rounding
+errors may be as large as y."""
 
 
 def holds_so_far(condition: Tensor) -> Tensor:
@@ -36,9 +44,12 @@ def within_rounding(
     scale: Tensor,  # (b, t), |F(y)_t|
     magnitude: Tensor,  # (b, t), the largest term in the sums of F(y)_t
 ) -> Tensor:  # (b,)
-    """Whether all values are finite and every defect is within the rounding error of F(y), and less
-    than a tenth of the largest F(y) so far."""
-    return is_rounding(defect, largest_so_far(scale), largest_so_far(magnitude)).all(1)
+    """Whether all values are finite and every defect is within the rounding error of F(y), and
+    small relative to the largest F(y) so far."""
+    largest = largest_so_far(scale)
+    terms = torch.maximum(largest, largest_so_far(magnitude))
+    explained = defect <= ROUNDING * torch.finfo(terms.dtype).eps * terms
+    return (torch.isfinite(terms) & explained & (defect <= MAX_RESIDUAL * largest)).all(1)
 
 
 def front(frozen: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # (b, t) x 2 -> (b,) x 2
@@ -47,12 +58,6 @@ def front(frozen: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # (b, t) x 2 -> 
     count = frozen.sum(1)
     first = count.clamp(max=frozen.shape[1] - 1).unsqueeze(1)
     return count, v.gather(1, first).squeeze(1)
-
-
-def first_open_token_is_nonfinite(frozen: Tensor, scale: Tensor) -> Tensor:  # (b, t) x 2 -> (b,)
-    """Whether the first token that is not frozen is NaN or Inf, so that the sample has failed.
-    Tokens after it may be non-finite during the iteration and still converge later."""
-    return ~torch.isfinite(front(frozen, scale)[1]) & ~frozen.all(1)
 
 
 def relative_residual(defect: Tensor, scale: Tensor) -> Tensor:  # (b, t), (b, t) -> (b,)

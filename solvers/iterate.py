@@ -14,7 +14,6 @@ from bedouin.kernels.iteration import IterationRule, Progress
 from bedouin.kernels.launch import accumulator
 from bedouin.solvers.base import Map, Problem, Solved, TolerantSolver, offers
 from bedouin.solvers.convergence import (
-    first_open_token_is_nonfinite,
     front,
     holds_so_far,
     largest_so_far,
@@ -145,7 +144,8 @@ class _PlainSteps:
         defect, scale = (v.abs().amax(-1).to(dtype) for v in (f_y - before.y.detach(), f_y))
         small = self.solver.within_tolerance(defect, scale) | before.frozen
         frozen = holds_so_far(small if self.real is None else small | ~self.real)
-        failed = before.failed | first_open_token_is_nonfinite(frozen, scale)
+        # tokens after the first open one may be non-finite during the iteration and still converge
+        failed = before.failed | (~front(frozen, scale)[1].isfinite() & ~frozen.all(1))
         if self.history is not None:
             self.history.append(relative_residual(defect, scale))
         return Progress(before.y, frozen, failed, before.num_steps, defect, scale, pivot)

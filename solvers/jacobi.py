@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor
 
 from bedouin.kernels.checks import frozen_options
-from bedouin.kernels.iteration import IterationRule
 from bedouin.solvers.base import map_name, offers
 from bedouin.solvers.iterate import IterativeSolver
 
@@ -20,9 +19,6 @@ class Jacobi(IterativeSolver):
     `Picard`, for G in place of f. Raises ValueError for values out of range, and TypeError in
     `solve` for a map without `block_solve`.
     """
-
-    def rule(self) -> IterationRule:
-        return IterationRule("jacobi", self.rtol, self.atol)
 
     def evaluate(self, f: Any, y: Tensor) -> Any:
         if not offers(f, "block_solve"):

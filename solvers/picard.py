@@ -64,7 +64,7 @@ class Picard(IterativeSolver):
 
     def rule(self) -> IterationRule:
         paper, adaptive = self.stop_rule == "paper", self.patience is not None
-        return IterationRule("picard", self.rtol, self.atol, self.damping, paper, adaptive)
+        return IterationRule(self.rtol, self.atol, self.damping, paper, adaptive)
 
     @property
     def returns_evaluation(self) -> bool:

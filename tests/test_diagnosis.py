@@ -146,7 +146,7 @@ def test_the_numbers_are_what_they_say(x: Tensor) -> None:
     assert max(run.steps for run in diagnose(layer, x, max_steps=2).runs) == 2
 
     fixed = find_fixed_point(layer, x, solver=Direct())
-    apply, _ = fixed.f.apart().block_transpose(fixed.y)  # type: ignore[attr-defined]
+    apply, _ = fixed.f.block_transpose(fixed.y)  # type: ignore[union-attr]
     columns = [apply(v.expand_as(fixed.y)) for v in torch.eye(layer.d_inner, dtype=x.dtype)]
     radius = torch.linalg.eigvals(torch.stack(columns, -1)).abs().max().item()
     assert found.contraction == pytest.approx(radius, rel=0.05)

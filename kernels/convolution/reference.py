@@ -29,13 +29,9 @@ def short_convolution_reference(
     groups: Groups,
 ) -> tuple[Tensor, Tensor]:  # (b, t, c + a), as x, and (b, w - 1, c), as the window
     """`short_convolution`."""
-    dtype, (_, t, c) = accumulator(x.dtype, weight.dtype), x.shape
+    _, t, c = x.shape
     padded = torch.cat([window.to(x.dtype), x], dim=1)
-    weight = weight.to(dtype)
-    # on a CPU a sum of shifted products takes a seventh of the time of conv1d
-    v = padded[:, :t] * weight[:, 0]
-    for i in range(1, weight.shape[1]):
-        v = v + padded[:, i : i + t] * weight[:, i]
+    v = shifted_sum(padded, weight)
     parts = [F.silu(v)]
     if groups.number:
         normed = groups.number * groups.size
@@ -49,3 +45,17 @@ def short_convolution_reference(
     out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     # a copy: a view would keep all of `padded` alive
     return out.to(x.dtype), padded[:, t:].clone().to(window.dtype)
+
+
+def shifted_sum(
+    padded: Tensor,  # (b, w - 1 + t, c)
+    weight: Tensor,  # (c, w)
+) -> Tensor:  # (b, t, c)
+    """The convolution as a sum, in at least float32: a seventh of the time of conv1d on a CPU, and
+    one kernel with its neighbours for torch.compile, but many launches on a GPU."""
+    t = padded.shape[1] + 1 - weight.shape[1]
+    weight = weight.to(accumulator(padded.dtype, weight.dtype))
+    y = padded[:, :t] * weight[:, 0]
+    for i in range(1, weight.shape[1]):
+        y = y + padded[:, i : i + t] * weight[:, i]
+    return y

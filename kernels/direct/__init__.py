@@ -33,7 +33,6 @@ from bedouin.kernels.direct.reference import (
     direct_sweep_reference,
     gain_gap,
     input_gain,
-    is_rounding,
 )
 from bedouin.kernels.direct.registered import sweep_operation
 from bedouin.kernels.direct.reverse import ReportBackward
@@ -48,7 +47,6 @@ __all__ = [
     "factor_local",
     "gain_gap",
     "input_gain",
-    "is_rounding",
     "smallest_pivot",
     "solve_local",
     "solve_local_transposed",
@@ -82,13 +80,12 @@ def direct_sweep(
     other.
     """
     operands.check()
-    layout = parameterization.layout
-    call = backend, operands, parameterization, bind_parameters
-    plain = choose_sweep(*call) == "reference"
+    plain = choose_sweep(backend, operands, parameterization, bind_parameters) == "reference"
     if plain:
         if torch.compiler.is_exporting() and operands.x.shape[1] == 1 and y_star is None:
             # in elementary operations, so that other runtimes can decode
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
+        layout = parameterization.layout
         covered = is_covered(layout, operands.raw, operands.A, bind_parameters)
         if not covered or is_transformed():
             sweep_by_loop = uncompiled_sweep if torch.compiler.is_compiling() else loop_sweep

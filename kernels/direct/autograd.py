@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from bedouin.kernels.backend import outside_of_graphs, without_autocast
-from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.direct.reference import Sweep, memory_of, sweep_tokens
 from bedouin.kernels.direct.reverse import ReportBackward, reverse_sweep
 from bedouin.kernels.operands import Bind, Operands, Parameterization
@@ -88,7 +88,7 @@ def loop_sweep(
     report: ReportBackward | None,
 ) -> Sweep:
     """`direct_sweep` in eager PyTorch."""
-    bind = choose_bind(bind, parameterization, operands.A)
+    bind = bind or bind_by_layout(parameterization.known_layout(), operands.A)
     tensors = *operands.wide(), *bind_parameters
     y, h, _, *found = _LoopSweep.apply(parameterization, bind, report, y_star, *tensors)  # type: ignore[no-untyped-call]
     return Sweep(y, h, *(value.detach() for value in found))

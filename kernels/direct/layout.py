@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.householder import unit, wy_factor
-from bedouin.kernels.operands import Bind, Coefficients, Parameterization, RawLayout
+from bedouin.kernels.operands import Bind, Coefficients, RawLayout
 
 SOFTPLUS_IS_LINEAR = 20.0
 """The value above which torch's softplus returns its argument."""
@@ -52,15 +52,6 @@ def state_major(
     h: Tensor,  # (b, d, n)
 ) -> Tensor:  # (b, n, d), in new memory
     return h.mT.clone(memory_format=torch.contiguous_format)
-
-
-def choose_bind(
-    bind: Bind | None,
-    parameterization: Parameterization,
-    A: Tensor,  # (d, n) or (H, d, n)
-) -> Bind:
-    """`bind`, or if it is None the function that the layout describes; ValueError without both."""
-    return bind or bind_by_layout(parameterization.known_layout(), A)
 
 
 def activate_delta(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bedouin.kernels.direct.layout import choose_bind
+from bedouin.kernels.direct.layout import bind_by_layout
 from bedouin.kernels.direct.limits import CHUNK
 from bedouin.kernels.direct.local import LocalFactors, factor_local, smallest_pivot, solve_local
 from bedouin.kernels.feedback import project_feedback, with_feedback
@@ -24,28 +24,6 @@ from bedouin.kernels.householder import mix_channels
 from bedouin.kernels.operands import Bind, Coefficients, Operands, Parameterization
 from bedouin.kernels.scan import contract, discretize, selective_scan_reference, triton_scan
 from bedouin.kernels.scan.reference import ScanOptions
-
-ROUNDING = 1e4
-"""A sweep has converged at token t if defect_t is at most ROUNDING eps times the largest term in
-the sums F(y)_s, s <= t. The Woodbury formula with a pivoted k x k system is backward stable; the
-factor allows for the sums over d channels and the growth factor of the elimination."""
-
-MAX_RESIDUAL = 0.1
-"""The largest defect_t of a sweep that has converged, relative to the largest scale_s, s <= t. If
-the terms cancel, as for Q x near 0 in a head with no more channels than reflections, rounding
-errors may be as large as y."""
-
-
-def is_rounding(
-    defect: Tensor,  # (...)
-    scale: Tensor,  # (...), the largest so far
-    magnitude: Tensor,  # (...), the largest so far
-) -> Tensor:  # (...)
-    """Whether all values are finite and the defect is within the rounding error of F(y), and small
-    relative to F(y) itself."""
-    terms = torch.maximum(scale, magnitude)
-    explained = defect <= ROUNDING * torch.finfo(terms.dtype).eps * terms
-    return torch.isfinite(terms) & explained & (defect <= MAX_RESIDUAL * scale)
 
 
 class Sweep(NamedTuple):
@@ -86,18 +64,6 @@ def gain_gap(
     if parameterization.input_scale != "one_minus_decay":
         return None
     return (1 - (B * C).sum(-1, keepdim=True)) + input_gain(decay.abs(), B, C)
-
-
-def term_size(
-    s: Tensor,  # (..., d), the largest over n
-    x: Tensor,  # (..., d)
-    y: Tensor,  # (..., d)
-    mixed: Tensor,  # (..., d)
-    e: Tensor | None,  # (..., 1) or (..., d); None: 0
-) -> Tensor:  # (...)
-    """max over channels of |s| (|(1 - e) x| + |e y| + |x~|)."""
-    kept = x.abs() if e is None else ((1 - e) * x).abs() + (e * y).abs()
-    return (s.abs() * (kept + mixed.abs())).amax(-1)
 
 
 class LocalEquation(NamedTuple):
@@ -155,7 +121,7 @@ def direct_sweep_reference(
     `bind` None: the coefficients are computed from the raw values as the layout describes.
     """
     operands.check()
-    bind = choose_bind(bind, parameterization, operands.A)
+    bind = bind or bind_by_layout(parameterization.known_layout(), operands.A)
     return sweep_tokens(operands.wide(), parameterization, bind, bind_parameters)[0]
 
 
@@ -184,7 +150,9 @@ def sweep_tokens(
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        sizes.append(term_size(token.s.abs().amax(-1), x_t, y, mixed, token.e).detach())
+        e = token.e
+        own = x_t.abs() if e is None else ((1 - e) * x_t).abs() + (e * y).abs()
+        sizes.append((token.s.abs().amax(-1) * (own + mixed.abs())).amax(-1).detach())
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:
         empty = x.new_zeros(x.shape[:2])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bedouin.kernels.backend import is_transformed, without_autocast
 from bedouin.kernels.direct.cpu import cpu_reverse, cpu_sweep
-from bedouin.kernels.direct.layout import choose_bind, state_major
+from bedouin.kernels.direct.layout import bind_by_layout, state_major
 from bedouin.kernels.direct.limits import CHUNK, Gradients
 from bedouin.kernels.direct.reference import memory_of
 from bedouin.kernels.heads import padding
@@ -60,7 +60,7 @@ def sweep_operation(*flat: Any) -> SweepResult:
     (operands, options, plain), y_star = _parse(*flat[:6], *flat[7:]), flat[6]
     if y_star is not None:
         y = y_star.clone(memory_format=torch.contiguous_format)
-        bind = choose_bind(None, options, operands.A)
+        bind = bind_by_layout(options.known_layout(), operands.A)
         h, kept = memory_of(y, operands.wide(), options, bind, (), by_kernel=not plain)
         (b, t, _), h = y.shape, state_major(h)
         statistics = operands.A.new_zeros(4, b, t)

@@ -23,7 +23,7 @@ H heads (kernels/heads.py).
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,13 +60,12 @@ failed sample), the converged prefix, 1 if failed, steps. Row 0 is KEPT before t
 
 @dataclass(frozen=True)
 class IterationRule:
-    """How an iteration moves and when a token has converged; see bedouin.solvers.
+    """How Picard's iteration moves and when a token has converged; see bedouin.solvers.
 
     whole_sequence: the paper's stop rule, under which a solve returns its last evaluation and not
         the iterate that was measured. adaptive: damping that depends on the defects of all tokens.
     """
 
-    method: Literal["picard", "jacobi"]
     rtol: float
     atol: float
     damping: float = 1.0
@@ -249,13 +248,11 @@ def choose_iteration(
     bind_parameters: tuple[Tensor, ...],
     rule: IterationRule,
 ) -> Implementation:
-    """The implementation of the steps, "reference" for Jacobi; raises as `choose_backend` does.
+    """The implementation of the steps; raises as `choose_backend` does.
 
     Warns of a mixer without kernels on a GPU, unless it is in float64, for which there are none at
     all.
     """
-    if rule.method == "jacobi":
-        return "reference"
     unsupported = _unsupported(operands, y, parameterization, bind_parameters, rule)
     has_layout, is_wide = parameterization.layout is not None, y.dtype == torch.float64
     warning = None if has_layout or is_wide else parameterization.without_layout

@@ -181,7 +181,9 @@ def _launch_arguments(
 
 def _output_like(*flat: Any) -> Tensor:
     *fields, _, dtype = flat
-    out: Tensor = flat[0].new_empty(OutputOperands(*fields).joined_shape, dtype=dtype)
+    operands = OutputOperands(*fields)
+    (b, t, d), heads = operands.y.shape, 1 if operands.D is None else operands.heads
+    out: Tensor = operands.y.new_empty(b // heads, t, heads * d, dtype=dtype)
     return out
 
 

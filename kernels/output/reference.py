@@ -37,12 +37,6 @@ class OutputOperands(NamedTuple):
             return self.y.shape[-1] // (self.y if self.weight is None else self.weight).shape[-1]
         return len(self.D) if self.D.dim() == 2 else 1
 
-    @property
-    def joined_shape(self) -> tuple[int, int, int]:
-        """The shape of the output, in which the heads of a sample are side by side."""
-        (b, t, d), heads = self.y.shape, 1 if self.D is None else self.heads
-        return b // heads, t, heads * d
-
 
 def gated_output_reference(operands: OutputOperands, eps: float) -> Tensor:  # (b / H, t, H d), as y
     """The gated output, computed in the dtype of y; without weight, that of the paper."""

@@ -42,22 +42,13 @@ def discretize(
     power = torch.exp(exponent)
     decay = 2 * power - 1 if eigenvalues == "full" else power
     if input_scale == "one_minus_decay":
-        rest = _one_minus_exp(exponent, power)
+        # 1 - power cancels near exponent 0, and far from it the derivative of expm1, which is
+        # its value + 1
+        rest = torch.where(exponent > -1, -torch.expm1(exponent), 1 - power)
         return decay, 2 * torch.minimum(power, rest) if eigenvalues == "full" else rest
     if input_scale == "bounded_delta":
         delta = delta / (1 + delta)
     return decay, delta.unsqueeze(-1)
-
-
-def _one_minus_exp(
-    exponent: Tensor,  # (..., d, n)
-    power: Tensor,  # (..., d, n)
-) -> Tensor:  # (..., d, n)
-    """1 - exp(z) from z <= 0 and power = exp(z).
-
-    The difference cancels near z = 0, the derivative of expm1 (its value + 1) far from it.
-    """
-    return torch.where(exponent > -1, -torch.expm1(exponent), 1 - power)
 
 
 def contract(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bedouin.kernels.backend import has_values, is_transformed
-from bedouin.kernels.heads import apply_weight, padding
+from bedouin.kernels.heads import padding
 from bedouin.layers.heads import HeadLinear, HeadNorm
 
 LinearModule = nn.Linear | HeadLinear
@@ -109,14 +109,6 @@ def calls_norm(norm: nn.Module | None) -> bool:
         return False
     has_own = "forward" in vars(norm) and "_hf_hook" not in vars(norm)
     return has_own or any(hooks_of(norm))
-
-
-def apply_projection(module: LinearModule, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """The module's map of v (H b, ..., p) in its dtype; not plain, it is called in `dtype`."""
-    if is_plain(module):
-        return apply_weight(v, module.weight.to(v.dtype))
-    out: Tensor = module(v.to(dtype))
-    return out.to(v.dtype)
 
 
 def effective_weight(

@@ -60,7 +60,7 @@ def test_limits_of_the_iteration(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     y = torch.empty(1, 1, case.p)
     rule, parameters = (
-        changes.get("rule", IterationRule("picard", 1e-4, 1e-8)),
+        changes.get("rule", IterationRule(1e-4, 1e-8)),
         changes.get("parameters", ()),
     )
     given = case.operands(), y, case.options(), parameters, rule

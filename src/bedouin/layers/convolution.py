@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from bedouin.checks import check_bool, positive_int
 from bedouin.kernels.backend import Backend
 from bedouin.kernels.convolution import Groups, short_convolution
-from bedouin.kernels.launch import accumulator
+from bedouin.kernels.convolution.reference import shifted_sum
 from bedouin.wrapped import is_untouched
 
 
@@ -60,7 +60,8 @@ class ShortConvolution(nn.Module):
             weight = self.weight.unsqueeze(1)
             y = F.conv1d(padded.mT, weight, self.bias, groups=self.channels).mT
         else:
-            y = self._shifted_sum(padded)
+            y = shifted_sum(padded, self.weight)
+            y = (y if self.bias is None else y + self.bias).to(padded.dtype)
         return y, _last(padded, x.shape[1], window, lengths)
 
     def activated(
@@ -83,17 +84,6 @@ class ShortConvolution(nn.Module):
         if lengths is not None:
             after = _last(torch.cat([window.to(x.dtype), x], dim=1), 0, window, lengths)
         return found, after
-
-    def _shifted_sum(self, padded: Tensor) -> Tensor:  # (b, w - 1 + t, c) -> (b, t, c)
-        """The convolution as a sum, in at least float32: a seventh of the time of conv1d on a CPU,
-        and one kernel with its neighbours for torch.compile, but many launches on a GPU."""
-        assert self.weight is not None and self.width is not None
-        t = padded.shape[1] + 1 - self.width
-        weight = self.weight.to(accumulator(self.weight.dtype))
-        y = padded[:, :t] * weight[:, 0]
-        for i in range(1, self.width):
-            y = y + padded[:, i : i + t] * weight[:, i]
-        return (y if self.bias is None else y + self.bias).to(padded.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.channels}, width={self.width}, bias={self.bias is not None}"

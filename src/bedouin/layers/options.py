@@ -6,7 +6,7 @@ Letters: d d_inner, H num_heads, p = d / H channels of a head, n d_state.
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.checks import positive_int
-from bedouin.kernels.checks import check_number, strict_options
+from bedouin.kernels.checks import check_number, frozen_options
 from bedouin.kernels.scan import InputScale
 from bedouin.layers.common import REMOVED
 from bedouin.layers.mixers import MAX_DENSE, ChannelMixer, HouseholderProduct, NoMixing, kernel_gap
@@ -29,8 +29,7 @@ LARGE_DELTA = 100.0  # Delta = softplus(raw) is assumed to stay below this in tr
 LEAST_HEAD, MOST_HEAD = 32, 128  # channels of a head by default
 
 
-@strict_options
-@dataclass(frozen=True)
+@frozen_options
 class Initialization:
     """Initial values of a Bedouin, as factors on its usual ones.
 
