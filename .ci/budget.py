@@ -15,7 +15,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LINES = {"kernels": 9_990, "solvers": 1_670, "src": 8_900, "tests": 19_000, "examples": 8_500}
+LINES = {"kernels": 9_990, "solvers": 1_670, "src": 8_920, "tests": 19_000, "examples": 8_500}
 """Most lines of Python of a folder."""
 
 PRODUCT = "kernels", "solvers", "src"

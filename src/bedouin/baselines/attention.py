@@ -123,9 +123,9 @@ class Attention(RecurrentLayer[AttentionState]):
         self.out_proj = nn.Linear(h * p, d_model, bias=bias, **factory)
 
     @property
-    def _like(self) -> Tensor:
-        """In the layer's dtype: a wider cache would be converted as a whole for every token."""
-        return super()._like.to(self._weight.dtype)
+    def state_dtype(self) -> torch.dtype:
+        """The layer's dtype: a wider cache would be converted as a whole for every token."""
+        return self.out_proj.weight.dtype
 
     def _state_sizes(self) -> StateShapes:
         cache = (None, self.num_heads, self.head_dim)
@@ -161,8 +161,8 @@ class Attention(RecurrentLayer[AttentionState]):
         filled = state.lengths if isinstance(state, PaddedAttentionState) else None
         if self.rope_base is not None:
             q, k = (rotate(u, s if filled is None else filled, self.rope_base) for u in (q, k))
-        keys = _append(state.keys, k.to(state.keys.dtype), filled)
-        values = _append(state.values, v.to(state.values.dtype), filled)
+        keys = _append(state.keys, k.to(self.state_dtype), filled)
+        values = _append(state.values, v.to(self.state_dtype), filled)
         # torch's fused kernels need adjacent channels, which a convolution's output does not have
         q = q.contiguous()
         query, key, value = (u.to(q.dtype).transpose(1, 2) for u in (q, keys, values))

@@ -102,5 +102,5 @@ class LSTM(RecurrentLayer[LSTMState]):
             hidden, _ = pad_packed_sequence(output, batch_first=True, total_length=x.shape[1])
             pairs, some = zip(after, before, strict=True), (lengths > 0).unsqueeze(-1)
             after = [torch.where(some, v, v0) for v, v0 in pairs]
-        h, c = (v.squeeze(0).to(state.h.dtype, copy=True) for v in after)
+        h, c = (v.squeeze(0).to(self.state_dtype, copy=True) for v in after)
         return self.out_proj(hidden), LSTMState(window, h, c)

@@ -244,81 +244,23 @@ def draws_noise(layer: Any) -> bool:
     return bool(layer.training and layer.feedback_noise and not _of_thread.is_off)
 
 
-class StatefulLayer(nn.Module, ABC, Generic[StateT]):
-    """What all mixing layers (b, t, m) -> (b, t, m) with a recurrent state share. A subclass names
-    the type of its state and the sizes of its tensors. It also names nn.Module as its base, since
-    type checkers find no other type for a list of layers whose states differ."""
+class RecurrentLayer(nn.Module, ABC, Generic[StateT]):
+    """A mixing layer (b, t, m) -> (b, t, m) with a recurrent state, no solver and no statistics. A
+    subclass names the type of its state, the sizes of its tensors, and computes outputs and the
+    state after the last token. One with `saved_options` has an extra state."""
 
     settable_options: ClassVar[tuple[str, ...]] = ("backend", "layer_idx")  # may be set later, too
     saved_options: ClassVar[tuple[str, ...]] = ()  # attributes in the extra state
+    num_calls = 0  # explicit layers do not count their calls
     state_type: ClassVar[type[RecurrentState]]
     captures_step: ClassVar[bool] = False  # whether a `Decoder` captures `step` as a CUDA graph
-    out_proj: nn.Linear  # the last module
-
-    __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
-    _load_from_state_dict = load_parameters
-
-    if TYPE_CHECKING:
-        __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
-
-    @abstractmethod
-    def _state_sizes(self) -> StateShapes:
-        """The sizes of the state's tensors, in the order of its fields."""
-
-    @property
-    @abstractmethod
-    def _weight(self) -> Tensor:
-        """A parameter with the layer's dtype and device."""
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
-        for module in self.children():
-            cast(Any, module).reset_parameters()
-
-    def _mark_parameters(self) -> None:
-        """Call `mark` for the parameters that have marks."""
-
-    @property
-    def _like(self) -> Tensor:  # (0,), with the dtype, at least float32, and device of the state
-        weight = self._weight
-        # not weight.new_empty, which is sharded where the weight is
-        return torch.empty(0, dtype=accumulator(weight.dtype), device=weight.device)
-
-    def init_state(self, batch_size: int) -> StateT:
-        """The state before the first token: zeros, as a rule in at least float32, on the layer's
-        device."""
-        check_batch_size(batch_size)
-        return self._zeros(batch_size, ())
-
-    def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
-        kind = cast(type[StateT], self.state_type)
-        return zero_state(kind, self._state_sizes(), b, self._like, missing)
-
-    def checked_state(self, state: Any, b: int) -> StateT:
-        """`state` with a batch axis, at least in the dtype of `init_state`; an error where it does
-        not fit."""
-        kind = cast(type[StateT], self.state_type)
-        return check_state(state, kind, self._state_sizes(), b, self._like)
-
-    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
-        """The layer as a callable for inputs like `sample`, on a GPU, without states and masks: its
-        forward and backward passes are captured now as CUDA graphs, which a call replays. A call
-        raises where it would differ: for another shape, dtype, device, mode, autocast or parameter,
-        or a backward pass after the next call. Raises TypeError or ValueError for a sample that
-        does not fit, is empty or on no CUDA device, and for a random cap in training."""
-        return Graphed(self, sample)
-
-
-class RecurrentLayer(StatefulLayer[StateT], nn.Module):
-    """A mixing layer with a recurrent state, no solver and no statistics. A subclass computes
-    outputs and the state after the last token. One with `saved_options` has an extra state."""
-
-    num_calls = 0  # explicit layers do not count their calls
     none_for_zeros: ClassVar[tuple[str, ...]] = ()
     """The tensors of a state in whose place `_run` takes None for zeros, before the first token."""
     shown_options: ClassVar[tuple[str, ...]] = ()  # attributes in its text, after d_model
+    out_proj: nn.Linear  # the last module, whose weight has the layer's dtype and device
 
-    number_options = number_options
+    __setattr__, __setstate__, _apply = set_attribute, set_state, apply_to_parameters
+    _load_from_state_dict, number_options = load_parameters, number_options
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -331,9 +273,21 @@ class RecurrentLayer(StatefulLayer[StateT], nn.Module):
         check_dtype(dtype)
         self.d_model = positive_int("d_model", d_model)
 
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for module in self.children():
+            cast(Any, module).reset_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Call `mark` for the parameters that have marks."""
+
     def extra_repr(self) -> str:
         shown = (f"{name}={getattr(self, name)!r}" for name in self.shown_options)
         return ", ".join([str(self.d_model), *shown])
+
+    @abstractmethod
+    def _state_sizes(self) -> StateShapes:
+        """The sizes of the state's tensors, in the order of its fields."""
 
     @abstractmethod
     def _run(
@@ -385,6 +339,9 @@ class RecurrentLayer(StatefulLayer[StateT], nn.Module):
         after = packing.after(after)._each(lambda v: v.clone() if v.requires_grad else v)
         return output, after
 
+    if TYPE_CHECKING:
+        __call__: SequenceCall[StateT]  # torch's is a Callable[..., Any]
+
     def step(self, x_t: Tensor, state: StateT) -> tuple[Tensor, StateT]:  # (b, m) -> (b, m)
         """One token. Raises as `forward` does."""
         self.check_input(x_t, 2)
@@ -399,9 +356,32 @@ class RecurrentLayer(StatefulLayer[StateT], nn.Module):
             output, after = self._call(x_t.unsqueeze(1), state, True, packing)
         return output.squeeze(1), after
 
+    def init_state(self, batch_size: int) -> StateT:
+        """The state before any token: zeros on the layer's device."""
+        check_batch_size(batch_size)
+        return self._zeros(batch_size, ())
+
+    def _zeros(self, b: int, missing: tuple[str, ...]) -> StateT:
+        kind = cast(type[StateT], self.state_type)
+        return zero_state(kind, self._state_sizes(), b, self._like, missing)
+
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """As `Bedouin.graphed`."""
+        return Graphed(self, sample)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the state: at least float32."""
+        return accumulator(self._weight.dtype)
+
     @property
     def _weight(self) -> Tensor:
+        """A parameter with the layer's dtype and device."""
         return read_parameter(self.out_proj, "weight")
+
+    @property
+    def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
+        return torch.empty(0, dtype=self.state_dtype, device=self._weight.device)
 
     def _run_loaded(
         self, x: Tensor, state: StateT, lengths: Tensor | None
@@ -419,3 +399,8 @@ class RecurrentLayer(StatefulLayer[StateT], nn.Module):
     def check_input(self, x: Tensor, rank: int) -> None:
         """Raise unless x is (b, t, m) for rank 3 or (b, m) for rank 2, in the layer's dtype."""
         check_layer_input(x, rank, self.d_model, self._weight)
+
+    def checked_state(self, state: Any, b: int) -> StateT:
+        """`state` with a batch axis, at least in `state_dtype`; an error where it does not fit."""
+        kind = cast(type[StateT], self.state_type)
+        return check_state(state, kind, self._state_sizes(), b, self._like)

@@ -5,10 +5,10 @@ values of a head. b' = H b are folded samples (layers/heads.py).
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
 from bedouin import checks
+from bedouin.graphed import Graphed
 from bedouin.kernels.backend import Backend, autocast_dtype, without_autocast
 from bedouin.kernels.direct.layout import activate_delta
 from bedouin.kernels.heads import apply_weight
@@ -36,11 +37,11 @@ from bedouin.solvers.caps import as_cap
 from bedouin.solvers.draws import Draws
 from bedouin.solvers.reporting import DeferredWarning, OnUnconverged, Outcome
 from bedouin.solvers.solve import SolveOptions
-from bedouin.state import BedouinState, StateShapes
+from bedouin.state import BedouinState, SequenceCall, StateShapes, check_state, zero_state
 from bedouin.wrapped import effective_weight, is_plain, is_untouched, read_parameter
 
 
-class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
+class FixedPointLayer(nn.Module, ABC):
     """The base class of Bedouin, which has all of its options, and FixedPointRNN. Adapters such as
     LoRA, parametrizations and FSDP may wrap the projections: in_proj, x_proj and out_proj are
     called, and of y_proj the effective matrix is used (bedouin.wrapped). Merge adapters before
@@ -86,6 +87,8 @@ class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
     _outcome: Outcome | None = None  # of the last call
     _stats_have_graph = False  # whether that call recorded gradients
 
+    __setstate__, _apply = common.set_state, common.apply_to_parameters
+    _load_from_state_dict = common.load_parameters
     get_extra_state, set_extra_state = common.save_options, common.load_options
 
     @checks.known_options
@@ -242,6 +245,9 @@ class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
         with without_autocast(x.device):
             return output, packing.after(state_after(self, projected, y))
 
+    if TYPE_CHECKING:
+        __call__: SequenceCall[BedouinState]  # torch's is a Callable[..., Any]
+
     def step(self, x_t: Tensor, state: BedouinState) -> tuple[Tensor, BedouinState]:
         """One token: (b, m) -> (b, m), solved exactly, but by the layer's own solver with a mixer
         that is not of the form (e, U, M). Hooks on the layer run, as in a call. On a GPU a
@@ -258,13 +264,24 @@ class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
         output, after = run(x_t.unsqueeze(1), state, True, one_token=True)
         return output.squeeze(1), after
 
+    def init_state(self, batch_size: int) -> BedouinState:
+        """The state before the first token: zeros in at least float32 on the layer's device."""
+        checks.check_batch_size(batch_size)
+        return zero_state(BedouinState, self._state_sizes(), batch_size, self._like)
+
     def _state_sizes(self) -> StateShapes:
         sizes: StateShapes = {"ssm": (self.d_inner, self.d_state), "y": (self.d_inner,)}
         return sizes if self.conv is None else sizes | {"conv": self.conv.window_size}
 
     @property
-    def _weight(self) -> Tensor:
-        return read_parameter(self, "D")
+    def _like(self) -> Tensor:  # (0,), with the dtype and device of the state
+        D = read_parameter(self, "D")
+        # not D.new_empty, which is sharded where D is
+        return torch.empty(0, dtype=accumulator(D.dtype), device=D.device)
+
+    def checked_state(self, state: Any, b: int) -> BedouinState:
+        """`state` with a batch axis, at least in float32; an error where it does not fit."""
+        return check_state(state, BedouinState, self._state_sizes(), b, self._like)
 
     def map(self, x: Tensor) -> FixedPointMap | MapOfHeads:  # x: (b, t, m)
         """The map F that a call with x solves: y (b, t, d) -> F(y), differentiable in y, x and the
@@ -272,6 +289,14 @@ class FixedPointLayer(common.StatefulLayer[BedouinState], nn.Module):
         solver and gradient. Raises the errors of a call."""
         self.check_input(x, rank=3)
         return of_all_heads(project(self, x, None, None).f, self.num_heads)
+
+    def graphed(self, sample: Tensor) -> Graphed:  # sample: (b, t, m)
+        """The layer as a callable for inputs like `sample`, on a GPU, without states and masks: its
+        forward and backward passes are captured now as CUDA graphs, which a call replays. A call
+        raises where it would differ: for another shape, dtype, device, mode, autocast or parameter,
+        or a backward pass after the next call. Raises TypeError or ValueError for a sample that
+        does not fit, is empty or on no CUDA device, and for a random cap in training."""
+        return Graphed(self, sample)
 
     def _feedback_weights(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """W^y of the loop and of the gate; None without feedback."""

@@ -29,8 +29,9 @@ from bedouin.integrations.hf.configuration import BedouinConfig
 from bedouin.integrations.layers import mix, row_mask
 from bedouin.integrations.linear_cross_entropy import choose_kernel, linear_cross_entropy
 from bedouin.kernels.checks import unknown_option
-from bedouin.layers.common import StatefulLayer, without_noise
+from bedouin.layers.common import RecurrentLayer, without_noise
 from bedouin.layers.convolution import ShortConvolution
+from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.model import ResidualBlock
 from bedouin.packing import INDICES, check_bounds, check_rows, document_begins
 from bedouin.wrapped import is_untouched
@@ -181,7 +182,7 @@ class BedouinPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         scale = branches**-0.5 if self.config.rescale_prenorm_residual else 1.0
         if scale != 1 and getattr(module, "ends_branch", False):
             normal_(module.weight, std=self.config.initializer_range * scale)
-        if not isinstance(module, StatefulLayer | ShortConvolution):
+        if not isinstance(module, FixedPointLayer | RecurrentLayer | ShortConvolution):
             return
         if next(module.parameters(recurse=False), None) is None:
             return  # it consists of layers, which have their initial values
