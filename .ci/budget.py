@@ -22,7 +22,7 @@ PRODUCT = "kernels", "solvers", "src"
 PRODUCT_LINES = 20_500
 """Most lines of these folders together, less than the sum of their limits."""
 
-LONGEST_FILE = 510
+LONGEST_FILE = 500
 """Most lines of a file of the product."""
 
 MOST_PARAMETERS = 12

@@ -11,11 +11,10 @@ graph, because small layers are limited by kernel launches. With --concurrent th
 on CUDA streams, and so do the points of the grid. `--model` trains a layer of `models.py`. Every
 combination of the options with several values is trained.
 OUT/results.json contains for each of them the number of parameters, the accuracies by length
-(`research/data.py`), the history of loss, accuracy, longest training length, smallest pivot of the
-local systems (`SolveStats.conditioning`; null for a baseline) and number of steps without an update
-because a gradient was not finite, and the step at which each seed first reached an accuracy of
-0.99, for all seeds, failed ones included. A seed has failed (`failed`) if it had no update in more
-than 1 % of its steps (`skipped`).
+(`research/data.py`), the history of loss, accuracy, longest training length and number of steps
+without an update because a gradient was not finite, and the step at which each seed first reached
+an accuracy of 0.99, for all seeds, failed ones included. A seed has failed (`failed`) if it had no
+update in more than 1 % of its steps (`skipped`).
 """
 
 import argparse
@@ -116,7 +115,6 @@ class Training:
         seeds, history = range(self.config.seeds), self.history
         is_chess = isinstance(self.data.task, Chess)
         boards = {"boards": {n: self.ensemble.board(int(n)) for n in points}} if is_chess else {}
-        pivots = [[h["conditioning"][i] for h in history] for i in seeds]
         # the history may end before the last step
         skipped = [
             n + sum(h["skipped"][i] for h in history)
@@ -130,7 +128,6 @@ class Training:
             "ms_per_step": 1e3 * seconds / self.point["steps"],
             "step_at_0.99": [first_at(history, i) for i in seeds],
             "passed": self.data.passed,
-            "smallest_conditioning": [min(p) if p and None not in p else None for p in pivots],
             "skipped": skipped,
             "failed": [has_failed(n, self.point["steps"]) for n in skipped],
         }
@@ -150,13 +147,11 @@ def first_at(history: list[dict[str, Any]], seed: int, level: float = 0.99) -> i
 
 
 def describe(row: dict[str, Any]) -> str:
-    def show(values: list[float | None]) -> str:
-        return " ".join("-" if v is None else f"{v:.2f}" for v in values)
-
-    accuracy = "  ".join(f"{n}: {show(a['token'])}" for n, a in row["accuracy"].items())
+    """The accuracies by length, when 0.99 was reached, and the time."""
+    measured = ((n, " ".join(f"{v:.2f}" for v in a["token"])) for n, a in row["accuracy"].items())
+    accuracy = "  ".join(f"{n}: {values}" for n, values in measured)
     return (
-        f"    {accuracy}\n    at 0.99: {row['step_at_0.99']}  conditioning: "
-        f"{show(row['smallest_conditioning'])}  {row['seconds']:.0f} s, "
+        f"    {accuracy}\n    at 0.99: {row['step_at_0.99']}  {row['seconds']:.0f} s, "
         f"{row['ms_per_step']:.2f} ms a step{failures(row)}"
     )
 

@@ -4,7 +4,7 @@ Letters: s seeds, b batch, t time, v classes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ EVAL_BATCH, EVAL_TOKENS = 256, 2**17
 
 LONG_BATCH, LONG_TOKENS = 8, 2**22
 """Of longer rows so many at once, and only as many as have LONG_TOKENS, or LONG_BATCH."""
+
+PIECE = 2**15
+"""Of tokens that a model is tested on at a time; cuDNN refuses eight rows of 2**17."""
 
 
 class Ensemble:
@@ -79,7 +82,6 @@ class Ensemble:
         self.loss_sum = torch.zeros(shape, device=device)
         self.correct_sum = torch.zeros(shape, device=device)
         self.skipped = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.pivot_min = torch.full(shape, torch.inf, device=device)
 
     def _model(self, seed: int) -> SequenceModel:
         torch.manual_seed(seed)
@@ -102,17 +104,10 @@ class Ensemble:
         self,
         logits: Tensor,  # (b, t, v), or (b, t, 64, v) of chess
         labels: Tensor,  # (b, t), or (b, t, 64)
-        model: SequenceModel,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # () each
-        """Loss, accuracy and smallest pivot of one model."""
+    ) -> tuple[Tensor, Tensor]:  # () each
+        """Loss and accuracy of one model."""
         loss = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
-        pivot = torch.full_like(loss, torch.inf)
-        pivots = [
-            stats.conditioning.min() for stats in model.stats if stats.conditioning is not None
-        ]
-        if pivots:  # a baseline has no statistics, an iterative solver no pivots
-            pivot = torch.stack(pivots).amin()
-        return loss, token_accuracy(logits, labels), pivot
+        return loss, token_accuracy(logits, labels)
 
     def _logits(
         self,
@@ -121,11 +116,14 @@ class Ensemble:
     ) -> Tensor:  # (b, t, v)
         enabled = self.config.autocast == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
-            logits: Tensor = model(tokens)
+            if tokens.shape[1] <= PIECE:
+                logits: Tensor = model(tokens)
+            else:
+                logits = torch.cat(list(in_pieces(model, tokens)), dim=1)
         return predictions(self.data.task, logits).float()
 
-    def _gradients(self) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Gradients, and loss, accuracy and smallest pivot (s,), of all models."""
+    def _gradients(self) -> tuple[Params, Tensor, Tensor]:
+        """Gradients, and loss and accuracy (s,), of all models."""
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         found = []
@@ -135,21 +133,20 @@ class Ensemble:
         for stream in self.streams:
             torch.cuda.current_stream(self.device).wait_stream(stream)
         grads = {name: torch.stack([row[0][name] for row in found]) for name in self.params}
-        _, losses, corrects, pivots = zip(*found, strict=True)
-        return grads, torch.stack(losses), torch.stack(corrects), torch.stack(pivots)
+        _, losses, corrects = zip(*found, strict=True)
+        return grads, torch.stack(losses), torch.stack(corrects)
 
-    def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Gradients, loss, accuracy and smallest pivot of model i."""
-        model = self.models[i]
-        params = dict(model.named_parameters())
+    def _gradient(self, i: int) -> tuple[Params, Tensor, Tensor]:
+        """Gradients, loss and accuracy of model i."""
+        params = dict(self.models[i].named_parameters())
         logits = self._logits(self.trained[i], self.tokens[i])
-        loss, correct, pivot = self._loss(logits, self.labels[i], model)
+        loss, correct = self._loss(logits, self.labels[i])
         grads = torch.autograd.grad(loss, list(params.values()))
-        return dict(zip(params, grads, strict=True)), loss.detach(), correct, pivot
+        return dict(zip(params, grads, strict=True)), loss.detach(), correct
 
     def step(self) -> None:
         """One update of every model from the batch in `tokens` and `labels`."""
-        grads, loss, correct, pivot = self._gradients()
+        grads, loss, correct = self._gradients()
         squares = (g.flatten(1).square().sum(1) for g in grads.values())
         square = sum(squares, torch.zeros_like(loss))
         scale = (self.config.clip / (torch.sqrt(square) + 1e-6)).clamp(max=1.0)
@@ -162,7 +159,6 @@ class Ensemble:
         self.loss_sum += loss.detach()
         self.correct_sum += correct
         self.skipped += ~finite
-        torch.minimum(self.pivot_min, pivot, out=self.pivot_min)
 
     def refill(self) -> None:
         tokens, labels = next(self.batches)
@@ -176,13 +172,11 @@ class Ensemble:
             "loss": (self.loss_sum / n).tolist(),
             "accuracy": (self.correct_sum / n).tolist(),
             "length": list(self.data.reached),
-            "conditioning": [None if math.isinf(v) else v for v in self.pivot_min.tolist()],
             "skipped": self.skipped.tolist(),
         }
         self.skipped.zero_()
         self.loss_sum.zero_()
         self.correct_sum.zero_()
-        self.pivot_min.fill_(torch.inf)
         return row
 
     @torch.no_grad()
@@ -212,6 +206,14 @@ class Ensemble:
         tokens, labels = self.data.eval_batch(1, plies)
         found = [self._logits(model, tokens[0])[0, -1].argmax(-1) for model in self.models]
         return {"labels": labels[0, 0, -1].tolist(), "found": torch.stack(found).tolist()}
+
+
+def in_pieces(model: Any, tokens: Tensor) -> Iterator[Tensor]:  # (b, t) -> (b, t', v) each
+    """The logits of pieces of the rows. A piece begins with the state after the one before."""
+    state = None
+    for piece in tokens.split(PIECE, dim=1):
+        logits, state = model(piece, state, True)
+        yield logits
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:
