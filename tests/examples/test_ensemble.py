@@ -61,7 +61,7 @@ def fail_at(one: stack.Ensemble, number: int, model: int, monkeypatch: pytest.Mo
     """Let a gradient of a model be NaN in the step of this number."""
     gradients, steps = one._gradients, iter(range(100))
 
-    def failing() -> tuple[stack.Params, Tensor, Tensor, Tensor]:
+    def failing() -> tuple[stack.Params, Tensor, Tensor]:
         found = gradients()
         if next(steps) == number:
             found[0]["head.weight"][model, 0] = torch.nan
