@@ -96,7 +96,8 @@ def wy_factor_of(
     beta: Tensor,  # (..., k)
 ) -> Tensor:  # (..., k, k)
     """`wy_factor` where the products of the rows are known."""
-    N, k = beta.unsqueeze(-1) * torch.triu(dots, diagonal=1), dots.shape[-1]
+    k = dots.shape[-1]
+    N = beta.unsqueeze(-1) * torch.triu(dots, diagonal=1)
     identity = torch.eye(k, dtype=N.dtype, device=N.device)
     inverse = identity - N
     power, squared = 2, N

@@ -210,10 +210,9 @@ class Operation:
         # the dispatcher would only call the implementation for plain tensors, unless a mode or the
         # profiler is to see the operation
         is_seen = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
-        if is_seen or not PLAIN.issuperset(map(type, inputs)):
-            return self.overload(*inputs)
-        is_one = is_batched(*[v for v in inputs if isinstance(v, Tensor)])
-        return (self.overload if is_one else self.function)(*inputs)
+        tensors = [v for v in inputs if isinstance(v, Tensor)]
+        is_plain = PLAIN.issuperset(map(type, inputs)) and not is_batched(*tensors)
+        return (self.function if is_plain and not is_seen else self.overload)(*inputs)
 
 
 def is_recorded(*inputs: Any) -> bool:

@@ -3,8 +3,8 @@
 A row of a step begins with the state after a row of the step before, as in Understanding and
 Improving Length Generalization in Recurrent Models (arXiv 2507.02782). There labels are those of
 the row alone; here they go on with the product of the row before, for which its state stands. After
-a wrong last label a row begins with zeros, since no label after it could be right; for the same
-reason noise is added to a state of a row, instead of noise alone.
+a wrong last label a row begins with zeros, since no label after it could be right. Noise is added
+to the state of a row, because noise alone stands for no product.
 
 Letters: s seeds, b batch, t time, v classes.
 """
@@ -43,15 +43,14 @@ class Continued(Ensemble):
         self.kind, self.table = kind, task.group.table.to(self.device)
         self.states: list[Any] = [None] * len(self.models)
         self.products = torch.zeros(self.tokens.shape[:2], dtype=torch.int64, device=self.device)
-        self.is_right = torch.zeros_like(self.products, dtype=torch.bool)  # (s, b)
+        self.goes_on = torch.zeros_like(self.products, dtype=torch.bool)  # (s, b)
         if kind != "zero":
             self.trained = [partial(self._continue, i) for i in range(len(self.models))]
 
     def refill(self) -> None:
         super().refill()
         if self.kind != "zero":
-            begins = torch.rand(self.products.shape, device=self.device) < RESTARTS
-            self.goes_on = self.is_right & ~begins
+            self.goes_on &= torch.rand(self.products.shape, device=self.device) >= RESTARTS
             before = self.products * self.goes_on  # 0 is the identity
             self.labels.copy_(self.table[before.unsqueeze(-1), self.labels])
             self.products = self.labels[..., -1].clone()
@@ -62,7 +61,7 @@ class Continued(Ensemble):
             state = tuple(self._begun(layer, self.goes_on[i]) for layer in state)
         logits, after = self.models[i](tokens, state, True)
         self.states[i] = tuple(layer.detach() for layer in after)
-        self.is_right[i] = logits[:, -1].argmax(-1) == self.labels[i, :, -1]
+        self.goes_on[i] = logits[:, -1].argmax(-1) == self.labels[i, :, -1]
         return cast(Tensor, logits)
 
     def _begun(self, state: Any, goes_on: Tensor) -> Any:  # (b,)

@@ -4,7 +4,7 @@ Letters: s seeds, b batch, t time, v classes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ LONG_BATCH, LONG_TOKENS = 8, 2**22
 """Of longer rows so many at once, and only as many as have LONG_TOKENS, or LONG_BATCH."""
 
 PIECE = 2**15
-"""Of tokens that a model is tested on at a time; cuDNN refuses eight rows of 2**17."""
+"""Most tokens of a row in one call; cuDNN refuses eight rows of 2**17 tokens."""
 
 
 class Ensemble:
@@ -119,7 +119,7 @@ class Ensemble:
             if tokens.shape[1] <= PIECE:
                 logits: Tensor = model(tokens)
             else:
-                logits = torch.cat(list(in_pieces(model, tokens)), dim=1)
+                logits = in_pieces(model, tokens)
         return predictions(self.data.task, logits).float()
 
     def _gradients(self) -> tuple[Params, Tensor, Tensor]:
@@ -208,12 +208,13 @@ class Ensemble:
         return {"labels": labels[0, 0, -1].tolist(), "found": torch.stack(found).tolist()}
 
 
-def in_pieces(model: Any, tokens: Tensor) -> Iterator[Tensor]:  # (b, t) -> (b, t', v) each
-    """The logits of pieces of the rows. A piece begins with the state after the one before."""
-    state = None
+def in_pieces(model: Any, tokens: Tensor) -> Tensor:  # (b, t) -> (b, t, v)
+    """The logits, by calls of PIECE tokens that each begin with the state after the last one."""
+    state, found = None, []
     for piece in tokens.split(PIECE, dim=1):
         logits, state = model(piece, state, True)
-        yield logits
+        found.append(logits)
+    return torch.cat(found, dim=1)
 
 
 def stepper(ensemble: Ensemble) -> Callable[[], None]:

@@ -85,8 +85,7 @@ def direct_sweep(
         if torch.compiler.is_exporting() and operands.x.shape[1] == 1 and y_star is None:
             # in elementary operations, so that other runtimes can decode
             return direct_sweep_reference(operands, parameterization, bind, bind_parameters)
-        layout = parameterization.layout
-        covered = is_covered(layout, operands.raw, operands.A, bind_parameters)
+        covered = is_covered(parameterization.layout, operands.raw, operands.A, bind_parameters)
         if not covered or is_transformed():
             sweep_by_loop = uncompiled_sweep if torch.compiler.is_compiling() else loop_sweep
             return sweep_by_loop(operands, parameterization, bind, bind_parameters, y_star, report)

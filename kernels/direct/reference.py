@@ -150,8 +150,8 @@ def sweep_tokens(
         ys.append(y)
         defects.append((F_t - y.detach()).abs().amax(-1))
         scales.append(F_t.abs().amax(-1))
-        e = token.e
-        own = x_t.abs() if e is None else ((1 - e) * x_t).abs() + (e * y).abs()
+        # the largest term of a channel: |s| (|(1 - e) x| + |e y| + |x~|)
+        own = x_t.abs() if token.e is None else ((1 - token.e) * x_t).abs() + (token.e * y).abs()
         sizes.append((token.s.abs().amax(-1) * (own + mixed.abs())).amax(-1).detach())
         pivot = torch.fmin(pivot, smallest_pivot(factors))
     if not ys:

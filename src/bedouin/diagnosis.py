@@ -16,7 +16,7 @@ from bedouin import solvers, testing
 from bedouin.kernels.checks import check_number
 from bedouin.kernels.heads import fold
 from bedouin.layers.fixed_point import FixedPointLayer
-from bedouin.layers.map import MapOfHeads, StructuredMap
+from bedouin.layers.map import StructuredMap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -248,7 +248,7 @@ def _contraction(probe: FixedPointLayer, x: Tensor) -> float | None:  # x: (b, t
     if not probe.is_structured:
         return None
     found = testing.find_fixed_point(probe, x, solver=solvers.Direct())
-    f = found.f.apart() if isinstance(found.f, MapOfHeads) else found.f
+    f = found.f.apart()
     assert isinstance(f, StructuredMap)
     apply, _ = f.block_transpose(fold(found.y, probe.num_heads))
     generator = torch.Generator().manual_seed(0)

@@ -163,8 +163,8 @@ def test_a_layer_by_name_learns_and_goes_on_from_states_of_other_rows(
 
     def watched(one: length.Continued) -> None:
         step(one)
-        one.is_right[:, ::2] = one.kind != "zero"  # a model of so few steps is wrong
-        seen[one.kind].append([v[0].clone() for v in (one.tokens, one.labels, one.is_right)])
+        one.goes_on[:, ::2] = one.kind != "zero"  # a model of so few steps is wrong
+        seen[one.kind].append([v[0].clone() for v in (one.tokens, one.labels, one.goes_on)])
 
     monkeypatch.setattr(length.Continued, "step", watched)
     options: dict[str, Any] = {"steps": (30,), "batch_size": (16,), "lr": (3e-3,), "log_every": 5}
@@ -178,11 +178,11 @@ def test_a_layer_by_name_learns_and_goes_on_from_states_of_other_rows(
     table = Group.from_name("A5").table
     for found in seen.values():
         product = torch.zeros(16, dtype=torch.int64)
-        for tokens, labels, is_right in found:
+        for tokens, labels, goes_on in found:
             for token, label in zip(tokens.unbind(1), labels.unbind(1), strict=True):
                 product = table[product, token]
                 assert torch.equal(label, product)
-            product *= is_right
+            product *= goes_on
     with pytest.raises(ValueError, match="--states must be empty for a task other than word"):
         length.Continued(stack.Ensemble(small(), POINT, make_data(task="parity"), CPU), "zero")
 

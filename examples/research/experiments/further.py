@@ -20,7 +20,7 @@ from research.experiments.table import LANGUAGES, NARROW, RECIPE, TASKS, layer_f
 from research.runs import read_runs
 
 RATES = "5e-4 1e-3 2e-3"
-LONG = "--eval-lengths 512 2048 16384 131072 --states zero carried noise"
+LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noise"
 CHESS = "--task chess --length 60 --eval-lengths 60 120 200 --batch-size 128 --steps 6000"
 HEADS = "--num-heads 8 --num-householder 2 --d-state 64"
 SIZES = {
@@ -84,13 +84,12 @@ def further(results: Path) -> list[Experiment]:
     for task in ("a5", "s5"):
         for model, form in (("tracking", "tracking"), ("lstm_l1", "lstm_l1_forget")):
             form, rate = table.settled(runs, gate, task, model) or (form, 2e-3)
-            seeds = "--seeds 5" if task == "a5" else "--seeds 3"
-            flags = layer_flags(form), f"--lr {rate:g}"
-            options = joined(TASKS[task], LONG, RECIPE, NARROW, seeds, *flags)
-            length.append(Run(f"{task}-{model}", options))
+            options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
             if task == "a5":
-                from64 = joined(options, "--length 64 --seeds 3")
-                length.append(Run(f"{task}-from64-{model}", from64))
+                length.append(Run(f"{task}-{model}", joined(options, "--seeds 5")))
+                length.append(Run(f"{task}-from64-{model}", joined(options, "--length 64")))
+            else:
+                length.append(Run(f"{task}-{model}", options))
     games = {
         f"chess-{size}-{name}": joined(CHESS, RECIPE, sizes[i])
         for i, size in enumerate(("1m", "4m"))

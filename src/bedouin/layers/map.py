@@ -59,6 +59,10 @@ class FixedPointMap:
         self._wide: Operands | None = None
         self._mixer_values: tuple[Tensor, ...] | None = None
 
+    def apart(self) -> "FixedPointMap":
+        """The map of which each head is a sample."""
+        return self
+
     @property
     def real(self) -> Tensor | None:  # (b, t)
         """Which tokens come before the padding; None: all."""
@@ -252,7 +256,6 @@ class MapOfHeads:
         return self.unfolded(self.of_samples(self.folded(y)))
 
     def apart(self) -> FixedPointMap:
-        """The map of which each head is a sample."""
         return self.of_samples
 
     def folded(self, y: Tensor) -> Tensor:  # (b, t, H d) -> (H b, t, d)

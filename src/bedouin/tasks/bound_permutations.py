@@ -84,12 +84,16 @@ class BoundPermutations(Task):
         """Draw rows of `definitions` and `operations`, m and L; None: drawn from their ranges.
         Returns tokens and labels (b, t), t = 2 m + 3 L with the largest m and L. The other
         arguments and the errors are those of `WordProblem.sample`."""
-        given = {"definitions": definitions, "operations": operations}
-        ends = [(f"{end}_{name}", v) for name, v in given.items() for end in ("min", "max")]
-        sizes: dict[str, Any] = {name: v for name, v in ends if v is not None}
-        task = replace(self, **sizes)
-        options: dict[str, Any] = {"device": device, "split": split}
-        return super(BoundPermutations, task).sample(batch_size, generator, **options)
+        task = self
+        if definitions is not None:
+            m = whole_number("definitions", definitions, 1, NUM_NAMES + 1)
+            task = replace(task, min_definitions=m, max_definitions=m)
+        if operations is not None:
+            L = whole_number("operations", operations, 1)
+            task = replace(task, min_operations=L, max_operations=L)
+        return super(BoundPermutations, task).sample(
+            batch_size, generator, device=device, split=split
+        )
 
     def products(self, labels: Tensor, tokens: Tensor) -> Tensor:  # (b, t), (b, t) -> (b, t)
         """The labels at `.` alone, with IGNORE elsewhere."""
