@@ -49,7 +49,7 @@ LAYERS = {
 }
 """Four heads of 128 channels; "unfed": without feedback."""
 
-SHORT = "--num-householder 2 --beta-max 2 --steps 3000 --batch-size 128 --seeds 2"
+SHORT = "--num-householder 2 --beta-max 2 --steps 3000 --batch-size 128 --seeds 3"
 PICARD = "--solver picard --rtol 0.1 --no-graph"
 TRAININGS = {
     "exact": "",
