@@ -361,11 +361,14 @@ def test_a_short_run_and_its_figure(
     short = "--length 3 --eval-lengths 3 4 --steps 2 --log-every 1 --batch-size 2 --eval-rows 2"
     path, name = write(tmp_path / "g.npz"), f"chess-1m-{model}"
     extra = f"{short} --seeds 1 --lr 0.001 --device cpu --autocast no --no-compile --games {path}"
-    config = experiment.Config(("chess-tuning",), (name,), extra=extra, out=tmp_path)
+    config = experiment.Config(("chess",), (f"{name}-tuning",), extra=extra, out=tmp_path)
     assert experiment.main(config) == 0
-    (row,) = read_runs(tmp_path / "chess-tuning")[name]["rows"]
+    made = read_runs(tmp_path / "chess")[f"{name}-tuning"]
+    (row,) = made["rows"]
     assert 0.9e6 < row["parameters"] < 1.1e6 and not any(row["failed"])
-    (reported,) = {found.name: found for found in further(tmp_path)}["chess"].runs
+    *_, reported = {found.name: found for found in further(tmp_path)}["chess"].runs
     assert reported.name == name and reported.options.endswith("--seeds 3 --lr 0.001")
-    summarize.main(summarize.Config((tmp_path / "chess-tuning" / name,), tmp_path / "board.png"))
+    summarize.main(
+        summarize.Config((tmp_path / "chess" / f"{name}-tuning",), tmp_path / "board.png")
+    )
     assert (tmp_path / "board.png").stat().st_size > 5000

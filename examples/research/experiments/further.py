@@ -1,11 +1,12 @@
 """Length, reflections and feedback of `Bedouin`, and chess, in the order of their value.
 
-NAME-tuning trains every run at three rates on seed 100, NAME three seeds at the best of them. The
-seconds are those of one GPU (H200) without other work, for all runs with their tuning, estimated
-from runs of examples/results with as many tokens; several runs side by side take about half.
+Of bedouin and chess the run NAME-tuning trains at three rates on seed 100, NAME three seeds at the
+best of them; trainings of bedouin compare how one layer is trained. The seconds are those of one
+GPU (H200) without other work, estimated from runs of examples/results with as many tokens; several
+runs side by side take about half.
 
-    length            1,000     picard                1,000     bedouin --only "a5-*"      1,800
-    chess, "*-1m-*"   1,500     bedouin, "parity-*"   1,900     chess, "*-4m-*"            4,000
+    length            1,000     bedouin, "training-*"   1,000     bedouin --only "a5-*"   1,800
+    chess, "*-1m-*"   1,500     bedouin, "parity-*"     1,900     chess, "*-4m-*"         4,000
 
 The rivals of the table, `gdn2_l1`, `kda_l1` and `mamba3_l1`, are runs of "table-tuning" (1,900) and
 "table" (2,300).
@@ -13,6 +14,7 @@ The rivals of the table, `gdn2_l1`, `kda_l1` and `mamba3_l1`, are runs of "table
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from research.experiments import table
 from research.experiments.plan import TUNING, Experiment, Run, joined
@@ -64,18 +66,15 @@ PAPER_LAYER = (
 """That of the paper but for the norms, which `Bedouin.from_paper` leaves out."""
 
 
-def tuned(name: str, question: str, options: Mapping[str, str], results: Path) -> list[Experiment]:
-    """The pair of experiments, of which the second one has the runs whose best rate is known."""
-    made, tuning, reported = read_runs(results / f"{name}-tuning"), [], []
+def tuned(options: Mapping[str, str], made: Mapping[str, Any]) -> list[Run]:
+    """The tuning runs, and the runs whose tuning runs have been made."""
+    tuning, reported = [], []
     for run, flags in options.items():
-        tuning.append(Run(run, joined(flags, TUNING, f"--lr {RATES}")))
-        if rows := made.get(run, {}).get("rows", ()):
+        tuning.append(Run(f"{run}-tuning", joined(flags, TUNING, f"--lr {RATES}")))
+        if rows := made.get(f"{run}-tuning", {}).get("rows", ()):
             best = max(rows, key=table.score)["point"]["lr"]
             reported.append(Run(run, joined(flags, f"--seeds 3 --lr {best:g}")))
-    return [
-        Experiment(f"{name}-tuning", f"{question} Which learning rate?", tuple(tuning)),
-        Experiment(name, question, tuple(reported)),
-    ]
+    return tuning + reported
 
 
 def further(results: Path) -> list[Experiment]:
@@ -101,11 +100,12 @@ def further(results: Path) -> list[Experiment]:
         for name, layer in LAYERS.items()
     }
     base = joined(TASKS["a5"], RECIPE, NARROW, SHORT)
-    how = [Run(f"a5-{name}", joined(base, flags)) for name, flags in TRAININGS.items()]
-    how.append(Run("a5-paper-layer", joined(base, TRAININGS["paper"], PAPER_LAYER)))
+    how = [Run(f"training-{name}", joined(base, flags)) for name, flags in TRAININGS.items()]
+    how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"], PAPER_LAYER)))
+    bedouin = how + tuned(layers, read_runs(results / "bedouin"))
+    chess = tuned(games, read_runs(results / "chess"))
     return [
         Experiment("length", "How far do models track from states of their own?", tuple(length)),
-        Experiment("picard", "What does the training of Fixed-Point RNNs reach?", tuple(how)),
-        *tuned("bedouin", "What are reflections and feedback for?", layers, results),
-        *tuned("chess", "Which layer knows the board after 60 to 200 plies?", games, results),
+        Experiment("bedouin", "What are reflections, feedback and training for?", tuple(bedouin)),
+        Experiment("chess", "Which layer knows the board after 60 to 200 plies?", tuple(chess)),
     ]
