@@ -1,4 +1,4 @@
-"""Run experiments, list their commands, or write summary.json and the figure from their runs.
+"""Run experiments, list their commands, or write summary.json and the figures from their runs.
 
     python examples/research/experiment.py                  # list every run (make experiments)
     python examples/research/experiment.py heads table      # make the runs that are not there yet
@@ -13,10 +13,11 @@
 The experiments are defined in examples/research/experiments/, one short file each. What is left to
 run is looked up whenever a run has ended, because runs of "table-tuning" decide what those of
 "table" are: named together, both are made. Each run adds its numbers to OUT/EXPERIMENT/runs.json,
-in place of those of an earlier run of its name (`common/runs.py`), or its error, after which it is
-made again. The list has, for every run, its command and, once it has been made, its device, its
+in place of those of an earlier run of its name (`research/runs.py`), or its error, after which it
+is made again. The list has, for every run, its command and, once it has been made, its device, its
 seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json,
-OUT/both.png and OUT/lengths.png from the runs of "table" and "table-more", and prints their table.
+OUT/both.png and OUT/lengths.png from the runs of "table" and "table-more", and what there is of
+"length", "bedouin" and "chess" (`figures.py`), and prints the tables of "table" and of "chess".
 """
 
 import json
@@ -60,14 +61,9 @@ from research.experiments.language_model import (
 )
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.table import tables
+from research.figures import write_figures
 from research.runs import add_runs, read_run, read_runs
-from research.summary import (
-    figure_of_both,
-    figure_of_lengths,
-    markdown,
-    summarize,
-    tuning_markdown,
-)
+from research.summary import CHESS, markdown, summarize, tuning_markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 WIDTH = 100
@@ -360,10 +356,10 @@ def main(config: Config) -> int:
     """Returns the exit status: 1 if a run failed; the others are made all the same."""
     if config.summary:
         report = summarize(config.out)
-        figure_of_both(report, config.out / "both.png")
-        figure_of_lengths(report, config.out / "lengths.png")
+        write_figures(report, config.out)
         (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
         print(markdown(config.out))
+        print(markdown(config.out, CHESS))
         return 0
     if config.tuning:
         print(tuning_markdown(config.out))

@@ -1,20 +1,12 @@
-"""The numbers of the table and of its tuning: one file, Markdown, and figures of the accuracy by
-length and of tracking against copying."""
+"""The numbers of the table, of its tuning and of chess: one file, and Markdown."""
 
-import math
 import re
+from collections.abc import Collection
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
-from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.ticker import NullLocator  # noqa: E402
-
-from research.experiments.table import (  # noqa: E402
+from research.experiments.further import SIZES
+from research.experiments.table import (
     EARLIER,
     GATE,
     RATES_OF,
@@ -34,12 +26,17 @@ from research.runs import read_runs  # noqa: E402
 Models = dict[str, dict[str, Any]]
 """By model: measures, each a list over the seeds, and its number of tuning runs."""
 
+CHESS = {"chess": "chess-1m", "chess_4m": "chess-4m"}
+"""The tasks of chess, one for each size of the models, and how the names of their runs begin."""
+
 NAMES = {"token": "token", "sequence": "sequence", "recall": "recall"}
 MEASURES = {
     "copy": {"token": "characters", "sequence": "strings"},
     "mqar": {"token": "accuracy"},
+    **dict.fromkeys(CHESS, {"token": "squares", "sequence": "boards", "last": "last_boards"}),
 }
-"""The names of accuracies in the summary, by task; those of other tasks are NAMES."""
+"""The names of accuracies in the summary, by task; those of other tasks are NAMES. Of chess these
+are the share of right squares, of boards after each ply without error, and of last boards."""
 
 SHOWN = {
     "a5": ("sequence_128", "token_512", "token_2048"),
@@ -48,46 +45,12 @@ SHOWN = {
     "mqar": ("accuracy_256", "accuracy_512"),
     "bound_s3": ("token_16_32", "sequence_16_128"),
     "bound_a5": ("token_16_32", "sequence_16_128"),
+    **dict.fromkeys(
+        CHESS,
+        tuple(f"{name}_{plies}" for name in ("squares", "boards") for plies in (60, 120, 200)),
+    ),
 }
-"""The columns of the table."""
-
-PANELS = {
-    "a5": ("A5", "right labels", "tokens", 16),
-    "s5": ("S5", "right labels", "tokens", 16),
-    "copy": ("copying", "right characters", "letters", 50),
-    "mqar": ("associative recall", "right values", "tokens", 256),
-    "bound_s3": ("bound S3, 16 names", "right products", "operations", 32),
-    "bound_a5": ("bound A5, 16 names", "right products", "operations", 32),
-}
-"""The tasks in the figure of lengths: title, measure, unit and longest training value of the
-length."""
-
-CURVES = {
-    "tracking": "C0",
-    "recall": "C9",
-    "lstm_l1": "C3",
-    "gated_deltanet_l1": "C2",
-    "attention_l2": "C1",
-    "hybrid_l2": "0.5",
-}
-"""The models in the figure of lengths, and their colours."""
-
-LABELS = {
-    "tracking": "TrackingDeltaNet",
-    "recall": "recall of 0.2.0",
-    "deltaproduct_l1": "DeltaProduct",
-    "deltaproduct_l2": "DeltaProduct, two layers",
-    "gated_deltanet_l1": "Gated DeltaNet",
-    "lstm_l1": "LSTM",
-    "attention_l2": "attention, two layers",
-    "rdn_l1": "Recurrent Delta Net",
-    "m2rnn_l1": "M²RNN",
-    "gdn2_l1": "Gated DeltaNet-2",
-    "kda_l1": "Kimi Delta Attention",
-    "mamba3_l1": "Mamba-3",
-    "hybrid_l2": "hybrid, two layers",
-}
-"""The models of the figures, and what these call them."""
+"""The columns of the table, and of that of chess."""
 
 HISTORY = "history"
 """The folder of the runs that later ones replace, among them those of SCREENED."""
@@ -122,6 +85,19 @@ def summarize(results: Path) -> dict[str, Models]:
                 number += sum(len(scores(row)) for row in gate_rows(gate, task, model))
                 number += _tried(trials, task) if model == "tracking" else 0
                 found[task][model] = {**_measures(task, rows), "tuning_runs": number}
+    return found | _chess(read_runs(results / "chess"))
+
+
+def _chess(runs: dict[str, Any]) -> dict[str, Models]:
+    """The tasks of chess that have runs."""
+    found: dict[str, Models] = {}
+    for task, size in CHESS.items():
+        for model in SIZES:
+            if rows := runs.get(f"{size}-{model}", {}).get("rows"):
+                tried = runs.get(f"{size}-{model}-tuning", {}).get("rows", ())
+                number = sum(len(scores(row)) for row in tried)
+                numbers = {**_measures(task, rows), "tuning_runs": number}
+                found.setdefault(task, {})[model] = numbers
     return found
 
 
@@ -162,15 +138,16 @@ def _tried(trials: dict[str, Any], task: str) -> int:
     return sum(len(first) if isinstance(first, list) else 1 for first in firsts)
 
 
-def markdown(results: Path) -> str:
-    """The table: a line for each model and task, with the values of all seeds; of version 0.2.0
-    `recall` alone."""
+def markdown(results: Path, tasks: Collection[str] = TASKS) -> str:
+    """The table, or that of chess: a line for each model and task, with the values of all seeds; of
+    version 0.2.0 `recall` alone."""
     summary, lines = summarize(results), []
     earlier = set(EARLIER[1:])
-    runs = read_runs(results / REPORTED_RUNS[0])
-    for task, of in summary.items():
-        models = {model: numbers for model, numbers in of.items() if model not in earlier}
-        rows = {model: next(iter(rows_of(runs, f"{task}-{model}")), {}) for model in models}
+    runs = read_runs(results / REPORTED_RUNS[0]) | read_runs(results / "chess")
+    for task in (task for task in summary if task in tasks):
+        models = {m: numbers for m, numbers in summary[task].items() if m not in earlier}
+        begin = CHESS.get(task, task)
+        rows = {model: next(iter(rows_of(runs, f"{begin}-{model}")), {}) for model in models}
         sizes = [row["parameters"] for row in rows.values() if "parameters" in row]
         span = f", {min(sizes):,} to {max(sizes):,} parameters" if sizes else ""
         lines += [f"**{task}**{span}", "", *_header("model", "state", *SHOWN[task], "tuning runs")]
@@ -187,7 +164,8 @@ def tuning_markdown(results: Path) -> str:
     model, which its reported runs take unless the gate settles another rate."""
     runs, lines = read_runs(results / TUNED), []
     models = dict.fromkeys([*VARIANTS, *(m for of in summarize(results).values() for m in of)])
-    for task, names in SHOWN.items():
+    for task in TASKS:
+        names = SHOWN[task]
         lines += [f"**{task}**", "", *_header("form", "rate", *names, "choice")]
         for model in models:
             rows = tuning_rows(runs, task, model) if tuned_on(task, model) == task else {}
@@ -207,84 +185,3 @@ def _header(*names: str) -> list[str]:
 
 def _cells(cells: list[str]) -> str:
     return f"|{'|'.join(cells)}|"
-
-
-def figure_of_both(summary: dict[str, Models], path: Path) -> None:
-    """Plot copying against A5: one point for each model of LABELS at the mean of its seeds, with
-    lines over their range. Raises ValueError if there is no model."""
-    a5, copying = summary["a5"], summary["copy"]
-    shown = [model for model in LABELS if model in a5 and model in copying]
-    if not shown:
-        raise ValueError("no model has runs of both A5 and copying: run the experiments first")
-    figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
-    points = {m: (mean(a5[m]["token_512"]), mean(copying[m]["characters_200"])) for m in shown}
-    for model, point in points.items():
-        x, y = a5[model]["token_512"], copying[model]["characters_200"]
-        xerr, yerr = ([[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y))
-        color = "C0" if model.startswith(("tracking", "recall")) else "0.45"
-        axes.errorbar(*point, yerr, xerr, "o", color=color, elinewidth=0.8)
-        is_right = point[0] > 0.5
-        # a label above the point would cover that of a point just above it
-        is_below = any(
-            abs(u - point[0]) < 0.1 and 0 < v - point[1] < 0.04 for u, v in points.values()
-        )
-        axes.annotate(
-            LABELS[model],
-            point,
-            (-7 if is_right else 7, -12 if is_below else 5),
-            textcoords="offset points",
-            ha="right" if is_right else "left",
-            color=color,
-            fontsize="small",
-            fontweight="bold" if model == "tracking" else "normal",
-        )
-    axes.set(
-        xlabel="A5: right labels in sequences of 512 (trained at 16)",
-        ylabel="copying: right characters of 200 letters (trained to 50)",
-        xlim=(-0.03, 1.03),
-        ylim=(-0.03, 1.07),
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def figure_of_lengths(summary: dict[str, Models], path: Path) -> None:
-    """Plot the accuracy of the models of CURVES against the length, a panel for each task.
-
-    A line is the median of the seeds, the band around it their range, and a dashed line marks the
-    longest training length. The points of a length stand side by side, because those of several
-    models often coincide.
-    """
-    figure, axes = plt.subplots(2, 3, figsize=(10.0, 6.0), sharey=True, layout="constrained")
-    for panel, task in zip(axes.flat, PANELS, strict=True):
-        title, measure, unit, trained = PANELS[task]
-        prefix = MEASURES.get(task, NAMES)["token"]
-        curves = {model: _by_length(summary[task].get(model, {}), prefix) for model in CURVES}
-        lengths = sorted(set().union(*curves.values()))
-        step = 0.02 * math.log(lengths[-1] / lengths[0]) if lengths else 0.0
-        for place, (model, points) in enumerate(curves.items()):
-            shift, color = math.exp(step * (place - len(CURVES) / 2 + 0.5)), CURVES[model]
-            x = [shift * length for length in points]
-            low, middle, high = ([of(v) for v in points.values()] for of in (min, median, max))
-            panel.plot(x, middle, "o-", color=color, markersize=4, linewidth=1.2)
-            panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        panel.axvline(trained, color="black", linestyle="--", linewidth=1, zorder=0)
-        panel.set(title=title, xlabel=unit, ylabel=measure, xscale="log", ylim=(-0.04, 1.04))
-        panel.set_xticks(lengths, [str(length) for length in lengths])
-        panel.xaxis.set_minor_locator(NullLocator())
-    handles = [Line2D([], [], marker="o", color=color) for color in CURVES.values()]
-    names = [LABELS[model] for model in CURVES]
-    figure.legend(handles, names, loc="outside lower center", ncols=len(CURVES), fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _by_length(numbers: dict[str, Any], prefix: str) -> dict[int, list[float]]:
-    """The seeds' values of one measure by length, of the fewest names where there are names."""
-    found = {
-        tuple(map(int, name.removeprefix(f"{prefix}_").split("_"))): values
-        for name, values in numbers.items()
-        if name.startswith(f"{prefix}_")
-    }
-    fewest = min((key[:-1] for key in found), default=())
-    return {key[-1]: values for key, values in sorted(found.items()) if key[:-1] == fewest}

@@ -26,10 +26,11 @@ from bedouin.baselines import Attention
 from research import baselines, ensemble, experiment
 from research.experiments.plan import Experiment, Run
 from research.experiments.table import ALSO, RATES, TASKS, VARIANTS, chosen, settled, tables
+from research.figures import figure_of_both, figure_of_lengths, write_figures
 from research.models import MODELS
 from research.runs import RUNS, add_runs, read_run, read_runs
 from research.study import GRID, make_layers
-from research.summary import figure_of_both, figure_of_lengths, markdown
+from research.summary import CHESS, markdown, summarize
 
 ALL = experiment.experiments()
 SINCE = ("out", "overwrite", "device", "stacked", "eigenvalues", "atol")
@@ -170,22 +171,26 @@ def test_runs_side_by_side_have_processes_and_gpus_of_their_own(
 def test_the_summary_has_every_measure_of_all_seeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in filter(Path.is_dir, experiment.RESULTS.iterdir()):
-        (tmp_path / folder.name).symlink_to(folder)
+    for file in experiment.RESULTS.glob(f"*/{RUNS}"):
+        (tmp_path / file.parent.name).mkdir()
+        (tmp_path / file.parent.name / RUNS).symlink_to(file)
     assert experiment.main(experiment.Config(summary=True, out=tmp_path)) == 0
-    assert capsys.readouterr().out.strip() == markdown(experiment.RESULTS).strip()
+    tables = [markdown(experiment.RESULTS, tasks) for tasks in (TASKS, CHESS)]
+    assert capsys.readouterr().out.strip() == "\n".join(tables).strip()
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("both", "lengths")) > 5000
     report = json.loads((tmp_path / "summary.json").read_text())
-    assert report.keys() == TASKS.keys()
+    assert report.keys() - CHESS.keys() == TASKS.keys()
     kinds = {"characters": "token", "strings": "sequence", "accuracy": "token"}
-    folders = [read_runs(tmp_path / name) for name in ("table", "table-more")]
+    kinds |= {"squares": "token", "boards": "sequence", "last_boards": "last"}
+    folders = [read_runs(tmp_path / name) for name in ("table", "table-more", "chess")]
     for task, model in ((task, model) for task, models in report.items() for model in models):
-        runs = [runs[f"{task}-{model}"] for runs in folders if f"{task}-{model}" in runs]
-        accuracies = [row["accuracy"] for run in runs for row in run["rows"]]
+        run = f"{CHESS.get(task, task)}-{model}"
+        rows = [row for runs in folders if run in runs for row in runs[run]["rows"]]
         assert report[task][model].pop("tuning_runs") > 0
         for name, values in report[task][model].items():
-            kind, _, length = name.partition("_")
-            assert values == [v for of in accuracies for v in of[length][kinds.get(kind, kind)]]
+            kind = name.rstrip("_0123456789")
+            length, kind = name.removeprefix(f"{kind}_"), kinds.get(kind, kind)
+            assert values == [v for row in rows for v in row["accuracy"][length][kind]]
     with pytest.raises(ValueError, match="no model has runs of both"):
         figure_of_both({"a5": {}, "copy": {}}, tmp_path / "f.png")
 
@@ -208,6 +213,34 @@ def test_the_figure_of_lengths_shows_the_seeds_of_each_model(
     limits = bands[0].get_datalim(shown["A5"].transData)
     assert (limits.y0, limits.y1) == (0.2, 1.0)
     assert [0.7, 0.6] in ydata(shown["bound S3, 16 names"])
+
+
+def test_figures_of_further_experiments_show_the_runs_that_are_there(
+    tmp_path: Path, figures: list[Figure], capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = summarize(experiment.RESULTS)
+    write_figures(summary, tmp_path)
+    assert capsys.readouterr().err.count("is not drawn: its runs have not been made") == 3
+    rows = [
+        {"point": {"states": kind}, "accuracy": {"512": {"token": seeds}}}
+        for kind, seeds in ((None, [0.1, 0.3, 0.2]), ("noise", [0.9]))
+    ]
+    add_runs(tmp_path / "length", {"s5-lstm_l1": {"rows": rows}})
+    for name, value in {"k0": 0.5, "k1": 0.6, "k2-beta2": 0.9, "k4-unfed": 0.7}.items():
+        row = {"accuracy": dict.fromkeys(("40", "256"), {"token": [value]})}
+        add_runs(tmp_path / "bedouin", {f"parity-{name}": {"rows": [row]}})
+    board = {"labels": [0] * 64, "found": [[0] * 62 + [1, 2]]}
+    add_runs(tmp_path / "chess", {"chess-1m-bedouin": {"rows": [{"boards": {"200": board}}]}})
+    write_figures(summary, tmp_path)
+    starts, reflections, boards = (figure.axes for figure in figures[4:])
+    assert ydata(starts[5]) == [[0.2], [0.9]] and ydata(starts[0]) == []
+    assert ydata(reflections[3]) == [[0.5, 0.9], [0.5, 0.6], [], [0.7]]
+    assert boards[1].get_title() == "Bedouin, 2 of 64 squares wrong"
+    assert [len(panel.patches) for panel in boards] == [0, 2, 0]
+    other = board | {"labels": [1] * 64}
+    add_runs(tmp_path / "chess", {"chess-1m-lstm_l1": {"rows": [{"boards": {"200": other}}]}})
+    with pytest.raises(ValueError, match="runs of chess must show one game"):
+        write_figures(summary, tmp_path)
 
 
 def of_rates(found: dict[float, list[float]]) -> dict[str, Any]:

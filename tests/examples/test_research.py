@@ -27,13 +27,14 @@ from bedouin.tasks import stream
 from common.evaluation import accuracy_figure, solve_scores
 from common.run import Scores, as_json
 from flags import UsageError
-from research import experiment, games, iterations, parameters, states, summarize
+from research import experiment, games, iterations, parameters, states, summarize, summary
 from research.data import metrics, predictions
 from research.experiments.further import SIZES, further
+from research.figures import figure_of_boards
 from research.games import NAMES, Chess, boards_after, games_of
 from research.rivals import M2RNN, GatedDeltaNet2, KimiDeltaAttention, Mamba3, RecurrentDeltaNet
 from research.rivals.key_decay import NORM_EPS
-from research.runs import read_runs
+from research.runs import add_runs, read_runs
 
 PAGE = iterations.RESULTS / "README.md"
 
@@ -354,7 +355,7 @@ def test_files_of_games_hold_legal_games(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_a_short_run_and_its_figure(
+def test_a_short_run_its_numbers_and_its_figure(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -368,7 +369,7 @@ def test_a_short_run_and_its_figure(
     assert 0.9e6 < row["parameters"] < 1.1e6 and not any(row["failed"])
     *_, reported = {found.name: found for found in further(tmp_path)}["chess"].runs
     assert reported.name == name and reported.options.endswith("--seeds 3 --lr 0.001")
-    summarize.main(
-        summarize.Config((tmp_path / "chess" / f"{name}-tuning",), tmp_path / "board.png")
-    )
-    assert (tmp_path / "board.png").stat().st_size > 5000
+    add_runs(tmp_path / "chess", {name: made})
+    numbers = summary.summarize(tmp_path)["chess"][model]
+    assert numbers["squares_4"] == row["accuracy"]["4"]["token"] and numbers["tuning_runs"] == 1
+    assert figure_of_boards(read_runs(tmp_path / "chess")) is not None

@@ -15,8 +15,9 @@ from bedouin import TrackingDeltaNet
 from benchmarks import table
 from benchmarks.whole_models import DEPTHS, MIXERS
 from research import experiment
+from research.experiments.table import TASKS
 from research.runs import read_runs
-from research.summary import markdown, summarize, tuning_markdown
+from research.summary import CHESS, markdown, summarize, tuning_markdown
 
 RESULTS = experiment.RESULTS
 ROOT = RESULTS.parents[1]
@@ -50,8 +51,8 @@ def summary() -> dict[str, Any]:
 def tuning_runs() -> dict[str, str]:
     """How many tuning runs the tasks have of each layer, and of a rival of ours."""
     counts = defaultdict(list)
-    for models in summary().values():
-        for model, of in models.items():
+    for task in TASKS:
+        for model, of in summary()[task].items():
             name = model if model.startswith(("recall", "tracking")) else "rival"
             counts[name].append(of["tuning_runs"])
     return {name: f"{min(found)} to {max(found)}" for name, found in counts.items()}
@@ -159,7 +160,7 @@ def test_cells_with_one_number_are_those_of_the_runs_of_the_row(page: str) -> No
     """Seconds, sizes, rates, single seeds and means; the other pages have tests of their own."""
     own = raw(page)
     if page == "table-gate":  # beside its own seeds the worst of `recall`
-        measures = [v for of in summary().values() for v in of["recall"].values()]
+        measures = [v for task in TASKS for v in summary()[task]["recall"].values()]
         own = own | {"recall": ([], [min(v) for v in measures if isinstance(v, list)])}
     for line in TEXTS[page].splitlines() if own else ():
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
@@ -203,8 +204,9 @@ def test_the_page_of_the_examples_has_the_numbers_of_the_runs() -> None:
 
 
 def test_the_table_is_that_of_the_summary() -> None:
-    shown = TEXTS["table"].split("<!-- summary -->")[1].split("<!-- /summary -->")[0]
-    assert shown.strip() == markdown(RESULTS).strip()
+    for page, tasks in (("table", TASKS), ("chess", CHESS)):
+        shown = TEXTS.get(page, "<!-- summary -->").split("<!-- summary -->")[1]
+        assert shown.split("<!-- /summary -->")[0].strip() == markdown(RESULTS, tasks).strip()
     assert json.loads((RESULTS / "summary.json").read_text(encoding="utf-8")) == summary()
 
 
