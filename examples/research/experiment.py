@@ -356,8 +356,8 @@ def main(config: Config) -> int:
     """Returns the exit status: 1 if a run failed; the others are made all the same."""
     if config.summary:
         report = summarize(config.out)
-        write_figures(report, config.out)
         (config.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_figures(report, config.out)
         print(markdown(config.out))
         print(markdown(config.out, CHESS))
         return 0

@@ -17,7 +17,6 @@ from matplotlib.ticker import NullLocator
 
 from research.experiments.further import LAYERS, SIZES
 from research.experiments.table import Runs
-from research.games import SQUARES
 from research.runs import read_runs
 from research.summary import CHESS, MEASURES, NAMES, Models
 
@@ -195,12 +194,12 @@ def figure_of_starts(runs: Runs) -> Figure | None:
             shift = 1.1 ** (list(STARTS).index(start) - 1.5)  # lines often coincide
             points = {shift * int(n): of["token"] for n, of in row["accuracy"].items()}
             _curve(panel, points, color=STARTS[start][1])
-        panel.set(title=title, xscale="log", ylim=(-0.04, 1.04))
+        panel.set(title=title, xlabel="tokens", ylabel="right labels")
+        panel.set(xscale="log", ylim=(-0.04, 1.04))
+        panel.label_outer()
     lengths = sorted({int(n) for rows in found.values() for row in rows for n in row["accuracy"]})
     panels[0, 0].set_xticks(lengths, [f"{n:,}" for n in lengths])
     panels[0, 0].xaxis.set_minor_locator(NullLocator())
-    figure.supxlabel("tokens", fontsize="medium")
-    figure.supylabel("right labels", fontsize="medium")
     _legend(figure, {name: {"color": color} for name, color in STARTS.values()})
     return figure
 
@@ -229,7 +228,7 @@ def figure_of_reflections(runs: Runs) -> Figure | None:
             _curve(panel, points, **KINDS[beta, fed][1])
         title = f"{'A5' if task == 'a5' else task}, {length} tokens"
         panel.set(title=title, ylabel="right labels", ylim=(-0.04, 1.04))
-        panel.set(xlabel="reflections", xticks=(0, 1, 2, 4))
+        panel.set(xlabel="reflections", xticks=(0, 1, 2, 4), xlim=(-0.3, 4.3))
     _legend(figure, dict(KINDS.values()))
     return figure
 
@@ -251,7 +250,7 @@ def figure_of_boards(runs: Runs) -> Figure | None:
     boards = {f"the board after {plies} plies": truth}
     for name, (_, of) in shown.items():
         wrong = sum(a != b for a, b in zip(of["found"][0], truth, strict=True))
-        boards[f"{name}, {wrong} of {SQUARES} squares wrong"] = of["found"][0]
+        boards[f"{name}: {wrong} squares wrong"] = of["found"][0]
     figure = Figure(figsize=(9.6, 3.4 * math.ceil(len(boards) / 3)), layout="constrained")
     panels = figure.subplots(math.ceil(len(boards) / 3), 3, squeeze=False)
     for panel in panels.flat[len(boards) :]:

@@ -232,7 +232,7 @@ def test_further_figures_show_their_runs(tmp_path: Path, figures: list[Figure]) 
     starts, reflections, boards = (figure.axes for figure in figures[4:])
     assert ydata(starts[5]) == [[0.2], [0.9]] and ydata(starts[0]) == []
     assert ydata(reflections[3]) == [[0.5, 0.9], [0.5, 0.6], [], [0.7]]
-    assert boards[1].get_title() == "Bedouin, 2 of 64 squares wrong"
+    assert boards[1].get_title() == "Bedouin: 2 squares wrong"
     assert [len(panel.patches) for panel in boards] == [0, 2, 0]
     add_runs(tmp_path / "chess", {"chess-1m-lstm_l1": {"rows": [{"boards": {"60": board}}]}})
     with pytest.raises(ValueError, match="runs of chess must show one game"):
