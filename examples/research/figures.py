@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from research.experiments.further import LAYERS, SIZES
+from research.experiments.further import LAYERS, SIZES, TRAININGS
 from research.experiments.table import Runs
 from research.runs import read_runs
 from research.summary import CHESS, MEASURES, NAMES, Models
@@ -205,30 +205,33 @@ def figure_of_starts(runs: Runs) -> Figure | None:
 
 
 def figure_of_reflections(runs: Runs) -> Figure | None:
-    """Right labels by the number of reflections: a column of panels for each task, at its training
-    length above and at a longer one below. Without reflections the limit of β has no effect."""
-    found = {
-        (task, layer): rows[0]["accuracy"]
-        for task in ("a5", "parity")
-        for layer in LAYERS
-        if (rows := runs.get(f"{task}-{layer}", {}).get("rows"))
-    }
-    if not found:
+    """Right labels of A5 by the number of reflections, in two panels of lengths, and by how two of
+    them are trained. Without reflections the limit of β has no effect."""
+    layers = {name: rows for name in LAYERS if (rows := runs.get(f"a5-{name}", {}).get("rows"))}
+    if not layers:
         return None
-    figure = Figure(figsize=(7.0, 5.6), layout="constrained")
-    places = ("a5", "16"), ("parity", "40"), ("a5", "512"), ("parity", "256")
-    for panel, (task, length) in zip(figure.subplots(2, 2).flat, places, strict=True):
+    figure = Figure(figsize=(10.5, 3.6), layout="constrained")
+    *panels, trained = figure.subplots(1, 3, sharey=True)
+    for panel, length in zip(panels, ("128", "512"), strict=True):
         for i, (beta, fed) in enumerate(KINDS):
             points = {}
             for k in (0, 1, 2, 4):
                 layer = f"k{k}{beta if k else ''}{fed}"
-                if (task, layer) in found:
+                if layer in layers:
                     # lines often coincide
-                    points[k + 0.05 * (i - 1.5)] = found[task, layer][length]["token"]
+                    shifted = k + 0.05 * (i - 1.5)
+                    points[shifted] = layers[layer][0]["accuracy"][length]["token"]
             _curve(panel, points, **KINDS[beta, fed][1])
-        title = f"{'A5' if task == 'a5' else task}, {length} tokens"
-        panel.set(title=title, ylabel="right labels", ylim=(-0.04, 1.04))
-        panel.set(xlabel="reflections", xticks=(0, 1, 2, 4), xlim=(-0.3, 4.3))
+        panel.set(title=f"A5, trained at 16, {length} tokens", xlabel="reflections")
+        panel.set(xticks=(0, 1, 2, 4), xlim=(-0.3, 4.3), ylim=(-0.04, 1.04))
+    panels[0].set_ylabel("right labels")
+    names = [name for name in TRAININGS if runs.get(f"training-{name}", {}).get("rows")]
+    for place, name in enumerate(names):
+        seeds = runs[f"training-{name}"]["rows"][0]["accuracy"]["16"]["token"]
+        trained.plot([place] * len(seeds), seeds, "o", color="C2", alpha=0.6)
+    titles = [TRAININGS[name][0] for name in names]
+    trained.set_xticks(range(len(names)), titles, fontsize="x-small")
+    trained.set(title="16 tokens, 3,000 steps", xlabel="how it is trained")
     _legend(figure, dict(KINDS.values()))
     return figure
 
@@ -250,7 +253,7 @@ def figure_of_boards(runs: Runs) -> Figure | None:
     boards = {f"the board after {plies} plies": truth}
     for name, (_, of) in shown.items():
         wrong = sum(a != b for a, b in zip(of["found"][0], truth, strict=True))
-        boards[f"{name}: {wrong} squares wrong"] = of["found"][0]
+        boards[f"{name}: {wrong} square{'s' * (wrong != 1)} wrong"] = of["found"][0]
     figure = Figure(figsize=(9.6, 3.4 * math.ceil(len(boards) / 3)), layout="constrained")
     panels = figure.subplots(math.ceil(len(boards) / 3), 3, squeeze=False)
     for panel in panels.flat[len(boards) :]:

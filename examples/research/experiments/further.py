@@ -23,6 +23,7 @@ from research.runs import read_runs
 
 RATES = "5e-4 1e-3 2e-3"
 LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noise"
+BOUND = "--eval-definitions 16 16 16 --eval-lengths 32 128 512 --seeds 3"
 CHESS = "--task chess --length 60 --eval-lengths 60 120 200 --batch-size 128 --steps 6000"
 HEADS = "--num-heads 8 --num-householder 2 --d-state 64"
 SIZES = {
@@ -50,16 +51,26 @@ LAYERS = {
     },
 }
 """Four heads of 128 channels; "unfed": without feedback."""
+SOME = ("k0", "k2", "k2-beta2", "k2-unfed")
+"""Those for S5, copying and brackets, on which there are 24 runs each."""
+FARTHER = {
+    "a5-one_head": "--num-heads 1 --num-householder 2 --steps 6000",
+    "a5-from64": "--length 64 --num-householder 2 --steps 6000",
+}
+"""What may track A5 farther: one head of 512 channels, and longer rows."""
 
 SHORT = "--num-householder 2 --beta-max 2 --steps 3000 --batch-size 128 --seeds 3"
 PICARD = "--solver picard --rtol 0.1 --no-graph"
+ONE_STEP = f"{PICARD} --adjoint one_step"
 TRAININGS = {
-    "exact": "",
-    "picard": PICARD,
-    "picard-one_step": f"{PICARD} --adjoint one_step",
-    "paper": f"{PICARD} --adjoint one_step --gamma-cap 4 1",
+    "exact": ("exact", ""),
+    "picard": ("Picard,\nexact gradient", PICARD),
+    "picard-one_step": ("Picard,\none step back", ONE_STEP),
+    "paper": ("caps Γ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
+    "paper-16": ("caps Γ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
 }
-"""How two reflections are trained; paper: as Fixed-Point RNNs, section 4.4, with random caps."""
+"""How two reflections are trained, what a figure calls it, and flags; paper: as Fixed-Point RNNs,
+section 4.4, with random caps on the solver's steps."""
 PAPER_LAYER = (
     "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
 )
@@ -86,9 +97,16 @@ def further(results: Path) -> list[Experiment]:
             options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
             if task == "a5":
                 length.append(Run(f"{task}-{model}", joined(options, "--seeds 5")))
-                length.append(Run(f"{task}-from64-{model}", joined(options, "--length 64")))
+                longer = joined(options, "--length 64")
+                length.append(Run(f"{task}-from64-{model}", longer))
+                more = joined(longer, "--first-seed 3 --seeds 2")
+                length.append(Run(f"{task}-from64-more-{model}", more))
             else:
                 length.append(Run(f"{task}-{model}", options))
+    for model in ("tracking", "hybrid_l2"):
+        form, rate = table.settled(runs, gate, "bound_a5", model) or (model, 2e-3)
+        options = joined(TASKS["bound_a5"], BOUND, RECIPE, NARROW, layer_flags(form))
+        length.append(Run(f"bound_a5-{model}", joined(options, f"--lr {rate:g}")))
     games = {
         f"chess-{size}-{name}": joined(CHESS, RECIPE, sizes[i])
         for i, size in enumerate(("1m", "4m"))
@@ -99,9 +117,18 @@ def further(results: Path) -> list[Experiment]:
         for task, flags in (("a5", TASKS["a5"]), ("parity", LANGUAGES["parity"]))
         for name, layer in LAYERS.items()
     }
+    for task, flags in (
+        ("s5", TASKS["s5"]),
+        ("copy", TASKS["copy"]),
+        ("brackets", LANGUAGES["brackets"]),
+    ):
+        for name in SOME:
+            layers[f"{task}-{name}"] = joined(flags, RECIPE, NARROW, LAYERS[name])
+    for name, layer in FARTHER.items():
+        layers[name] = joined(TASKS["a5"], RECIPE, NARROW, layer)
     base = joined(TASKS["a5"], RECIPE, NARROW, SHORT)
-    how = [Run(f"training-{name}", joined(base, flags)) for name, flags in TRAININGS.items()]
-    how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"], PAPER_LAYER)))
+    how = [Run(f"training-{name}", joined(base, flags)) for name, (_, flags) in TRAININGS.items()]
+    how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"][1], PAPER_LAYER)))
     bedouin = how + tuned(layers, read_runs(results / "bedouin"))
     chess = tuned(games, read_runs(results / "chess"))
     return [
