@@ -1,7 +1,7 @@
 """Draw several seeds of `train_a5.py` or `train_copy.py`, or a board of a run of chess.
 
     python examples/research/summarize.py --figure a5.png \\
-        examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
+        examples/results/cpu/a5_cpu_delta_seed{0,1,2}
     python examples/research/summarize.py --figure board.png examples/results/chess/chess-1m-lstm_l1
 
 The figure is drawn from their metrics.json, one a seed: accuracy by length, the median of the seeds

@@ -34,9 +34,9 @@ from research.experiments.language_model import (
     COMPARED,
     SCORE,
     TUNING_SEED,
-    language_model_cpu,
     tuned_language_models,
 )
+from research.experiments.presets import CPU
 from research.experiments.table import RATES
 from research.runs import read_runs
 from train_lm import LanguageConfig, make_model
@@ -310,8 +310,8 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
 
 
 def test_the_lstm_has_the_size_and_the_steps_of_the_model_of_make_lm() -> None:
-    configs = parsed(language_model_cpu().runs)
-    own, other = configs[0], configs[3]
+    runs = {run.name: run for run in CPU.runs}
+    own, other = parsed([runs["bedouin-seed0"], runs["lm_lstm-seed0"]])
     assert dataclasses.replace(own, preset="auto") == dataclasses.replace(
         train_lm.CPU, seed=0, preset="auto"
     )
