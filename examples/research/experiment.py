@@ -52,7 +52,7 @@ from flags import Count, Range, check_types
 from research import baselines, ensemble
 from research.experiments.further import further
 from research.experiments.heads import heads
-from research.experiments.language_model import tuned_language_models
+from research.experiments.language_model import language
 from research.experiments.plan import Experiment, Run, Script
 from research.experiments.presets import CPU, GPU_PRESETS
 from research.experiments.table import tables
@@ -106,9 +106,8 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(CPU, GPU_PRESETS, heads()),
-        *(*tuned_language_models(RESULTS), *tables(RESULTS)),
-        *further(RESULTS),
+        *(CPU, GPU_PRESETS, heads(), language(RESULTS)),
+        *(*tables(RESULTS), *further(RESULTS)),
     )
     return {experiment.name: experiment for experiment in found}
 

@@ -26,9 +26,9 @@ TUNING_SEED, SCORE = 100, "1024"
 """The seed that chooses a rate, and the length whose bits per byte it compares."""
 
 
-def tuned_language_models(results: Path) -> tuple[Experiment, Experiment]:
+def language(results: Path) -> Experiment:
     """The rates of all compared layers, and three seeds of those whose rate is known."""
-    made = read_runs(results / "language-tuning")
+    made = read_runs(results / "language")
     tuning, reported = [], []
     for name, flags in COMPARED.items():
         runs = {rate: made.get(f"{name}-{rate:g}", {}) for rate in (*RATES, *BEYOND.values())}
@@ -50,7 +50,5 @@ def tuned_language_models(results: Path) -> tuple[Experiment, Experiment]:
             for seed in range(3):
                 seeded = joined(settled, f"--seed {seed}")
                 reported.append(Run(f"{name}-seed{seed}", seeded, "train_lm"))
-    return (
-        Experiment("language-tuning", "Which learning rate for bytes?", tuple(tuning)),
-        Experiment("language", "How many bits per byte at the best rate?", tuple(reported)),
-    )
+    question = "How many bits per byte at the best of several learning rates?"
+    return Experiment("language", question, (*tuning, *reported))
