@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bedouin import Bedouin, Decoder
+from bedouin import Decoder
 from bedouin.kernels.scan import selective_scan
 from bedouin.solvers import Direct, FixedCap, Jacobi, Picard, Solver
+from benchmarks.cost import linear_maps
 from benchmarks.packed import bounds_of, lengths_of
 from benchmarks.setting import Setting, Shape
 from benchmarks.subjects import LINEAR_RTOL, scan_inputs
@@ -39,7 +40,7 @@ def checks(setting: Setting, shape: Shape) -> tuple[tuple[Setting, Shape], ...]:
 
 
 def _tolerance(setting: Setting) -> float:
-    return FLOAT32 if setting.gemm_dtype == torch.float32 else BFLOAT16
+    return FLOAT32 if setting.dtype == torch.float32 else BFLOAT16
 
 
 def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
@@ -50,16 +51,11 @@ def direct_agrees(setting: Setting, shape: Shape, **options: Any) -> None:
 def explicit_agrees(setting: Setting, shape: Shape, *, kind: type[nn.Module]) -> None:
     """A layer without a solver against itself in float64, which no kernel computes, on more than
     two chunks of the delta rule."""
-    tolerance = _tolerance(setting)
     torch.manual_seed(0)
     layer = kind(setting.m, device=setting.device, dtype=setting.dtype).eval()
     reference = copy.deepcopy(layer).double()
     x = setting.randn(shape.b, 8 * shape.t, setting.m)
-    with setting.autocast():
-        got = _linear_results(layer, x)
-    for name, value in _linear_results(reference, x.double()).items():
-        bound = tolerance if name == "output" else 2 * tolerance
-        _close(f"{kind.__name__}, {setting.precision}, {name}", got[name], value, bound)
+    _compare(kind.__name__, setting, _results(layer, x), _results(reference, x.double()))
 
 
 def linear_agrees(setting: Setting, shape: Shape) -> None:
@@ -95,7 +91,7 @@ def scan_agrees(setting: Setting, shape: Shape) -> None:
     torch.manual_seed(0)
     inputs = scan_inputs(setting, shape)
     _, expected = _scan_results(inputs, "reference", torch.float32)
-    names, got = _scan_results(inputs, "auto", setting.gemm_dtype)
+    names, got = _scan_results(inputs, "auto", setting.dtype)
     for name, ours, theirs in zip(names, got, expected, strict=True):
         _close(f"scan, {name}", ours, theirs, _tolerance(setting))
 
@@ -104,7 +100,7 @@ def step_agrees(setting: Setting, shape: Shape) -> None:
     """`step` and `Decoder` token by token against one call on TOKENS tokens."""
     layer, tolerance = setting.layer(), _tolerance(setting)
     x = setting.randn(shape.b, TOKENS, setting.m)
-    with torch.inference_mode(), setting.autocast():
+    with torch.inference_mode():
         expected, state = layer(x), layer.init_state(shape.b)
         decoder = Decoder(layer, shape.b)
         for t in range(TOKENS):
@@ -137,53 +133,43 @@ def _layer_agrees(
     cu_seqlens: Tensor | None = None,  # (documents + 1,)
     **options: Any,
 ) -> None:
-    tolerance = _tolerance(setting)
     layer = setting.layer(solver=solver, **options).eval()
     reference = copy.deepcopy(layer).float()
     reference.solver, reference.backend = Direct(), "reference"
     torch.manual_seed(1)
     x = setting.randn(shape.b, shape.t, setting.m)
-    with setting.autocast():
-        got = _results(layer, x, gradients, cu_seqlens)
-    expected = _results(reference, x.float(), gradients, cu_seqlens)
-    for name, value in got.items():
-        bound = 2 * tolerance if name != "output" else tolerance
-        _close(f"{solver}, {setting.precision}, {name}", value, expected[name], bound)
+    call: dict[str, Any] = {"gradients": gradients, "cu_seqlens": cu_seqlens}
+    got, expected = _results(layer, x, **call), _results(reference, x.float(), **call)
+    _compare(str(solver), setting, got, expected)
 
 
 def _results(
-    layer: Bedouin,
+    layer: nn.Module,
     x: Tensor,  # (b, t, m)
-    gradients: bool,
-    cu_seqlens: Tensor | None,  # (documents + 1,)
+    *,
+    gradients: bool = True,
+    **places: Any,
 ) -> dict[str, Tensor]:
-    """The output, and the gradients of x and of the two large weights."""
+    """The output, and the gradients of x and of the linear maps."""
     x = x.clone().requires_grad_()
-    output: Tensor = layer(x, cu_seqlens=cu_seqlens)
+    output: Tensor = layer(x, **places)
     found = {"output": output.detach()}
     if gradients:
         weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
-        named = {"x": x, "x_proj": layer.x_proj.weight}
-        if layer.y_proj is not None:
-            named["y_proj"] = layer.y_proj.weight
+        named = {"x": x, **dict(linear_maps(layer))}
         grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))
         found |= {f"grad {name}": grad for name, grad in zip(named, grads, strict=True)}
     return found
 
 
-def _linear_results(
-    layer: nn.Module,
-    x: Tensor,  # (b, t, m)
-) -> dict[str, Tensor]:
-    """The output, and the gradients of x and of the linear maps."""
-    x = x.clone().requires_grad_()
-    output: Tensor = layer(x)
-    parts = layer.named_modules()
-    named = {"x": x} | {n: part.weight for n, part in parts if isinstance(part, nn.Linear)}
-    weight = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
-    grads = torch.autograd.grad(output, list(named.values()), weight.to(output.dtype))
-    found = {f"grad {name}": grad for name, grad in zip(named, grads, strict=True)}
-    return {"output": output.detach(), **found}
+def _compare(
+    title: str, setting: Setting, got: dict[str, Tensor], expected: dict[str, Tensor]
+) -> None:
+    """Raise AssertionError unless the output agrees and, with twice its tolerance, gradients do."""
+    tolerance = _tolerance(setting)
+    for name, value in got.items():
+        bound = tolerance if name == "output" else 2 * tolerance
+        _close(f"{title}, {setting.precision}, {name}", value, expected[name], bound)
 
 
 def _close(

@@ -3,7 +3,7 @@
     python examples/benchmarks/bench.py             # every row at its shapes, under 4 minutes
     python examples/benchmarks/bench.py --quick     # the exact sweep only, under a minute
     python examples/benchmarks/bench.py --rows direct lstm --shapes 64x256
-    python examples/benchmarks/bench.py --readme runs/bench/results.json    # a result as Markdown
+    python examples/benchmarks/bench.py --report runs/bench/results.json    # an earlier result
     python examples/benchmarks/bench.py --speed examples/results/speed.json  # make bench
     python examples/benchmarks/bench.py --device cpu --tiny --precision float32 --repeats 1
 
@@ -55,24 +55,11 @@ from research.runs import read_run
 RECORDED = Path(__file__).resolve().parents[1] / "results" / "speed.json"
 """The times of the layers that are in the repository."""
 
+ROW_SECONDS = 60
+"""Seconds of measuring after which a row is aborted."""
+
 Agreed = dict[tuple[cases.Agreement, Setting, Shape], str | None]
 """The results of the comparisons made so far: None, or the message of a difference."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Time limits in seconds."""
-
-    prepare: float
-    """For each comparison of a row, and for its first run."""
-    row: float
-    """For measuring a row."""
-    left: float
-    """For measuring all rows that remain."""
-
-    def after(self, row: table.Row) -> "Limits":
-        """The limits after this row was measured."""
-        return replace(self, left=self.left - row.get("seconds", 0.0))
 
 
 @dataclass(frozen=True)
@@ -86,11 +73,10 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"
     """Where to measure; without a GPU rows of full size take minutes, and many fail: see --tiny."""
     precision: Precision = "bf16"
-    """bf16: parameters and inputs; autocast: float32 parameters; float32."""
+    """That of parameters and inputs."""
     repeats: Count = 20  # Timed calls of each kind.
     graph: bool = True  # Also time replays of captured calls.
     budget: float = 200.0  # Seconds of measuring after which no further row is started.
-    row_limit: float = 60.0  # Seconds of measuring after which a row is aborted.
     prepare_limit: float = 240.0
     """Seconds after which a comparison of a row, or its first run, is aborted; both compile."""
     speed: Path | None = None
@@ -99,8 +85,8 @@ class Config:
     first_call: bool = False
     """Only print the seconds of the first call of a row of cases.SPEED, in this process."""
     out: Path = Path("runs/bench/results.json")  # The numbers of all rows.
-    readme: Path | None = None
-    """Print this earlier result as Markdown, and measure nothing; also FOLDER/NAME, the run NAME of
+    report: Path | None = None
+    """Print this earlier result, and measure nothing; also FOLDER/NAME, the run NAME of
     FOLDER/runs.json."""
 
     def __post_init__(self) -> None:
@@ -113,29 +99,31 @@ class Config:
 
 def main(config: Config) -> int:
     """Measure all rows, print and write them; returns the exit status."""
-    if config.readme is not None:
-        print(table.markdown(read_run(config.readme)))
+    if config.report is not None:
+        print(table.text(read_run(config.report)))
         return 0
     if config.first_call:
         return first_call(config)
     started = time.perf_counter()
     path = speed_path(config)
     context = make_context(config)
-    limits = Limits(config.prepare_limit, config.row_limit, config.budget)
+    left = config.budget
     rows: list[table.Row] = []
-    report = {"machine": context.machine.facts, "setting": describe(context), "rows": rows}
+    report = {"machine": asdict(context.machine), "setting": describe(context), "rows": rows}
     print(table.describe_machine(report))
     print(table.text_header(), flush=True)
     agreed: Agreed = {}
     for case, shape in chosen(config):
-        rows.append(run_row(context, case, shape, agreed, limits))
-        limits = limits.after(rows[-1])
+        rows.append(run_row(context, case, shape, agreed, config.prepare_limit, left))
+        left -= rows[-1].get("seconds", 0.0)
         print(table.text_line(rows[-1]), flush=True)
         write(config.out, report)
     print(table.text_targets(rows))
     if path is not None:
         write(path, speed.entries(rows))  # in case that first calls are cut off
-        speed.add_first_calls(rows, first_call_command(config), config.processes, limits.prepare)
+        speed.add_first_calls(
+            rows, first_call_command(config), config.processes, config.prepare_limit
+        )
         write(config.out, report)
         write(path, speed.entries(rows))
         for row in rows:
@@ -188,19 +176,14 @@ def make_context(config: Config) -> Context:
     setting = Setting(device, config.precision, **sizes)
     # a small product suffices if the speed of the machine is not used
     size = 8192 if device.type == "cuda" and not config.first_call else 256
-    machine = measure_machine(device, setting.gemm_dtype, size)
+    machine = measure_machine(device, setting.dtype, size)
     return Context(setting, machine, config.repeats, config.graph)
 
 
 def describe(context: Context) -> dict[str, Any]:
     """The setting as JSON."""
-    setting = context.setting
-    dtype = str(setting.gemm_dtype).removeprefix("torch.")
-    return asdict(setting) | {
-        "device": str(setting.device),
-        "gemm_dtype": dtype,
-        "repeats": context.repeats,
-    }
+    device = str(context.setting.device)
+    return asdict(context.setting) | {"device": device, "repeats": context.repeats}
 
 
 def run_row(
@@ -208,22 +191,23 @@ def run_row(
     case: cases.Case,
     shape: Shape,
     agreed: Agreed,
-    limits: Limits,
+    prepare_limit: float,  # seconds
+    left: float,  # seconds
 ) -> table.Row:
     """Measure one row; an error of the row is recorded and not raised."""
     context = replace(context, setting=case.adapt(context.setting))
     row: table.Row = {"case": case.name, "title": case.title, "shape": shape.label, "numbers": {}}
-    reason = case.missing(context.setting.device)
-    if reason is None and limits.left <= 0:
+    reason = case.missing()
+    if reason is None and left <= 0:
         reason = "the time budget is spent"
     if reason is not None:
         return row | {"status": "skipped", "reason": reason}
     started = time.perf_counter()
     prepared = None
     try:
-        prepare(context, case, shape, agreed, limits.prepare)
+        prepare(context, case, shape, agreed, prepare_limit)
         prepared = time.perf_counter()
-        with time_limit(min(limits.row, limits.left)):
+        with time_limit(min(ROW_SECONDS, left)):
             numbers = measure(context, case, shape)
         row |= {"status": "measured", "numbers": numbers}
     except Exception as error:  # reported in the row, the table and the exit status

@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import tyro
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
-from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator  # noqa: E402
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
-from benchmarks.measure import Numbers  # noqa: E402
-from benchmarks.setting import Shape  # noqa: E402
-from benchmarks.targets import PAPER_16, PAPER_100, SCAN_BOTH  # noqa: E402
+from benchmarks.measure import Numbers
+from benchmarks.setting import Shape
+from benchmarks.targets import PAPER_16, PAPER_100, SCAN_BOTH
+from common.evaluation import png
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -41,7 +39,8 @@ def draw(path: Path, entries: Sequence[Numbers]) -> None:
     Beside them are the constants of `targets.py`: the scan alone of mamba-ssm, and the paper's code
     between 16 and 100 iterations. Raises ValueError if no layer of LAYERS was measured.
     """
-    figure, axes = plt.subplots(figsize=(7.0, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+    axes = figure.subplots()
     batches: dict[int, int] = {}
     for layer, (name, color) in LAYERS.items():
         of_layer = [row for row in entries if row["layer"] == layer and row["graph_ms"] is not None]
@@ -64,8 +63,7 @@ def draw(path: Path, entries: Sequence[Numbers]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    path.write_bytes(png(figure))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from pkgutil import walk_packages
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bedouin import kernels
+from benchmarks.cost import layer_cost
 from benchmarks.setting import Setting, Shape
 from benchmarks.timing import (
     Cost,
@@ -53,8 +54,10 @@ class Subject:
     draw: Callable[[], tuple[Tensor, ...]]
     """Returns new random inputs, all of which require a gradient."""
     parameters: tuple[Tensor, ...]
-    forward_cost: Cost
-    both_cost: Cost
+    cost: Cost
+    """That of a forward pass."""
+    backward: float = 2
+    """How many forward passes a backward pass costs."""
     sequential_steps: int = 0  # Number of sequentially dependent steps in a forward pass.
     has_graph: bool = True  # Whether the function can be captured.
     observe: Callable[[], Numbers] = field(default=dict)
@@ -84,8 +87,7 @@ def _first_call_s(setting: Setting, subject: Subject) -> float:
     inputs = subject.draw()
     _wait(setting.device)
     started = time.perf_counter()
-    with setting.autocast():
-        output = subject.function(*inputs)
+    output = subject.function(*inputs)
     torch.autograd.grad(output, [*inputs, *subject.parameters], torch.ones_like(output))
     _wait(setting.device)
     return time.perf_counter() - started
@@ -124,8 +126,7 @@ class _Calls:
             self.grads.append(torch.randn_like(self.grads[0]))
 
     def output(self, i: int) -> Tensor:
-        with self.setting.autocast():
-            return self.subject.function(*self.sets[i % len(self.sets)])
+        return self.subject.function(*self.sets[i % len(self.sets)])
 
     def forward(self, i: int) -> None:
         with torch.no_grad():
@@ -177,8 +178,8 @@ def _captured(context: Context, make: Callable[[], Subject]) -> Numbers:
 def _achieved(machine: Machine, subject: Subject, numbers: Numbers) -> Numbers:
     """Rates and shares of the floor, from the faster of the eager and the captured time."""
     found: Numbers = {}
-    for name, cost in (("forward", subject.forward_cost), ("both", subject.both_cost)):
-        ms = best_ms(numbers, name)
+    for name, passes in (("forward", 1), ("both", 1 + subject.backward)):
+        cost, ms = subject.cost * passes, best_ms(numbers, name)
         if ms is None:
             continue
         floor = cost.floor_ms(machine)
@@ -205,10 +206,29 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:200] if text else 'no message'}"
 
 
-def inputs_of(setting: Setting, shape: Shape) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that returns new random inputs, the tuple of one x (b, t, m)."""
+def layer_subject(layer: nn.Module, setting: Setting, shape: Shape, steps: int = 0) -> Subject:
+    """A layer on x (b, t, m), with so many sequentially dependent steps."""
 
     def draw() -> tuple[Tensor, ...]:
         return (setting.randn(shape.b, shape.t, setting.m).requires_grad_(),)
 
-    return draw
+    return Subject(
+        layer,
+        draw,
+        tuple(layer.parameters()),
+        layer_cost(layer, shape),
+        sequential_steps=steps,
+        observe=lambda: _solve_numbers(layer),
+    )
+
+
+def _solve_numbers(layer: nn.Module) -> Numbers:
+    """The worst statistics of the last solve; none of a layer without a solver."""
+    stats = getattr(layer, "stats", None)
+    if stats is None:
+        return {}
+    return {
+        "residual": float(stats.residual.max()),
+        "converged": bool(stats.converged.all()),
+        "num_steps": int(stats.num_steps.max()),
+    }

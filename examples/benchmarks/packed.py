@@ -4,16 +4,15 @@ A shape is the number of documents and the longest length. Letters: b documents,
 length, m d_model.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from benchmarks.cost import layer_cost
-from benchmarks.measure import Context, Numbers, Subject, inputs_of, measure_subject
+from benchmarks.measure import Context, Numbers, Subject, layer_subject, measure_subject
 from benchmarks.setting import Setting, Shape
-from benchmarks.subjects import fed_values, solve_numbers
 
 TIMES = ("forward_ms", "both_ms")
 
@@ -60,21 +59,5 @@ def _subject(
 ) -> Subject:
     """Calls of the layer with these arguments, eager, because cu_seqlens are read by the host."""
     layer = setting.layer(**options)
-
-    def function(x: Tensor) -> Tensor:
-        output: Tensor = layer(x, **places)
-        return output
-
-    forward, both = (
-        layer_cost(setting, shape, fed=fed_values(setting, layer), backward=backward)
-        for backward in (False, True)
-    )
-    return Subject(
-        function,
-        inputs_of(setting, shape),
-        tuple(layer.parameters()),
-        forward,
-        both,
-        has_graph=False,
-        observe=lambda: solve_numbers(layer),
-    )
+    subject = layer_subject(layer, setting, shape)
+    return replace(subject, function=lambda x: layer(x, **places), has_graph=False)

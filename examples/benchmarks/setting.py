@@ -5,7 +5,6 @@ a head, r raw values.
 """
 
 import re
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from bedouin import Bedouin
 
-Precision = Literal["bf16", "autocast", "float32"]
+Precision = Literal["bf16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,8 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of parameters and inputs; float32 under autocast."""
+        """The dtype of parameters and inputs."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
-
-    @property
-    def gemm_dtype(self) -> torch.dtype:
-        return torch.float32 if self.precision == "float32" else torch.bfloat16
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of every call; does nothing unless the precision is "autocast"."""
-        if self.precision != "autocast":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
 
     def layer(self, **options: Any) -> Bedouin:
         """One layer of these sizes from a fixed seed, which never checks its convergence."""
@@ -92,8 +81,9 @@ class Setting:
             num_heads=self.h,
             on_unconverged="ignore",
             device=self.device,
-            **({"dtype": self.dtype} | options),
+            dtype=self.dtype,
+            **options,
         )
 
-    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)

@@ -3,14 +3,14 @@
 Letters: b batch, t time, m d_model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from bedouin import Bedouin, Decoder
 from bedouin.solvers import FixedCap, Jacobi, Picard
-from benchmarks.cost import iteration_cost, step_cost
+from benchmarks.cost import iteration_cost
 from benchmarks.measure import Context, Numbers
 from benchmarks.setting import Shape
 from benchmarks.timing import capture, median_ms, release_memory, replay_ms
@@ -19,8 +19,6 @@ FEW, MANY = 8, 24
 """The two caps whose times give the time of one iteration."""
 TOKENS = 64
 """Number of tokens that are decoded in one timed call."""
-STACK = 4
-"""Number of layers in a stack that is larger than the 50 MB of L2 cache of an H100."""
 
 
 def one_iteration(context: Context, shape: Shape, *, kind: type[Jacobi] | type[Picard]) -> Numbers:
@@ -56,28 +54,22 @@ def _capped_ms(
 def _replayed_ms(context: Context, call: Callable[[], object]) -> float:
     """Median time of a captured call, or of the eager call without a GPU or with --no-graph."""
     setting = context.setting
-    with setting.autocast():
-        if setting.device.type != "cuda" or not context.graph:
-            return median_ms(lambda i: call(), setting.device, context.repeats)
-        ms = replay_ms(capture(call), setting.device, context.repeats)
+    if setting.device.type != "cuda" or not context.graph:
+        return median_ms(lambda i: call(), setting.device, context.repeats)
+    ms = replay_ms(capture(call), setting.device, context.repeats)
     release_memory()
     return ms
 
 
 def decode(context: Context, shape: Shape) -> Numbers:
-    """Microseconds per layer and token with `step` and `Decoder`, for one layer and a stack."""
-    setting = context.setting
-    layers = [setting.layer() for _ in range(STACK)]
-    floor_us = 1e3 * step_cost(setting).floor_ms(context.machine)
-    numbers: Numbers = {"floor_us": floor_us}
-    # the layers are made outside, because tensors made in inference mode have no version counter
-    with torch.inference_mode(), setting.autocast():
-        for name, chain in (("", layers[:1]), ("_in_a_stack", layers)):
-            steps = [_stepping(layer, shape.b) for layer in chain]
-            numbers[f"us_a_layer{name}"] = _stretch_us(context, shape, steps)
-            decoders = [Decoder(layer, shape.b) for layer in chain]
-            numbers[f"decoder_us{name}"] = _stretch_us(context, shape, decoders)
-    return numbers | {"forward_floor_share": floor_us / numbers["decoder_us_in_a_stack"]}
+    """Microseconds per token with `step` and with `Decoder`."""
+    # made outside, because tensors made in inference mode have no version counter
+    layer = context.setting.layer()
+    with torch.inference_mode():
+        return {
+            "us_a_layer": _stretch_us(context, shape, _stepping(layer, shape.b)),
+            "decoder_us": _stretch_us(context, shape, Decoder(layer, shape.b)),
+        }
 
 
 def _stepping(layer: Bedouin, b: int) -> Callable[[Tensor], Tensor]:
@@ -92,18 +84,13 @@ def _stepping(layer: Bedouin, b: int) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def _stretch_us(
-    context: Context, shape: Shape, chain: Sequence[Callable[[Tensor], Tensor]]
-) -> float:
-    """Microseconds per layer and token when TOKENS tokens (b, m) pass through the chain."""
+def _stretch_us(context: Context, shape: Shape, step: Callable[[Tensor], Tensor]) -> float:
+    """Microseconds of a step, of TOKENS tokens (b, m) one after the other."""
     setting = context.setting
     tokens = [setting.randn(shape.b, setting.m) for _ in range(TOKENS)]
 
     def stretch(i: int) -> None:
         for token in tokens:
-            x = token
-            for step in chain:
-                x = step(x).to(token.dtype)
+            step(token)
 
-    ms = median_ms(stretch, setting.device, context.repeats)
-    return 1e3 * ms / TOKENS / len(chain)
+    return 1e3 * median_ms(stretch, setting.device, context.repeats) / TOKENS

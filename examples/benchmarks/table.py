@@ -1,4 +1,4 @@
-"""The report of a run, as text for the terminal and as Markdown for examples/results/README.md."""
+"""The report of a run as text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 FORWARD_ONLY = {"both_gb_per_s": "forward_gb_per_s", "both_floor_share": "forward_floor_share"}
 EXTRA = (
-    *("us_a_layer", "us_a_layer_in_a_stack", "decoder_us", "decoder_us_in_a_stack", "floor_us"),
+    *("us_a_layer", "decoder_us"),
     *("over_padded", "over_unmasked", "padded_both_ms", "unmasked_both_ms", "padded_tokens"),
     *("times_floor", "forward_eager_ms", "repeats", "graph_breaks", "residual", "num_steps"),
     *("graph_forward_ms_failed", "graph_both_ms_failed"),
@@ -122,34 +122,14 @@ def describe_machine(report: dict[str, Any]) -> str:
     versions = f"torch {machine['torch']}, Triton {machine['triton']}"
     return (
         f"{machine['device']}, {versions}: a copy moves {machine['copy_gb_per_s'] / 1e3:.2f} TB/s, "
-        f"a large {setting['gemm_dtype']} product runs at {machine['gemm_tflop_per_s']:.0f} "
+        f"a large product runs at {machine['gemm_tflop_per_s']:.0f} "
         f"TFLOP/s; precision {setting['precision']}, d_model {setting['m']}, expand "
         f"{setting['expand']}, n {setting['n']}, k {setting['k']}."
     )
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The whole report for examples/results/README.md, with one sentence for all skipped rows."""
-    rows = [row for row in report["rows"] if row["status"] != "skipped"]
-    titles = ["shape", "row", *(title for title, _, _ in COLUMNS), "note"]
-    body = [[row["shape"], row["title"], *cells(row), note(row)] for row in rows]
-    parts = [describe_machine(report), _markdown_table(titles, body)]
-    if left_out := skipped(report["rows"]):
-        parts.append(left_out)
-    targets = target_rows(rows)
-    if targets:
-        parts.append(_markdown_table(list(TARGET_TITLES), targets))
-    return "\n\n".join(parts)
-
-
-def skipped(rows: Sequence[Row]) -> str:
-    """A sentence with the rows that were not measured and the reasons; empty if there are none."""
-    reasons = {row["title"]: row["reason"] for row in rows if row["status"] == "skipped"}
-    listed = ", ".join(f"{title} ({reason})" for title, reason in reasons.items())
-    return f"Not measured: {listed}." if listed else ""
-
-
-def _markdown_table(titles: list[str], rows: list[list[str]]) -> str:
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    lines = [titles, ["---"] * len(titles), *escaped]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def text(report: dict[str, Any]) -> str:
+    """The whole report for the terminal."""
+    rows = report["rows"]
+    parts = describe_machine(report), text_header(), *map(text_line, rows), text_targets(rows)
+    return "\n".join(parts)

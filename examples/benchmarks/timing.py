@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -29,10 +29,6 @@ class Machine:
     gemm_tflop_per_s: float
     """Rate of a large square product in the dtype of the run."""
 
-    @property
-    def facts(self) -> dict[str, str | float | None]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -45,9 +41,6 @@ class Cost:
         """max(bytes / copy bandwidth, flops / GEMM rate)."""
         memory = self.bytes / (machine.copy_gb_per_s * 1e9)
         return 1e3 * max(memory, self.flops / (machine.gemm_tflop_per_s * 1e12))
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.bytes + other.bytes, self.flops + other.flops)
 
     def __mul__(self, factor: float) -> "Cost":
         return Cost(self.bytes * factor, self.flops * factor)

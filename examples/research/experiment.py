@@ -51,15 +51,11 @@ import train_copy
 import train_lm
 from flags import Count, Range, check_types
 from research import baselines, ensemble
-from research.experiments.controls import CONTROLS_CPU
-from research.experiments.earlier import A5_CPU, COPYING_CPU, GPU_PRESETS
 from research.experiments.further import further
 from research.experiments.heads import heads
-from research.experiments.language_model import (
-    language_model_cpu,
-    tuned_language_models,
-)
+from research.experiments.language_model import language
 from research.experiments.plan import Experiment, Run, Script
+from research.experiments.presets import CPU, GPU_PRESETS
 from research.experiments.table import tables
 from research.figures import write_figures
 from research.runs import add_runs, read_run, read_runs
@@ -106,10 +102,8 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(A5_CPU, COPYING_CPU, CONTROLS_CPU, GPU_PRESETS),
-        *(heads(), language_model_cpu()),
-        *(*tuned_language_models(RESULTS), *tables(RESULTS)),
-        *further(RESULTS),
+        *(CPU, GPU_PRESETS, heads(), language(RESULTS)),
+        *(*tables(RESULTS), *further(RESULTS)),
     )
     return {experiment.name: experiment for experiment in found}
 

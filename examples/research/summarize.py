@@ -1,7 +1,7 @@
 """Draw several seeds of `train_a5.py` or `train_copy.py`.
 
     python examples/research/summarize.py --figure a5.png \\
-        examples/results/a5-cpu/a5_cpu_delta_seed{0,1,2}
+        examples/results/cpu/a5_cpu_delta_seed{0,1,2}
 
 The figure is drawn from their metrics.json, one a seed: accuracy by length, the median of the seeds
 as a line and their range as a band. FOLDER/NAME is the run NAME of FOLDER/runs.json.

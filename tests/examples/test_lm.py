@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,8 @@ from language.text import END, VOCABULARY, TextOptions, make_corpus, read_corpor
 from research import baselines
 from research.baselines import BASELINES, count, make_baseline
 from research.experiment import RESULTS
-from research.experiments.language_model import (
-    COMPARED,
-    SCORE,
-    TUNING_SEED,
-    language_model_cpu,
-    tuned_language_models,
-)
+from research.experiments.language_model import COMPARED, SCORE, TUNING_SEED, language
+from research.experiments.presets import CPU
 from research.experiments.table import RATES
 from research.runs import read_runs
 from train_lm import LanguageConfig, make_model
@@ -291,27 +287,32 @@ def size(config: LanguageConfig) -> int:
 def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     """The runs of results, among them the further rates of layers whose best of three is at an
     edge; without runs there is nothing to report."""
-    made, final = (read_runs(RESULTS / name) for name in ("language-tuning", "language"))
-    tuning, reported = tuned_language_models(RESULTS)
-    assert {run.name for run in tuning.runs} == {n for n in made if not n.startswith("recall")}
-    configs = parsed(tuning.runs)
+    made = {
+        n: run for n, run in read_runs(RESULTS / "language").items() if not n.startswith("recall")
+    }
+    reported = [run for run in language(RESULTS).runs if "-seed" in run.name]
+    tuning = [run for run in language(RESULTS).runs if run not in reported]
+    rates = {name for name in made if re.search(r"-0\.\d+$", name)}
+    assert {run.name for run in tuning} == rates
+    configs = parsed(tuning)
     assert {config.seed for config in configs} == {TUNING_SEED}
     sizes = [size(config) for config in configs if config.lr == 1e-3]
     assert all(abs(n / sizes[0] - 1) < 0.02 for n in sizes)
-    assert len(reported.runs) == 3 * len(COMPARED)
-    for run, config in zip(reported.runs, parsed(reported.runs), strict=True):
+    assert len(reported) == 3 * len(COMPARED)
+    for run, config in zip(reported, parsed(reported), strict=True):
         name, _, seed = run.name.partition("-seed")
-        rates = [n for n in made if n.rpartition("-")[0] == name]
-        best = min(rates, key=lambda rate: float(made[rate]["bits_per_byte"][SCORE]))
-        assert final[run.name]["config"]["lr"] == config.lr == float(best.rpartition("-")[2])
+        own = [rate for rate in rates if rate.rpartition("-")[0] == name]
+        best = min(own, key=lambda rate: float(made[rate]["bits_per_byte"][SCORE]))
+        assert made[run.name]["config"]["lr"] == config.lr == float(best.rpartition("-")[2])
         assert config.seed == int(seed)
-    tuning, reported = tuned_language_models(tmp_path)
-    assert len(tuning.runs) == len(RATES) * len(COMPARED) and not reported.runs
+    untuned = language(tmp_path).runs
+    assert len(untuned) == len(RATES) * len(COMPARED)
+    assert {config.seed for config in parsed(untuned)} == {TUNING_SEED}
 
 
 def test_the_lstm_has_the_size_and_the_steps_of_the_model_of_make_lm() -> None:
-    configs = parsed(language_model_cpu().runs)
-    own, other = configs[0], configs[3]
+    runs = {run.name: run for run in CPU.runs}
+    own, other = parsed([runs["bedouin-seed0"], runs["lm_lstm-seed0"]])
     assert dataclasses.replace(own, preset="auto") == dataclasses.replace(
         train_lm.CPU, seed=0, preset="auto"
     )

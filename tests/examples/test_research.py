@@ -150,7 +150,7 @@ def test_figure_refuses_runs_that_do_not_belong_together(runs: list[Scores]) -> 
 
 
 def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) -> None:
-    paths = tuple(RESULTS / "a5-cpu" / f"a5_cpu_seed{seed}" for seed in range(3))
+    paths = tuple(RESULTS / "cpu" / f"a5_cpu_seed{seed}" for seed in range(3))
     summarize.main(summarize.Config(paths, tmp_path / "f.png"))
     axes = figures[0].axes[0]
     assert (

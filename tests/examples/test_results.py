@@ -140,7 +140,7 @@ def shown(page: str, digits: int) -> dict[str, str]:
 def test_values_of_seeds_are_those_of_the_runs_of_the_row() -> None:
     number = 0
     for page, text in TEXTS.items():
-        pages = (page, "summary", *(("a5-cpu",) if page == "controls-cpu" else ()))
+        pages = page, "summary"
         for line in text.splitlines():
             label = line.split("|")[1].strip() if line.startswith("| ") else ""
             for seeds in {found[0] for found in SEVERAL.finditer(line)} - NOT_RAW:
@@ -193,10 +193,10 @@ def test_every_figure_is_shown() -> None:
 
 def test_the_page_of_the_examples_has_the_numbers_of_the_runs() -> None:
     page = Path(ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    found = [runs_of("a5-cpu")[f"a5_cpu_heads_seed{seed}"] for seed in range(2)]
+    found = [runs_of("cpu")[f"a5_cpu_heads_seed{seed}"] for seed in range(2)]
     worst = min(run["sequence_accuracy"]["24"] for run in found)
     assert f"trained at length 6; {worst:.2f} of the sequences right at 24" in page
-    copied = runs_of("copying-cpu")["copy_cpu_heads_seed0"]["character_accuracy"]["12"]
+    copied = runs_of("cpu")["copy_cpu_heads_seed0"]["character_accuracy"]["12"]
     assert f"{copied:.2f} of the characters right at 12" in page
 
 

@@ -1,6 +1,5 @@
 """A language model of bytes on the source of Python's library, with every layer."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from research.experiments.plan import Experiment, Run, joined
@@ -25,36 +24,12 @@ COMPARED = {
 those of the table, among them the further one where the best of three is at an edge."""
 TUNING_SEED, SCORE = 100, "1024"
 """The seed that chooses a rate, and the length whose bits per byte it compares."""
-SEEDS = (0, 1, 2)
-SMALL = {
-    "bedouin": "--preset cpu",
-    "lstm": "--preset cpu --mixer-layer lstm --d-model 49",
-}
-"""What `make lm` trains on a CPU, and an LSTM of its size; 0.01 suits both best (seed 100)."""
 
 
-def _runs(layers: Mapping[str, str]) -> tuple[Run, ...]:
-    """Three seeds of every layer, whose flags are given by name."""
-    return tuple(
-        Run(f"{name}-seed{seed}", joined(flags, f"--seed {seed}"), "train_lm")
-        for name, flags in layers.items()
-        for seed in SEEDS
-    )
-
-
-def language_model_cpu() -> Experiment:
-    """The model of `make lm` and an LSTM, three seeds each."""
-    return Experiment(
-        "language-model-cpu",
-        "How many bits per byte does the model of make lm need on two CPU cores?",
-        _runs({name: joined(flags, "--device cpu") for name, flags in SMALL.items()}),
-    )
-
-
-def tuned_language_models(results: Path) -> tuple[Experiment, Experiment]:
+def language(results: Path) -> Experiment:
     """The rates of all compared layers, and three seeds of those whose rate is known."""
-    made = read_runs(results / "language-tuning")
-    tuning, reported = [], {}
+    made = read_runs(results / "language")
+    tuning, reported = [], []
     for name, flags in COMPARED.items():
         runs = {rate: made.get(f"{name}-{rate:g}", {}) for rate in (*RATES, *BEYOND.values())}
         bits = {
@@ -71,8 +46,9 @@ def tuned_language_models(results: Path) -> tuple[Experiment, Experiment]:
             seeded = joined(options[rate], f"--seed {TUNING_SEED}")
             tuning.append(Run(f"{name}-{rate:g}", seeded, "train_lm"))
         if bits.keys() >= set(rates):
-            reported[name] = options[min(rates, key=lambda rate: bits[rate])]
-    return (
-        Experiment("language-tuning", "Which learning rate for bytes?", tuple(tuning)),
-        Experiment("language", "How many bits per byte at the best rate?", _runs(reported)),
-    )
+            settled = options[min(rates, key=lambda rate: bits[rate])]
+            for seed in range(3):
+                seeded = joined(settled, f"--seed {seed}")
+                reported.append(Run(f"{name}-seed{seed}", seeded, "train_lm"))
+    question = "How many bits per byte at the best of several learning rates?"
+    return Experiment("language", question, (*tuning, *reported))
