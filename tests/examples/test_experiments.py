@@ -229,14 +229,16 @@ def test_further_figures_show_their_runs(tmp_path: Path, figures: list[Figure]) 
     ]
     add_runs(tmp_path / "length", {"s5-lstm_l1": {"rows": rows}})
     for name, value in {"k0": 0.5, "k1": 0.6, "k2-beta2": 0.9, "k4-unfed": 0.7}.items():
-        row = {"accuracy": dict.fromkeys(("40", "256"), {"token": [value]})}
-        add_runs(tmp_path / "bedouin", {f"parity-{name}": {"rows": [row]}})
+        row = {"accuracy": dict.fromkeys(("16", "128", "512"), {"token": [value]})}
+        same = {f"a5-{name}": {"rows": [row]}, "training-paper": {"rows": [row]}}
+        add_runs(tmp_path / "bedouin", same)
     board = {"labels": [0] * 64, "found": [[0] * 62 + [1, 2]]}
     add_runs(tmp_path / "chess", {"chess-1m-bedouin": {"rows": [{"boards": {"200": board}}]}})
     write_figures(summary, tmp_path)
     starts, reflections, boards = (figure.axes for figure in figures[4:])
     assert ydata(starts[5]) == [[0.2], [0.9]] and ydata(starts[0]) == []
-    assert ydata(reflections[3]) == [[0.5, 0.9], [0.5, 0.6], [], [0.7]]
+    assert ydata(reflections[1]) == [[0.5, 0.9], [0.5, 0.6], [], [0.7]]
+    assert ydata(reflections[2]) == [[0.7]]
     assert boards[1].get_title() == "Bedouin: 2 squares wrong"
     assert [len(panel.patches) for panel in boards] == [0, 2, 0]
     add_runs(tmp_path / "chess", {"chess-1m-lstm_l1": {"rows": [{"boards": {"60": board}}]}})
