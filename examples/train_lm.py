@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from bedouin import SequenceModel
+from bedouin.baselines import Attention
 from common.options import MakeLayer, RunConfig, make_layer, parse_config
 from common.run import Run
 from common.script import run_script
@@ -38,6 +39,8 @@ class LanguageConfig(TextOptions, RunConfig):
 
     mlp_expand: Positive | None = None  # Width of MLPs as a multiple of d_model; None: no MLPs.
     batch_size: Count = 64  # Rows of an optimizer step, those of all processes together.
+    attention_every: Count | None = None
+    """Every so many layers one of attention, with d_model / 64 heads; None: none."""
     accumulate: Count = 1  # Parts of a batch, whose gradients are added up, to need less memory.
     shard: bool = False
     """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2)."""
@@ -107,7 +110,11 @@ PRESETS = {"cpu": CPU, "gpu": GPU}
 def make_model(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:
     """Embedding, residual blocks with MLPs, head, (b, t) -> (b, t, v), made from the seed."""
     torch.manual_seed(config.seed)
-    layers = [make_layer(config) for _ in range(config.num_layers)]
+    every, heads = config.attention_every or config.num_layers + 1, max(1, config.d_model // 64)
+    layers = [
+        make_layer(config) if i % every else Attention(config.d_model, num_heads=heads)
+        for i in range(1, config.num_layers + 1)
+    ]
     return SequenceModel(VOCABULARY, config.d_model, layers, mlp_expand=config.mlp_expand)
 
 

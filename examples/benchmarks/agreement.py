@@ -20,7 +20,8 @@ from bedouin.solvers import Direct, FixedCap, Jacobi, Picard, Solver
 from benchmarks.cost import linear_maps
 from benchmarks.packed import bounds_of, lengths_of
 from benchmarks.setting import Setting, Shape
-from benchmarks.subjects import LINEAR_RTOL, scan_inputs
+from benchmarks.subjects import LINEAR_RTOL, kimi, scan_inputs
+from research.rivals import KimiDeltaAttention
 
 FLOAT32 = 1e-4
 """Bound of the relative 2-norm: rounding in float32 over TOKENS tokens, with a margin."""
@@ -56,6 +57,15 @@ def explicit_agrees(setting: Setting, shape: Shape, *, kind: type[nn.Module]) ->
     reference = copy.deepcopy(layer).double()
     x = setting.randn(shape.b, 8 * shape.t, setting.m)
     _compare(kind.__name__, setting, _results(layer, x), _results(reference, x.double()))
+
+
+def kimi_agrees(setting: Setting, shape: Shape) -> None:
+    """FLA's kernels against plain PyTorch. Not in float32, whose products are those of TF32."""
+    if setting.precision == "float32":
+        return
+    x = setting.randn(shape.b, 8 * shape.t, setting.m)
+    reference = kimi(setting, KimiDeltaAttention).float()
+    _compare("KDA", setting, _results(kimi(setting), x), _results(reference, x.float()))
 
 
 def linear_agrees(setting: Setting, shape: Shape) -> None:

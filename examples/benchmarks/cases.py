@@ -13,7 +13,7 @@ from bedouin.baselines import Mamba
 from bedouin.solvers import Adjoint, ImplicitAdjoint, Jacobi, OneStepAdjoint, Picard
 from benchmarks import agreement, special, subjects
 from benchmarks import packed as documents
-from benchmarks.measure import Context, Numbers, Subject, measure_subject
+from benchmarks.measure import Context, Numbers, Subject, layer_subject, measure_subject
 from benchmarks.setting import Setting, Shape
 
 Measure = Callable[[Context, Shape], Numbers]
@@ -150,6 +150,13 @@ CASES = (
     _heads(16),
     Case("lstm", "LSTM (cuDNN on a GPU)", _subject(subjects.lstm)),
     *_explicit(),
+    Case(
+        "kimi-fla",
+        "Kimi Delta Attention, kernels of FLA",
+        _subject(lambda setting, shape: layer_subject(subjects.kimi(setting), setting, shape)),
+        agrees=agreement.kimi_agrees,
+        needs=("fla",),
+    ),
     _picard("", OneStepAdjoint()),
     _picard("-exact", ImplicitAdjoint()),
     Case("scan", "scan alone", _subject(subjects.scan), agrees=agreement.scan_agrees),

@@ -16,6 +16,7 @@ from bedouin.solvers import Adjoint, FixedCap, Jacobi, Picard
 from benchmarks.cost import SCAN_BACKWARD, scan_cost
 from benchmarks.measure import Subject, layer_subject
 from benchmarks.setting import Setting, Shape
+from research.rivals import KimiDeltaAttention
 
 CAP = 16
 """Iterations of the parallel solvers, as many as in the faster timing of the paper's code."""
@@ -57,6 +58,26 @@ def lstm(setting: Setting, shape: Shape) -> Subject:
     module = nn.LSTM(setting.m, setting.d, batch_first=True, **options)
     subject = layer_subject(module, setting, shape, steps=shape.t)
     return replace(subject, function=lambda x: module(x)[0])
+
+
+class FlaKimiDeltaAttention(KimiDeltaAttention):
+    """Kimi Delta Attention with the kernels of flash-linear-attention."""
+
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor
+    ) -> Tensor:
+        from fla.ops.kda import chunk_kda
+
+        q, k, v = (u.to(self.out_proj.weight.dtype) for u in (q, k, v))
+        o, _ = chunk_kda(q, k, v, decay, write.squeeze(-1), scale=1.0)
+        return o.float()
+
+
+def kimi(setting: Setting, kind: type[KimiDeltaAttention] = FlaKimiDeltaAttention) -> nn.Module:
+    """Kimi Delta Attention with heads of 64 channels and about as many as the LSTM in all."""
+    torch.manual_seed(0)
+    layer = kind(setting.m, num_heads=setting.d // 64, head_dim=64, d_conv=4)
+    return layer.to(setting.device, setting.dtype)
 
 
 def scan_inputs(setting: Setting, shape: Shape) -> tuple[Tensor, ...]:

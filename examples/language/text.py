@@ -32,6 +32,8 @@ class TextOptions:
     """Folder of the text, with all folders below it, of which one file of 16, chosen by a hash of
     its name, is held out; or one file, whose last sixteenth is held out. None: the source of
     Python's library, without its tests."""
+    packages: bool = False
+    """Read the source of all installed packages in the place of Python's library."""
     pattern: str | None = None
     """Names of the files in the folder; None: all that are not hidden, or *.py without --text."""
     length: Count = 1024  # Tokens of a training row; documents in a row are kept apart.
@@ -111,7 +113,7 @@ def read_corpora(options: TextOptions) -> tuple[Corpus, Corpus]:
 
     Raises UsageError if there is nothing for one of the two, or not a row to train with.
     """
-    files, pattern = _read(options.text, options.pattern), options.pattern
+    files, pattern = _read(options), options.pattern
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     if len(files) == 1:
         ((_, content),) = files
@@ -150,14 +152,18 @@ def make_corpus(documents: list[bytes]) -> Corpus:
     return Corpus(torch.cat(pieces), lengths.cumsum(0))
 
 
-def _read(text: Path | None, pattern: str | None) -> list[tuple[str, bytes]]:
-    """The names below `text` and the contents of all files. A file with several names, by links,
-    counts once, if possible by the name that is no link."""
+def _read(options: TextOptions) -> list[tuple[str, bytes]]:
+    """The names below the folder and the contents of all files. A file with several names, by
+    links, counts once, if possible by the name that is no link."""
+    text, pattern = options.text, options.pattern
+    if text is not None and options.packages:
+        raise UsageError(f"--packages is for runs without --text, got {text}: leave one out")
     if text is not None and text.is_file():
         if pattern is not None:
             raise UsageError(f"--pattern is for a folder, got the file {text}: leave it out")
         return [(text.name, text.read_bytes())]
-    root = Path(sysconfig.get_path("stdlib")) if text is None else text
+    installed = Path(sysconfig.get_path("purelib" if options.packages else "stdlib"))
+    root = installed if text is None else text
     if not root.is_dir():
         raise UsageError(f"--text must be a file or a folder, got {root}, which does not exist")
     if pattern is None and text is None:

@@ -102,7 +102,7 @@ class Config:
 def experiments() -> dict[str, Experiment]:
     """Every experiment by name."""
     found = (
-        *(CPU, GPU_PRESETS, heads(), language(RESULTS)),
+        *(CPU, GPU_PRESETS, heads(), *language(RESULTS)),
         *(*tables(RESULTS), *further(RESULTS)),
     )
     return {experiment.name: experiment for experiment in found}

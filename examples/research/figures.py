@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
 from research.experiments.further import LAYERS, SIZES, TRAININGS
+from research.experiments.language_model import LARGE_MODELS
 from research.experiments.table import Runs
 from research.runs import read_runs
 from research.summary import CHESS, MEASURES, NAMES, Models
@@ -236,6 +237,32 @@ def figure_of_reflections(runs: Runs) -> Figure | None:
     return figure
 
 
+def figure_of_bits(runs: Runs) -> Figure | None:
+    """Bits per byte of the large language models against steps, and against seconds of training: a
+    line for the first seed of each. Runs that shared a GPU have too many seconds."""
+    found = {name: run for name in LARGE_MODELS if (run := runs.get(f"{name}-seed0"))}
+    if not found:
+        return None
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    by_step, by_second = figure.subplots(1, 2, sharey=True)
+    for color, (name, run) in enumerate(found.items()):
+        size = run["config"]["batch_size"] * run["config"]["length"]
+        points, before, seconds = [], 0, 0.0
+        for entry in run["history"]:
+            steps = entry["step"] - before
+            seconds += steps * size / entry["tokens_per_second"]["training"]
+            before += steps
+            points.append((before, seconds, entry["bits_per_byte"]["2048"]))
+        for panel, place in ((by_step, 0), (by_second, 1)):
+            bits = [point[2] for point in points]
+            label = LARGE_MODELS[name][0]
+            panel.plot([p[place] for p in points], bits, color=f"C{color}", label=label)
+    by_step.set(xlabel="steps of 65,536 tokens", ylabel="bits per byte")
+    by_second.set(xlabel="seconds")
+    by_second.legend(fontsize="small")
+    return figure
+
+
 def figure_of_boards(runs: Runs) -> Figure | None:
     """The last board of a test game, and what the first seed of each model of 1 M parameters says,
     with its errors in red. Raises ValueError if the runs show several games."""
@@ -280,6 +307,7 @@ FURTHER: dict[str, Callable[[Runs], Figure | None]] = {
     "length/length.png": figure_of_starts,
     "bedouin/bedouin.png": figure_of_reflections,
     "chess/board.png": figure_of_boards,
+    "language-large/bits.png": figure_of_bits,
 }
 """The figures of further experiments by their files, each of the runs of its folder."""
 

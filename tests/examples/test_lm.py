@@ -144,14 +144,29 @@ def test_a_folder_is_read_without_a_pattern_and_each_file_once(tmp_path: Path) -
 def test_the_library_is_read_without_its_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    packages = tmp_path / "site-packages"
+    places = {"stdlib": str(tmp_path), "purelib": str(packages)}
+    monkeypatch.setattr("sysconfig.get_path", places.get)
     for i in range(40):
         (tmp_path / f"module{i}.py").write_text("x")
     for folder in ("test", "site-packages"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "more.py").write_text("y")
     (tmp_path / "notes.txt").write_text("z")
-    assert sum(corpus.num_bytes for corpus in read_corpora(TextOptions(length=1))) == 40
+    for i in range(50):
+        (packages / f"package{i}.py").write_text("xy")
+    options = TextOptions(length=1)
+    assert sum(corpus.num_bytes for corpus in read_corpora(options)) == 40
+    options = TextOptions(length=1, packages=True)
+    assert sum(corpus.num_bytes for corpus in read_corpora(options)) == 101
+    with pytest.raises(UsageError, match="--packages is for runs without --text, got"):
+        read_corpora(TextOptions(text=packages, packages=True))
+
+
+def test_a_hybrid_has_attention_in_its_place() -> None:
+    config = dataclasses.replace(train_lm.CPU, num_layers=4, attention_every=2)
+    kinds = [type(mixer).__name__ for mixer in make_model(config).mixers]
+    assert kinds == ["Bedouin", "Attention"] * 2
 
 
 class Uniform(nn.Module):
@@ -290,8 +305,8 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     made = {
         n: run for n, run in read_runs(RESULTS / "language").items() if not n.startswith("recall")
     }
-    reported = [run for run in language(RESULTS).runs if "-seed" in run.name]
-    tuning = [run for run in language(RESULTS).runs if run not in reported]
+    reported = [run for run in language(RESULTS)[0].runs if "-seed" in run.name]
+    tuning = [run for run in language(RESULTS)[0].runs if run not in reported]
     rates = {name for name in made if re.search(r"-0\.\d+$", name)}
     assert {run.name for run in tuning} == rates
     configs = parsed(tuning)
@@ -305,7 +320,7 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
         best = min(own, key=lambda rate: float(made[rate]["bits_per_byte"][SCORE]))
         assert made[run.name]["config"]["lr"] == config.lr == float(best.rpartition("-")[2])
         assert config.seed == int(seed)
-    untuned = language(tmp_path).runs
+    untuned = language(tmp_path)[0].runs
     assert len(untuned) == len(RATES) * len(COMPARED)
     assert {config.seed for config in parsed(untuned)} == {TUNING_SEED}
 

@@ -216,6 +216,17 @@ def test_the_table_of_results_is_that_of_the_raw_results(start: str) -> None:
     assert set(rivals.split(", ")) <= set(shown)
 
 
+def test_the_row_of_chess_is_that_of_the_raw_results() -> None:
+    boards = {model: of["boards_120"] for model, of in summary()["chess"].items()}
+    _, tracking, _, others, words = cells_of(README, "chess")
+    own, lstm = spread(boards["bedouin"]), spread(boards["lstm_l1"])
+    assert tracking == spread(boards["tracking"])
+    assert others == f"**`Bedouin` {own}**, LSTM {lstm}"
+    means = [f"{fmean(boards[rival]):.2f}" for rival in ("gated_deltanet_l1", "attention_l2")]
+    assert "Gated DeltaNet has {}, attention {}.".format(*means) in words
+    assert min(boards.pop("bedouin")) > max(v for values in boards.values() for v in values)
+
+
 def bits_of(name: str) -> list[float]:
     """Bits per byte of the seeds of a language model."""
     runs = [runs_of("language")[f"{name}-seed{seed}"] for seed in range(3)]

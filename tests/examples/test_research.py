@@ -21,13 +21,12 @@ from torch.nn import functional as F
 from torch.nn.functional import one_hot
 
 import train_a5
-from bedouin import Bedouin
 from bedouin.solvers import SolveStats
 from bedouin.tasks import stream
 from common.evaluation import accuracy_figure, solve_scores
 from common.run import Scores, as_json
 from flags import UsageError
-from research import experiment, games, iterations, parameters, states, summarize, summary
+from research import experiment, games, iterations, states, summarize, summary
 from research.data import metrics, predictions
 from research.experiments.further import SIZES, further
 from research.figures import figure_of_boards
@@ -77,38 +76,6 @@ def test_states_of_a_run_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "states.png").stat().st_size > 1000
 
 
-RESULTS = Path(parameters.__file__).parents[1] / "results"
-
-
-def test_numbers_are_those_of_the_layers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    out = tmp_path / "sizes.json"
-    config = parameters.Config((16,), num_householder=2, num_heads=(1, 4), length=6, out=out)
-    parameters.main(config)
-    printed = capsys.readouterr().out
-    report = json.loads(out.read_text())
-    rows = [parameters.Sizes(**row) for row in report["layers"]]
-    assert printed.splitlines() == parameters.table(rows) and report["config"]["length"] == 6
-    found = {row.layer: row for row in rows}
-    for heads, title in ((1, "Bedouin, 1 head"), (4, "Bedouin, 4 heads")):
-        layer = Bedouin(16, num_heads=heads, num_householder=2)
-        assert found[title].parameters == sum(p.numel() for p in layer.parameters())
-        assert found[title].state_bytes == 4 * (32 * 16 + 32)
-    assert f"| 16 | Mamba | {found['Mamba'].parameters:,} | 1.00 |" in printed
-    # keys and values
-    assert found["Attention"].state_bytes == 2 * 4 * 6 * 16
-    with pytest.raises(ValueError, match="--num-heads must divide the 32 inner channels"):
-        parameters.Config(d_model=(16,), num_heads=(3,))
-
-
-def test_the_table_is_that_of_the_raw_file() -> None:
-    report = json.loads((RESULTS / "parameters" / "parameters.json").read_text())
-    # the page shows one width of three
-    rows = [parameters.Sizes(**row) for row in report["layers"] if row["d_model"] == 512]
-    assert "\n".join(parameters.table(rows)) in (RESULTS / "parameters" / "README.md").read_text()
-
-
 SCORES: Scores = {
     "accuracy": {"6": 0.995, "12": 0.5},
     "sequence_accuracy": {"6": 0.98, "12": 0.25},
@@ -150,7 +117,7 @@ def test_figure_refuses_runs_that_do_not_belong_together(runs: list[Scores]) -> 
 
 
 def test_three_seeds_become_one_figure(tmp_path: Path, figures: list[Figure]) -> None:
-    paths = tuple(RESULTS / "cpu" / f"a5_cpu_seed{seed}" for seed in range(3))
+    paths = tuple(experiment.RESULTS / "cpu" / f"a5_cpu_seed{seed}" for seed in range(3))
     summarize.main(summarize.Config(paths, tmp_path / "f.png"))
     axes = figures[0].axes[0]
     assert (

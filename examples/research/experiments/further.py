@@ -7,6 +7,7 @@ runs side by side take about half.
 
     length            1,000     bedouin, "training-*"   1,000     bedouin --only "a5-*"   1,800
     chess, "*-1m-*"   1,500     bedouin, "parity-*"     1,900     chess, "*-4m-*"         4,000
+    wide              8,000
 
 The rivals of the table, `gdn2_l1`, `kda_l1` and `mamba3_l1`, are runs of "table-tuning" (1,900) and
 "table" (2,300).
@@ -71,10 +72,20 @@ TRAININGS = {
 }
 """How two reflections are trained, what a figure calls it, and flags; paper: as Fixed-Point RNNs,
 section 4.4, with random caps on the solver's steps."""
+SMALL = (
+    "--d-model 64 --num-heads 1 --num-householder 2 --beta-max 2 --batch-size 64 --length 8 "
+    "--eval-lengths 8 16 --curriculum quadruple --curriculum-until 0.4 --schedule hold "
+    "--steps 5000 --log-every 100 --lr 2e-3 --seeds 1 --first-seed 103 --device cpu"
+)
+"""The same on a CPU, at length 8."""
 PAPER_LAYER = (
     "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
 )
 """That of the paper but for the norms, which `Bedouin.from_paper` leaves out."""
+
+
+WIDE = ("tracking", "lstm_l1", "gated_deltanet_l1", "hybrid_l2", "attention_l2")
+"""Models of the table at d_model 512, in the forms that were chosen at 256."""
 
 
 def tuned(options: Mapping[str, str], made: Mapping[str, Any]) -> list[Run]:
@@ -126,13 +137,22 @@ def further(results: Path) -> list[Experiment]:
             layers[f"{task}-{name}"] = joined(flags, RECIPE, NARROW, LAYERS[name])
     for name, layer in FARTHER.items():
         layers[name] = joined(TASKS["a5"], RECIPE, NARROW, layer)
+    wide = {
+        f"{task}-{model}": joined(flags, RECIPE, "--d-model 512", layer_flags(choice[0]))
+        for task, flags in TASKS.items()
+        for model in WIDE
+        if (choice := table.settled(runs, gate, task, model)) is not None
+    }
     base = joined(TASKS["a5"], RECIPE, NARROW, SHORT)
     how = [Run(f"training-{name}", joined(base, flags)) for name, (_, flags) in TRAININGS.items()]
     how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"][1], PAPER_LAYER)))
+    how += [Run(f"small-{name}", joined(SMALL, flags)) for name, (_, flags) in TRAININGS.items()]
     bedouin = how + tuned(layers, read_runs(results / "bedouin"))
     chess = tuned(games, read_runs(results / "chess"))
+    wider = tuned(wide, read_runs(results / "wide"))
     return [
         Experiment("length", "How far do models track from states of their own?", tuple(length)),
         Experiment("bedouin", "What are reflections, feedback and training for?", tuple(bedouin)),
         Experiment("chess", "Which layer knows the board after 60 to 200 plies?", tuple(chess)),
+        Experiment("wide", "Does width help, with rates of its own?", tuple(wider)),
     ]

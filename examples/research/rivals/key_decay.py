@@ -63,6 +63,12 @@ class GatedDeltaNet2(nn.Module):
         erase, write = torch.sigmoid(raw).unflatten(-1, (2, self.num_heads, -1)).unbind(-3)
         return 2 * erase, write
 
+    def rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor
+    ) -> Tensor:  # (b, t, h, p), but for strengths (b, t, h, 1) or so
+        """The recurrence with logarithms of decays, b and w."""
+        return key_decay_rule(q, k, erase * k, write * v, decay)
+
     def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
         h, p = self.num_heads, self.head_dim
         qkv, _ = self.conv(self.qkv_proj(x), x.new_zeros(len(x), *self.conv.window_size))
@@ -75,7 +81,7 @@ class GatedDeltaNet2(nn.Module):
             erase, write = self.strengths(raw)
             dt = F.softplus(f + self.dt_bias).unflatten(-1, (h, -1))
             decay = -self.A_log.exp().unsqueeze(-1) * dt
-            o = key_decay_rule(q, k, erase * k, write * v, decay)
+            o = self.rule(q, k, v, decay, erase, write)
             o = F.rms_norm(o, o.shape[-1:], self.norm_weight, NORM_EPS).flatten(-2)
             o = (o * torch.sigmoid(gate)).to(low)
         output: Tensor = self.out_proj(o)
