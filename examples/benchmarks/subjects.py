@@ -69,7 +69,7 @@ class FlaKimiDeltaAttention(KimiDeltaAttention):
         from fla.ops.kda import chunk_kda
 
         q, k, v = (u.to(self.out_proj.weight.dtype) for u in (q, k, v))
-        o, _ = chunk_kda(q, k, v, decay, write.squeeze(-1), scale=1.0)
+        o: Tensor = chunk_kda(q, k, v, decay, write.squeeze(-1), scale=1.0)[0]
         return o.float()
 
 

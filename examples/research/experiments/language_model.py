@@ -1,5 +1,6 @@
 """A language model of bytes on the source of Python's library, with every layer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from research.experiments.plan import Experiment, Run, joined
@@ -72,7 +73,7 @@ def language(results: Path) -> tuple[Experiment, ...]:
 def _runs(
     folder: Path,
     common: str,
-    models: dict[str, tuple[str, tuple[float, ...]]],
+    models: Mapping[str, tuple[str, tuple[float, ...]]],
     score: str,
     seeds: int,
 ) -> tuple[Run, ...]:
