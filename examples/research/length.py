@@ -68,7 +68,7 @@ class Continued(Ensemble):
         """A layer's state with noise where it is asked for, and zeros where rows begin anew; the
         window of a convolution has no noise."""
         found = []
-        for name, v in zip(state._fields, state, strict=True):
+        for name, v in state._asdict().items():  # without an absent convolution
             if self.kind == "noise" and not name.endswith("conv"):
                 v = v + NOISE * v.square().mean().sqrt() * torch.randn_like(v)
             found.append(torch.where(goes_on.view(-1, *[1] * (v.dim() - 1)), v, 0))

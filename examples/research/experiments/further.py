@@ -114,6 +114,8 @@ def further(results: Path) -> list[Experiment]:
                 length.append(Run(f"{task}-from64-more-{model}", more))
             else:
                 length.append(Run(f"{task}-{model}", options))
+    own = joined(TASKS["a5"], LONG, RECIPE, NARROW, "--num-householder 2 --lr 2e-3 --length 64")
+    length.append(Run("a5-from64-bedouin", own))
     for model in ("tracking", "hybrid_l2"):
         form, rate = table.settled(runs, gate, "bound_a5", model) or (model, 2e-3)
         options = joined(TASKS["bound_a5"], BOUND, RECIPE, NARROW, layer_flags(form))
