@@ -24,6 +24,14 @@ from research.runs import read_runs
 
 RATES = "5e-4 1e-3 2e-3"
 LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noise"
+BEDOUIN = {
+    "a5": "--num-householder 2 --lr 2e-3",
+    "a5-from64": "--num-householder 2 --lr 2e-3 --length 64",
+    "a5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
+    "s5": "--num-householder 2 --lr 2e-3",
+    "s5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
+}
+"""Fixed-point layers whose rows become longer: four heads of 128 channels, or one of 512."""
 BOUND = "--eval-definitions 16 16 16 --eval-lengths 32 128 512 --seeds 3"
 CHESS = "--task chess --length 60 --eval-lengths 60 120 200 --batch-size 128 --steps 6000"
 HEADS = "--num-heads 8 --num-householder 2 --d-state 64"
@@ -114,8 +122,9 @@ def further(results: Path) -> list[Experiment]:
                 length.append(Run(f"{task}-from64-more-{model}", more))
             else:
                 length.append(Run(f"{task}-{model}", options))
-    own = joined(TASKS["a5"], LONG, RECIPE, NARROW, "--num-householder 2 --lr 2e-3 --length 64")
-    length.append(Run("a5-from64-bedouin", own))
+    for name, flags in BEDOUIN.items():
+        task = TASKS[name.partition("-")[0]]
+        length.append(Run(f"{name}-bedouin", joined(task, LONG, RECIPE, NARROW, flags)))
     for model in ("tracking", "hybrid_l2"):
         form, rate = table.settled(runs, gate, "bound_a5", model) or (model, 2e-3)
         options = joined(TASKS["bound_a5"], BOUND, RECIPE, NARROW, layer_flags(form))
