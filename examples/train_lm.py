@@ -40,7 +40,7 @@ class LanguageConfig(TextOptions, RunConfig):
     mlp_expand: Positive | None = None  # Width of MLPs as a multiple of d_model; None: no MLPs.
     batch_size: Count = 64  # Rows of an optimizer step, those of all processes together.
     attention_every: Count | None = None
-    """Every so many layers one of attention, with d_model / 64 heads; None: none."""
+    """Each layer whose number is a multiple of this is attention, with d_model / 64 heads."""
     accumulate: Count = 1  # Parts of a batch, whose gradients are added up, to need less memory.
     shard: bool = False
     """Distribute parameters, gradients and the optimizer's state over several GPUs (FSDP2)."""
@@ -110,9 +110,11 @@ PRESETS = {"cpu": CPU, "gpu": GPU}
 def make_model(config: LanguageConfig, make_layer: MakeLayer = make_layer) -> SequenceModel:
     """Embedding, residual blocks with MLPs, head, (b, t) -> (b, t, v), made from the seed."""
     torch.manual_seed(config.seed)
-    every, heads = config.attention_every or config.num_layers + 1, max(1, config.d_model // 64)
+    every, heads = config.attention_every, max(1, config.d_model // 64)
     layers = [
-        make_layer(config) if i % every else Attention(config.d_model, num_heads=heads)
+        make_layer(config)
+        if every is None or i % every
+        else Attention(config.d_model, num_heads=heads)
         for i in range(1, config.num_layers + 1)
     ]
     return SequenceModel(VOCABULARY, config.d_model, layers, mlp_expand=config.mlp_expand)

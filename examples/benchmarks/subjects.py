@@ -74,7 +74,7 @@ class FlaKimiDeltaAttention(KimiDeltaAttention):
 
 
 def kimi(setting: Setting, kind: type[KimiDeltaAttention] = FlaKimiDeltaAttention) -> nn.Module:
-    """Kimi Delta Attention with heads of 64 channels and about as many as the LSTM in all."""
+    """Kimi Delta Attention with heads of 64 channels, in all as many channels as the LSTM has."""
     torch.manual_seed(0)
     layer = kind(setting.m, num_heads=setting.d // 64, head_dim=64, d_conv=4)
     return layer.to(setting.device, setting.dtype)

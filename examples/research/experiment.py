@@ -16,8 +16,8 @@ run is looked up whenever a run has ended, because runs of "table-tuning" decide
 in place of those of an earlier run of its name (`research/runs.py`), or its error, after which it
 is made again. The list has, for every run, its command and, once it has been made, its device, its
 seconds and its seeds, with the number of those that failed. `--summary` writes OUT/summary.json,
-OUT/both.png and OUT/lengths.png from the runs of "table" and "table-more", and what there is of
-"length", "bedouin" and "chess" (`figures.py`), and prints the tables of "table" and of "chess".
+OUT/both.png and OUT/lengths.png from the runs of "table" and "table-more", the figures of further
+experiments whose runs have been made (`figures.py`), and prints the tables of "table" and "chess".
 """
 
 import json

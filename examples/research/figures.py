@@ -246,17 +246,13 @@ def figure_of_bits(runs: Runs) -> Figure | None:
     figure = Figure(figsize=(8.0, 3.6), layout="constrained")
     by_step, by_second = figure.subplots(1, 2, sharey=True)
     for color, (name, run) in enumerate(found.items()):
-        size = run["config"]["batch_size"] * run["config"]["length"]
-        points, before, seconds = [], 0, 0.0
-        for entry in run["history"]:
-            steps = entry["step"] - before
-            seconds += steps * size / entry["tokens_per_second"]["training"]
-            before += steps
-            points.append((before, seconds, entry["bits_per_byte"]["2048"]))
-        for panel, place in ((by_step, 0), (by_second, 1)):
-            bits = [point[2] for point in points]
-            label = LARGE_MODELS[name][0]
-            panel.plot([p[place] for p in points], bits, color=f"C{color}", label=label)
+        history, size = run["history"], run["config"]["batch_size"] * run["config"]["length"]
+        steps = np.array([entry["step"] for entry in history])
+        speeds = np.array([entry["tokens_per_second"]["training"] for entry in history])
+        seconds = np.cumsum(np.diff(steps, prepend=0) * size / speeds)
+        bits = [entry["bits_per_byte"]["2048"] for entry in history]
+        for panel, places in ((by_step, steps), (by_second, seconds)):
+            panel.plot(places, bits, color=f"C{color}", label=LARGE_MODELS[name][0])
     by_step.set(xlabel="steps of 65,536 tokens", ylabel="bits per byte")
     by_second.set(xlabel="seconds")
     by_second.legend(fontsize="small")

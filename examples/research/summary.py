@@ -21,7 +21,7 @@ from research.experiments.table import (
     tuned_on,
     tuning_rows,
 )
-from research.runs import read_runs  # noqa: E402
+from research.runs import read_runs
 
 Models = dict[str, dict[str, Any]]
 """By model: measures, each a list over the seeds, and its number of tuning runs."""
@@ -144,8 +144,10 @@ def markdown(results: Path, tasks: Collection[str] = TASKS) -> str:
     summary, lines = summarize(results), []
     earlier = set(EARLIER[1:])
     runs = read_runs(results / REPORTED_RUNS[0]) | read_runs(results / "chess")
-    for task in (task for task in summary if task in tasks):
-        models = {m: numbers for m, numbers in summary[task].items() if m not in earlier}
+    for task, of in summary.items():
+        if task not in tasks:
+            continue
+        models = {model: numbers for model, numbers in of.items() if model not in earlier}
         begin = CHESS.get(task, task)
         rows = {model: next(iter(rows_of(runs, f"{begin}-{model}")), {}) for model in models}
         sizes = [row["parameters"] for row in rows.values() if "parameters" in row]

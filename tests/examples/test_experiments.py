@@ -230,8 +230,8 @@ def test_further_figures_show_their_runs(tmp_path: Path, figures: list[Figure]) 
     add_runs(tmp_path / "length", {"s5-lstm_l1": {"rows": rows}})
     for name, value in {"k0": 0.5, "k1": 0.6, "k2-beta2": 0.9, "k4-unfed": 0.7}.items():
         row = {"accuracy": dict.fromkeys(("16", "128", "512"), {"token": [value]})}
-        same = {f"a5-{name}": {"rows": [row]}, "training-paper": {"rows": [row]}}
-        add_runs(tmp_path / "bedouin", same)
+        add_runs(tmp_path / "bedouin", {f"a5-{name}": {"rows": [row]}})
+    add_runs(tmp_path / "bedouin", {"training-paper": {"rows": [row]}})
     board = {"labels": [0] * 64, "found": [[0] * 62 + [1, 2]]}
     add_runs(tmp_path / "chess", {"chess-1m-bedouin": {"rows": [{"boards": {"200": board}}]}})
     write_figures(summary, tmp_path)

@@ -305,8 +305,9 @@ def test_languages_are_reported_at_the_best_rate(tmp_path: Path) -> None:
     made = {
         n: run for n, run in read_runs(RESULTS / "language").items() if not n.startswith("recall")
     }
-    reported = [run for run in language(RESULTS)[0].runs if "-seed" in run.name]
-    tuning = [run for run in language(RESULTS)[0].runs if run not in reported]
+    runs = language(RESULTS)[0].runs
+    reported = [run for run in runs if "-seed" in run.name]
+    tuning = [run for run in runs if run not in reported]
     rates = {name for name in made if re.search(r"-0\.\d+$", name)}
     assert {run.name for run in tuning} == rates
     configs = parsed(tuning)

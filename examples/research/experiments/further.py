@@ -24,14 +24,14 @@ from research.runs import read_runs
 
 RATES = "5e-4 1e-3 2e-3"
 LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noise"
-BEDOUIN = {
+FIXED_POINT = {
     "a5": "--num-householder 2 --lr 2e-3",
     "a5-from64": "--num-householder 2 --lr 2e-3 --length 64",
     "a5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
     "s5": "--num-householder 2 --lr 2e-3",
     "s5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
 }
-"""Fixed-point layers whose rows become longer: four heads of 128 channels, or one of 512."""
+"""Fixed-point layers of "length", with four heads of 128 channels or one of 512."""
 BOUND = "--eval-definitions 16 16 16 --eval-lengths 32 128 512 --seeds 3"
 CHESS = "--task chess --length 60 --eval-lengths 60 120 200 --batch-size 128 --steps 6000"
 HEADS = "--num-heads 8 --num-householder 2 --d-state 64"
@@ -62,11 +62,6 @@ LAYERS = {
 """Four heads of 128 channels; "unfed": without feedback."""
 SOME = ("k0", "k2", "k2-beta2", "k2-unfed")
 """Those for S5, copying and brackets, on which there are 24 runs each."""
-FARTHER = {
-    "a5-one_head": "--num-heads 1 --num-householder 2 --steps 6000",
-    "a5-from64": "--length 64 --num-householder 2 --steps 6000",
-}
-"""What may track A5 farther: one head of 512 channels, and longer rows."""
 
 SHORT = "--num-householder 2 --beta-max 2 --steps 3000 --batch-size 128 --seeds 3"
 PICARD = "--solver picard --rtol 0.1 --no-graph"
@@ -85,12 +80,11 @@ SMALL = (
     "--eval-lengths 8 16 --curriculum quadruple --curriculum-until 0.4 --schedule hold "
     "--steps 5000 --log-every 100 --lr 2e-3 --seeds 1 --first-seed 103 --device cpu"
 )
-"""The same on a CPU, at length 8."""
+"""The same trainings on a CPU, at length 8."""
 PAPER_LAYER = (
     "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
 )
 """That of the paper but for the norms, which `Bedouin.from_paper` leaves out."""
-
 
 WIDE = ("tracking", "lstm_l1", "gated_deltanet_l1", "hybrid_l2", "attention_l2")
 """Models of the table at d_model 512, in the forms that were chosen at 256."""
@@ -122,9 +116,11 @@ def further(results: Path) -> list[Experiment]:
                 length.append(Run(f"{task}-from64-more-{model}", more))
             else:
                 length.append(Run(f"{task}-{model}", options))
-    for name, flags in BEDOUIN.items():
-        task = TASKS[name.partition("-")[0]]
-        length.append(Run(f"{name}-bedouin", joined(task, LONG, RECIPE, NARROW, flags)))
+    for name, flags in FIXED_POINT.items():
+        task = joined(
+            TASKS[name.partition("-")[0]], LONG, "--eval-lengths 128 512 2048 16384 131072"
+        )
+        length.append(Run(f"{name}-bedouin", joined(task, RECIPE, NARROW, flags)))
     for model in ("tracking", "hybrid_l2"):
         form, rate = table.settled(runs, gate, "bound_a5", model) or (model, 2e-3)
         options = joined(TASKS["bound_a5"], BOUND, RECIPE, NARROW, layer_flags(form))
@@ -139,15 +135,12 @@ def further(results: Path) -> list[Experiment]:
         for task, flags in (("a5", TASKS["a5"]), ("parity", LANGUAGES["parity"]))
         for name, layer in LAYERS.items()
     }
-    for task, flags in (
-        ("s5", TASKS["s5"]),
-        ("copy", TASKS["copy"]),
-        ("brackets", LANGUAGES["brackets"]),
-    ):
-        for name in SOME:
-            layers[f"{task}-{name}"] = joined(flags, RECIPE, NARROW, LAYERS[name])
-    for name, layer in FARTHER.items():
-        layers[name] = joined(TASKS["a5"], RECIPE, NARROW, layer)
+    others = {"s5": TASKS["s5"], "copy": TASKS["copy"], "brackets": LANGUAGES["brackets"]}
+    layers |= {
+        f"{task}-{name}": joined(flags, RECIPE, NARROW, LAYERS[name])
+        for task, flags in others.items()
+        for name in SOME
+    }
     wide = {
         f"{task}-{model}": joined(flags, RECIPE, "--d-model 512", layer_flags(choice[0]))
         for task, flags in TASKS.items()

@@ -1,4 +1,5 @@
-"""A language model of bytes on the source of Python's library, with every layer."""
+"""Language models of bytes: on the source of Python's library with every layer, and larger ones on
+the source of installed packages."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,10 +8,8 @@ from research.experiments.plan import Experiment, Run, joined
 from research.experiments.table import BEYOND, RATES
 from research.runs import read_runs
 
-COMMON = (
-    "--preset gpu --num-layers 4 --steps 700 --warmup-steps 100 --eval-every 100 "
-    "--checkpoint-every 700"
-)
+STEPS = "--preset gpu --steps 700 --warmup-steps 100 --eval-every 100 --checkpoint-every 700"
+COMMON = joined(STEPS, "--num-layers 4")
 """46 million tokens, between four and five times the text."""
 COMPARED = {
     "bedouin": "--d-model 384 --mixer-layer bedouin --num-heads 6",
@@ -25,11 +24,8 @@ COMPARED = {
 those of the table, among them the further one where the best of three is at an edge."""
 TUNING_SEED, SCORE = 100, "1024"
 """The seed that chooses a rate, and the length whose bits per byte it compares."""
-LARGE = (
-    "--preset gpu --packages --length 2048 --batch-size 32 --eval-lengths 8192 --steps 700 "
-    "--warmup-steps 100 --eval-every 100 --checkpoint-every 700"
-)
-"""46 million tokens of the source of installed packages, most of which are read once."""
+LARGE = joined(STEPS, "--packages --length 2048 --batch-size 32 --eval-lengths 8192")
+"""As many tokens, of the source of installed packages."""
 LARGE_RATES = (4e-3, 8e-3)
 LARGE_MODELS = {
     "tracking": ("TrackingDeltaNet", "--mixer-layer tracking --d-model 512", LARGE_RATES),

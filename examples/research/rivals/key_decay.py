@@ -65,8 +65,9 @@ class GatedDeltaNet2(nn.Module):
 
     def rule(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor
-    ) -> Tensor:  # (b, t, h, p), but for strengths (b, t, h, 1) or so
-        """The recurrence with logarithms of decays, b and w."""
+    ) -> Tensor:  # (b, t, h, p); strengths may be (b, t, h, 1)
+        """S^T q from the logarithms of the decays, and from the strengths of erasing and writing, b
+        and w."""
         return key_decay_rule(q, k, erase * k, write * v, decay)
 
     def forward(self, x: Tensor) -> Tensor:  # (b, t, m) -> (b, t, m)
