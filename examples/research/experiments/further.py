@@ -27,6 +27,8 @@ LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noi
 FIXED_POINT = {
     "a5": "--num-householder 2 --lr 2e-3",
     "a5-from64": "--num-householder 2 --lr 2e-3 --length 64",
+    "a5-from64-more": "--num-householder 2 --lr 2e-3 --length 64 --first-seed 3 --seeds 2",
+    "s5-from64": "--num-householder 2 --lr 2e-3 --length 64",
     "a5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
     "s5": "--num-householder 2 --lr 2e-3",
     "s5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
