@@ -3,6 +3,7 @@ states that further steps begin with, reflections and feedback, and boards of ch
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean, median
@@ -64,6 +65,7 @@ TRAINED = {
     "a5": "A5, trained at 16",
     "a5-from64": "A5, trained at 64",
     "s5": "S5, trained at 16",
+    "s5-from64": "S5, trained at 64",
 }
 """What the models of "length" were trained on, as the names of their runs begin."""
 
@@ -180,22 +182,32 @@ def _legend(figure: Figure, styles: Mapping[str, dict[str, Any]]) -> None:
 def figure_of_starts(runs: Runs) -> Figure | None:
     """Right labels against tokens after further steps from states of each kind: a row of panels for
     each model, a column for what it was trained on."""
+    models = ("tracking", "lstm_l1", "bedouin")
     found = {
-        f"{LABELS[model]}: {title}": runs.get(f"{task}-{model}", {}).get("rows", ())
-        for model in ("tracking", "lstm_l1")
+        f"{LABELS[model]}: {title}": [
+            row
+            for name in (f"{task}-{model}", f"{task}-more-{model}")
+            for row in runs.get(name, {}).get("rows", ())
+        ]
+        for model in models
         for task, title in TRAINED.items()
     }
     if not any(found.values()):
         return None
-    figure = Figure(figsize=(10.0, 6.0), layout="constrained")
-    panels = figure.subplots(2, len(TRAINED), sharex=True, sharey=True)
+    figure = Figure(figsize=(12.0, 8.0), layout="constrained")
+    panels = figure.subplots(len(models), len(TRAINED), sharex=True, sharey=True)
     for panel, (title, rows) in zip(panels.flat, found.items(), strict=True):
-        for row in rows:
-            start = row["point"].get("states")
-            shift = 1.1 ** (list(STARTS).index(start) - 1.5)  # lines often coincide
-            points = {shift * int(n): of["token"] for n, of in row["accuracy"].items()}
-            _curve(panel, points, color=STARTS[start][1])
-        panel.set(title=title, xlabel="tokens", ylabel="right labels")
+        for place, (start, (_, color)) in enumerate(STARTS.items()):
+            points = defaultdict(list)
+            for row in rows:
+                if row["point"].get("states") == start:
+                    for n, of in row["accuracy"].items():
+                        # lines often coincide
+                        points[1.1 ** (place - 1.5) * int(n)] += of["token"]
+            if points:
+                _curve(panel, points, color=color)
+        panel.set_title(title if rows else f"{title}: not run", fontsize="medium")
+        panel.set(xlabel="tokens", ylabel="right labels")
         panel.set(xscale="log", ylim=(-0.04, 1.04))
         panel.label_outer()
     lengths = sorted({int(n) for rows in found.values() for row in rows for n in row["accuracy"]})
@@ -253,7 +265,7 @@ def figure_of_bits(runs: Runs) -> Figure | None:
         bits = [entry["bits_per_byte"]["2048"] for entry in history]
         for panel, places in ((by_step, steps), (by_second, seconds)):
             panel.plot(places, bits, color=f"C{color}", label=LARGE_MODELS[name][0])
-    by_step.set(xlabel="steps of 65,536 tokens", ylabel="bits per byte")
+    by_step.set(xlabel="steps of 65,536 tokens", ylabel="bits per byte", ylim=(0.98, 1.6))
     by_second.set(xlabel="seconds")
     by_second.legend(fontsize="small")
     return figure

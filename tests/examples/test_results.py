@@ -72,8 +72,8 @@ def seeds(value: Any) -> Iterator[Seeds]:
             if key not in ("history", "config"):
                 yield from seeds(of)
     elif isinstance(value, list) and value:
-        if all(isinstance(v, int | float) for v in value):
-            yield [float(v) for v in value]
+        if all(isinstance(v, int | float | None) for v in value):
+            yield [float("nan" if v is None else v) for v in value]
         found = defaultdict(list)
         for v in value:
             yield from seeds(v)
@@ -88,7 +88,7 @@ def raw(folder: str) -> Raw:
 
     def order(name: str) -> tuple[bool, int]:
         found = re.search(r"seed(\d+)|-s(\d+)$", name)
-        return "table-more" in name, int(found[1] or found[2]) if found else 0
+        return "more" in name, int(found[1] or found[2]) if found else 0
 
     if folder == "results":
         return {f"{of} {name}": v for of in TEXTS.keys() - {folder} for name, v in raw(of).items()}

@@ -70,10 +70,10 @@ PICARD = "--solver picard --rtol 0.1 --no-graph"
 ONE_STEP = f"{PICARD} --adjoint one_step"
 TRAININGS = {
     "exact": ("exact", ""),
-    "picard": ("Picard,\nexact gradient", PICARD),
-    "picard-one_step": ("Picard,\none step back", ONE_STEP),
-    "paper": ("caps Γ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
-    "paper-16": ("caps Γ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
+    "picard": ("Picard,\nexact\ngradient", PICARD),
+    "picard-one_step": ("Picard,\none step\nback", ONE_STEP),
+    "paper": ("caps\nΓ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
+    "paper-16": ("caps\nΓ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
 }
 """How two reflections are trained, what a figure calls it, and flags; paper: as Fixed-Point RNNs,
 section 4.4, with random caps on the solver's steps."""
@@ -110,14 +110,12 @@ def further(results: Path) -> list[Experiment]:
         for model, form in (("tracking", "tracking"), ("lstm_l1", "lstm_l1_forget")):
             form, rate = table.settled(runs, gate, task, model) or (form, 2e-3)
             options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
+            longer = joined(options, "--length 64")
+            length.append(Run(f"{task}-{model}", joined(options, "--seeds 5" * (task == "a5"))))
+            length.append(Run(f"{task}-from64-{model}", longer))
             if task == "a5":
-                length.append(Run(f"{task}-{model}", joined(options, "--seeds 5")))
-                longer = joined(options, "--length 64")
-                length.append(Run(f"{task}-from64-{model}", longer))
                 more = joined(longer, "--first-seed 3 --seeds 2")
                 length.append(Run(f"{task}-from64-more-{model}", more))
-            else:
-                length.append(Run(f"{task}-{model}", options))
     for name, flags in FIXED_POINT.items():
         task = joined(
             TASKS[name.partition("-")[0]], LONG, "--eval-lengths 128 512 2048 16384 131072"

@@ -227,7 +227,6 @@ def _reported(
     question: str,
     tasks: Tasks,
     seeds: range,
-    width: str = NARROW,
     models: Iterable[str] = tuple(VARIANTS),
     gate: Runs | None = None,
 ) -> Experiment:
@@ -239,7 +238,7 @@ def _reported(
             if choice is None:
                 continue
             layer = f"{layer_flags(choice[0])} --lr {choice[1]:g}"
-            options = joined(flags, RECIPE, width, layer)
+            options = joined(flags, RECIPE, NARROW, layer)
             drawn = f"--seeds {len(seeds)} --first-seed {seeds[0]}"
             found.append(Run(f"{task}-{model}", f"{options} {drawn}"))
     return Experiment(name, question, tuple(found))
@@ -258,9 +257,8 @@ def _gate(runs: Runs) -> Experiment:
 
 
 def tables(results: Path) -> tuple[Experiment, ...]:
-    """Tuning, the reported seeds, more of them, a larger width, and languages."""
+    """Tuning, the reported seeds, more of them, and languages."""
     runs = read_runs(results / TUNED)
-    wide = {task: TASKS[task] for task in ("a5", "copy", "bound_a5")}
     words = {task: TASKS[task] for task in ("a5", "s5")}
     table, more = REPORTED_RUNS
     three, gate = range(3), read_runs(results / GATE)
@@ -271,7 +269,6 @@ def tables(results: Path) -> tuple[Experiment, ...]:
         ),
         _reported(runs, more, "The same for two more seeds", TASKS, range(3, 5), gate=gate),
         _reported(runs, "table-seeds", "Which layer tracks further?", words, range(5, 10)),
-        _reported(runs, "table-wide", "The same at d_model 512", wide, three, "--d-model 512"),
         _reported(runs, "table-languages", "Parity and arithmetic at length", LANGUAGES, three),
         _gate(runs),
     )
