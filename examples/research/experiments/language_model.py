@@ -34,11 +34,11 @@ LARGE_MODELS = {
         "--mixer-layer gated_deltanet --d-model 512 --num-heads 8 --mlp-expand 2.5",
         LARGE_RATES,
     ),
-    "mamba": ("Mamba", "--mixer-layer mamba --d-model 576", LARGE_RATES),
+    "mamba": ("Mamba", "--mixer-layer mamba --d-model 576", (2e-3, *LARGE_RATES)),
     "attention": (
         "attention",
         "--mixer-layer attention --d-model 640 --num-heads 10",
-        (1e-3, 2e-3),
+        (1e-3, 2e-3, 4e-3),
     ),
     "hybrid": (
         "TrackingDeltaNet, attention every fourth layer",
@@ -46,8 +46,9 @@ LARGE_MODELS = {
         LARGE_RATES,
     ),
 }
-"""What a figure calls a model, its flags, and two rates, the best of the smaller model and half of
-it; 24.3 to 25.1 million parameters, in six layers or eight."""
+"""What a figure calls a model, its flags, and rates: the best of the smaller model, half of it, and
+one more where the best of these two may be at an edge; 24.3 to 25.1 million parameters, in six
+layers or eight."""
 
 
 def language(results: Path) -> tuple[Experiment, ...]:
