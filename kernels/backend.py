@@ -128,7 +128,6 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     unsupported: str | None = None,
-    plain: str = "reference",
     warning: str | None = None,
 ) -> Implementation:
     """The implementation for tensors of `dtype` on `device`.
@@ -139,9 +138,9 @@ def choose_backend(
     support; then, without Triton and on any other device, ROCm's included, it chooses the
     reference. Raises ValueError for an unknown name, for a Triton that is too old, and for "triton"
     if it cannot run: without Triton, on an older GPU, with an unsupported call, under a transform,
-    or on a CPU unless Triton's interpreter is on; `plain` is the caller's name of the reference in
-    messages. `warning` is what "auto" warns of, once a device and text, where it takes the
-    reference on a GPU for an unsupported call; not under transforms, which have no kernels at all.
+    or on a CPU unless Triton's interpreter is on. `warning` is what "auto" warns of, once a device
+    and text, where it takes the reference on a GPU for an unsupported call; not under transforms,
+    which have no kernels at all.
     """
     check_backend(backend)
     if unsupported is None and is_transformed():
@@ -149,7 +148,7 @@ def choose_backend(
     if unsupported is None and dtype not in KERNEL_DTYPES:
         unsupported = f"{dtype} (only {', '.join(map(str, KERNEL_DTYPES))})"
     if backend == "triton":
-        _check_triton(device, unsupported, plain)
+        _check_triton(device, unsupported)
         return "triton"
     if backend == "reference" or not is_cuda_device(device):
         return "reference"
@@ -157,7 +156,7 @@ def choose_backend(
         if _TRITON and warning is not None and not is_transformed():
             _warn_once(device, f"do not support {warning}")
         return "reference"
-    _check_version(backend, plain)
+    _check_version(backend)
     found = _old_capability(device)
     if found:
         lowest = _dotted(LOWEST_CAPABILITY)
@@ -171,40 +170,38 @@ def is_cuda_device(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def _check_version(backend: Backend, plain: str) -> None:
+def _check_version(backend: Backend) -> None:
     if _IS_OLD:
         lowest = _dotted(LOWEST_TRITON)
         raise ValueError(
             f"backend={backend!r} on a CUDA device needs triton >= {lowest}, got {_TRITON}: "
             f"install the version that belongs to torch, with pip install 'triton>={lowest}', or "
-            f"use backend={plain!r}"
+            "use plain torch: backend='reference', for a delta rule 'torch'"
         )
 
 
-def _check_triton(device: torch.device, unsupported: str | None, plain: str) -> None:
+def _check_triton(device: torch.device, unsupported: str | None) -> None:
     if not _TRITON:
         raise ValueError(
-            "backend='triton' needs the package triton: install it with pip install "
-            f"triton, or use backend='auto' or {plain!r}"
+            "backend='triton' needs the package triton: install it with pip install triton, or use "
+            "backend='auto'"
         )
-    _check_version("triton", plain)
+    _check_version("triton")
     if not is_cuda_device(device) and not interpreter_is_on():
         kind = " of ROCm" if torch.version.hip is not None else ""
         raise ValueError(
             f"backend='triton' needs tensors on a CUDA device, got {device}{kind}: "
-            f"move the layer and its input there, use backend='auto' or {plain!r}, or set "
+            "move the layer and its input there, use backend='auto', or set "
             "TRITON_INTERPRET=1 before the start to run the kernels in Triton's interpreter"
         )
     found = _old_capability(device)
     if found:
         raise ValueError(
             f"backend='triton' needs a GPU of compute capability {_dotted(LOWEST_CAPABILITY)} or "
-            f"more, got {found} of {device}: use backend='auto' or {plain!r}"
+            f"more, got {found} of {device}: use backend='auto'"
         )
     if unsupported is not None:
-        raise ValueError(
-            f"backend='triton' does not support {unsupported}: use backend='auto' or {plain!r}"
-        )
+        raise ValueError(f"backend='triton' does not support {unsupported}: use backend='auto'")
 
 
 def is_transformed() -> bool:

@@ -198,7 +198,7 @@ def figure_of_starts(runs: Runs) -> Figure | None:
     panels = figure.subplots(len(models), len(TRAINED), sharex=True, sharey=True)
     for panel, (title, rows) in zip(panels.flat, found.items(), strict=True):
         for place, (start, (_, color)) in enumerate(STARTS.items()):
-            points = defaultdict(list)
+            points: dict[float, list[float]] = defaultdict(list)
             for row in rows:
                 if row["point"].get("states") == start:
                     for n, of in row["accuracy"].items():

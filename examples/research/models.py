@@ -2,7 +2,7 @@
 
 Every model has 0.75 to 0.83 million parameters at d_model 256, in one layer or in two together, by
 its inner width, and a short convolution of width 4, which Mamba-3 does without. Names end with the
-number of layers, except for those of `TrackingDeltaNet`. At another d_model the number of heads
+number of layers, except for those of this library. At another d_model the number of heads
 grows in proportion.
 
 Letters: m d_model.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bedouin import GatedDeltaNet, Tracker, TrackingDeltaNet
+from bedouin import Bedouin, GatedDeltaNet, Initialization, Tracker, TrackingDeltaNet
 from bedouin.baselines import LSTM, Attention, DeltaNet, DeltaProduct
 from research.rivals import (
     M2RNN,
@@ -111,7 +111,12 @@ def tracking_without_read(m: int) -> nn.Module:
     return layer
 
 
+SLOW = Initialization(rates=0.01)
+
 MODELS: dict[str, tuple[Layer, ...]] = {
+    "bedouin": (heads(Bedouin, 4, expand=1.75),),
+    "bedouin_states": (heads(Bedouin, 8, d_state=64),),
+    "bedouin_slow": (heads(Bedouin, 8, d_state=64, initialization=SLOW),),
     "tracking": (TrackingDeltaNet,),
     "tracking_no_feedback": (tracking_without_feedback,),
     "tracking_no_read": (tracking_without_read,),

@@ -138,7 +138,7 @@ def _takes_kernel(
         unfit = f"products in {dtype}"
     widest = accumulator(*(v.dtype for v in (*inputs, memory) if v is not None))
     kind = kernel_backend(backend)
-    return choose_backend(kind, inputs.key.device, widest, unfit, plain="torch") == "triton"
+    return choose_backend(kind, inputs.key.device, widest, unfit) == "triton"
 
 
 def _or_zeros(

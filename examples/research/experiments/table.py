@@ -90,6 +90,7 @@ rate of copying; `tracking` and its parts in two blocks on every task. The numbe
 stands beside the results."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
+    "bedouin": ("bedouin", "bedouin_states", "bedouin_slow"),
     "tracking": ("tracking",),
     "tracking_no_feedback": ("tracking_no_feedback",),
     "tracking_no_read": ("tracking_no_read",),
@@ -197,7 +198,7 @@ def settled(runs: Runs, gate: Runs, task: str, model: str) -> tuple[str, float] 
 def layer_flags(form: str) -> str:
     """The flags of a layer."""
     # kernels of this library, or of cuDNN, leave little that could be fused
-    is_fused = form.startswith(("lstm_l1", "tracking"))
+    is_fused = form.startswith(("lstm_l1", "tracking", "bedouin"))
     return f"--model {form}" if is_fused else f"--model {form} --compile"
 
 
