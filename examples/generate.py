@@ -60,7 +60,7 @@ def load_model(folder: Path, device: torch.device) -> SequenceModel:
     try:
         path, saved = read_options(folder, "--run")
     except FileNotFoundError as error:
-        raise UsageError(f"--run must be a folder with a checkpoint: {error}") from error
+        raise UsageError(str(error)) from error
     options = {name: as_field(value) for name, value in saved.items()}
     if options.keys() != {field.name for field in fields(LanguageConfig)}:
         raise UsageError(f"--run must be a run of this version of train_lm.py, got {folder}")

@@ -50,8 +50,8 @@ class Result(enum.Enum):
 
     converged = "every sample converged"
     max_steps_reached = (
-        "not every sample converged in the steps allowed: raise max_steps, loosen rtol, lower the "
-        "damping factor of Picard, or use Direct or Jacobi where the map has their structure"
+        "not every sample converged in the steps allowed: loosen rtol, raise max_steps if the map "
+        "contracts, lower Picard's damping factor, or use Direct or Jacobi where they fit the map"
     )
     nonfinite = "a sample became NaN or Inf: check its input and the size of its weights"
     unknown = "not read from the device (compiled, vmapped or captured): see stats.converged"

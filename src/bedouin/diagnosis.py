@@ -104,7 +104,8 @@ class Diagnosis:
         lines += ["", head]
         lines += [
             f"  {run.name:<{width}}{run.steps:>6}{run.converged:>11.0%}"
-            f"{run.stats.residual.max().item():>10.1e}{run.error:>10.1e}"
+            f"{run.stats.residual.max().item():>10.1e}"
+            f"{'-' if math.isnan(run.error) else f'{run.error:.1e}':>10}"
             for run in self.runs
         ]
         return "\n".join([*lines, "", *(f"  - {sentence}" for sentence in self.advice)])

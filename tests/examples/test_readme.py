@@ -45,7 +45,7 @@ def test_every_block_runs_by_itself_and_gives_what_they_promise() -> None:
     assert first["y"].shape == (8, 100, 64) and first["y_t"].shape == (8, 64)
     assert bool(first["layer"].stats.converged.all())
     assert bool(first["iterated"].stats.converged.all())
-    assert not training["model"].training and training["tokens"].shape == (64, 4)
+    assert not training["model"].training and training["tokens"].shape == (64, 512)
     assert parts["solution"].result.message == "every sample converged"
     assert decoding["x_t"].shape == (1, 64) and decoding["state"].y.shape == (1, 128)
     assert bool(mixer["layer"].stats.converged.all())

@@ -38,7 +38,7 @@ class _Removed:
     """A name of earlier versions, which raises an AttributeError."""
 
     def __init__(self, message: str) -> None:
-        self.message = message
+        self.message = self.__doc__ = message
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         raise AttributeError(self.message)
@@ -99,7 +99,8 @@ class Bedouin(FixedPointLayer):
         initialization: other initial values of Delta and the decay rates; None: Initialization().
 
     Feedback:
-        feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}; () switches all off.
+        feedback: which of "delta", "B", "C" and "mixer" depend on y_{t-1}, and with any of them the
+            gate; () switches all off.
         feedback_norm: whether RMSNorm is applied to y_{t-1} before W^y.
         feedback_init: factor on W^y at initialization.
 

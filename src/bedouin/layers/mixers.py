@@ -20,11 +20,12 @@ MAX_DENSE = 128  # most channels of a head whose local system is solved as a den
 
 
 class WYForm(NamedTuple):
-    """I - Q = diag(e) + U^T M U, the form that the exact solution of the local equation needs."""
+    """I - Q = diag(e) + U^T M U, with e (..., d), (..., 1), or (..., 0) for e = 0, U (..., k, d)
+    and M (..., k, k). For k = 0 U may have any number of columns, since raw values have no d."""
 
-    e: Tensor  # (..., 1) or (..., d); (..., 0) for e = 0
-    U: Tensor  # (..., k, d), or for k = 0 with any number of columns, since raw values have no d
-    M: Tensor  # (..., k, k)
+    e: Tensor
+    U: Tensor
+    M: Tensor
 
     def of_channels(self, d: int) -> "WYForm":
         """The form for vectors of d channels: U has d columns also for k = 0."""
@@ -50,14 +51,14 @@ class ChannelMixer(nn.Module, ABC):
 
     @abstractmethod
     def complement(self, raw: Tensor, v: Tensor) -> Tensor:  # (..., r), (..., d) -> (..., d)
-        """(I - Q) v for the Q that `raw` parameterizes."""
+        """(I - Q) v for the Q that `raw` (..., r) parameterizes, of the shape of v (..., d)."""
 
     def mix(self, raw: Tensor, x: Tensor, y: Tensor) -> Tensor:  # (..., r), (..., d) twice
         """x~ = Q (x - y) + y, as x + (I - Q)(y - x), which loses digits where Q is small."""
         return x + self.complement(raw, y - x)
 
     def dense(self, raw: Tensor) -> Tensor:  # (..., r) -> (..., d, d)
-        """Q as a matrix."""
+        """Q as a matrix (..., d, d)."""
         raise NotImplementedError(f"{type(self).__name__} declares no dense(raw)")
 
     def is_structured(self, d_inner: int) -> bool:
