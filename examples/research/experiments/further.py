@@ -74,6 +74,7 @@ TRAININGS = {
     "picard-one_step": ("Picard,\none step\nback", ONE_STEP),
     "paper": ("caps\nΓ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
     "paper-16": ("caps\nΓ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
+    "paper-32": ("caps\nΓ(32, 1)", f"{ONE_STEP} --gamma-cap 32 1"),
 }
 """How two reflections are trained, what a figure calls it, and flags; paper: as Fixed-Point RNNs,
 section 4.4, with random caps on the solver's steps."""
@@ -83,6 +84,8 @@ SMALL = (
     "--steps 5000 --log-every 100 --lr 2e-3 --seeds 1 --first-seed 103 --device cpu"
 )
 """The same trainings on a CPU, at length 8."""
+SMALL_16 = {"paper-16": (103,), "paper-32": (103, 0, 1)}
+"""Those at length 16 on a CPU, by their seeds."""
 PAPER_LAYER = (
     "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
 )
@@ -151,6 +154,12 @@ def further(results: Path) -> list[Experiment]:
     how = [Run(f"training-{name}", joined(base, flags)) for name, (_, flags) in TRAININGS.items()]
     how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"][1], PAPER_LAYER)))
     how += [Run(f"small-{name}", joined(SMALL, flags)) for name, (_, flags) in TRAININGS.items()]
+    longer = joined(SMALL, "--length 16 --eval-lengths 16 32 --steps 6000")
+    how += [
+        Run(f"small_16-{name}-s{seed}", joined(longer, TRAININGS[name][1], f"--first-seed {seed}"))
+        for name, seeds in SMALL_16.items()
+        for seed in seeds
+    ]
     bedouin = how + tuned(layers, read_runs(results / "bedouin"))
     chess = tuned(games, read_runs(results / "chess"))
     wider = tuned(wide, read_runs(results / "wide"))
