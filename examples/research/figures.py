@@ -3,7 +3,6 @@ states that further steps begin with, reflections and feedback, and boards of ch
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean, median
@@ -198,13 +197,12 @@ def figure_of_starts(runs: Runs) -> Figure | None:
     panels = figure.subplots(len(models), len(TRAINED), sharex=True, sharey=True)
     for panel, (title, rows) in zip(panels.flat, found.items(), strict=True):
         for place, (start, (_, color)) in enumerate(STARTS.items()):
-            points: dict[float, list[float]] = defaultdict(list)
-            for row in rows:
-                if row["point"].get("states") == start:
-                    for n, of in row["accuracy"].items():
-                        # lines often coincide
-                        points[1.1 ** (place - 1.5) * int(n)] += of["token"]
-            if points:
+            begun = [row["accuracy"] for row in rows if row["point"].get("states") == start]
+            if begun:
+                shift = 1.1 ** (place - 1.5)  # lines often coincide
+                points = {
+                    shift * int(n): [v for of in begun for v in of[n]["token"]] for n in begun[0]
+                }
                 _curve(panel, points, color=color)
         panel.set_title(title if rows else f"{title}: not run", fontsize="medium")
         panel.set(xlabel="tokens", ylabel="right labels")

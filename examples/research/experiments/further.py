@@ -24,16 +24,18 @@ from research.runs import read_runs
 
 RATES = "5e-4 1e-3 2e-3"
 LONG = "--eval-lengths 512 2048 16384 131072 --seeds 3 --states zero carried noise"
+FROM_64, MORE = "--length 64", "--first-seed 3 --seeds 2"
 FIXED_POINT = {
-    "a5": "--num-householder 2 --lr 2e-3",
-    "a5-from64": "--num-householder 2 --lr 2e-3 --length 64",
-    "a5-from64-more": "--num-householder 2 --lr 2e-3 --length 64 --first-seed 3 --seeds 2",
-    "s5-from64": "--num-householder 2 --lr 2e-3 --length 64",
-    "a5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
-    "s5": "--num-householder 2 --lr 2e-3",
-    "s5-one_head": "--num-householder 2 --num-heads 1 --lr 1e-3",
+    "a5": "--lr 2e-3",
+    "a5-from64": f"--lr 2e-3 {FROM_64}",
+    "a5-from64-more": f"--lr 2e-3 {FROM_64} {MORE}",
+    "s5-from64": f"--lr 2e-3 {FROM_64}",
+    "a5-one_head": "--num-heads 1 --lr 1e-3",
+    "s5": "--lr 2e-3",
+    "s5-one_head": "--num-heads 1 --lr 1e-3",
 }
-"""Fixed-point layers of "length", with four heads of 128 channels or one of 512."""
+"""Fixed-point layers of "length", with two reflections, and four heads of 128 channels or one of
+512."""
 BOUND = "--eval-definitions 16 16 16 --eval-lengths 32 128 512 --seeds 3"
 CHESS = "--task chess --length 60 --eval-lengths 60 120 200 --batch-size 128 --steps 6000"
 HEADS = "--num-heads 8 --num-householder 2 --d-state 64"
@@ -113,17 +115,18 @@ def further(results: Path) -> list[Experiment]:
         for model, form in (("tracking", "tracking"), ("lstm_l1", "lstm_l1_forget")):
             form, rate = table.settled(runs, gate, task, model) or (form, 2e-3)
             options = joined(TASKS[task], LONG, RECIPE, NARROW, layer_flags(form), f"--lr {rate:g}")
-            longer = joined(options, "--length 64")
-            length.append(Run(f"{task}-{model}", joined(options, "--seeds 5" * (task == "a5"))))
-            length.append(Run(f"{task}-from64-{model}", longer))
+            from_64 = joined(options, FROM_64)
+            length.append(Run(f"{task}-from64-{model}", from_64))
             if task == "a5":
-                more = joined(longer, "--first-seed 3 --seeds 2")
-                length.append(Run(f"{task}-from64-more-{model}", more))
+                length.append(Run(f"{task}-from64-more-{model}", joined(from_64, MORE)))
+                options = joined(options, "--seeds 5")
+            length.append(Run(f"{task}-{model}", options))
     for name, flags in FIXED_POINT.items():
         task = joined(
             TASKS[name.partition("-")[0]], LONG, "--eval-lengths 128 512 2048 16384 131072"
         )
-        length.append(Run(f"{name}-bedouin", joined(task, RECIPE, NARROW, flags)))
+        options = joined(task, RECIPE, NARROW, "--num-householder 2", flags)
+        length.append(Run(f"{name}-bedouin", options))
     for model in ("tracking", "hybrid_l2"):
         form, rate = table.settled(runs, gate, "bound_a5", model) or (model, 2e-3)
         options = joined(TASKS["bound_a5"], BOUND, RECIPE, NARROW, layer_flags(form))
@@ -154,9 +157,11 @@ def further(results: Path) -> list[Experiment]:
     how = [Run(f"training-{name}", joined(base, flags)) for name, (_, flags) in TRAININGS.items()]
     how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"][1], PAPER_LAYER)))
     how += [Run(f"small-{name}", joined(SMALL, flags)) for name, (_, flags) in TRAININGS.items()]
-    longer = joined(SMALL, "--length 16 --eval-lengths 16 32 --steps 6000")
+    small_16 = joined(SMALL, "--length 16 --eval-lengths 16 32 --steps 6000")
     how += [
-        Run(f"small_16-{name}-s{seed}", joined(longer, TRAININGS[name][1], f"--first-seed {seed}"))
+        Run(
+            f"small_16-{name}-s{seed}", joined(small_16, TRAININGS[name][1], f"--first-seed {seed}")
+        )
         for name, seeds in SMALL_16.items()
         for seed in seeds
     ]

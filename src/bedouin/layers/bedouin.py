@@ -38,10 +38,10 @@ class _Removed:
     """A name of earlier versions, which raises an AttributeError."""
 
     def __init__(self, message: str) -> None:
-        self.message = self.__doc__ = message
+        self.__doc__ = message
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(self.message)
+        raise AttributeError(self.__doc__)
 
 
 class Bedouin(FixedPointLayer):

@@ -219,7 +219,7 @@ def check_structure(mixer: ChannelMixer, head_dim: int, options: SolveOptions) -
                 f"{name} must work without the form (e, U, M), which the mixer "
                 f"{type(mixer).__name__} does not have, got {solver}: use Picard, Anderson or "
                 "Broyden, a StructuredMixer such as HouseholderProduct or LowRank, or a mixer with "
-                f"a method dense and heads of at most {MAX_DENSE} channels, here of {head_dim}"
+                f"a method dense and heads of at most {MAX_DENSE} channels (this layer: {head_dim})"
             )
     return options
 
