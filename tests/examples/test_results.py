@@ -51,7 +51,7 @@ def tuning_runs() -> dict[str, str]:
     counts = defaultdict(list)
     for task in TASKS:
         for model, of in summary()[task].items():
-            name = model if model.startswith(("recall", "tracking")) else "rival"
+            name = model if model.startswith(("bedouin", "recall", "tracking")) else "rival"
             counts[name].append(of["tuning_runs"])
     return {name: f"{min(found)} to {max(found)}" for name, found in counts.items()}
 
