@@ -1,19 +1,20 @@
 """Length, reflections and feedback of `Bedouin`, and chess, in the order of their value.
 
-Of bedouin and chess the run NAME-tuning trains at three rates on seed 100, NAME three seeds at the
-best of them; trainings of bedouin compare how one layer is trained. The seconds are those of one
-GPU (H200) without other work, estimated from runs of examples/results with as many tokens; several
-runs side by side take about half.
+Of bedouin, chess and wide the run NAME-tuning trains at three rates on seed 100, NAME three seeds
+at the best of them, in wide of the task that chose the rate at d_model 256. Trainings of bedouin
+compare how one layer is trained. The seconds are those of one GPU (H200) without other work,
+estimated from runs of examples/results with as many tokens; several runs side by side take about
+half.
 
     length            1,000     bedouin, "training-*"   1,000     bedouin --only "a5-*"   1,800
     chess, "*-1m-*"   1,500     bedouin, "parity-*"     1,900     chess, "*-4m-*"         4,000
-    wide              8,000
+    wide              6,500
 
 The rivals of the table, `gdn2_l1`, `kda_l1` and `mamba3_l1`, are runs of "table-tuning" (1,900) and
 "table" (2,300).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,24 @@ WIDE = ("tracking", "lstm_l1", "gated_deltanet_l1", "hybrid_l2", "attention_l2")
 """Models of the table at d_model 512, in the forms that were chosen at 256."""
 
 
-def tuned(options: Mapping[str, str], made: Mapping[str, Any]) -> list[Run]:
-    """The tuning runs, and the runs whose tuning runs have been made."""
+def tuned(
+    options: Mapping[str, str], made: Mapping[str, Any], source: Callable[[str], str] = str
+) -> list[Run]:
+    """The tuning runs, and the runs whose tuning runs, those of `source(run)`, have been made."""
     tuning, reported = [], []
     for run, flags in options.items():
-        tuning.append(Run(f"{run}-tuning", joined(flags, TUNING, f"--lr {RATES}")))
-        if rows := made.get(f"{run}-tuning", {}).get("rows", ()):
+        if source(run) == run:
+            tuning.append(Run(f"{run}-tuning", joined(flags, TUNING, f"--lr {RATES}")))
+        if rows := made.get(f"{source(run)}-tuning", {}).get("rows", ()):
             best = max(rows, key=table.score)["point"]["lr"]
             reported.append(Run(run, joined(flags, f"--seeds 3 --lr {best:g}")))
     return tuning + reported
+
+
+def tuned_at_256(run: str) -> str:
+    """The run of "wide" on the task whose tuning runs chose the rate of the same model at 256."""
+    task, _, model = run.partition("-")
+    return f"{table.tuned_on(task, model)}-{model}"
 
 
 def further(results: Path) -> list[Experiment]:
@@ -167,7 +177,7 @@ def further(results: Path) -> list[Experiment]:
     ]
     bedouin = how + tuned(layers, read_runs(results / "bedouin"))
     chess = tuned(games, read_runs(results / "chess"))
-    wider = tuned(wide, read_runs(results / "wide"))
+    wider = tuned(wide, read_runs(results / "wide"), tuned_at_256)
     return [
         Experiment("length", "How far do models track from states of their own?", tuple(length)),
         Experiment("bedouin", "What are reflections, feedback and training for?", tuple(bedouin)),

@@ -168,13 +168,19 @@ def chosen(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
     return max(rows, key=lambda choice: score(rows[choice]), default=None)
 
 
+def compared(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
+    """The same, but None until every form has its three rates."""
+    rows = tuning_rows(runs, task, model)
+    all_made = all((form, rate) in rows for form in VARIANTS[model] for rate in RATES)
+    return chosen(runs, task, model) if all_made else None
+
+
 def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
-    """The same, but None until every form has its three rates and the best its further one."""
-    rows, best = tuning_rows(runs, task, model), chosen(runs, task, model)
-    wanted = [(form, rate) for form in VARIANTS[model] for rate in RATES]
-    if best is not None and best[1] in BEYOND:
-        wanted.append((best[0], BEYOND[best[1]]))
-    return best if all(choice in rows for choice in wanted) else None
+    """The same, but None until the best form has its further rate."""
+    best = compared(runs, task, model)
+    if best is None or best[1] not in BEYOND:
+        return best
+    return best if (best[0], BEYOND[best[1]]) in tuning_rows(runs, task, model) else None
 
 
 def gate_rows(gate: Runs, task: str, model: str) -> list[dict[str, Any]]:
@@ -209,7 +215,7 @@ def _tuning(runs: Runs) -> Experiment:
         for model, forms in VARIANTS.items():
             if tuned_on(task, model) != task:
                 continue
-            best = chosen(runs, task, model)
+            best = compared(runs, task, model)
             for form in forms:
                 options = joined(TASKS[task], RECIPE, NARROW, layer_flags(form), TUNING)
                 rates = " ".join(f"{rate:g}" for rate in RATES)
