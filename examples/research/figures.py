@@ -34,7 +34,7 @@ length."""
 
 CURVES = {
     "tracking": "C0",
-    "recall": "C9",
+    "bedouin": "C9",
     "lstm_l1": "C3",
     "gated_deltanet_l1": "C2",
     "attention_l2": "C1",
@@ -44,7 +44,7 @@ CURVES = {
 
 LABELS = {
     "tracking": "TrackingDeltaNet",
-    "recall": "recall of 0.2.0",
+    "bedouin": "Bedouin",
     "deltaproduct_l1": "DeltaProduct",
     "deltaproduct_l2": "DeltaProduct, two layers",
     "gated_deltanet_l1": "Gated DeltaNet",
@@ -56,7 +56,6 @@ LABELS = {
     "kda_l1": "Kimi Delta Attention",
     "mamba3_l1": "Mamba-3",
     "hybrid_l2": "hybrid, two layers",
-    "bedouin": "Bedouin",
 }
 """The models of the figures, and what these call them."""
 
@@ -101,7 +100,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
     for model, point in points.items():
         x, y = a5[model]["token_512"], copying[model]["characters_200"]
         xerr, yerr = ([[mean(v) - min(v)], [max(v) - mean(v)]] for v in (x, y))
-        color = "C0" if model.startswith(("tracking", "recall")) else "0.45"
+        color = "C0" if model in ("tracking", "bedouin") else "0.45"
         axes.errorbar(*point, yerr, xerr, "o", color=color, elinewidth=0.8)
         is_right = point[0] > 0.5
         # a label above the point would cover that of a point just above it
@@ -128,7 +127,7 @@ def figure_of_both(summary: dict[str, Models], path: Path) -> None:
 
 
 def figure_of_lengths(summary: dict[str, Models], path: Path) -> None:
-    """Plot the accuracy of the models of CURVES against the length, a panel for each task.
+    """Plot accuracy against the length, a panel for each task, for the models of CURVES with runs.
 
     A line is the median of the seeds, the band around it their range, and a dashed line marks the
     longest training length. The points of a length stand side by side, because those of several
@@ -136,20 +135,21 @@ def figure_of_lengths(summary: dict[str, Models], path: Path) -> None:
     """
     figure = Figure(figsize=(10.0, 6.0), layout="constrained")
     panels = figure.subplots(2, 3, sharey=True)
+    colors = {m: color for m, color in CURVES.items() if any(m in summary[t] for t in PANELS)}
     for panel, task in zip(panels.flat, PANELS, strict=True):
         title, measure, unit, trained = PANELS[task]
         prefix = MEASURES.get(task, NAMES)["token"]
-        curves = {model: _by_length(summary[task].get(model, {}), prefix) for model in CURVES}
+        curves = {model: _by_length(summary[task].get(model, {}), prefix) for model in colors}
         lengths = sorted(set().union(*curves.values()))
         step = 0.02 * math.log(lengths[-1] / lengths[0]) if lengths else 0.0
         for place, (model, points) in enumerate(curves.items()):
-            shift, color = math.exp(step * (place - len(CURVES) / 2 + 0.5)), CURVES[model]
+            shift, color = math.exp(step * (place - len(colors) / 2 + 0.5)), colors[model]
             _curve(panel, {shift * n: seeds for n, seeds in points.items()}, color=color)
         panel.axvline(trained, color="black", linestyle="--", linewidth=1, zorder=0)
         panel.set(title=title, xlabel=unit, ylabel=measure, xscale="log", ylim=(-0.04, 1.04))
         panel.set_xticks(lengths, [str(length) for length in lengths])
         panel.xaxis.set_minor_locator(NullLocator())
-    _legend(figure, {LABELS[model]: {"color": color} for model, color in CURVES.items()})
+    _legend(figure, {LABELS[model]: {"color": color} for model, color in colors.items()})
     figure.savefig(path, dpi=150)
 
 
