@@ -77,7 +77,6 @@ TRAININGS = {
     "picard-one_step": ("Picard,\none step\nback", ONE_STEP),
     "paper": ("caps\nΓ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
     "paper-16": ("caps\nΓ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
-    "paper-32": ("caps\nΓ(32, 1)", f"{ONE_STEP} --gamma-cap 32 1"),
 }
 """How two reflections are trained, what a figure calls it, and flags; paper: as Fixed-Point RNNs,
 section 4.4, with random caps on the solver's steps."""
@@ -87,8 +86,18 @@ SMALL = (
     "--steps 5000 --log-every 100 --lr 2e-3 --seeds 1 --first-seed 103 --device cpu"
 )
 """The same trainings on a CPU, at length 8."""
-SMALL_16 = {"paper-16": (103,), "paper-32": (103, 0, 1)}
-"""Those at length 16 on a CPU, by their seeds."""
+CAPS_32 = f"{ONE_STEP} --gamma-cap 32 1"
+GROWN = f"{CAPS_32} --curriculum-until 1"
+BETA_1 = f"{GROWN} --beta-max 1"
+"""Rows grow only when they have been learned; a step of Picard enlarges a difference within a token
+at most 1.15 times, with beta at most 2 twice."""
+SMALL_16 = {
+    "paper-16": (TRAININGS["paper-16"][1], (103,)),
+    "paper-32": (CAPS_32, (103, 0, 1)),
+    "paper-32-grown": (f"{GROWN} --steps 8000", (104,)),
+    "paper-32-beta1": (f"{BETA_1} --steps 8000", (0, 1, 2)),
+}
+"""Those at length 16 on a CPU: flags and seeds."""
 PAPER_LAYER = (
     "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
 )
@@ -167,12 +176,11 @@ def further(results: Path) -> list[Experiment]:
     how = [Run(f"training-{name}", joined(base, flags)) for name, (_, flags) in TRAININGS.items()]
     how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"][1], PAPER_LAYER)))
     how += [Run(f"small-{name}", joined(SMALL, flags)) for name, (_, flags) in TRAININGS.items()]
+    how.append(Run("training-paper-32-beta1", joined(base, BETA_1, "--steps 6000")))
     small_16 = joined(SMALL, "--length 16 --eval-lengths 16 32 --steps 6000")
     how += [
-        Run(
-            f"small_16-{name}-s{seed}", joined(small_16, TRAININGS[name][1], f"--first-seed {seed}")
-        )
-        for name, seeds in SMALL_16.items()
+        Run(f"small_16-{name}-s{seed}", joined(small_16, flags, f"--first-seed {seed}"))
+        for name, (flags, seeds) in SMALL_16.items()
         for seed in seeds
     ]
     bedouin = how + tuned(layers, read_runs(results / "bedouin"))
