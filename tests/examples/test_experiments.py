@@ -208,7 +208,7 @@ def test_the_figure_of_lengths_shows_the_seeds_of_each_model(
 ) -> None:
     summary: dict[str, Any] = {task: {} for task in TASKS}
     bound = {"token_16_32": [0.7], "token_16_128": [0.6], "token_24_128": [0.1]}
-    summary["bound_s3"]["recall"] = bound | {"sequence_16_32": [0.0], "tuning_runs": 1}
+    summary["bound_s3"]["bedouin"] = bound | {"sequence_16_32": [0.0], "tuning_runs": 1}
     summary["a5"]["tracking"] = {"token_16": [1.0] * 3, "token_512": [0.2, 0.9, 0.3]}
     figure_of_lengths(summary, tmp_path / "f.png")
     shown = {panel.get_title(): panel for panel in figures[0].axes}
