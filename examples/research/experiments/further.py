@@ -88,9 +88,10 @@ SMALL = (
 """The same trainings on a CPU, at length 8."""
 CAPS_32 = f"{ONE_STEP} --gamma-cap 32 1"
 GROWN = f"{CAPS_32} --curriculum-until 1"
+"""Rows grow only when they have been learned."""
 BETA_1 = f"{GROWN} --beta-max 1"
-"""Rows grow only when they have been learned; a step of Picard enlarges a difference within a token
-at most 1.15 times, with beta at most 2 twice."""
+"""A step of Picard then multiplies the difference of two outputs of a token by at most 1.15; with
+beta at most 2 it may double it."""
 SMALL_16 = {
     "paper-16": (TRAININGS["paper-16"][1], (103,)),
     "paper-32": (CAPS_32, (103, 0, 1)),
@@ -175,8 +176,8 @@ def further(results: Path) -> list[Experiment]:
     base = joined(TASKS["a5"], RECIPE, NARROW, SHORT)
     how = [Run(f"training-{name}", joined(base, flags)) for name, (_, flags) in TRAININGS.items()]
     how.append(Run("training-paper-layer", joined(base, TRAININGS["paper"][1], PAPER_LAYER)))
-    how += [Run(f"small-{name}", joined(SMALL, flags)) for name, (_, flags) in TRAININGS.items()]
     how.append(Run("training-paper-32-beta1", joined(base, BETA_1, "--steps 6000")))
+    how += [Run(f"small-{name}", joined(SMALL, flags)) for name, (_, flags) in TRAININGS.items()]
     small_16 = joined(SMALL, "--length 16 --eval-lengths 16 32 --steps 6000")
     how += [
         Run(f"small_16-{name}-s{seed}", joined(small_16, flags, f"--first-seed {seed}"))

@@ -169,14 +169,14 @@ def chosen(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
 
 
 def compared(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
-    """The same, but None until every form has its three rates."""
+    """What `chosen` gives, but None until every form has its three rates."""
     rows = tuning_rows(runs, task, model)
     all_made = all((form, rate) in rows for form in VARIANTS[model] for rate in RATES)
     return chosen(runs, task, model) if all_made else None
 
 
 def tuned(runs: Runs, task: str, model: str) -> tuple[str, float] | None:
-    """The same, but None until the best form has its further rate."""
+    """What `compared` gives, but None until the best form has its further rate."""
     best = compared(runs, task, model)
     if best is None or best[1] not in BEYOND:
         return best
