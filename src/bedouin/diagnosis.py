@@ -291,8 +291,8 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         advice.append(
             f"The layer is chaotic here: a difference grows {math.exp(lyapunov):.3g} times a "
             "token. Parallel solvers then need about as many steps as tokens, and rounding decides "
-            "the output of long sequences: use a smaller feedback_init, feedback_norm=True, or "
-            "gradient clipping."
+            "the output of long sequences: use a smaller feedback_init, feedback_norm=True, "
+            "decay rates of at least 1 (A_log >= 0), or gradient clipping."
         )
     elif lyapunov < -1:
         advice.append(

@@ -15,7 +15,7 @@ from bedouin import TrackingDeltaNet
 from benchmarks import table
 from benchmarks.whole_models import DEPTHS, MIXERS
 from research import experiment
-from research.experiments.table import TASKS
+from research.experiments.table import EARLIER, TASKS
 from research.runs import read_runs
 from research.summary import CHESS, markdown, summarize, tuning_markdown
 
@@ -157,12 +157,9 @@ def test_values_of_seeds_are_those_of_the_runs_of_the_row() -> None:
 def test_cells_with_one_number_are_those_of_the_runs_of_the_row(page: str) -> None:
     """Seconds, sizes, rates, single seeds and means; the other pages have tests of their own."""
     own = raw(page)
-    if page == "table-gate":  # beside its own seeds the worst of `recall`
-        measures = [v for task in TASKS for v in summary()[task]["recall"].values()]
-        own = own | {"recall": ([], [min(v) for v in measures if isinstance(v, list)])}
     for line in TEXTS[page].splitlines() if own else ():
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        runs = own if page == "table-gate" else of_label(own, label)
+        runs = of_label(own, label)
         for found in filter(None, map(ONE.match, cells)) if line.startswith("| ") else ():
             digits, sizes = len(found[1].partition(".")[2]), (1e6,) if found[2] else (1, 2**30)
             known = {
@@ -217,39 +214,28 @@ def test_claims_of_the_table_and_the_index_hold() -> None:
         return f"{min(values):.2f} to {max(values):.2f}"
 
     page = TEXTS["table"]
-    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "recall", "tracking")]
-    of_s5 = [span("s5", "token_512", model) for model in ("tracking", "recall", "lstm_l1")]
-    near = [worst("s5", "token_128", m) for m in ("tracking", "recall", "lstm_l1")]
+    of_2048 = [span("a5", "token_2048", model) for model in ("lstm_l1", "tracking")]
+    of_s5 = [span("s5", "token_512", model) for model in ("tracking", "lstm_l1")]
+    near = [worst("s5", "token_128", m) for m in ("tracking", "lstm_l1")]
     sequences = sorted(summary()["bound_a5"]["tracking"]["sequence_16_128"])
-    copies = {m: span("copy", "characters_200", m) for m in summary()["copy"]}
     for claim in (
-        "At 2,048 the LSTM has {}, `recall` {}, `tracking` {}.".format(*of_2048),
+        "At 2,048 the LSTM has {}, `tracking` {}.".format(*of_2048),
         f"({min(near):.2f} or more of the labels of 128, `tracking` {near[0]:.2f})",
-        "at 512 `tracking` has {}, `recall` {}, the LSTM {}.".format(*of_s5),
+        "at 512 `tracking` has {}, the LSTM {}.".format(*of_s5),
         f"keeps {sequences[1]:.2f} to {sequences[-1]:.2f} of the sequences in these four",
         f"keep {worst('bound_s3', 'sequence_16_128', 'tracking_blocks'):.2f} of the sequences",
-        f"Gated DeltaNet {copies['gated_deltanet_l1']} of the characters",
-        f"`tracking` {copies['tracking']}, ",
-        f"`recall` {copies['recall']}.",
-        f"in none ({span('bound_a5', 'token_16_32', 'recall')})",
+        f"Gated DeltaNet {span('copy', 'characters_200', 'gated_deltanet_l1')} of the characters",
+        f"`tracking` {span('copy', 'characters_200', 'tracking')}.",
     ):
         assert claim in page, claim
-    assert worst("a5", "token_512", "tracking", "recall", "lstm_l1") > 0.99
+    assert worst("a5", "token_512", "tracking", "lstm_l1") > 0.99
     assert sum(v < 0.03 for v in summary()["a5"]["tracking_blocks"]["token_512"]) == 3
-    four = ("attention_l2", "gated_deltanet_l1", "tracking", "recall")
-    assert worst("mqar", "accuracy_512", *four) > 0.98
+    assert worst("mqar", "accuracy_512", "attention_l2", "gated_deltanet_l1", "tracking") > 0.98
     learned = {m for m in summary()["bound_s3"] if worst("bound_s3", "token_16_32", m) > 0.99}
-    of_recall = ("recall", "recall_no_x", "recall_k2", "recall_layer", "recall_by_head")
-    assert learned == {"tracking", "hybrid_l2", *of_recall}
+    assert learned - set(EARLIER) == {"tracking", "hybrid_l2"}
     assert worst("bound_s3", "sequence_16_128", "tracking", "hybrid_l2") > 0.98
     assert worst("bound_a5", "token_16_32", "hybrid_l2", "deltaproduct_l2") > 0.99
     assert sum(v > 0.99 for v in summary()["bound_a5"]["tracking"]["token_16_32"]) == 4
-    of_brackets = [
-        max(run["rows"][0]["accuracy"]["256"]["token"])
-        for name, run in runs_of("table-languages").items()
-        if name.startswith("brackets")
-    ]
-    assert f"`recall`: 1.00; 1.00; at most {max(of_brackets):.2f}" in TEXTS["results"]
 
 
 def test_every_tuning_run_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,20 +78,25 @@ TRAININGS = {
     "paper": ("caps\nΓ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
     "paper-16": ("caps\nΓ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
 }
-"""How two reflections are trained, what a figure calls it, and flags; paper: as Fixed-Point RNNs,
-section 4.4, with random caps on the solver's steps."""
+"""How two reflections are trained, its name in a figure, and flags; paper: its section 4.4."""
 SMALL = (
     "--d-model 64 --num-heads 1 --num-householder 2 --beta-max 2 --batch-size 64 --length 8 "
     "--eval-lengths 8 16 --curriculum quadruple --curriculum-until 0.4 --schedule hold "
     "--steps 5000 --log-every 100 --lr 2e-3 --seeds 1 --first-seed 103 --device cpu"
 )
 """The same trainings on a CPU, at length 8."""
+SMALL_TASKS = {
+    "small_s5": joined(SMALL, "--beta-max 1 --first-seed 0 --group S5"),
+    "small_copy": (
+        "--task copy --min-string 4 --max-string 8 --context 32 --eval-lengths 8 16 --steps 1500 "
+        "--batch-size 64 --schedule hold --d-model 64 --num-heads 1 --device cpu"
+    ),
+}
 CAPS_32 = f"{ONE_STEP} --gamma-cap 32 1"
 GROWN = f"{CAPS_32} --curriculum-until 1"
 """Rows grow only when they have been learned."""
 BETA_1 = f"{GROWN} --beta-max 1"
-"""A step of Picard then multiplies the difference of two outputs of a token by at most 1.15; with
-beta at most 2 it may double it."""
+"""A step of Picard then multiplies the difference of two outputs of a token by at most 1.15."""
 SMALL_16 = {
     "paper-16": (TRAININGS["paper-16"][1], (103,)),
     "paper-32": (CAPS_32, (103, 0, 1)),
@@ -162,9 +167,10 @@ def further(results: Path) -> list[Experiment]:
         for name, layer in LAYERS.items()
     }
     others = {"s5": TASKS["s5"], "copy": TASKS["copy"], "brackets": LANGUAGES["brackets"]}
+    large = {task: joined(flags, RECIPE, NARROW) for task, flags in others.items()}
     layers |= {
-        f"{task}-{name}": joined(flags, RECIPE, NARROW, LAYERS[name])
-        for task, flags in others.items()
+        f"{task}-{name}": joined(flags, LAYERS[name])
+        for task, flags in (large | SMALL_TASKS).items()
         for name in SOME
     }
     wide = {

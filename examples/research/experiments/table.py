@@ -54,8 +54,7 @@ _LENGTHS = (
     "--curriculum quadruple --curriculum-until 0.5"
 )
 LANGUAGES = {task: f"--task {task} {_LENGTHS}" for task in ("parity", "arithmetic", "brackets")}
-"""Parity, and arithmetic modulo 5 without and with brackets, as published: trained to length 40,
-tested from 40 to 256."""
+"""Parity, arithmetic modulo 5 without and with brackets; lengths as published."""
 RATES = (1e-3, 2e-3, 4e-3)
 BEYOND = {1e-3: 5e-4, 4e-3: 8e-3}
 """The further rate where the best one is at an edge."""
@@ -74,6 +73,7 @@ GATE = "table-gate"
 _CONTROLS = "tracking_no_feedback", "tracking_no_read", "tracking_positive", "tracking_blocks"
 OWN_TUNING = {
     "mqar": (
+        "bedouin",
         "tracking",
         *_CONTROLS,
         "deltaproduct_l1",
