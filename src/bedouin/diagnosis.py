@@ -271,6 +271,8 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
         better = [run for run in found.runs[1:] if run.converged == 1]
         names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
         remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
+        if isinstance(layer.solver, solvers.Direct):
+            remedy = "check its input, pivots and growth"
         advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
     elif layer.is_structured and not isinstance(layer.solver, solvers.Direct) and own.steps > t / 2:
         advice.append(
