@@ -139,10 +139,10 @@ def _tried(trials: dict[str, Any], task: str) -> int:
 
 
 def markdown(results: Path, tasks: Collection[str] = TASKS) -> str:
-    """The table, or that of chess: a line for each model and task, with the values of all seeds; of
-    version 0.2.0 `recall` alone."""
+    """The table, or that of chess: a line for each model and task, with the values of all seeds,
+    without those of version 0.2.0."""
     summary, lines = summarize(results), []
-    earlier = set(EARLIER[1:])
+    earlier = set(EARLIER)
     runs = read_runs(results / REPORTED_RUNS[0]) | read_runs(results / "chess")
     for task, of in summary.items():
         if task not in tasks:
