@@ -182,7 +182,7 @@ def test_an_input_that_is_not_finite_is_reported(x: Tensor) -> None:
     x[0, 3] = torch.nan
     found = diagnose(Bedouin(4), x)
     assert bool(found.lyapunov.isnan().any()) and found.runs[0].converged == 0.5
-    assert "Direct() does not converge on 50%: check its input, pivots and growth." in str(found)
+    assert "Direct() does not converge on 50%: check input, pivots and growth." in str(found)
 
 
 U = torch.zeros(2, 12, 4)

@@ -154,6 +154,7 @@ def test_the_constructor_does_not_warn_where_no_local_system_becomes_singular() 
         Bedouin(4)
         Bedouin(4, input_scale="one_minus_decay")
         Bedouin(4, input_scale="delta", mixer=NoMixing())
+        Bedouin(4, input_scale="delta", num_householder=10, beta_max=1e-3)
         Bedouin(4, input_scale="delta", decay="griffin")  # Delta is below 1
         Bedouin.from_paper(4)
 

@@ -139,15 +139,14 @@ def _tried(trials: dict[str, Any], task: str) -> int:
 
 
 def markdown(results: Path, tasks: Collection[str] = TASKS) -> str:
-    """The table, or that of chess: a line for each model and task, with the values of all seeds,
-    without those of version 0.2.0."""
+    """The table, or that of chess: a line for each model and task, with the values of all seeds;
+    without the models of version 0.2.0."""
     summary, lines = summarize(results), []
-    earlier = set(EARLIER)
     runs = read_runs(results / REPORTED_RUNS[0]) | read_runs(results / "chess")
     for task, of in summary.items():
         if task not in tasks:
             continue
-        models = {model: numbers for model, numbers in of.items() if model not in earlier}
+        models = {model: numbers for model, numbers in of.items() if model not in EARLIER}
         begin = CHESS.get(task, task)
         rows = {model: next(iter(rows_of(runs, f"{begin}-{model}")), {}) for model in models}
         sizes = [row["parameters"] for row in rows.values() if "parameters" in row]

@@ -267,14 +267,14 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     """Sentences about what to change."""
     t = found.shape[1]
     advice, own, lyapunov = [], found.runs[0], found.lyapunov.max().item()
+    is_exact = isinstance(layer.solver, solvers.Direct)
     if own.converged < 1:
         better = [run for run in found.runs[1:] if run.converged == 1]
         names = " or ".join(f"{run.name} ({run.steps} steps)" for run in better[:3])
-        remedy = f"use {names}" if better else "raise max_steps, or loosen rtol"
-        if isinstance(layer.solver, solvers.Direct):
-            remedy = "check its input, pivots and growth"
+        last = "check input, pivots and growth" if is_exact else "raise max_steps, or loosen rtol"
+        remedy = f"use {names}" if better else last
         advice.append(f"{own.name} does not converge on {1 - own.converged:.0%}: {remedy}.")
-    elif layer.is_structured and not isinstance(layer.solver, solvers.Direct) and own.steps > t / 2:
+    elif layer.is_structured and not is_exact and own.steps > t / 2:
         advice.append(
             f"{own.name} takes {own.steps} steps for {t} tokens: Direct takes one sweep and is "
             "exact."
@@ -309,6 +309,6 @@ def _advice(found: Diagnosis, layer: FixedPointLayer) -> list[str]:
     loose = max(1e-4, 100 * torch.finfo(found.dtype).eps)
     if not found.decode_gap <= loose:
         narrow = f"a wider dtype than {str(found.dtype).removeprefix('torch.')}"
-        remedy = narrow if isinstance(layer.solver, solvers.Direct) else "Direct, or a smaller rtol"
+        remedy = narrow if is_exact else "Direct, or a smaller rtol"
         advice.append(f"Decoding differs from one call by {found.decode_gap:.1e}: use {remedy}.")
     return advice or [f"Nothing to change: the solve is exact to tolerance over {t} tokens."]

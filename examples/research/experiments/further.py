@@ -78,7 +78,7 @@ TRAININGS = {
     "paper": ("caps\nΓ(4, 1)", f"{ONE_STEP} --gamma-cap 4 1"),
     "paper-16": ("caps\nΓ(16, 1)", f"{ONE_STEP} --gamma-cap 16 1"),
 }
-"""How two reflections are trained, its name in a figure, and flags; paper: its section 4.4."""
+"""Trainings of two reflections: label in a figure, flags; "paper" is section 4.4 of the paper."""
 SMALL = (
     "--d-model 64 --num-heads 1 --num-householder 2 --beta-max 2 --batch-size 64 --length 8 "
     "--eval-lengths 8 16 --curriculum quadruple --curriculum-until 0.4 --schedule hold "
@@ -92,6 +92,7 @@ SMALL_TASKS = {
         "--batch-size 64 --schedule hold --d-model 64 --num-heads 1 --device cpu"
     ),
 }
+"""Tasks for the layers of `SOME` on a CPU."""
 CAPS_32 = f"{ONE_STEP} --gamma-cap 32 1"
 GROWN = f"{CAPS_32} --curriculum-until 1"
 """Rows grow only when they have been learned."""
@@ -103,7 +104,7 @@ SMALL_16 = {
     "paper-32-grown": (f"{GROWN} --steps 8000", (104,)),
     "paper-32-beta1": (f"{BETA_1} --steps 8000", (0, 1, 2)),
 }
-"""Those at length 16 on a CPU: flags and seeds."""
+"""Trainings at length 16 on a CPU: flags and seeds."""
 PAPER_LAYER = (
     "--num-heads 1 --decay griffin --input-scale delta --feedback B+C+mixer --feedback-init 1"
 )

@@ -92,10 +92,10 @@ class Bedouin(FixedPointLayer):
             sigmoid(raw), lambda = exp(-8 softplus(omega) Delta).
         input_scale: s_t = "delta": Delta; "bounded_delta": Delta / (1 + Delta); "one_minus_decay":
             1 - |lambda|. With mamba decay, "delta" and mixing, local systems can become singular in
-            training (SolveStats.conditioning), of which the constructor warns. With
-            "bounded_delta", beta = 1 and one key, B = C, the part of a channel along u grows by the
-            factor (1 + Delta) exp(-A Delta) a token, which exceeds 1 for rates A = exp(A_log) < 1
-            and small Delta; with "one_minus_decay" it is at most 1.
+            training (SolveStats.conditioning), of which the constructor warns unless
+            k beta_max <= 0.01. With "bounded_delta", one reflection, beta = 1 and B = C, each token
+            multiplies the component of the state along u by (1 + Delta) exp(-A Delta), which
+            exceeds 1 for A = exp(A_log) < 1 and small Delta; with "one_minus_decay" by at most 1.
         eigenvalues: "positive": the decay is lambda; "full": it is 2 lambda - 1, in [-1, 1].
         d_conv: the width of a causal convolution over x, with SiLU. 1: SiLU alone. None: neither.
         initialization: other initial values of Delta and the decay rates; None: Initialization().
