@@ -153,10 +153,7 @@ def square_times(M, v, K: tl.constexpr):
     """M v (k,), the K K entries of M row by row."""
     out = ()
     for i in tl.static_range(K):
-        total = M[i * K] * v[0]
-        for j in tl.static_range(1, K):
-            total += M[i * K + j] * v[j]
-        out = out + (total,)
+        out = out + (combine(v, M[i * K : (i + 1) * K], K),)
     return out
 
 
@@ -284,15 +281,6 @@ def add(a, b, K: tl.constexpr):
     out = ()
     for i in tl.static_range(K):
         out = out + (a[i] + b[i],)
-    return out
-
-
-@triton.jit
-def subtract(a, b, K: tl.constexpr):
-    """a - b (k,)."""
-    out = ()
-    for i in tl.static_range(K):
-        out = out + (a[i] - b[i],)
     return out
 
 

@@ -15,9 +15,6 @@ import triton.language as tl
 
 from bedouin.kernels.device.elementary import exp2, input_scale, one_minus_exp2
 
-MOST_HELD = tl.constexpr(1024)
-"""Most values of A, and of h of the next token, that a warp holds; more are read in each token."""
-
 STATE_AXIS = tl.constexpr(1 if triton.__version__.startswith("3.6.") else 0)
 """Where the states are in pointers to memory: (N, s, d) or (s, N, d). Warps shall have different
 samples. Of the axes whose values are not contiguous, Triton 3.6 spreads the warps over the first
@@ -104,16 +101,11 @@ def rows_of(v, how):
 
 @triton.jit
 def join_all(rows, N: tl.constexpr):
+    """N = 1, 2, 4, ... tensors (...) as (..., 2, 2, ...), in the order of (..., N)."""
     if N == 1:
         return rows[0]
     else:
         return tl.join(join_all(rows[0:N:2], N // 2), join_all(rows[1:N:2], N // 2))
-
-
-@triton.jit
-def stack_states(rows, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """N = 1, 2, 4, ... rows (s, d) as (s, d, N)."""
-    return tl.reshape(join_all(rows, N), [S, BLOCK_D, N])
 
 
 @triton.jit
@@ -132,10 +124,10 @@ def unstack_states(states, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constex
 
 
 @triton.jit
-def _states_at(rows_at, inside, how):
-    """Pointers and masks of n states as STATE_AXIS says, from those of state 0."""
+def _states_at(rows_at, inside, i, N: tl.constexpr, how):
+    """Pointers and masks of block i of N states as STATE_AXIS says, from those of state 0."""
     D: tl.constexpr = rows_at.shape[1]
-    number = tl.expand_dims(tl.arange(0, how.N)[:, None], 1 - STATE_AXIS)
+    number = tl.expand_dims(tl.arange(0, N)[:, None] + i * N, 1 - STATE_AXIS)
     at = tl.expand_dims(rows_at, STATE_AXIS) + number * how.d
     # a thread shall have as many channels as of a row, 1 or D // 32: less is said of addresses than
     # the compiler can prove, which would give it as many as one instruction loads
@@ -150,26 +142,26 @@ def _states_at(rows_at, inside, how):
 
 
 @triton.jit
-def load_head_states(rows_at, inside, how):
-    """A memory as (s, d, N), zeros past the last state.
+def load_head_states(rows_at, inside, how, i=0, BLOCKS: tl.constexpr = 1):
+    """Block i of the states of a memory as (s, d, N / BLOCKS), zeros past the last state.
 
     In one load, because the compiler takes long for every load of a tensor.
     """
-    at, mask = _states_at(rows_at, inside, how)
+    at, mask = _states_at(rows_at, inside, i, how.N // BLOCKS, how)
     return tl.permute(tl.load(at, mask=mask, other=0.0), (1 - STATE_AXIS, 2, STATE_AXIS))
 
 
 @triton.jit
-def store_head_states(rows_at, states, inside, how):
+def store_head_states(rows_at, states, inside, how, i=0):
     """The inverse of `load_head_states`."""
-    at, mask = _states_at(rows_at, inside, how)
+    at, mask = _states_at(rows_at, inside, i, states.shape[2], how)
     states = tl.permute(states, (0, 2, 1) if STATE_AXIS == 1 else (2, 0, 1))
     tl.store(at, states, mask=mask)
 
 
 @triton.jit
-def load_vector(row, n: tl.constexpr, N: tl.constexpr):
-    """n scalars of a row as (s, N), zeros past the last one."""
+def load_vector(row, n, N: tl.constexpr):
+    """n scalars of a row, or the first N, as (s, N), zeros past the last one."""
     if N > 16:
         # a load of at least 32 elements a sample would not be made by every thread for itself
         low = load_vector(row, n, N // 2)
@@ -181,16 +173,23 @@ def load_vector(row, n: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def load_same(row, n: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
+def load_same(row, n, D: tl.constexpr, N: tl.constexpr):
     """`load_vector` as (s, D, N), the same for all channels."""
     return tl.broadcast_to(load_vector(row, n, N)[:, None, :], [row.shape[0], D, N])
 
 
 @triton.jit
-def load_both(row, SELECTIVE: tl.constexpr, how):
+def load_block(row, i: tl.constexpr, BLOCKS: tl.constexpr, how):
+    """Block i of a row of n scalars as `load_same` gives it."""
+    N: tl.constexpr = how.N // BLOCKS
+    return load_same(row + i * N, how.n - i * N, how.D, N)
+
+
+@triton.jit
+def load_both(row, how):
     """B and C from a row [B n | C n] as `load_same` gives them, 1 if they are not SELECTIVE."""
-    if SELECTIVE:
-        return load_same(row, how.n, how.D, how.N), load_same(row + how.n, how.n, how.D, how.N)
+    if how.SELECTIVE:
+        return load_block(row, 0, 1, how), load_block(row + how.n, 0, 1, how)
     else:
         ones = tl.where(tl.arange(0, how.N) < how.n, 1.0, 0.0)
         B = spread(tl.zeros([how.ROWS, how.D], tl.float32), how.N) + ones[None, None, :]
@@ -201,7 +200,7 @@ def load_both(row, SELECTIVE: tl.constexpr, how):
 def discretize(A, delta, how):
     """The decay (s, d, N), and s (s, d), for "one_minus_decay" 1 - decay of the only state, from
     log2(e) A (s, d, N) and Delta (s, d)."""
-    exponent = A * spread(delta, how.N)
+    exponent = A * spread(delta, A.shape[2])
     decay = exp2(exponent)
     if how.INPUT_SCALE == "one_minus_decay":
         s = tl.reshape(one_minus_exp2(exponent, decay), [how.ROWS, how.D])
@@ -338,12 +337,6 @@ def concatenated(a, b, S: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def concatenated_states(a, b, S: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr):
-    """a and b (s, d, N), one after the other, (s, d, 2 N)."""
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), [S, BLOCK_D, 2 * N])
-
-
-@triton.jit
 def join_rows(rows, S: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """K = 2 or 4 rows (s, BLOCK) as (s, K BLOCK), entry c of row i at K c + i."""
+    """K = 1, 2 or 4 rows (s, BLOCK) as (s, K BLOCK), entry c of row i at K c + i."""
     return tl.reshape(join_all(rows, K), [S, K * BLOCK])

@@ -49,6 +49,10 @@ WARPS = 8
 LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
+AT_ONCE = 16
+"""Most states that the reverse sweep takes at once: with 64, four fifths of what a thread needs for
+a token would be spilled."""
+
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
 
@@ -207,6 +211,7 @@ def head_constants(
         "STATES": states,  # raw values of B and C
         "U_AT": d + states,  # where those of u begin
         "N": blocks.states,
+        "BLOCKS": max(1, blocks.states // AT_ONCE),
         "BLOCK_D": blocks.channels,
         "D": blocks.channels // parts,
         "BLOCK_S": blocks.small,  # B, C and alpha

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bedouin.kernels.device.reflections import sums, total_of
-from bedouin.kernels.direct.device import column_sums, lanes_of, stack_states, unstack_states
+from bedouin.kernels.direct.device import column_sums, join_all, lanes_of, unstack_states
 
 FEW_SUMS = tl.constexpr(8)
 """As many sums over the lanes of a warp, as many exchanges each as lanes have bits; more are summed
@@ -62,7 +62,7 @@ def over_channels_of_parts(values, how):
         lanes = ()
         for i in tl.static_range(V):
             lanes = lanes + (lanes_of(values[min(i, N - 1)], ROWS, how.D),)
-        total = column_sums(stack_states(lanes, ROWS, L, V), V, ROWS, L)
+        total = column_sums(tl.reshape(join_all(lanes, V), [ROWS, L, V]), V, ROWS, L)
         total = sum_of_parts(total, how.PARTS)
         out = ()
         for i in tl.static_range(N):

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from bedouin.kernels.device.elementary import activate, inverse_norm, max_norm
 from bedouin.kernels.device.reflections import (
+    add,
     combine,
     eliminate,
     inverse_sizes,
@@ -26,7 +27,6 @@ from bedouin.kernels.device.reflections import (
     rows_times,
     scale,
     scale_symmetric,
-    subtract,
     upper_times,
     wy_upper,
 )
@@ -45,7 +45,7 @@ def largest_gap(
 ):  # fmt: skip
     """The defect of a token whose h and y follow from x~: max |sigma U^T (T U (y - x) - e)|."""
     mixing = scale(upper_times(T, scale(dots, inv, K), K), inv, K)
-    gaps = subtract(device.as_columns(mixing), factors, K)
+    gaps = add(rows_times(device.as_columns(mixing), -1.0, K), factors, K)
     return max_norm(sigma * combine(gaps, u, K), 1)
 
 
@@ -90,10 +90,9 @@ def sweep_kernel(
         for i in tl.static_range(0 if how.STREAMED else how.SMALL + 1):
             W = W + (load_weight_tile(W_at, i, how),)
         v = tl.load(first_ptr + sample[:, None] * d + cols, mask=in_row, other=0.0)
-    HOLD_A: tl.constexpr = N * how.D <= device.MOST_HELD
     # (s, d), because a load of (d,) would be followed by a change of its layout
     A_at = (A_ptr + head * n * d + cols) + 0 * local[:, None]
-    if HOLD_A:
+    if how.BLOCKS == 1:
         A = device.load_head_states(A_at, in_row, how)
     h_at = h_ptr + sample[:, None] * (n * d) + cols
     decayed = device.load_head_states(h_at, in_row, how)
@@ -181,8 +180,8 @@ def sweep_kernel(
         for i in tl.static_range(K):
             beta = beta + (how.BETA_MAX * activate(tl.load(now + how.STATES + i), "sigmoid"),)
         delta = activate(delta, how.ACTIVATION)
-        B, C = device.load_both(now, how.SELECTIVE, how)
-        A_t = A if HOLD_A else device.load_head_states(A_at, in_row, how)
+        B, C = device.load_both(now, how)
+        A_t = A if how.BLOCKS == 1 else device.load_head_states(A_at, in_row, how)
         decay, s = device.discretize(A_t, delta, how)
         decayed = decay * h
         p = device.sum_states(decayed * C)

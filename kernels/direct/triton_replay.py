@@ -41,45 +41,43 @@ def fetch_tokens(row, first, stride, t_end, SIZE: tl.constexpr, KEEP: tl.constex
 
 
 @triton.jit
-def _load_step(mixed_row, raw_row, fed_row, B_row, cols, in_row, how):
-    """x~, raw Delta and B of a token."""
-    mixed = tl.load(mixed_row[:, None] + cols, mask=in_row, other=0.0)
-    delta = tl.load(raw_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
+def _load_step(rows, strides, t, block, cols, in_row, how):
+    """x~, raw Delta and a block of the states of B, of token t."""
+    N: tl.constexpr = how.N // how.BLOCKS
+    mixed = tl.load((rows[0] + t * strides[0])[:, None] + cols, mask=in_row, other=0.0)
+    delta = tl.load((rows[1] + t * strides[1])[:, None] + cols, mask=in_row, other=0.0)
+    delta = delta.to(tl.float32)
     if how.FEEDBACK:
-        delta += tl.load(fed_row[:, None] + cols, mask=in_row, other=0.0).to(tl.float32)
-    return mixed, delta, load_vector(B_row, how.n, how.N)
+        fed = tl.load((rows[2] + t * strides[2])[:, None] + cols, mask=in_row, other=0.0)
+        delta += fed.to(tl.float32)
+    return mixed, delta, load_vector(rows[3] + t * strides[3] + block * N, how.n - block * N, N)
 
 
 @triton.jit
 def replay_tokens(
     from_row,  # h before the first token
     to_row,  # the place of h before the second one, that of the others behind it
-    tokens,
-    mixed_row, raw_row, fed_row, B_row,  # of the first token
-    raw_stride, fed_stride, B_stride,  # between tokens
+    rows, strides,  # of x~, raw values, feedback and B
+    first, tokens,  # of the chunk: the first, and how many
     A_at,  # pointers (s, d) to state 0 of log2(e) A
     cols, in_row, inside,  # `inside`: the channels to be stored
     how,
 ):  # fmt: skip
     """Store h before all tokens but the first: h_t = lambda_t * h_{t-1} + (s_t * x~_t) B_t^T."""
-    h = load_head_states(from_row[:, None] + cols, in_row, how)
-    A = load_head_states(A_at, in_row, how)
-    # loads of a token are issued while the one before it is computed
-    loaded = _load_step(mixed_row, raw_row, fed_row, B_row, cols, in_row, how)
-    for i in range(1, tokens):
-        mixed, delta, B = loaded
-        step = tl.minimum(i, tokens - 2)
-        far = step.to(tl.int64)
-        loaded = _load_step(
-            mixed_row + step * how.d, raw_row + far * raw_stride, fed_row + far * fed_stride,
-            B_row + step * B_stride, cols, in_row, how,
-        )  # fmt: skip
-        delta = activate(delta, how.ACTIVATION)
-        decay, s = discretize(A, delta, how)
-        written = spread(s * mixed, how.N)
-        h = decay * h + written * tl.broadcast_to(B[:, None, :], h.shape)
-        at = to_row[:, None] + (i - 1) * (how.n * how.d) + cols
-        store_head_states(at, h, inside, how)
+    for block in range(how.BLOCKS):
+        h = load_head_states(from_row[:, None] + cols, in_row, how, block, how.BLOCKS)
+        A = load_head_states(A_at, in_row, how, block, how.BLOCKS)
+        # loads of a token are issued while the one before it is computed
+        loaded = _load_step(rows, strides, first, block, cols, in_row, how)
+        for i in range(1, tokens):
+            mixed, delta, B = loaded
+            t = first + tl.minimum(i, tokens - 2)
+            loaded = _load_step(rows, strides, t, block, cols, in_row, how)
+            decay, s = discretize(A, activate(delta, how.ACTIVATION), how)
+            written = spread(s * mixed, h.shape[2])
+            h = decay * h + written * tl.broadcast_to(B[:, None, :], h.shape)
+            at = to_row[:, None] + (i - 1) * (how.n * how.d) + cols
+            store_head_states(at, h, inside, how, block)
 
 
 @triton.jit

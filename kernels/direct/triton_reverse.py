@@ -41,7 +41,7 @@ def reverse_kernel(
     H_ptr,  # (b, n, d): cotangent of h after the last token, in place that before the first one
     grad_x_ptr,  # (b, t, d)
     grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
-    grad_A_ptr,  # (b, n, d); if SINGLE in place, of the tokens behind
+    grad_A_ptr,  # (b, n, d), in place, first of the tokens behind those of a launch
     statistics_ptr,  # (PARTS, 2, b, t): defect and scale of the adjoint equation, of each part
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places
     t_end,
@@ -83,8 +83,9 @@ def reverse_kernel(
     WIDTH: tl.constexpr = local_width(K, n)
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     SMALL: tl.constexpr = triton_weights.small_width(N, D)
-    # whether a thread holds, beside H and grad_A, what a token needs of states
-    HOLD: tl.constexpr = N * D <= device.MOST_HELD
+    BLOCKS: tl.constexpr = how.BLOCKS
+    # whether a thread holds A, and all that a token needs of states
+    HOLD: tl.constexpr = BLOCKS == 1
     alphas = tl.arange(0, SMALL)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
     # (s, d), because a load of (d,) would be followed by a change of its layout
@@ -103,11 +104,10 @@ def reverse_kernel(
     kept_row = kept_ptr + sample * slots * (n * d)
     triton_replay.fetch_tokens(kept_row, slots - 1, n * d, slots, n * d, 1, how)
     at = sample[:, None] * (n * d) + cols
-    H = device.load_head_states(H_ptr + at, in_row, how)
-    if how.SINGLE:
-        grad_A = device.load_head_states(grad_A_ptr + at, in_row, how)
-    else:
-        grad_A = tl.zeros([ROWS, D, N], tl.float32)
+    H, grad_A = (), ()
+    for i in tl.static_range(BLOCKS):
+        H = H + (device.load_head_states(H_ptr + at, in_row, how, i, BLOCKS),)
+        grad_A = grad_A + (device.load_head_states(grad_A_ptr + at, in_row, how, i, BLOCKS),)
     x_row = x_ptr + head * x_strides[0] + local.to(tl.int64) * x_strides[1]
     y_row = y_ptr + sample * t_end * d
     grad_y_row = grad_y_ptr + sample * grad_y_strides[0]
@@ -119,6 +119,8 @@ def reverse_kernel(
     local_row = local_ptr + sample * t_end * WIDTH
     replayed_row = replayed_ptr + sample * ((KEEP - 1) * n * d)
     last = (stop - 1).to(tl.int64)
+    rows_of_steps = mixed_row, raw_row, fed_row, local_row + AT_B
+    by_step = d, raw_strides[1], fed_strides[1], WIDTH
     # loads of a token are issued while the one after it is taken back
     loaded = triton_replay.load_kept_token(rows_of_tokens, by_token, last, cols, in_row, how)
     # the scalars of a token are read one by one from near memory, in which they are stored a token
@@ -140,10 +142,8 @@ def reverse_kernel(
             tl.debug_barrier()
             first = t - in_chunk
             triton_replay.replay_tokens(
-                kept_row + chunk * (n * d), replayed_row, in_chunk + 1, mixed_row + first * d,
-                raw_row + first * raw_strides[1], fed_row + first * fed_strides[1],
-                local_row + first * WIDTH + AT_B, raw_strides[1], fed_strides[1], WIDTH,
-                A_at, cols, in_row, inside, how,
+                kept_row + chunk * (n * d), replayed_row, rows_of_steps, by_step, first,
+                in_chunk + 1, A_at, cols, in_row, inside, how,
             )  # fmt: skip
             # the replay would otherwise wait for device memory in every block of states
             first = tl.maximum(first - KEEP, 0)
@@ -164,7 +164,7 @@ def reverse_kernel(
         if in_chunk == 0:
             h_row = kept_row + chunk * (n * d)
         h_at = h_row[:, None] + cols
-        h = device.load_head_states(h_at, in_row, how)
+        next_h = device.load_head_states(h_at, in_row, how, 0, BLOCKS)
         # (W^y)^T grad_raw_{t+1}, the cotangent of norm(y_t)
         if how.FEEDBACK and not how.SINGLE:
             if how.STREAMED:
@@ -187,14 +187,16 @@ def reverse_kernel(
             u = u + (one,)
         # h_t = decayed + written B^T; the cotangent of the exponent is (H + w C^T) * reach
         rms, BC, _, _ = device.load_scalars(row + AT_LAST, 4, D)
-        B, C = device.load_both(row + AT_B, True, how)
-        A_t = A if HOLD else device.load_head_states(A_at, in_row, how)
+        A_t = A if HOLD else device.load_head_states(A_at, in_row, how, 0, BLOCKS)
         decay, s = device.discretize(A_t, delta, how)
         # the cotangent of s x~, without w
-        to_written = device.sum_states(H * B)
+        to_written = tl.zeros([ROWS, D], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            B = device.load_block(row + AT_B, i, BLOCKS, how)
+            C = device.load_block(row + AT_B + n, i, BLOCKS, how)
+            to_written += device.sum_states(H[i] * B)
         from_memory = s * to_written
         sigma = s * BC
-        written = device.spread(s * mixed, N)
         # w = g + U^T T^T U (from_memory + sigma w), so T^T U (...) = (I - T^T S)^-1 T^T q
         if how.FEEDBACK:
             if how.SINGLE:
@@ -271,26 +273,39 @@ def reverse_kernel(
         x_at = grad_x_ptr + place[:, None] * d + cols
         tl.store(x_at, grad_mixed.to(grad_x_ptr.dtype.element_ty), mask=inside)
         # cotangents of h_t, of A and Delta, of the unit B and C, and of the raw ones
-        if not HOLD:
-            # computed again, since it would not fit the registers
-            B, C = device.load_both(row + AT_B, True, how)
-            A_t = device.load_head_states(A_at, in_row, how)
-            decay, _ = device.discretize(A_t, delta, how)
-        w_states = device.spread(w, N)
-        reach = decay * h
-        total = H + w_states * C
-        to_exponent = total * reach
-        if how.INPUT_SCALE == "one_minus_decay":
-            # s is 1 - decay
-            to_exponent -= total * decay * device.spread(mixed, N) * B
-        to_delta = LN2 * device.sum_states(to_exponent * A_t)
+        written, w_states = device.spread(s * mixed, N // BLOCKS), device.spread(w, N // BLOCKS)
+        to_delta = tl.zeros([ROWS, D], tl.float32)
+        sums, new_H, new_grad_A = (), (), ()
+        for i in tl.static_range(BLOCKS):
+            h = next_h
+            if i + 1 < BLOCKS:
+                next_h = device.load_head_states(h_at, in_row, how, i + 1, BLOCKS)
+            if not HOLD:
+                A_t = device.load_head_states(A_at, in_row, how, i, BLOCKS)
+                decay, _ = device.discretize(A_t, delta, how)
+                B = device.load_block(row + AT_B, i, BLOCKS, how)
+                C = device.load_block(row + AT_B + n, i, BLOCKS, how)
+            reach = decay * h
+            total = H[i] + w_states * C
+            to_exponent = total * reach
+            if how.INPUT_SCALE == "one_minus_decay":
+                # s is 1 - decay
+                to_exponent -= total * decay * device.spread(mixed, N) * B
+            to_delta += LN2 * device.sum_states(to_exponent * A_t)
+            if how.SELECTIVE:
+                to_C = (reach + written * B) * w_states
+                both = tl.permute(tl.join(total * written, to_C), (0, 1, 3, 2))
+                both = tl.reshape(both, [ROWS, D, 2 * N // BLOCKS])
+                sums = sums + (device.sum_channels(both, ROWS, D, 2 * N // BLOCKS),)
+            new_grad_A = new_grad_A + (grad_A[i] + to_exponent * device.spread(delta, N // BLOCKS),)
+            new_H = new_H + (total * decay,)
+            if i + 1 < BLOCKS:
+                # the loads of all blocks would otherwise be issued before the first one is computed
+                tl.debug_barrier()
+        H, grad_A = new_H, new_grad_A
         states = no_small
         if how.SELECTIVE:
-            to_C = (reach + written * B) * w_states
-            both = device.concatenated_states(total * written, to_C, ROWS, D, N)
-            states = device.sum_channels(both, ROWS, D, 2 * N)
-        grad_A += to_exponent * device.spread(delta, N)
-        H = total * decay
+            states = device.join_rows(sums, ROWS, BLOCKS, SMALL // BLOCKS)
         if how.INPUT_SCALE == "delta":
             to_delta += mixed * (to_written + BC * w)
         elif how.INPUT_SCALE == "bounded_delta":
@@ -314,5 +329,6 @@ def reverse_kernel(
             small = to_alpha.to(how.ROUND)
             grads = triton_weights.in_tiles(to_delta.to(how.ROUND), rows, states, small, how)
     at = sample[:, None] * (n * d) + cols
-    device.store_head_states(H_ptr + at, H, inside, how)
-    device.store_head_states(grad_A_ptr + at, grad_A, inside, how)
+    for i in tl.static_range(BLOCKS):
+        device.store_head_states(H_ptr + at, H[i], inside, how, i)
+        device.store_head_states(grad_A_ptr + at, grad_A[i], inside, how, i)

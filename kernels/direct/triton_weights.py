@@ -38,8 +38,9 @@ def load_weight_tile(W_ptr, i: tl.constexpr, how):
 @triton.jit
 def state_columns(at, first, how):
     """Where columns `at` of the cotangents of B and C are, from the `first` one on, and whether
-    there are such."""
-    return first + at // how.N * how.n + at % how.N, (at < 2 * how.N) & (at % how.N < how.n)
+    there are such: the states of blocks, one of each in turn."""
+    state = at % how.BLOCKS * (how.N // how.BLOCKS) + at % how.N // how.BLOCKS
+    return first + at // how.N * how.n + state, (at < 2 * how.N) & (state < how.n)
 
 
 @triton.jit

@@ -229,9 +229,8 @@ CASES = [
     # a coupled scale, of one state
     Case(heads=1, b=1, t=2, p=20, n=1, k=0, input_scale="one_minus_decay", low=BF16),
     Case(b=2, t=2, p=17, n=1, k=2, fed=17, input_scale="one_minus_decay"),
-    # states in two blocks that are held, in three and in four that are not
+    # states in two blocks, and in four
     Case(b=1, t=2, p=3, n=32, k=1, input_scale="delta"),
-    Case(heads=1, b=1, t=2, p=17, n=48, k=1, input_scale="delta"),
     Case(heads=1, b=1, t=2, p=17, n=64, k=1),
     # a single head
     Case(heads=1, b=2, t=2, p=33, k=2, has_axis=False),
