@@ -50,8 +50,8 @@ LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
 AT_ONCE = 16
-"""Most states that the reverse sweep takes at once: with 64, four fifths of what a thread needs for
-a token would be spilled."""
+"""Most states that the reverse sweep takes at once: with 64, most values of a thread would be
+spilled, which doubles the time of a token."""
 
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""

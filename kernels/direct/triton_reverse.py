@@ -84,7 +84,7 @@ def reverse_kernel(
     kind: tl.constexpr = grad_raw_ptr.dtype.element_ty
     SMALL: tl.constexpr = triton_weights.small_width(N, D)
     BLOCKS: tl.constexpr = how.BLOCKS
-    # whether a thread holds A, and all that a token needs of states
+    # whether a thread holds A and what a token needs of states; else they are read for each block
     HOLD: tl.constexpr = BLOCKS == 1
     alphas = tl.arange(0, SMALL)
     in_alpha = is_first_part[:, None] & (alphas < K)[None, :]
