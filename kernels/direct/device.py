@@ -101,7 +101,7 @@ def rows_of(v, how):
 
 @triton.jit
 def join_all(rows, N: tl.constexpr):
-    """N = 1, 2, 4, ... tensors (...) as (..., 2, 2, ...), in the order of (..., N)."""
+    """N = 1, 2, 4, ... tensors as one with log2(N) more axes of size 2, ordered as an axis of N."""
     if N == 1:
         return rows[0]
     else:

@@ -50,8 +50,8 @@ LANES = 32
 """Threads of a warp, and the fewest channels of a part of a sample."""
 
 AT_ONCE = 16
-"""Most states that the reverse sweep takes at once: with 64, most values of a thread would be
-spilled, which doubles the time of a token."""
+"""States that the reverse sweep takes at once; of more, neither sweep holds A in registers. With 64
+at once most values of a thread would be spilled, which doubles the time of a token."""
 
 MAX_REGISTERS = 255
 """Of a thread; without this bound the compiler takes 32 where even 255 do not suffice."""
@@ -211,7 +211,7 @@ def head_constants(
         "STATES": states,  # raw values of B and C
         "U_AT": d + states,  # where those of u begin
         "N": blocks.states,
-        "BLOCKS": max(1, blocks.states // AT_ONCE),
+        "BLOCKS": max(1, blocks.states // AT_ONCE),  # of states, in the reverse sweep
         "BLOCK_D": blocks.channels,
         "D": blocks.channels // parts,
         "BLOCK_S": blocks.small,  # B, C and alpha

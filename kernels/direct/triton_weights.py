@@ -38,7 +38,7 @@ def load_weight_tile(W_ptr, i: tl.constexpr, how):
 @triton.jit
 def state_columns(at, first, how):
     """Where columns `at` of the cotangents of B and C are, from the `first` one on, and whether
-    there are such: the states of blocks, one of each in turn."""
+    there are such. `join_rows` has interleaved the states of the blocks."""
     state = at % how.BLOCKS * (how.N // how.BLOCKS) + at % how.N // how.BLOCKS
     return first + at // how.N * how.n + state, (at < 2 * how.N) & (state < how.n)
 

@@ -231,7 +231,7 @@ CASES = [
     Case(b=2, t=2, p=17, n=1, k=2, fed=17, input_scale="one_minus_decay"),
     # states in two blocks, and in four
     Case(b=1, t=2, p=3, n=32, k=1, input_scale="delta"),
-    Case(heads=1, b=1, t=2, p=17, n=64, k=1),
+    *(Case(heads=1, b=1, t=2, p=17, n=n, k=1, input_scale=SCALES[n // 64]) for n in (48, 64)),
     # a single head
     Case(heads=1, b=2, t=2, p=33, k=2, has_axis=False),
     Case(heads=1, b=1, t=3, p=5, k=0, has_axis=False, starts=False, low=BF16),
