@@ -8,12 +8,7 @@ order. Letters: r = b t tokens, c = k h columns, h heads, p key channels.
 import triton
 import triton.language as tl
 
-from bedouin.kernels.device.elementary import load_wide, store_rounded
-
-
-@triton.jit
-def _softplus(v):
-    return tl.where(v > 20.0, v, tl.log(1.0 + tl.exp(tl.minimum(v, 20.0))))
+from bedouin.kernels.device.elementary import activate, load_wide, store_rounded
 
 
 @triton.jit
@@ -55,7 +50,7 @@ def rates_kernel(
     tl.store(beta_ptr + token * c + column, scale * tl.sigmoid(b) * inverse, exists)
     if column < h:
         rate, a = _rate_and_a(inputs, distances, token, exists, column)
-        tl.store(decay_ptr + token * h + column, -rate * _softplus(a), exists)
+        tl.store(decay_ptr + token * h + column, -rate * activate(a, "softplus"), exists)
 
 
 @triton.jit
@@ -86,7 +81,7 @@ def rates_backward_kernel(
     if column < h:
         rate, a = _rate_and_a(inputs, distances, token, exists, column)
         grad = -rate * tl.load(grad_decay_ptr + token * h + column, exists, 0.0)
-        tl.store(sums_ptr + tile * 2 * h + column, tl.sum(grad * _softplus(a), 0))
+        tl.store(sums_ptr + tile * 2 * h + column, tl.sum(grad * activate(a, "softplus"), 0))
         grad *= tl.sigmoid(a)
         tl.store(sums_ptr + (tile * 2 + 1) * h + column, tl.sum(grad, 0))
         store_rounded(grad_a_ptr + token * h + column, grad, exists)

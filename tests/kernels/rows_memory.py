@@ -140,10 +140,17 @@ CHUNK_RULE = Row(
 
 
 def rates(
-    b: int = 2, t: int = 3, k: int = 2, H: int = 2, p: int = 16, *, dtype: torch.dtype = F32
+    b: int = 2,
+    t: int = 3,
+    k: int = 2,
+    H: int = 2,
+    p: int = 16,
+    *,
+    shift: float = 0.0,
+    dtype: torch.dtype = F32,
 ) -> Call:
-    tensors: Tensors = {"strength": normal(b, t, k * H), "a": normal(b, t, H)}
-    tensors |= {"A_log": normal(H), "dt_bias": normal(H), "key": unit(b, t, k, H, p)}
+    tensors: Tensors = {"strength": normal(b, t, k * H), "a": normal(b, t, H) + shift}
+    tensors |= {"A_log": normal(H) - shift, "dt_bias": normal(H), "key": unit(b, t, k, H, p)}
 
     def run(strength: Tensor, *rest: Any, backend: Any) -> Any:
         return delta_rates(strength, rest[3], rest[:3], 2.0, backend=backend)
@@ -162,7 +169,7 @@ RATE = Row(
     rates,
     {torch.float64: 1e-12, F32: 1e-5, BF16: 1e-2},
     {"": {}},
-    [*RATES, {"dtype": BF16}],
+    [*RATES, {"dtype": BF16}, {"shift": -14.0}],
     times(RATES, [{"dtype": BF16}]),
     times(RATES, [{"dtype": BF16}]),
 )
