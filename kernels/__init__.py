@@ -7,7 +7,7 @@
 * `delta_rule`: gated delta rule: the memory of DeltaNet and DeltaProduct
 * `scan`: diagonal selective scan over time
 * `householder`: channel mixing in compact WY form
-* `iteration`: Picard and Jacobi: one step of all tokens at once
+* `iteration`: Picard: one step of all tokens at once
 * `direct`: the local equation of one token, the exact sweep over all tokens, its reverse sweep
 * `track`: the recurrence of a tracker with its output
 * `output`: the gate's feedback, the gated and normalized output of layers and memories

@@ -68,7 +68,7 @@ class Operands(NamedTuple):
         check_heads(count_heads(A), self.x.shape[0], "A")
 
     def with_head_axis(self) -> "Operands":
-        """W_y (H, f, ...) and A (H, d, n), also of a single head."""
+        """W_y (H, r, d) and A (H, d, n), also of a single head."""
         if self.A.dim() == 3:
             return self
         W_y = None if self.W_y is None else self.W_y.unsqueeze(0)

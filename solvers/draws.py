@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import torch
 
-from bedouin.kernels.backend import in_backward
+from bedouin.kernels.backend import in_backward, outside_of_graphs
 from bedouin.solvers.caps import Cap
 
 MAX_CALLS = 4096
@@ -65,6 +65,6 @@ class Draws:
         return index
 
 
-# The autograd engine and the generator do not exist inside a compiled graph. torch.compiler.disable
-# would import the compiler.
-_identify_eagerly = torch._disable_dynamo(Draws._identify)  # type: ignore[attr-defined]
+_identify_eagerly = outside_of_graphs("a random cap needs torch's generator and autograd engine")(
+    Draws._identify
+)

@@ -107,7 +107,8 @@ class SolveStats:
 
     def accepted(self, cut_at: int | None) -> Tensor:
         """(b,) bool: samples that need no report: converged, or finite and stopped by `cut_at`
-        steps, a random training cap below its limit; None if no such cap limited the solve."""
+        steps, a random training cap below its limit. `cut_at` None: no such cap limited the
+        solve."""
         if cut_at is None:
             return self.converged
         return self.converged | (~self.residual.isnan() & (self.num_steps >= cut_at))

@@ -6,7 +6,6 @@
     python examples/research/experiment.py table --extra="--steps 20 --device cpu" --out runs/trial
     python examples/research/experiment.py language --devices 2   # two at a time, a GPU each
     python examples/research/experiment.py table --per-device 6         # six at a time on one GPU
-    python examples/research/experiment.py table --minutes 25    # none that would take longer
     python examples/research/experiment.py --summary
     python examples/research/experiment.py --tuning         # print every run of "table-tuning"
 
@@ -21,13 +20,11 @@ experiments whose runs have been made (`figures.py`), and prints the tables of "
 """
 
 import json
-import math
 import os
 import shlex
 import subprocess
 import sys
 import textwrap
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,10 +32,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from statistics import median
 from threading import Condition
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import tyro
@@ -49,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
-from flags import Count, Range, check_types
+from flags import Count, check_types
 from research import baselines, ensemble
 from research.experiments.further import further
 from research.experiments.heads import heads
@@ -64,11 +60,6 @@ from research.summary import CHESS, markdown, summarize, tuning_markdown
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 WIDTH = 100
 """Characters of a line of the list."""
-
-START_SECONDS = 30
-"""What a run takes beside its training: imports, compilation."""
-
-Minutes = Annotated[float, Range(0, brackets="(]")]
 
 
 @dataclass(frozen=True)
@@ -87,9 +78,6 @@ class Config:
     per_device: Count = 1
     """Runs made at the same time on each GPU, also in processes of their own; small layers leave
     much of a GPU idle, which NVIDIA's MPS lets processes share."""
-    minutes: Minutes = math.inf
-    """Start no run that would end later than so many minutes after the start, if it takes the
-    median time of the runs of its task, the first word of its name, that have been made."""
     summary: bool = False
     """Write summary.json and the figures, and run nothing."""
     tuning: bool = False
@@ -152,31 +140,21 @@ class Queue:
     def __init__(self, config: Config) -> None:
         chosen(experiments(), config)  # raises for a name that does not exist
         self.config = config
-        self._end = time.monotonic() + 60 * config.minutes
         self._started: set[tuple[str, str]] = set()
         self._running = 0
-        self._has_told = False
         self._ended = Condition()
 
     def take(self) -> tuple[Experiment, Run] | None:
         """The next run; waits for one while others are running. None: there will be none."""
         with self._ended:
             while True:
-                late = []
-                made = {name: read_runs(self.config.out / name) for name in self.config.names}
                 for experiment, run in chosen(experiments(), self.config):
                     if (experiment.name, run.name) in self._started:
-                        continue
-                    if time.monotonic() + expected_seconds(run, made[experiment.name]) > self._end:
-                        late.append(f"{experiment.name} {run.name}")
                         continue
                     self._started.add((experiment.name, run.name))
                     self._running += 1
                     return experiment, run
                 if self._running == 0:
-                    if late and not self._has_told:
-                        print(f"not started, because they would end too late: {', '.join(late)}")
-                        self._has_told = True  # once, and not by every thread
                     return None
                 self._ended.wait()
 
@@ -185,17 +163,6 @@ class Queue:
         with self._ended:
             self._running -= 1
             self._ended.notify_all()
-
-
-def expected_seconds(run: Run, made: dict[str, Any]) -> float:
-    """START_SECONDS and the median of the runs of the same task that have been made."""
-    task = run.name.split("-")[0]
-    seconds = [
-        seconds_and_seeds(content)[0]
-        for name, content in made.items()
-        if name.split("-")[0] == task and "error" not in content
-    ]
-    return START_SECONDS + (median(seconds) if seconds else 0.0)
 
 
 def make_all(queue: Queue, config: Config) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,19 @@ RUNS = "runs.json"
 
 
 def read_runs(folder: Path) -> dict[str, Any]:
-    """All runs of a folder by name; none if it has no file of runs."""
+    """All runs of a folder by name, whose contents must not be changed; none if it has no file of
+    runs."""
     path = folder / RUNS
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if not path.exists():
+        return {}
+    found = path.stat()
+    return dict(_parsed(path, found.st_ino, found.st_mtime_ns, found.st_size))
+
+
+@lru_cache(maxsize=32)
+def _parsed(path: Path, *version: int) -> dict[str, Any]:
+    """The content of a file of runs in a version, of which a large one takes a second."""
+    text = path.read_text(encoding="utf-8")
     return dict(json.loads(text)) if text else {}  # a new file is empty until it is first written
 
 

@@ -68,10 +68,8 @@ def delta_rule_plain(
 def delta_rule_chunked(
     inputs: DeltaInputs,
     memory: Tensor,  # (b, h, p, v)
-    *,
-    chunk_steps: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:  # (b, t, h, v), (b, h, p, v)
-    """`delta_rule` in chunks of `chunk_steps` Householder steps.
+    """`delta_rule` in chunks of CHUNK Householder steps.
 
     With G_i the decay from the start of the chunk to step i, the memory after step i is
     G_i S + sum_{j <= i} (G_i / G_j) key_j e_j^T, where the e_j solve the unit lower triangular
@@ -86,7 +84,7 @@ def delta_rule_chunked(
     query, key, value, beta, decay = steps_as_tokens(inputs)
     assert decay is not None
     _, steps, _, p = query.shape
-    c = min(steps, chunk_steps)
+    c = min(steps, CHUNK)
     query = p**-0.5 * _chunks(query, c)  # (b, h, n, c, p)
     key, value = (_chunks(v.squeeze(2), c) for v in (key, value))
     beta, decay = (_chunks(v, c) for v in (beta.squeeze(2), decay))  # (b, h, n, c)

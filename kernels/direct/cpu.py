@@ -160,7 +160,7 @@ class Equations:
         i, memory = len(raw), 2 * self.n if self.layout.selective else 0
         sizes = [self.d, memory, self.k * self.d, self.k]
         raw_delta, raw_pair, u, alpha = raw.split(sizes, -1)
-        delta = activate_delta(self.layout, raw_delta)
+        delta = activate_delta(self.layout.activation, raw_delta)
         s, *decays = self._discretize(delta)
         pair, pair_factor = raw.new_ones(i, 2, self.n), raw_pair
         if self.layout.selective:
@@ -302,7 +302,7 @@ class Reverse(Equations):
     ) -> Known:
         v, T = y - x, wy_factor_of(rows.R, rows.beta.squeeze(1))
         e = torch.bmm(torch.bmm(v, rows.U.mT), T.mT)
-        slope = slope_s = activation_slope(self.layout, raw[..., : self.d])
+        slope = slope_s = activation_slope(self.layout.activation, raw[..., : self.d])
         if self.options.input_scale == "bounded_delta":
             slope_s = slope / (1 + rows.delta).square()
         return Known(v, e, T, x + _combine(e, rows.U), slope, slope_s)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bedouin.kernels.householder import unit, wy_factor
-from bedouin.kernels.operands import Bind, Coefficients, RawLayout
+from bedouin.kernels.operands import Activation, Bind, Coefficients, RawLayout
 
 SOFTPLUS_IS_LINEAR = 20.0
 """The value above which torch's softplus returns its argument."""
@@ -43,7 +43,9 @@ def bind_by_layout(
         B, C = (unit(v) for v in memory) if memory else (ones, ones)
         U = unit(u.unflatten(-1, (layout.num_householder, d)))
         T = wy_factor(U, layout.beta_max * torch.sigmoid(alpha))
-        return Coefficients(activate_delta(layout, delta), B, C, torch.zeros_like(ones), U, T)
+        return Coefficients(
+            activate_delta(layout.activation, delta), B, C, torch.zeros_like(ones), U, T
+        )
 
     return bind
 
@@ -55,24 +57,24 @@ def state_major(
 
 
 def activate_delta(
-    layout: RawLayout,
+    activation: Activation,
     delta: Tensor,  # (..., d), raw values
 ) -> Tensor:  # (..., d)
     """Delta from its raw values."""
-    if layout.activation == "sigmoid":
+    if activation == "sigmoid":
         return torch.sigmoid(delta)
-    return F.softplus(-delta if layout.activation == "softplus_of_minus" else delta)
+    return F.softplus(-delta if activation == "softplus_of_minus" else delta)
 
 
 def activation_slope(
-    layout: RawLayout,
+    activation: Activation,
     delta: Tensor,  # (..., d), raw values
 ) -> Tensor:  # (..., d)
     """The derivative of the activation."""
-    if layout.activation == "sigmoid":
+    if activation == "sigmoid":
         gate = torch.sigmoid(delta)
         return gate * (1 - gate)
-    is_minus = layout.activation == "softplus_of_minus"
+    is_minus = activation == "softplus_of_minus"
     v = -delta if is_minus else delta
     slope = torch.sigmoid(v)
     if v.dtype == torch.float64:

@@ -81,10 +81,7 @@ def prepare_kernel(
     fed_strides,  # likewise
     how: tl.constexpr,
 ):
-    """x~ and the scalars of the local system of every token, a program each:
-
-    x~ = x + U^T T U (y - x), and those that the module's docstring lists.
-    """
+    """x~ and the scalars of every token, a program each; see the module's docstring."""
     d: tl.constexpr = how.d
     n: tl.constexpr = how.n
     K: tl.constexpr = how.K

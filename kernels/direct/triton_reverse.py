@@ -40,7 +40,7 @@ def reverse_kernel(
     replayed_ptr,  # (b, KEEP - 1, n, d): h before the other tokens of a chunk of KEEP, in turn
     H_ptr,  # (b, n, d): cotangent of h after the last token, in place that before the first one
     grad_x_ptr,  # (b, t, d)
-    grad_raw_ptr,  # (b, t, r or more), may be the memory of `raw` or `fed`
+    grad_raw_ptr,  # (b, t, r or more), may be the memory of `fed`
     grad_A_ptr,  # (b, n, d), to which the launch adds
     statistics_ptr,  # (PARTS, 2, b, t): defect and scale of the adjoint equation, of each part
     scratch_ptr,  # (programs, S, 2, BLOCK_L): the scalars of a token, in turn in two places

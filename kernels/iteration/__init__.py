@@ -14,7 +14,7 @@ A step goes from the projections to the next iterate on the device alone. It is 
              norm(y) of the others, one token on, for the next product
 
 The mixing sums over channels within a token, the scan over tokens within a channel, and the freeze
-over tokens of a sample. Converged tokens are a prefix, so one number a sample says it all; frozen
+over tokens of a sample. Converged tokens are a prefix, whose length is one number a sample; frozen
 tokens are not mixed again, and stay.
 
 Letters: b batch, t time, d channels, n state per channel, k reflections, r raw values,
@@ -44,8 +44,9 @@ MAX_REFLECTIONS = 8
 
 MAX_TILE = 16384
 """Most elements of u_1 .. u_k of a token, both axes rounded up to a power of two: one program of
-the local solve holds them in registers."""
+the mixing kernel holds them in registers."""
 MAX_STATES = 1024
+"""Most states of a channel."""
 
 CHANNELS_A_WARP = 256
 """Of the kernels that take a token a program."""

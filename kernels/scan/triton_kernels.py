@@ -111,7 +111,7 @@ def forward_kernel(
     rows = advanced(rows, strides, batch, 0)
     y_ptr += batch * T * d
     slot = batch * chunks * size
-    # Four tokens at a time, while the next four are on their way. One token at a time a warp waits
+    # Four tokens at a time, while the next four are loaded. One token at a time a warp waits
     # for the exchange of B and C more than it computes.
     xs, deltas, Bs, Cs = _load_four(rows, strides, T, channel, state, d, n)
     for done in range(0, T, 4):
@@ -191,7 +191,7 @@ def backward_kernel(
         grad_D = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for back in range(chunks):
         chunk = (chunks - 1 - back).to(tl.int64)  # offsets of long sequences have more than 32 bits
-        # The last chunk's walk has read what is overwritten here.
+        # The reverse loop over the chunk before has read what is overwritten here.
         tl.debug_barrier()
         kept = kept_ptr + (batch * chunks + chunk) * size
         h = tl.load(kept + cell, mask=in_cell, other=0.0).to(tl.float32)

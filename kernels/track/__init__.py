@@ -1,7 +1,7 @@
 """The recurrence of a tracker with its output: heads that keep a memory and read themselves.
 
 In Triton the recurrence is an operation of torch.library, once differentiable: two launches
-forward, and backward four, three sums and a product. It takes the fields of `Recurrence` one by
+forward, and backward four, two sums and a product. It takes the fields of `Recurrence` one by
 one, and imports Triton when it runs. Letters as in `types.py`.
 """
 

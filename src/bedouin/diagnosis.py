@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMALL_PIVOT = 0.05  # below this pivot a local solve loses more than a decimal digit
-LARGE_BIAS = 0.1  # above this relative difference a gradient is no longer the gradient of the loss
+LARGE_BIAS = 0.1  # above this relative difference a gradient is not that of the loss
 POWER_STEPS = 40  # products of the power iteration, of which the last half is averaged
 
 
@@ -117,7 +117,10 @@ class Diagnosis:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-        dotted = {"color": rcParams["axes.edgecolor"], "linestyle": ":"}  # also on a dark ground
+        dotted = {
+            "color": rcParams["axes.edgecolor"],
+            "linestyle": ":",
+        }  # also on a dark background
         figure = Figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(self.layer)
         over_time, over_steps, pivots, exponents = figure.subplots(2, 2).flat

@@ -148,18 +148,17 @@ def layer_gradients(
     *,
     solver: Solver | None = None,
     state: BedouinState | None = None,
-    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Gradients of a random linear function of output and new state, by name: those of the
     parameters, "x", and, if a state is given, "state.ssm", "state.y" and "state.conv". The function
-    depends on the shapes and `seed` alone. `adjoint` or `solver` None: the layer's own."""
+    depends on the shapes alone. `adjoint` or `solver` None: the layer's own."""
     probe = copy_with(layer, adjoint=adjoint or layer.adjoint, solver=solver or layer.solver)
     named = dict(probe.named_parameters()) | {"x": x.detach().clone().requires_grad_()}
     if state is not None:
         state = BedouinState(*(s.detach().clone().requires_grad_() for s in state.tensors))
         named |= {f"state.{name}": v for name, v in state._asdict().items()}
     output, after = probe(named["x"], state=state, return_state=True)
-    generator, loss = torch.Generator().manual_seed(seed), output.new_zeros(())
+    generator, loss = torch.Generator().manual_seed(0), output.new_zeros(())
     for value in (output, *after.tensors):
         weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         loss = loss + (weight.to(value) * value).sum().to(loss.dtype)
@@ -194,7 +193,7 @@ def decode_gap(layer: FixedPointLayer, x: Tensor) -> float:  # x: (b, t, m)
 
 @torch.no_grad()
 def log_growth(
-    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
+    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8
 ) -> Tensor:  # (b, t, m), t >= 1 -> (t, b)
     """log |J_t ... J_1 v|, where J_s is the Jacobian of token s, from the state before it to the
     state after it, at the states that x leads to from zero: the largest of a few random unit
@@ -206,7 +205,7 @@ def log_growth(
     last = _flat_state(probe(x, return_state=True)[1]).norm(dim=1, keepdim=True)
     size = 1e-7 * torch.where(last.isfinite() & (last > 0), last, 1.0)
     base = _flat_state(one).repeat(b, 1)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     v = torch.randn(num_directions, *base.shape, generator=generator, dtype=x.dtype).to(x)
     v, total, rows = v / v.norm(dim=2, keepdim=True), x.new_zeros(()), []
     for x_t in x.unbind(1):
@@ -225,9 +224,7 @@ def _flat_state(state: BedouinState) -> Tensor:  # (b, numbers of a state)
     return torch.cat([v.flatten(1) for v in state.tensors], 1)
 
 
-def lyapunov(
-    layer: FixedPointLayer, x: Tensor, *, num_directions: int = 8, seed: int = 0
-) -> Tensor:  # (b, t, m), t >= 1 -> (b,)
+def lyapunov(layer: FixedPointLayer, x: Tensor) -> Tensor:  # (b, t, m), t >= 1 -> (b,)
     """The largest Lyapunov exponent of each sample: the growth of `log_growth` a token. Above 0
     small differences grow over time, below 0 they are forgotten. The first quarter of the tokens,
     in which the vectors turn to the direction that grows most, is left out. Raises TypeError for
@@ -235,7 +232,7 @@ def lyapunov(
     check_layer(layer)
     if x.dim() != 3 or not x.shape[0] or not x.shape[1]:
         raise ValueError(f"x must have shape (b, t, m) with b, t >= 1, got {tuple(x.shape)}")
-    return exponent(log_growth(layer, x, num_directions=num_directions, seed=seed))
+    return exponent(log_growth(layer, x))
 
 
 def exponent(growth: Tensor) -> Tensor:  # (t, b), of `log_growth` -> (b,)

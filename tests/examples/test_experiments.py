@@ -316,31 +316,6 @@ def test_runs_that_others_bring_about_are_made_in_the_order_of_their_patterns(
     assert names == ["a-y", "b"]
 
 
-def test_no_run_is_started_that_would_end_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = tuple(Run(name, "") for name in ("long-a", "short-b", "new-c"))
-    few = Experiment("few", "?", runs)
-    monkeypatch.setattr(experiment, "experiments", lambda: {"few": few})
-    made = {
-        f"{task}-{i}": {"seed": 0, "seconds": seconds}
-        for task, times in {"long": (20.0, 90.0, 100.0), "short": (20.0,)}.items()
-        for i, seconds in enumerate(times)
-    }
-    add_runs(tmp_path / "few", made | {"short-1": {"error": "OutOfMemoryError"}})
-    expected = experiment.expected_seconds(runs[0], read_runs(tmp_path / "few"))
-    assert expected == experiment.START_SECONDS + 90
-    queue = experiment.Queue(experiment.Config(("few",), out=tmp_path, minutes=1))
-    for name in ("short-b", "new-c"):
-        found = queue.take()
-        assert found is not None and found[1].name == name
-        queue.done()
-    assert queue.take() is None and queue.take() is None  # as two threads ask
-    assert capsys.readouterr().out.count("would end too late: few long-a\n") == 1
-    with pytest.raises(ValueError, match=r"--minutes must be a number in \(0, inf\], got 0"):
-        experiment.Config(minutes=0.0)
-
-
 def test_models_of_the_table_have_equal_parameters() -> None:
     in_table = {form for forms in VARIANTS.values() for form in forms}
     assert in_table == MODELS.keys()

@@ -140,14 +140,7 @@ CHUNK_RULE = Row(
 
 
 def rates(
-    b: int = 2,
-    t: int = 3,
-    k: int = 2,
-    H: int = 2,
-    p: int = 16,
-    *,
-    shift: float = 0.0,
-    dtype: torch.dtype = F32,
+    b: int = 2, t: int = 3, k: int = 2, H: int = 2, p: int = 16, *, shift: int = 0, dtype: Any = F32
 ) -> Call:
     tensors: Tensors = {"strength": normal(b, t, k * H), "a": normal(b, t, H) + shift}
     tensors |= {"A_log": normal(H) - shift, "dt_bias": normal(H), "key": unit(b, t, k, H, p)}
@@ -169,7 +162,7 @@ RATE = Row(
     rates,
     {torch.float64: 1e-12, F32: 1e-5, BF16: 1e-2},
     {"": {}},
-    [*RATES, {"dtype": BF16}, {"shift": -14.0}],
+    [*RATES, {"dtype": BF16}, {"shift": -14}],
     times(RATES, [{"dtype": BF16}]),
     times(RATES, [{"dtype": BF16}]),
 )
@@ -216,9 +209,9 @@ TRACK = Row(
     [{"t": t, "c": 3, "n": 5} for t in (1, 63)],
     # plain torch is the loop itself
     kernels=[
+        # of the tracker's chunks and of the parts of one gradient, which have 16 and 128 tokens
         *times(
-            each("t", 1, 2, 63, 64, 65, 130),
-            sizes("cn", (3, 5), (16, 64)),
+            sizes("tcn", (1, 3, 5), (63, 3, 5), (64, 3, 5), (130, 3, 5), (2, 16, 64), (33, 16, 64)),
             each("dtype", F32, BF16),
         ),
         *times(

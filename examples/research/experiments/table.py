@@ -8,7 +8,6 @@ model has to choose besides, as gating, is chosen there, too.
 """
 
 import math
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -148,7 +147,7 @@ def rows_of(runs: Runs, name: str) -> list[dict[str, Any]]:
     return [
         row
         for found in sorted(runs)
-        if found == name or re.fullmatch(rf"{name}-0\.\d+", found)
+        if found == name or found.startswith(f"{name}-0.")
         for row in runs[found].get("rows", ())
     ]
 

@@ -79,7 +79,7 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
 
     state_type = DeltaState
     none_for_zeros = ("memory",)
-    settable_options = ("backend", "layer_idx", "norm_eps")
+    settable_options = ("backend", "layer_idx")
     saved_options = ("num_householder", "num_heads", "head_dim", "eigenvalues", "norm_eps")
     shown_options = "num_householder", "gated", "eigenvalues", "num_heads", "head_dim", "value_dim"
 

@@ -335,8 +335,7 @@ class FixedPointLayer(nn.Module, ABC):
         before = [p, n, n] if self.selective else [p]
         delta, *BC, mixer_raw = raw.split([*before, raw.shape[-1] - sum(before)], -1)
         B, C = map(unit, BC) if BC else (torch.ones_like(raw[..., :1]),) * 2
-        layout = RawLayout(self.activation, self.selective, 0, 1.0)
-        return ScanInputs(activate_delta(layout, delta), B, C, mixer_raw)
+        return ScanInputs(activate_delta(self.activation, delta), B, C, mixer_raw)
 
     def parameterization(self) -> Parameterization:
         """The options of the map for its kernels."""

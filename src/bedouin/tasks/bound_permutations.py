@@ -83,7 +83,7 @@ class BoundPermutations(Task):
     ) -> Batch:
         """Draw rows of `definitions` and `operations`, m and L; None: drawn from their ranges.
         Returns tokens and labels (b, t), t = 2 m + 3 L with the largest m and L. The other
-        arguments and the errors are those of `WordProblem.sample`."""
+        arguments and the errors are those of `Task.sample`."""
         task = self
         if definitions is not None:
             m = whole_number("definitions", definitions, 1, NUM_NAMES + 1)

@@ -63,7 +63,7 @@ class MQAR(Task):
         num_pairs: int | None = None,
         split: Split | None = None,
     ) -> Batch:
-        """`WordProblem.sample` with `num_pairs` pairs in a row; None: as many as the task says."""
+        """`Task.sample` with `num_pairs` pairs in a row; None: as many as the task says."""
         given = {"length": length, "num_pairs": num_pairs}
         task = replace(self, **{name: v for name, v in given.items() if v is not None})
         return super(MQAR, task).sample(batch_size, generator, device=device, split=split)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from bedouin.state import RecurrentState
 
-# transformers 5.24 has changed the name of the cache in outputs and in what `generate` passes.
+# From transformers 5.24 on outputs and what `generate` passes call it `cache`.
 _IS_RENAMED = "cache" in [field.name for field in fields(BaseModelOutputWithPast)]
 CACHE_NAME = "cache" if _IS_RENAMED else "past_key_values"
 LAYER_TYPE = "bedouin"
