@@ -155,6 +155,7 @@ def test_greedy_tokens_are_those_of_the_full_forward() -> None:
         expected = torch.cat([expected, model(expected)[:, -1:].argmax(-1)], 1)
     assert torch.equal(model.generate(prompt, max_new_tokens=6), expected)
     assert torch.equal(model.generate(prompt, 6, temperature=0.5, top_k=1), expected)
+    assert torch.equal(model.generate(prompt, 6, temperature=1e-39), expected)
     assert torch.equal(model.generate(prompt, 6, temperature=0.5, top_p=1e-9), expected)
     assert torch.equal(model.generate(prompt, 0), prompt)
     assert model.generate(prompt.int(), 2).dtype == torch.int32

@@ -21,7 +21,7 @@ from torch.autograd.functional import jacobian
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from bedouin import Bedouin, LowRank
+from bedouin import Bedouin, LowRank, TrackingDeltaNet
 from bedouin.layers.fixed_point import FixedPointLayer
 from bedouin.solvers import (
     Anderson,
@@ -105,6 +105,21 @@ def test_batched_cotangents_are_a_loop_over_them(kind: str, solve: str) -> None:
     layer = layer_of(kind, **SOLVES[solve])
     for actual, expected in batched_and_looped(layer, draw(2, 3, 2)):
         assert_equal_up_to_rounding(actual, expected)
+
+
+@pytest.mark.parametrize("where", ["mask", "seq_idx"])
+@pytest.mark.parametrize("make_layer", [Bedouin, TrackingDeltaNet])
+def test_batched_cotangents_of_padded_rows_and_of_documents(make_layer: Any, where: str) -> None:
+    layer, x = make_layer(8).double(), draw(2, 5, 8)
+    lengths = torch.tensor([[3], [5]])
+    given = {"mask": torch.arange(5) < lengths, "seq_idx": (torch.arange(5) >= lengths - 1).int()}
+
+    def call(x: Tensor) -> Tensor:
+        output: Tensor = layer(x, **{where: given[where]})
+        return output
+
+    looped, batched = (jacobian(call, x, vectorize=v) for v in (False, True))
+    assert_equal_up_to_rounding(batched, looped)
 
 
 def test_an_iterative_adjoint_refuses_batched_cotangents() -> None:

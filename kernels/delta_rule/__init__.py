@@ -62,7 +62,7 @@ def check_delta_backend(backend: str) -> None:
 
 def kernel_backend(backend: DeltaBackend) -> Backend:
     """What other kernels of a layer take where its delta rule takes `backend`."""
-    kinds: dict[str, Backend] = {"torch": "reference", "triton": "triton"}
+    kinds: dict[str, Backend] = {"torch": "reference", "reference": "reference", "triton": "triton"}
     return kinds.get(backend, "auto")
 
 
@@ -80,11 +80,11 @@ def delta_rule(
     lengths of rounded keys, as `delta_rates` does: with beta = 2 and a length that rounding has
     made greater than 1, the memory would grow at every token that repeats the key.
 
-    "torch": plain torch in chunks, in at least float32 throughout. "triton": kernels of chunks of
-    Householder steps; p may be at most 256, and there is no second derivative. "fla": the kernels
-    of flash-linear-attention, on a GPU in bfloat16 or float16. "auto": "triton" on a GPU, except in
-    float64 and under transforms of torch.func, else "torch". Under torch.compile every
-    implementation is one operation for all lengths, once differentiable.
+    "torch" or "reference": plain torch in chunks, in at least float32 throughout. "triton": kernels
+    of chunks of Householder steps; p may be at most 256, and there is no second derivative. "fla":
+    the kernels of flash-linear-attention, on a GPU in bfloat16 or float16. "auto": "triton" on a
+    GPU, except in float64 and under transforms of torch.func, else "torch". Under torch.compile
+    every implementation is one operation for all lengths, once differentiable.
     Sources: DeltaNet (arXiv 2406.06484), Gated DeltaNet (2412.06464), DeltaProduct (2502.10297).
 
     Raises ValueError for shapes that do not fit, an unknown backend, and one that cannot run.

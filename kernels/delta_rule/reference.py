@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bedouin.kernels.launch import accumulator
 
-DeltaBackend = Literal["auto", "torch", "triton", "fla"]
+DeltaBackend = Literal["auto", "torch", "reference", "triton", "fla"]
 
 CHUNK = 64
 """Householder steps of a chunk, as in flash-linear-attention."""

@@ -301,7 +301,7 @@ def _allows_graph(layer: Any) -> bool:
     """Whether a graph may capture the layer's `step`, of which the host need not read outcomes."""
     options = getattr(layer, "solve_options", None)
     if options is None or not is_decoded(layer):
-        return is_decoded(layer) and layer.backend != "torch"
+        return is_decoded(layer) and layer.backend not in ("torch", "reference")
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 
 

@@ -49,7 +49,9 @@ class Sampling:
         """A token for each sample."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # the quotients of a small temperature, and its inverse, would overflow
+        scaled = (wide - wide.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if self.top_k is not None:
             # by place, since several logits may equal the k-th largest, above all in bfloat16
             kept = scaled.topk(min(self.top_k, scaled.shape[-1]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bedouin.checks import check_tensor
-from bedouin.kernels.backend import is_transformed
+from bedouin.kernels.backend import is_batched, is_transformed
 from bedouin.state import RecurrentState
 
 StateT = TypeVar("StateT", bound=RecurrentState)
@@ -106,15 +106,16 @@ def _move(v: Tensor, size: tuple[int, ...], *places: Tensor | None) -> Tensor:
     """v (i, j, ...) as (k, l, ...), where size = (k, l): at the index (k l,) of the i j, None for
     the same order, where kept (k, l) is True, None for all, and 0 elsewhere. places: index, its
     inverse (i j,), kept, and which (i, j) the index contains."""
-    if places[0] is None or torch.compiler.is_compiling() or is_transformed():
+    if places[0] is None or torch.compiler.is_compiling() or is_transformed() or is_batched(v):
         return _moved(v, size, places[0], places[2])
     moved: Tensor = _Gather.apply(v, size, *places)  # type: ignore[no-untyped-call]
     return moved
 
 
 def _moved(v: Tensor, size: tuple[int, ...], index: Tensor | None, kept: Tensor | None) -> Tensor:
-    flat = v.flatten(0, 1)
-    moved = (flat if index is None else flat.index_select(0, index)).unflatten(0, size)
+    rest = v.shape[2:]  # batched cotangents have reshape, but not flatten
+    flat = v.reshape(v.shape[0] * v.shape[1], *rest)
+    moved = (flat if index is None else flat.index_select(0, index)).reshape(*size, *rest)
     return moved if kept is None else zero_outside(kept, moved)
 
 

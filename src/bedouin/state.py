@@ -78,10 +78,6 @@ class RecurrentState:
         """The state on the CPU."""
         return self.to("cpu")
 
-    def cuda(self, device: torch.device | str | int | None = None) -> Self:
-        """The state on a GPU, by default the current one."""
-        return self._each(lambda v: v.cuda(device))
-
     def __getitem__(self, index: Any) -> Self:
         """Samples of the batch, in any order and as often as the index names them. A slice, a list,
         a mask (b,) or a tensor of indices keeps the batch axis. An int drops it: state[i] is a

@@ -109,18 +109,15 @@ def measure_growth(
     x: Tensor,  # (b, t, m)
     *,
     state: BedouinState | None = None,
-    size: float = 1e-9,
     seed: int = 0,
     num_directions: int = 3,
 ) -> float:
     """The factor by which a relative perturbation of the input grows in the result. max|r(x + dx) -
-    r(x)| / max|r(x)| / size, the maximum over results r (output and fixed point) and over a few
-    random dx with max|dx| = size max|x|. At least 1; inf if a result is not finite. Computed with
+    r(x)| / max|r(x)| / 1e-9, the maximum over results r (output and fixed point) and over a few
+    random dx with max|dx| = 1e-9 max|x|. At least 1; inf if a result is not finite. Computed with
     copies in float64 and in evaluation mode, by `Direct` if the mixer allows it. Raises TypeError
-    for another kind of layer, ValueError for size <= 0."""
+    for another kind of layer."""
     check_layer(layer)
-    if size <= 0:
-        raise ValueError(f"size must be positive, got {size}")
     if x.numel() == 0:
         return 1.0
     probe = copy_with(layer, on_unconverged="ignore").double().eval()
@@ -129,7 +126,7 @@ def measure_growth(
     state = None if state is None else state.detach().to(torch.float64)
     generator = torch.Generator().manual_seed(seed)
     base = find_fixed_point(probe, x, solver=solver, state=state)
-    growth = 1.0
+    growth, size = 1.0, 1e-9
     for _ in range(num_directions):
         direction = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
         dx = size * x.abs().max() * direction / direction.abs().max()

@@ -130,6 +130,7 @@ def test_equals_the_definition(make: Kind) -> None:
 def test_defaults_and_initial_values_are_the_authors() -> None:
     plain, gated, product = DeltaNet(16), DeltaNet(16, gated=True), DeltaProduct(16)
     assert (plain.num_householder, plain.head_dim, plain.value_dim, plain.g_proj) == (1, 4, 4, None)
+    assert DeltaNet(8, num_heads=1, head_dim=100, expand_v=0.57).value_dim == 57
     assert (gated.value_dim, gated.eigenvalues) == (8, "positive") and gated.g_proj is not None
     assert (product.num_householder, product.value_dim, product.eigenvalues) == (2, 8, "full")
     rate = gated.A_log.exp()
@@ -238,10 +239,11 @@ OPTIONS: list[Row] = [
     (of(Mamba, 8, bias=None), TypeError, "bias must be True or False, got None"),
     (of(DeltaNet, 8, gated=1), TypeError, "gated must be True or False, got 1"),
     (of(DeltaNet, 8, num_heads=3), ValueError, "num_heads must divide d_model = 8, got 3: choose"),
+    (of(DeltaNet, 8, num_householder=1), TypeError, "num_householder, which is 1: use Delta"),
     (of(DeltaNet, 8, expand_v=0.1), ValueError, "expand_v * head_dim must be at least 1, got 0.1"),
     (of(DeltaNet, 8, output_gate=0), TypeError, "output_gate must be True or False, got 0"),
     (of(DeltaNet, 8, backend="cuda"), ValueError,
-     "backend must be one of ('auto', 'torch', 'triton"),
+     "backend must be one of ('auto', 'torch', 'reference', 'triton"),
     (of(DeltaProduct, 8, num_householder=0), ValueError,
      "num_householder must be at least 1, got 0"),
     (of(DeltaProduct, 8, norm_eps=0.0), ValueError, "norm_eps must be finite and > 0, got 0.0"),

@@ -46,8 +46,9 @@ def positive_number(name: str, value: float) -> float:
 
 
 def expanded(name: str, factor: float, base: str, size: int) -> int:
-    """int(factor * size); ValueError that names the option `name` where that is less than 1."""
-    width = int(positive_number(name, factor) * size)
+    """factor * size, rounded down; ValueError that names the option `name` if it is less than 1."""
+    # the product of numbers such as 0.57 and 100 may be just below a whole number
+    width = int(positive_number(name, factor) * size * (1 + 1e-9))
     if width < 1:
         raise ValueError(f"{name} * {base} must be at least 1, got {factor} * {size}")
     return width

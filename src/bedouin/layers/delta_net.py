@@ -70,11 +70,11 @@ class DeltaProduct(common.RecurrentLayer[DeltaState]):
         num_heads: h. head_dim: p; None: d_model / num_heads. expand_v: v is expand_v * p.
         output_gate: whether there is a gate SiLU(g), g = g_proj(x).
         d_conv: width of the short convolution; None: no convolution, SiLU stays.
-        backend: of the delta rule: "torch": plain torch, in chunks; "triton": kernels for p of at
-            most 256, without second derivatives, in chunks, too; "fla": the kernels of
-            flash-linear-attention, on a GPU in bfloat16 or float16, except on Hopper with Triton
-            from 3.4 to before 3.7.1, which miscompiles its backward pass; "auto": "triton" on a
-            GPU where it can, else "torch".
+        backend: of the delta rule: "torch" or "reference": plain torch, in chunks; "triton":
+            kernels for p of at most 256, without second derivatives, in chunks, too; "fla": the
+            kernels of flash-linear-attention, on a GPU in bfloat16 or float16, except on Hopper
+            with Triton from 3.4 to before 3.7.1, which miscompiles its backward pass; "auto":
+            "triton" on a GPU where it can, else "torch".
     """
 
     state_type = DeltaState
@@ -218,6 +218,8 @@ class DeltaNet(DeltaProduct):
         **options: Any,
     ) -> None:
         check_bool("gated", gated)
+        if "num_householder" in options:
+            raise TypeError("DeltaNet has no option num_householder, which is 1: use DeltaProduct")
         options["expand_v"] = (2.0 if gated else 1.0) if expand_v is None else expand_v
         options["output_gate"] = gated if output_gate is None else output_gate
         options |= {"gated": gated, "eigenvalues": eigenvalues}

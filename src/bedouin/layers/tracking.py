@@ -72,6 +72,7 @@ class Tracker(common.RecurrentLayer[TrackerState]):
     """
 
     state_type = TrackerState
+    settable_options = ("backend", "feedback_noise", "layer_idx")
     saved_options = ("norm_eps",)
     shown_options = ("num_trackers", "tracker_dim", "tracker_state", "read_size", "feedback_noise")
     none_for_zeros = ("ssm", "y")
@@ -283,8 +284,8 @@ class TrackingDeltaNet(common.RecurrentLayer[TrackingState]):
     Precision:
         dtype, device: of the parameters; the state is at least float32.
         norm_eps: of the norms of both outputs.
-        backend: "auto": Triton kernels on a GPU where they fit, else plain torch; "torch": plain
-            torch; "triton"; "fla": the memory by the kernels of flash-linear-attention.
+        backend: "auto": Triton kernels on a GPU where they fit, else plain torch; "torch" or
+            "reference": plain torch; "triton"; "fla": the memory by flash-linear-attention.
         layer_idx: kept as an attribute, as users of transformers expect.
 
     Raises TypeError or ValueError for options of another type or out of range.
