@@ -27,7 +27,8 @@ from bedouin.generation import Sampling
 from common.checkpoint import WEIGHTS, read_options
 from flags import Count, Device, Natural, UsageError, check_types, choose_device, naming_flags
 from language.text import END
-from train_lm import LanguageConfig, make_model
+from research.baselines import BASELINES, make_baseline
+from train_lm import LanguageConfig, make_layer, make_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ def load_model(folder: Path, device: torch.device) -> SequenceModel:
     options = {name: as_field(value) for name, value in saved.items()}
     if options.keys() != {field.name for field in fields(LanguageConfig)}:
         raise UsageError(f"--run must be a run of this version of train_lm.py, got {folder}")
-    model, weights = make_model(LanguageConfig(**options)), path / "pytorch_model.bin"
+    config, weights = LanguageConfig(**options), path / "pytorch_model.bin"
+    model = make_model(config, make_baseline if config.layer in BASELINES else make_layer)
     if weights.exists():
         model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
     elif (folder / WEIGHTS).exists():

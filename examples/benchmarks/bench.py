@@ -282,5 +282,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Config, description=__doc__)))
     except UsageError as error:
-        options = "--tiny --precision float32 --repeats 1"
-        sys.exit(f"error: {error}, with {options} to run every row at toy sizes")
+        small = ", with --tiny --precision float32 --repeats 1 to run every row at toy sizes"
+        sys.exit(f"error: {error}{small if '--device' in str(error) else ''}")

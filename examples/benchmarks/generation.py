@@ -190,4 +190,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Config, description=__doc__))
     except UsageError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error} (--tiny: toy sizes, for a CPU)")

@@ -41,4 +41,4 @@ def main(steps: int = 300, batch_size: int = 64, d_model: int = 64) -> list[floa
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, description=__doc__)

@@ -45,4 +45,4 @@ def main(folder: Path, steps: int = 200, batch_size: int = 16, length: int = 128
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, description=__doc__)

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 import train_a5
 import train_copy
 import train_lm
-from flags import Count, check_types
+from flags import Count, UsageError, check_types
 from research import baselines, ensemble
 from research.experiments.further import further
 from research.experiments.heads import heads
@@ -149,11 +149,10 @@ class Queue:
         with self._ended:
             while True:
                 for experiment, run in chosen(experiments(), self.config):
-                    if (experiment.name, run.name) in self._started:
-                        continue
-                    self._started.add((experiment.name, run.name))
-                    self._running += 1
-                    return experiment, run
+                    if (experiment.name, run.name) not in self._started:
+                        self._started.add((experiment.name, run.name))
+                        self._running += 1
+                        return experiment, run
                 if self._running == 0:
                     return None
                 self._ended.wait()
@@ -296,7 +295,7 @@ def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experimen
     """The runs to make, in their order. Raises ValueError for a name that does not exist."""
     for name in config.names:
         if name not in found:
-            raise ValueError(f"an experiment must be among {tuple(found)}, got {name!r}")
+            raise UsageError(f"an experiment must be among {tuple(found)}, got {name!r}")
     named = [(found[name], run) for name in config.names for run in found[name].runs]
     made = {name: read_runs(config.out / name) for name in config.names}
     wanted = []
@@ -304,7 +303,7 @@ def chosen(found: dict[str, Experiment], config: Config) -> list[tuple[Experimen
         matching = [pair for pair in named if fnmatchcase(pair[1].name, pattern)]
         if config.only and not matching:
             names = [run.name for _, run in named]
-            raise ValueError(f"--only must be among {names} or match one, got {pattern!r}")
+            raise UsageError(f"--only must be among {names} or match one, got {pattern!r}")
         wanted += matching
     return [
         (experiment, run)
@@ -329,10 +328,16 @@ def main(config: Config) -> int:
     if not config.names:
         print(listing(found, config.out))
         return 0
+    if not chosen(found, config):
+        print("all of these runs are made: --out FOLDER makes them elsewhere, --again in place")
+        return 0
     one = config.devices * config.per_device == 1
     failed = (make_all if one else make_side_by_side)(Queue(config), config)
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Config, description=__doc__)))
+    try:
+        sys.exit(main(tyro.cli(Config, description=__doc__)))
+    except UsageError as error:
+        sys.exit(f"error: {error}")

@@ -204,7 +204,8 @@ def figure_of_starts(runs: Runs) -> Figure | None:
                     shift * int(n): [v for of in begun for v in of[n]["token"]] for n in begun[0]
                 }
                 _curve(panel, points, color=color)
-        panel.set_title(title if rows else f"{title}: not run", fontsize="medium")
+        panel.set_title(title, fontsize="medium")
+        panel.text(0.5, 0.5, "" if rows else "not run", transform=panel.transAxes, ha="center")
         panel.set(xlabel="tokens", ylabel="right labels")
         panel.set(xscale="log", ylim=(-0.04, 1.04))
         panel.label_outer()

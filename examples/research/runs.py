@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flags import UsageError
+
 RUNS = "runs.json"
 """The name of the file; the folder has that of the experiment."""
 
@@ -37,13 +39,13 @@ def _parsed(path: Path, *version: int) -> dict[str, Any]:
 def read_run(path: Path) -> Any:
     """The content of a run: of a JSON file, or of FOLDER/NAME, the run NAME of FOLDER/runs.json.
 
-    Raises ValueError if there is neither the file nor such a run.
+    Raises UsageError if there is neither the file nor such a run.
     """
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     runs = read_runs(path.parent)
     if path.name not in runs:
-        raise ValueError(
+        raise UsageError(
             f"a run must be a JSON file or FOLDER/NAME with a name in FOLDER/{RUNS}, got {path}"
         )
     return runs[path.name]

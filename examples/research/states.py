@@ -9,7 +9,7 @@ tracks the group has one cluster for each element.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 
 from common.checkpoint import WEIGHTS, read_options
 from common.evaluation import png
+from flags import UsageError
 from generate import as_field
 from train_a5 import WordProblemConfig, make_model
 
@@ -87,6 +88,8 @@ def figure(
 
 def main(config: Config) -> None:
     _, saved = read_options(config.run, "RUN")
+    if saved.keys() != {field.name for field in fields(WordProblemConfig)}:
+        raise UsageError(f"RUN must be a run of this version of train_a5.py, got {config.run}")
     options = WordProblemConfig(**{name: as_field(value) for name, value in saved.items()})
     model, task = make_model(options), options.task()
     load_weights(model, config.run / WEIGHTS)
@@ -101,4 +104,7 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (UsageError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 from bedouin.tasks import Group
 from common.evaluation import accuracy_figure
 from common.run import Scores
+from flags import UsageError
 from research.runs import read_run
 
 
@@ -83,4 +84,7 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (UsageError, OSError) as error:
+        sys.exit(f"error: {error}")

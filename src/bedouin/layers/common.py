@@ -30,8 +30,8 @@ StateT = TypeVar("StateT", bound=RecurrentState)
 
 # What to do about an option that has been removed.
 REMOVED = (
-    "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or bedouin==0.2.0 "
-    "for a model that was saved with it"
+    "version 0.2.0 of bedouin is the last one that has it: use TrackingDeltaNet, or commit 6d080c6 "
+    "of the repository for a model that was saved with it"
 )
 TEXT_BLOCK = 512  # the text of a module's options is filled up with spaces to a multiple of this
 

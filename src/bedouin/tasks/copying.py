@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.checks import one_of
 from bedouin.tasks.batch import IGNORE, Batch, Task, as_text
 from bedouin.tasks.metrics import sequence_accuracy, token_accuracy
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash, whole_number
+from bedouin.tasks.streams import Split, draw_last, integers, one_of, row_hash, whole_number
 
 Protocol = Literal["plain", "official"]
 

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bedouin.checks import one_of
 from bedouin.tasks import streams
 from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.streams import Split
@@ -56,7 +55,7 @@ class Parity(Task):
         streams.whole_number("length", self.length, 1)
         if self.min_length is not None:
             streams.whole_number("min_length", self.min_length, 1, self.length + 1)
-        one_of("label_at", self.label_at, get_args(LabelAt))
+        streams.one_of("label_at", self.label_at, get_args(LabelAt))
 
     def _draw(self, b: int, length: int | None, split: Split, rng: torch.Generator) -> Batch:
         if length is not None:

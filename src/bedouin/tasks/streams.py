@@ -16,8 +16,6 @@ from typing import Any, Final, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from bedouin.checks import one_of
-
 Split = Literal["train", "test", "all"]
 
 MAX_SEED: Final = 2**20
@@ -34,6 +32,12 @@ def whole_number(name: str, value: int, low: int, high: int | None = None) -> in
         wanted = f"at least {low}" if high is None else f"in [{low}, {high})"
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return int(value)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 class Stream(torch.Generator):

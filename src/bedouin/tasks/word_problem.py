@@ -11,10 +11,9 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bedouin.checks import one_of
 from bedouin.tasks.batch import IGNORE, Batch, Task
 from bedouin.tasks.group import Group, check_group, generating_set, on_device
-from bedouin.tasks.streams import Split, draw_last, integers, row_hash, whole_number
+from bedouin.tasks.streams import Split, draw_last, integers, one_of, row_hash, whole_number
 
 Elements = Literal["all", "swaps", "3-permutations"]
 Protocol = Literal["plain", "official"]
