@@ -25,10 +25,11 @@ from torch import Tensor
 from bedouin import Decoder, SequenceModel
 from bedouin.generation import Sampling
 from common.checkpoint import WEIGHTS, read_options
+from common.options import make_layer
 from flags import Count, Device, Natural, UsageError, check_types, choose_device, naming_flags
 from language.text import END
 from research.baselines import BASELINES, make_baseline
-from train_lm import LanguageConfig, make_layer, make_model
+from train_lm import LanguageConfig, make_model
 
 
 @dataclass(frozen=True, kw_only=True)
