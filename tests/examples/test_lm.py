@@ -217,6 +217,7 @@ def test_every_layer_learns(
     assert (tmp_path / "bits_per_byte.png").stat().st_size > 5000
     assert (tmp_path / "sample.txt").read_text()
     assert f"python examples/generate.py --run {tmp_path}" in capsys.readouterr().out
+    assert count(generate.load_model(tmp_path, torch.device("cpu"))) == size(config)
 
 
 def losses(folder: Path) -> list[float]:
