@@ -205,7 +205,7 @@ def recorded() -> Iterator[list[tuple[Operation, tuple[Any, ...], tuple[Tensor, 
         yield found
 
 
-FEW = {"t": 3}
+FEW: Options = {"t": 3}
 """Tokens for what does not depend on their number; the interpreter takes long for a token."""
 
 
