@@ -97,11 +97,11 @@ def naming_flags(names: Collection[str]) -> Iterator[None]:
         raise ValueError(re.sub(words, lambda word: flag(word[0]), str(error))) from error
 
 
-def choose_device(name: Device) -> torch.device:
+def choose_device(name: Device, remedy: str = "--device cpu") -> torch.device:
     """The device of this name; auto: the GPU if there is one. Raises UsageError without a GPU for
-    cuda."""
+    cuda, whose message says to use `remedy`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none: use --device cpu")
+        raise UsageError(f"--device cuda needs a GPU, and torch sees none: use {remedy}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)

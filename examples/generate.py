@@ -59,14 +59,8 @@ def load_model(folder: Path, device: torch.device) -> SequenceModel:
     Raises UsageError if the folder has no checkpoint of a language model, or one of a model that is
     shared out among processes (--shard) and not yet trained.
     """
-    try:
-        path, saved = read_options(folder, "--run")
-    except FileNotFoundError as error:
-        raise UsageError(str(error)) from error
-    options = {name: as_field(value) for name, value in saved.items()}
-    if options.keys() != {field.name for field in fields(LanguageConfig)}:
-        raise UsageError(f"--run must be a run of this version of train_lm.py, got {folder}")
-    config, weights = LanguageConfig(**options), path / "pytorch_model.bin"
+    path, config = read_config(folder, "--run", LanguageConfig)
+    weights = path / "pytorch_model.bin"
     model = make_model(config, make_baseline if config.layer in BASELINES else make_layer)
     if weights.exists():
         model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
@@ -77,9 +71,18 @@ def load_model(folder: Path, device: torch.device) -> SequenceModel:
     return model.to(device).eval()
 
 
-def as_field(value: Any) -> Any:
-    """A value of the checkpoint, in which tuples are lists."""
-    return tuple(value) if isinstance(value, list) else value
+def read_config(folder: Path, option: str, kind: type[Any]) -> tuple[Path, Any]:
+    """The last checkpoint of a run, and its options as `kind`, the class of a training script.
+    Raises UsageError, which names `option`, if there is no checkpoint of this script."""
+    try:
+        path, saved = read_options(folder, option)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    if saved.keys() != {field.name for field in fields(kind)}:
+        script = f"{kind.__module__}.py"
+        raise UsageError(f"{option} must be a run of this version of {script}, got {folder}")
+    # in the file tuples are lists
+    return path, kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in saved.items()})
 
 
 @torch.no_grad()

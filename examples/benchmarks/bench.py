@@ -171,7 +171,8 @@ def chosen(config: Config) -> list[tuple[cases.Case, Shape]]:
 
 def make_context(config: Config) -> Context:
     """Device, sizes and speed of the machine."""
-    device = choose_device(config.device)
+    small = "--tiny --precision float32 --repeats 1 to run every row at toy sizes"
+    device = choose_device(config.device, f"--device cpu, with {small}")
     sizes = {"m": 8, "n": 2, "k": 2} if config.tiny else {}
     setting = Setting(device, config.precision, **sizes)
     # a small product suffices if the speed of the machine is not used
@@ -282,5 +283,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Config, description=__doc__)))
     except UsageError as error:
-        small = ", with --tiny --precision float32 --repeats 1 to run every row at toy sizes"
-        sys.exit(f"error: {error}{small if '--device' in str(error) else ''}")
+        sys.exit(f"error: {error}")

@@ -89,7 +89,8 @@ def main(arguments: Sequence[str]) -> None:
     """Train with the command line of a script, whose name is the first argument."""
     if not arguments or arguments[0] not in SCRIPTS or baseline_of(arguments)[0] is None:
         if {"-h", "--help"} & set(arguments):
-            sys.exit(print(__doc__))
+            print(__doc__)
+            return
         sys.exit(f"error: name a script of {SCRIPTS} and --mixer-layer, one of {(*BASELINES,)}")
     script = importlib.import_module(arguments[0])
     try:

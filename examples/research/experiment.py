@@ -138,7 +138,6 @@ class Queue:
     """The chosen runs that have not been started, also by several threads."""
 
     def __init__(self, config: Config) -> None:
-        chosen(experiments(), config)  # raises for a name that does not exist
         self.config = config
         self._started: set[tuple[str, str]] = set()
         self._running = 0

@@ -9,7 +9,7 @@ tracks the group has one cluster for each element.
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +25,10 @@ from bedouin.tasks import stream
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the next imports
 
-from common.checkpoint import WEIGHTS, read_options
+from common.checkpoint import WEIGHTS
 from common.evaluation import png
 from flags import UsageError
-from generate import as_field
+from generate import read_config
 from train_a5 import WordProblemConfig, make_model
 
 COMPONENTS = 4
@@ -87,10 +87,7 @@ def figure(
 
 
 def main(config: Config) -> None:
-    _, saved = read_options(config.run, "RUN")
-    if saved.keys() != {field.name for field in fields(WordProblemConfig)}:
-        raise UsageError(f"RUN must be a run of this version of train_a5.py, got {config.run}")
-    options = WordProblemConfig(**{name: as_field(value) for name, value in saved.items()})
+    _, options = read_config(config.run, "RUN", WordProblemConfig)
     model, task = make_model(options), options.task()
     load_weights(model, config.run / WEIGHTS)
     tokens, labels = task.sample(config.words, stream("test", 0), length=config.length)

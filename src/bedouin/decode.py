@@ -23,6 +23,7 @@ from bedouin.kernels.backend import (
     is_cuda_device,
     is_transformed,
 )
+from bedouin.kernels.delta_rule import kernel_backend
 from bedouin.solvers.reporting import Measured, Outcome, failure_message
 from bedouin.state import RecurrentState
 from bedouin.wrapped import ReplacementWatch, is_untouched
@@ -301,7 +302,7 @@ def _allows_graph(layer: Any) -> bool:
     """Whether a graph may capture the layer's `step`, of which the host need not read outcomes."""
     options = getattr(layer, "solve_options", None)
     if options is None or not is_decoded(layer):
-        return is_decoded(layer) and layer.backend not in ("torch", "reference")
+        return is_decoded(layer) and kernel_backend(layer.backend) != "reference"
     return bool(options.backend != "reference" and options.on_unconverged != "raise")
 
 

@@ -117,10 +117,8 @@ class Diagnosis:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-        dotted = {
-            "color": rcParams["axes.edgecolor"],
-            "linestyle": ":",
-        }  # also on a dark background
+        # the colour can be seen on a dark background, too
+        dotted = {"color": rcParams["axes.edgecolor"], "linestyle": ":"}
         figure = Figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(self.layer)
         over_time, over_steps, pivots, exponents = figure.subplots(2, 2).flat
